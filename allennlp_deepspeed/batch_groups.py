@@ -1,0 +1,124 @@
+"""
+The groups of micro-batches that all ranks train on together.
+"""
+
+import logging
+from typing import Iterator, List, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+from allennlp.common.util import lazy_groups_of
+from allennlp.data.data_loaders import DataLoader, TensorDict
+
+logger = logging.getLogger(__name__)
+
+
+class BatchGroup(NamedTuple):
+    """
+    The micro-batches of one optimizer step.
+
+    `size` is the number of micro-batches by which this rank's losses are divided. It is more than
+    `len(batches)` if another rank has run out of data: AllenNLP then drops the rest of the group
+    without changing the divisor, and so do we.
+    """
+
+    batches: List[TensorDict]
+    size: int
+
+
+class BatchGroups:
+    """
+    One epoch of `BatchGroup`s, the same number with the same number of micro-batches on every rank.
+    The epoch ends on all ranks with the micro-batch before the first that some rank lacks, as it does
+    in AllenNLP.
+
+    Where every rank knows the length of its epoch, the ranks agree once, at the beginning; otherwise
+    once for each group. To be iterated over by every rank.
+
+    # Parameters
+
+    data_loader : `DataLoader`, required.
+    group_size : `int`, required.
+        The number of gradient accumulation steps.
+    device : `torch.device`, required.
+        Where the process group communicates.
+    """
+
+    def __init__(self, data_loader: DataLoader, group_size: int, device: torch.device) -> None:
+        self._data_loader = data_loader
+        self._group_size = group_size
+        self._device = device
+
+    def __iter__(self) -> Iterator[BatchGroup]:
+        world_size = dist.get_world_size()
+        groups = lazy_groups_of(self._data_loader, self._group_size)
+        if world_size == 1:
+            yield from (BatchGroup(batches, len(batches)) for batches in groups)
+            return
+        length = self._agree(self._num_batches())
+        if length < 0:
+            yield from self._agreeing_on_each(groups)
+        else:
+            yield from self._of_known_length(groups, length)
+
+    def _of_known_length(
+        self, groups: Iterator[List[TensorDict]], length: int
+    ) -> Iterator[BatchGroup]:
+        remaining = length
+        while remaining > 0:
+            batches = next(groups, [])
+            common_size = min(self._group_size, remaining)
+            if len(batches) < common_size:
+                raise RuntimeError(
+                    f"The data loader of rank {dist.get_rank()} has a len() of "
+                    f"{self._num_batches()} but ended {common_size - len(batches)} batches before "
+                    f"the {length} that all ranks have. Its __len__() must be exact, or raise a "
+                    "TypeError if it isn't known."
+                )
+            remaining -= common_size
+            yield BatchGroup(batches[:common_size], len(batches))
+        surplus = self._num_batches() - length
+        if surplus > 0:
+            _warn_of_surplus(f"at least {surplus} batches")
+
+    def _agreeing_on_each(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
+        common_size = self._group_size
+        # A short group is the last one for every rank, because every rank knows that it was short.
+        while common_size == self._group_size:
+            batches = next(groups, [])
+            common_size = self._agree(len(batches))
+            if common_size < len(batches):
+                _warn_of_surplus("some batches")
+            if common_size > 0:
+                yield BatchGroup(batches[:common_size], len(batches))
+
+    def _num_batches(self) -> int:
+        try:
+            return len(self._data_loader)
+        except TypeError:
+            return -1
+
+    def _agree(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        # int32 is supported by every backend's reductions.
+        tensor = torch.tensor(value, dtype=torch.int32, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        return int(tensor.item())
+
+
+def num_groups(data_loader: DataLoader, group_size: int) -> Optional[int]:
+    """The number of optimizer steps in an epoch of this rank's data; `None` if it isn't known."""
+    try:
+        return -(-len(data_loader) // group_size)
+    except TypeError:
+        return None
+
+
+def _warn_of_surplus(what: str) -> None:
+    logger.warning(
+        "Rank %d finishes the epoch early and leaves out %s, because another rank has less data. A "
+        "small imbalance is fine; to be rid of it, make the number of instances divisible by the "
+        "number of workers times the batch size.",
+        dist.get_rank(),
+        what,
+    )

@@ -1,0 +1,400 @@
+"""
+Fills DeepSpeed's configuration from what the AllenNLP side of a config file says, and refuses the
+two where they contradict each other.
+"""
+
+import json
+import logging
+import os
+from copy import deepcopy
+from typing import Any, Dict, Optional, Tuple, Union
+
+from allennlp.common.checks import ConfigurationError
+from deepspeed.runtime.config import DeepSpeedConfig as EngineConfig
+from deepspeed.runtime.config import DeepSpeedConfigError, DtypeEnum
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import TypeAdapter
+
+from allennlp_deepspeed.config_schema import scheduler_parameters
+from allennlp_deepspeed.config_settings import ResolvedConfig, TrainerSettings
+from allennlp_deepspeed.config_validation import ROOT, lookup
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+PRECISIONS = ("bf16", "fp16", "torch_autocast")
+
+
+def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig:
+    """
+    Brings both sides together. Where only one of them says something, it holds for both.
+
+    # Parameters
+
+    config : `Dict[str, Any]`
+        In DeepSpeed's schema, validated. It is not changed.
+    settings : `TrainerSettings`
+
+    # Raises
+
+    `ConfigurationError`
+        If both sides say something and they differ, if the settings can't work together, or if
+        nothing says what an "auto" stands for.
+    """
+    config = {key: value for key, value in deepcopy(config).items() if value != AUTO}
+    has_optimizer, has_scheduler = "optimizer" in config, "scheduler" in config
+    micro_batch_size, num_gradient_accumulation_steps = _resolve_batch_sizes(config, settings)
+    grad_norm = _resolve_grad_norm(config, settings)
+    precision = _resolve_precision(config, settings)
+    _resolve_optimizer(config, settings)
+    _resolve_scheduler(config, settings)
+    _resolve_nvme_paths(config, settings)
+    # AllenNLP's optimizers are subclasses that DeepSpeed has not listed as tested with ZeRO, and
+    # offloading works with any optimizer, if slower than with DeepSpeed's own.
+    _fill_if_open(config, "zero_allow_untested_optimizer", True)
+    _fill_if_open(config, "zero_force_ds_cpu_optimizer", has_optimizer)
+    # The trainer decides where an accumulated batch ends, which can be early at the end of an
+    # epoch, and calls the engine's `step` there. An engine that counted itself would drift.
+    config.update(
+        gradient_accumulation_steps=1,
+        train_micro_batch_size_per_gpu=micro_batch_size,
+        train_batch_size=micro_batch_size * settings.world_size,
+        # DeepSpeed clips to 1.0 where nothing is said.
+        gradient_clipping=0.0 if isinstance(grad_norm, bool) else grad_norm,
+    )
+    _drop_remaining_autos(config)
+    zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
+    _check_zero(zero, grad_norm)
+    _check_data_types(config, zero, precision)
+    _check_with_deepspeed(config)
+    return ResolvedConfig(
+        engine_config=config,
+        num_gradient_accumulation_steps=num_gradient_accumulation_steps,
+        grad_norm=grad_norm,
+        zero_stage=int(zero.stage),
+        precision=precision,
+        has_optimizer=has_optimizer,
+        has_scheduler=has_scheduler,
+    )
+
+
+def _said(config: Dict[str, Any], path: str) -> Any:
+    """What the DeepSpeed side says at a path, `None` if it leaves it open."""
+    value = lookup(config, path)
+    return None if value == AUTO else value
+
+
+def _fill(config: Dict[str, Any], path: str, value: Any, source: str) -> None:
+    *sections, key = path.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[key] = value
+    logger.info("%s.%s is %s (%s)", ROOT, path, json.dumps(value), source)
+
+
+def _fill_if_open(config: Dict[str, Any], path: str, value: Any) -> None:
+    if _said(config, path) is None:
+        _fill(config, path, value, "default of this trainer")
+
+
+def _agreed(key: str, value: Any, config: Dict[str, Any], path: str) -> Any:
+    """The value of an AllenNLP key and its counterpart of DeepSpeed's, `None` if both are open."""
+    deepspeed_value = _said(config, path)
+    if value is None:
+        return deepspeed_value
+    if deepspeed_value is None:
+        logger.info("%s.%s is %s (from %s)", ROOT, path, json.dumps(value), key)
+    elif deepspeed_value != value:
+        raise ConfigurationError(
+            f"{key} is {json.dumps(value)}, but {ROOT}.{path} is {json.dumps(deepspeed_value)}: "
+            "remove one of them, or give both the same value"
+        )
+    return value
+
+
+def _resolve_batch_sizes(config: Dict[str, Any], settings: TrainerSettings) -> Tuple[int, int]:
+    """The number of instances in a micro-batch, and of micro-batches in an optimizer step."""
+    steps = _agreed(
+        "num_gradient_accumulation_steps",
+        settings.num_gradient_accumulation_steps,
+        config,
+        "gradient_accumulation_steps",
+    )
+    micro_batch_size = _agreed(
+        "data_loader.batch_size",
+        settings.micro_batch_size,
+        config,
+        "train_micro_batch_size_per_gpu",
+    )
+    batch_size = _said(config, "train_batch_size")
+    if batch_size is None:
+        return micro_batch_size or 1, steps or 1
+
+    # As in DeepSpeed, the total says what of its factors is left open.
+    if micro_batch_size is None:
+        micro_batch_size = max(1, batch_size // ((steps or 1) * settings.world_size))
+    elif steps is None:
+        steps = max(1, batch_size // (micro_batch_size * settings.world_size))
+    steps = steps or 1
+    product = micro_batch_size * steps * settings.world_size
+    if product != batch_size:
+        raise ConfigurationError(
+            f"{ROOT}.train_batch_size is {batch_size}, but {micro_batch_size} instances in a "
+            f"micro-batch x {steps} gradient accumulation steps x {settings.world_size} workers "
+            f"are {product}: remove the key, or write {product}"
+        )
+    return micro_batch_size, steps
+
+
+def _resolve_grad_norm(config: Dict[str, Any], settings: TrainerSettings) -> Union[float, bool]:
+    if settings.grad_norm is True:
+        clipping = _said(config, "gradient_clipping")
+        if clipping:
+            raise ConfigurationError(
+                f"grad_norm is true, which reports the norm without clipping, but "
+                f"{ROOT}.gradient_clipping is {clipping}: remove grad_norm to clip (the norm is "
+                "reported then too), or gradient_clipping to report only"
+            )
+        return True
+    # AllenNLP takes 0 for false.
+    return _agreed("grad_norm", settings.grad_norm or None, config, "gradient_clipping") or False
+
+
+def _resolve_precision(config: Dict[str, Any], settings: TrainerSettings) -> str:
+    enabled = [name for name in PRECISIONS if _is_enabled(config, name)]
+    if len(enabled) > 1:
+        raise ConfigurationError(
+            f"{' and '.join(f'{ROOT}.{name}.enabled' for name in enabled)} are true, but a model "
+            "trains in one precision: turn on one of them"
+        )
+    if not enabled and settings.use_amp:
+        enabled = [_precision_of_amp(config, settings)]
+        _fill(config, f"{enabled[0]}.enabled", True, "from use_amp")
+    for name in PRECISIONS:
+        if lookup(config, f"{name}.enabled") == AUTO:
+            _fill(config, f"{name}.enabled", False, "from use_amp")
+
+    precision = enabled[0] if enabled else "fp32"
+    if precision == "torch_autocast" and _said(config, "torch_autocast.dtype") is None:
+        dtype = "bfloat16" if settings.bf16_supported else "float16"
+        _fill(config, "torch_autocast.dtype", dtype, f"for {settings.device_type}")
+    _check_device(config, precision, settings)
+    _resolve_loss_scale(config, precision, settings)
+    return precision
+
+
+def _is_enabled(config: Dict[str, Any], section: str) -> Optional[bool]:
+    """Whether a precision is turned on, `None` if the config leaves it open."""
+    value = _said(config, f"{section}.enabled")
+    # DeepSpeed's models take "true" for true.
+    return None if value is None else TypeAdapter(bool).validate_python(value)
+
+
+def _precision_of_amp(config: Dict[str, Any], settings: TrainerSettings) -> str:
+    """What `use_amp` stands for: the first precision left to it that works, or autocast."""
+    works = {"bf16": settings.bf16_supported, "fp16": settings.device_type == "cuda"}
+    for name in PRECISIONS:
+        if lookup(config, f"{name}.enabled") == AUTO and works.get(name, True):
+            return name
+    if _is_enabled(config, "torch_autocast") is False:
+        raise ConfigurationError(
+            f"use_amp is true, but {ROOT}.torch_autocast.enabled is false and no other precision "
+            'is turned on: remove one of the two, or write "bf16": {"enabled": true}'
+        )
+    return "torch_autocast"
+
+
+def _is_autocast_to_fp16(config: Dict[str, Any], precision: str) -> bool:
+    return (
+        precision == "torch_autocast"
+        and DtypeEnum(lookup(config, "torch_autocast.dtype")) is DtypeEnum.fp16
+    )
+
+
+def _check_device(config: Dict[str, Any], precision: str, settings: TrainerSettings) -> None:
+    if settings.device_type == "cpu":
+        if precision == "fp16":
+            raise ConfigurationError(
+                f"{ROOT}.fp16.enabled is true, but fp16 needs a GPU: on CPU write "
+                '"bf16": {"enabled": true}'
+            )
+        if _is_autocast_to_fp16(config, precision):
+            raise ConfigurationError(
+                f"{ROOT}.torch_autocast.dtype is float16, but fp16 needs a GPU: on CPU write "
+                '"dtype": "bfloat16"'
+            )
+    if precision == "bf16" and not settings.bf16_supported:
+        raise ConfigurationError(
+            f"{ROOT}.bf16.enabled is true, but this device does not support bf16: write "
+            '"fp16": {"enabled": true} on a GPU, or remove the section'
+        )
+
+
+def _resolve_loss_scale(config: Dict[str, Any], precision: str, settings: TrainerSettings) -> None:
+    if settings.grad_scaling:
+        return
+    if precision == "fp16":
+        loss_scale = _said(config, "fp16.loss_scale")
+        if loss_scale is None:
+            _fill(config, "fp16.loss_scale", 1.0, "from grad_scaling")
+        elif loss_scale != 1:
+            raise ConfigurationError(
+                f"grad_scaling is false, but {ROOT}.fp16.loss_scale is {loss_scale} "
+                "(0 scales dynamically): remove one of them"
+            )
+    elif _is_autocast_to_fp16(config, precision):
+        raise ConfigurationError(
+            f"grad_scaling is false, but DeepSpeed always scales where {ROOT}.torch_autocast.dtype "
+            'is float16: write "dtype": "bfloat16", or remove grad_scaling'
+        )
+
+
+def _resolve_optimizer(config: Dict[str, Any], settings: TrainerSettings) -> None:
+    optimizer = config.get("optimizer")
+    if optimizer is None:
+        return
+    _refuse_both("optimizer", settings.optimizer, optimizer)
+    params = optimizer.get("params", {})
+    if params.get("lr") == AUTO:
+        if settings.learning_rate is None:
+            raise _cannot_fill("optimizer.params.lr", "write the learning rate")
+        _fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
+    for name in [name for name, value in params.items() if value == AUTO]:
+        del params[name]
+        logger.info("%s.optimizer.params.%s is the optimizer's default", ROOT, name)
+
+
+def _resolve_scheduler(config: Dict[str, Any], settings: TrainerSettings) -> None:
+    scheduler = config.get("scheduler")
+    if scheduler is None:
+        return
+    _refuse_both("learning_rate_scheduler", settings.learning_rate_scheduler, scheduler)
+    params = scheduler.setdefault("params", {})
+    steps = (
+        settings.num_epochs * settings.steps_per_epoch
+        if settings.num_epochs and settings.steps_per_epoch
+        else None
+    )
+    learning_rate = _said(config, "optimizer.params.lr") or settings.learning_rate
+    known = {"total_num_steps": steps, "warmup_max_lr": learning_rate, "warmup_min_lr": 0.0}
+    for name, parameter in scheduler_parameters(scheduler["type"]).items():
+        is_required = (
+            parameter.default is parameter.empty
+            and parameter.kind is not parameter.VAR_KEYWORD
+            and name not in params
+        )
+        if params.get(name) != AUTO and not is_required:
+            continue
+        path = f"scheduler.params.{name}"
+        if known.get(name) is None:
+            raise _cannot_fill(path, _SCHEDULER_HINTS.get(name, "write a value"))
+        _fill(config, path, known[name], "from the trainer")
+
+
+_SCHEDULER_HINTS = {
+    "total_num_steps": "write the number of optimizer steps in the whole training",
+    "warmup_num_steps": "write the number of optimizer steps over which the learning rate rises",
+    "warmup_max_lr": "write the learning rate to rise to",
+}
+
+
+def _refuse_both(key: str, name: Optional[str], section: Dict[str, Any]) -> None:
+    if name is not None:
+        path = "optimizer" if key == "optimizer" else "scheduler"
+        raise ConfigurationError(
+            f'{key} is "{name}", but {ROOT}.{path} is "{section["type"]}": give one of them. '
+            f'AllenNLP\'s stays if you remove the section (or write "{path}": null over a preset)'
+        )
+
+
+def _resolve_nvme_paths(config: Dict[str, Any], settings: TrainerSettings) -> None:
+    for section in ("offload_param", "offload_optimizer"):
+        path = f"zero_optimization.{section}.nvme_path"
+        is_nvme = lookup(config, f"zero_optimization.{section}.device") == "nvme"
+        if not is_nvme or _said(config, path) is not None:
+            continue
+        if settings.serialization_dir is None:
+            raise _cannot_fill(
+                path, "write a folder on the NVMe device, or give a serialization_dir"
+            )
+        folder = os.path.join(settings.serialization_dir, "nvme")
+        _fill(config, path, folder, "in the serialization directory")
+
+
+def _drop_remaining_autos(section: Dict[str, Any], path: str = "") -> None:
+    """
+    An "auto" that nothing fills is DeepSpeed's default, which is what DeepSpeed makes of it too,
+    except where a default would decide what kind of training this is.
+    """
+    for key, value in list(section.items()):
+        here = f"{path}.{key}".lstrip(".")
+        if isinstance(value, dict):
+            _drop_remaining_autos(value, here)
+        elif value == AUTO:
+            if key in _CHOICES:
+                raise _cannot_fill(here, f"write {_CHOICES[key]}")
+            del section[key]
+            logger.info("%s.%s is DeepSpeed's default", ROOT, here)
+
+
+_CHOICES = {
+    "stage": "0, 1, 2 or 3",
+    "device": '"none", "cpu" or "nvme"',
+    "enabled": "true or false",
+}
+
+
+def _cannot_fill(path: str, hint: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{ROOT}.{path} is left open, and nothing in the AllenNLP config says what it is: {hint}"
+    )
+
+
+def _check_zero(zero: DeepSpeedZeroConfig, grad_norm: Union[float, bool]) -> None:
+    path = f"{ROOT}.zero_optimization"
+    if zero.offload_param is not None and zero.offload_param.device != "none" and zero.stage != 3:
+        raise ConfigurationError(
+            f'{path}.offload_param.device is "{zero.offload_param.device}", but parameters can be '
+            f'offloaded only at stage 3, and {path}.stage is {zero.stage}: write "stage": 3 or '
+            '"offload_param": null'
+        )
+    optimizer = zero.offload_optimizer
+    if optimizer is not None and optimizer.device != "none" and zero.stage == 0:
+        raise ConfigurationError(
+            f'{path}.offload_optimizer.device is "{optimizer.device}", but optimizer states can be '
+            f'offloaded only at stages 1 to 3, and {path}.stage is 0: write "stage": 1 or '
+            '"offload_optimizer": null'
+        )
+    if not zero.compute_grad_norm and grad_norm is not False:
+        raise ConfigurationError(
+            f"{path}.compute_grad_norm is false, but grad_norm (or {ROOT}.gradient_clipping) is "
+            f"{json.dumps(grad_norm)}: remove one of them"
+        )
+
+
+def _check_data_types(config: Dict[str, Any], zero: DeepSpeedZeroConfig, precision: str) -> None:
+    """DeepSpeed checks these only once it wraps the optimizer, with a bare assertion."""
+    model = DtypeEnum(precision if precision in ("bf16", "fp16") else "fp32")
+    accumulation = _said(config, "data_types.grad_accum_dtype")
+    if zero.stage == 0 and accumulation is not None and DtypeEnum(accumulation) is not model:
+        raise ConfigurationError(
+            f'{ROOT}.data_types.grad_accum_dtype is "{accumulation}", but at stage 0 DeepSpeed '
+            f"accumulates gradients in the model's own type, which is {model.name}: remove the "
+            'key, or write "zero_optimization": {"stage": 1}'
+        )
+    parameters = _said(config, "data_types.param_dtype")
+    if parameters is not None and DtypeEnum(parameters) is not model:
+        raise ConfigurationError(
+            f'{ROOT}.data_types.param_dtype is "{parameters}", but the model trains in '
+            f'{model.name}: remove the key, or turn on "bf16" or "fp16"'
+        )
+
+
+def _check_with_deepspeed(config: Dict[str, Any]) -> None:
+    """Has DeepSpeed make the checks across sections that it makes when the engine is built."""
+    # The number of workers that `train_batch_size` is for need not be running yet.
+    config = {key: value for key, value in config.items() if key != "train_batch_size"}
+    try:
+        EngineConfig(deepcopy(config))
+    except (AssertionError, ValueError, TypeError, DeepSpeedConfigError) as error:
+        raise ConfigurationError(f"{ROOT} is refused by DeepSpeed: {error}") from error

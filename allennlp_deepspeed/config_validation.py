@@ -1,0 +1,163 @@
+"""
+The check of a configuration against DeepSpeed's schema, told in terms of the config file: which
+key, what it holds, what is wrong and what to write.
+"""
+
+import json
+import re
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, get_args
+
+from allennlp.common.checks import ConfigurationError
+from deepspeed.runtime import config as ds_config
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from allennlp_deepspeed.config_schema import Schema, did_you_mean
+
+ROOT = "deepspeed_config"
+
+# What can't work inside an AllenNLP trainer: the key, the values that leave it turned off, and why
+# no other will do.
+UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
+    "pipeline": ((), "an AllenNLP model is no sequence of pipeline stages; use ZeRO stage 3"),
+    "tensor_parallel.autotp_size": ((0,), "its workers read different instances; use ZeRO stage 3"),
+    "sequence_parallel_size": ((1,), "its workers read different instances; remove the key"),
+    "data_parallel_size": ((), 'it is the length of "distributed.cuda_devices"; remove the key'),
+    "expert_parallel.enabled": ((False,), "its modules don't fit an archive; remove the section"),
+    "hybrid_engine.enabled": ((False,), "its modules don't fit an archive; remove the section"),
+    "autotuning.enabled": ((False,), "it drives DeepSpeed's own launcher; remove the section"),
+    "data_efficiency.enabled": (
+        (False,),
+        'choose the batches in "data_loader"; remove the section',
+    ),
+    "dataloader_drop_last": ((False,), 'write "drop_last" in "data_loader" instead'),
+    "managed_gradient_accumulation": (
+        (),
+        'the trainer says where an accumulated batch ends; use "num_gradient_accumulation_steps"',
+    ),
+}
+
+# Keys that pasted configurations still hold under an earlier name, too far from today's for
+# `did_you_mean`, and that DeepSpeed ignores in silence.
+RENAMED = {"aio.thread_count": "intra_op_parallelism"}
+
+
+def validate(config: Dict[str, Any]) -> None:
+    """
+    Checks a configuration against DeepSpeed's schema. The string "auto" passes anywhere.
+
+    # Parameters
+
+    config : `Dict[str, Any]`
+        The content of a `ds_config.json`.
+
+    # Raises
+
+    `ConfigurationError`
+        With a line for each key that is unknown, removed or unsupported, or whose value is wrong.
+    """
+    for path, (accepted, reason) in UNSUPPORTED.items():
+        value = lookup(config, path)
+        if value is not None and value not in (*accepted, "auto"):
+            raise ConfigurationError(
+                f"{ROOT}.{path} is {_json(value)}, but can't work in an AllenNLP trainer: {reason}"
+            )
+    try:
+        Schema(**config)
+    except ValidationError as error:
+        lines = dict.fromkeys(_explain(details, config) for details in error.errors())
+        raise ConfigurationError("\n".join(lines)) from None
+    except (AssertionError, TypeError) as error:
+        # Some of DeepSpeed's validators raise what pydantic does not collect.
+        raise ConfigurationError(f"{ROOT}: {error}") from None
+
+
+def lookup(config: Dict[str, Any], path: str) -> Any:
+    """The value at a dotted path, None where there is none."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _explain(error: Any, config: Dict[str, Any]) -> str:
+    """One of pydantic's errors as a line that names the key, the value and what to write."""
+    keys = list(_keys_in(config, error["loc"]))
+    path = ".".join([ROOT, *keys])
+    if error["type"] == "missing":
+        return f"{path}.{error['loc'][-1]} is missing"
+    if error["type"] == "extra_forbidden":
+        return _explain_unknown(path, keys)
+
+    field = _field(keys)
+    message = error["msg"].replace("Input should be", "must be").split(", unable to")[0]
+    message = re.sub("^(Value error|Assertion failed), ", "", message)
+    if error["type"] == "enum":  # pydantic lists a value once for each of its names: "2, 3 or 3"
+        choices = dict.fromkeys(re.split(", | or ", error["ctx"]["expected"]))
+        message = f"must be one of {', '.join(choices)}"
+    elif error["type"] in ("model_type", "dict_type"):
+        message = (
+            f'must be an object, such as {{"{next(iter(_names(_submodel(field))), "key")}": ...}}'
+        )
+    if isinstance(error["input"], (dict, BaseModel)):
+        return f"{path}: {message}"
+    default = None if field.is_required() else field.get_default()
+    hint = "" if default is None else f" (DeepSpeed's default is {_json(default)})"
+    return f"{path} is {_json(error['input'])}: {message}{hint}"
+
+
+def _explain_unknown(path: str, keys: List[str]) -> str:
+    """Why a key is refused that no model of DeepSpeed's has, and which key is meant."""
+    section, name = keys[:-1], keys[-1]
+    removed = {
+        (): ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS,
+        (ZERO_OPTIMIZATION,): ds_config._REMOVED_ZERO_CONFIG_KEYS,
+    }.get(tuple(section), {})
+    if name in removed:
+        return f"{path}: {removed[name]}"
+    known = _names(_submodel(_field(section)) if section else Schema)
+    if name in known:
+        return f"{path} is given twice: under its name and under an alias"
+    places = [key for key, field in Schema.model_fields.items() if name in _names(_submodel(field))]
+    if places and not section:
+        return f"{path} is unknown here: it belongs to {' or '.join(_json(key) for key in places)}"
+    if ".".join(keys) in RENAMED:
+        return f'{path} is unknown: it is "{RENAMED[".".join(keys)]}" today'
+    return f"{path} is unknown: {did_you_mean(name, known)}"
+
+
+def _keys_in(config: Any, location: Tuple[Any, ...]) -> Iterator[str]:
+    """The keys of a location that the config has: pydantic adds the names of types to them."""
+    for key in location:
+        if not (isinstance(config, dict) and key in config):
+            return
+        yield key
+        config = config[key]
+
+
+def _field(keys: List[str]) -> FieldInfo:
+    """What the schema says of a known key."""
+    model: Optional[Type[BaseModel]] = Schema
+    for key in keys:
+        assert model is not None
+        field = next(f for name, f in model.model_fields.items() if key in (name, f.alias))
+        model = _submodel(field)
+    return field
+
+
+def _submodel(field: FieldInfo) -> Optional[Type[BaseModel]]:
+    """The model of a section, None if the field is no section."""
+    for type_ in (field.annotation, *get_args(field.annotation)):
+        if isinstance(type_, type) and issubclass(type_, BaseModel):
+            return type_
+    return None
+
+
+def _names(model: Optional[Type[BaseModel]]) -> List[str]:
+    fields = model.model_fields if model else {}
+    return [name for key, field in fields.items() for name in (field.alias, key) if name]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)

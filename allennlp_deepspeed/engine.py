@@ -1,0 +1,154 @@
+"""
+Brings up DeepSpeed's engine inside an AllenNLP worker, and takes it down again. No other module calls
+`deepspeed.initialize`, touches the environment variables that DeepSpeed reads, or makes a process group.
+"""
+
+import logging
+import os
+from types import SimpleNamespace
+from typing import List, Optional
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from allennlp.nn.parallel import DdpWrappedModel
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from overrides import overrides
+
+from allennlp_deepspeed.config import ResolvedConfig
+
+logger = logging.getLogger(__name__)
+
+_HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+class DeepSpeedWrappedModel(DdpWrappedModel):
+    """
+    What the trainer holds of DeepSpeed: the engine around the model, in the place where AllenNLP's
+    trainer holds a model wrapped in `DistributedDataParallel`.
+
+    Every rank must construct it: `deepspeed.initialize` broadcasts the weights of rank 0 and, at
+    ZeRO stage 3, partitions them.
+
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+        The model to train, complete and in fp32, on any device. The engine moves it.
+    config : `ResolvedConfig`, required.
+        The engine's configuration, with nothing left to fill in.
+    device : `torch.device`, required.
+        This worker's device.
+    local_rank : `int`, required.
+        The worker's rank on its node.
+    optimizer : `torch.optim.Optimizer`, optional (default = `None`)
+        The optimizer that the engine is to shard and step. `None` if `config` has an `"optimizer"`
+        section, in which case DeepSpeed constructs it.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: ResolvedConfig,
+        device: torch.device,
+        local_rank: int,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+    ) -> None:
+        _use_accelerator(device)
+        self._owns_process_group = not dist.is_initialized()
+        if self._owns_process_group:
+            _init_group_of_one(device)
+        self._changed_environment = _set_launcher_variables(device, local_rank)
+        if config.precision in _HALF_PRECISION:
+            # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
+            # with weights in half precision refuses unless autocast brings them together.
+            autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
+            model.forward = autocast(model.forward)  # type: ignore[method-assign]
+        engine, *_ = deepspeed.initialize(
+            # DeepSpeed takes the device's index for the local rank unless it is told both.
+            args=SimpleNamespace(local_rank=_device_index(device, local_rank)),
+            model=model,
+            optimizer=optimizer,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=config.engine_config,
+        )
+        super().__init__(engine, local_rank=local_rank, world_size=dist.get_world_size())
+        self.engine: DeepSpeedEngine = engine
+        self.config = config
+        if config.zero_stage == 0 and config.precision != "fp16":
+            # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run. The
+            # trainer calls the reduction itself, and without a loss scale there is nothing else to do.
+            engine._support_torch_style_backward = True
+
+    @property
+    @overrides
+    def is_sharded(self) -> bool:
+        """
+        Always `True`, which is how AllenNLP's trainer is told to call on every rank whatever saves
+        or restores the model.
+        """
+        return True
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """
+        The optimizer inside DeepSpeed's: its `param_groups` carry the learning rates, and at ZeRO
+        stages 1 to 3 this rank's shard of the fp32 weights.
+        """
+        return self.engine.basic_optimizer
+
+    def destroy(self) -> None:
+        """
+        Takes the engine down, and the process group with it if it was made here. Not a collective,
+        so that a failing rank may call it alone.
+        """
+        # The engine first: a worker can abort if the group goes away under a live engine.
+        for hook in (self.engine.module_forward_pre_hook, self.engine.module_forward_post_hook):
+            hook.remove()
+        self.engine.destroy()
+        self.engine.module.__dict__.pop("forward", None)
+        if self._owns_process_group:
+            # DeepSpeed's function, because it also forgets the groups that it made of this one.
+            deepspeed.comm.destroy_process_group()
+        for name in self._changed_environment:
+            os.environ.pop(name, None)
+
+
+def _use_accelerator(device: torch.device) -> None:
+    """DeepSpeed trains on the best device of the machine; AllenNLP on the one that the config names."""
+    if device.type == "cpu" and get_accelerator().device_name() != "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())
+
+
+def _init_group_of_one(device: torch.device) -> None:
+    """
+    DeepSpeed needs a process group even for one process. This one meets itself in memory, so that it
+    needs no port.
+    """
+    dist.init_process_group(
+        backend="gloo" if device.type == "cpu" else "nccl",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
+
+
+def _device_index(device: torch.device, local_rank: int) -> int:
+    return local_rank if device.index is None else device.index
+
+
+def _set_launcher_variables(device: torch.device, local_rank: int) -> List[str]:
+    """
+    Sets what DeepSpeed expects from its launcher and returns the names that were not set before.
+
+    `LOCAL_RANK` is the device's index: this is what DeepSpeed reads it for, and `"cuda_devices"` may
+    start at any.
+    """
+    values = (dist.get_rank(), _device_index(device, local_rank), dist.get_world_size())
+    changed = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    os.environ.update(dict(zip(_LAUNCHER_VARIABLES, map(str, values))))
+    return changed

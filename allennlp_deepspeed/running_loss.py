@@ -1,0 +1,74 @@
+from typing import Dict, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+
+class LossReading(NamedTuple):
+    """
+    Losses of the epoch so far and of the last group of micro-batches, as AllenNLP's metrics want them.
+    The `reg` values are `None` for a model without a regularizer. `has_nan` stays `True` once a
+    loss of the epoch was NaN.
+    """
+
+    has_nan: bool
+    train_loss: float
+    train_reg_loss: Optional[float]
+    batch_loss: float
+    batch_reg_loss: Optional[float]
+
+
+class RunningLoss:
+    """
+    Sums the losses of an epoch on the device, in the order and the precision in which AllenNLP sums
+    them on the host. The host waits for the device once a group, in `read`.
+
+    # Parameters
+
+    device : `torch.device`, required.
+    has_regularizer : `bool`, required.
+    """
+
+    def __init__(self, device: torch.device, has_regularizer: bool) -> None:
+        self._has_regularizer = has_regularizer
+        # AllenNLP adds Python floats, which are float64.
+        self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss = torch.zeros(
+            4, dtype=torch.float64, device=device
+        ).unbind()
+        self._has_nan = torch.zeros((), dtype=torch.float64, device=device)
+
+    def start_group(self) -> None:
+        self._batch_loss.zero_()
+        self._batch_reg_loss.zero_()
+
+    def add(self, batch_outputs: Dict[str, torch.Tensor], group_size: int) -> None:
+        """Adds the losses of one micro-batch of a group of `group_size`."""
+        loss = batch_outputs["loss"].detach()
+        self._has_nan.logical_or_(torch.isnan(loss))
+        self._batch_loss.add_(loss / group_size)
+        if "reg_loss" in batch_outputs:
+            self._batch_reg_loss.copy_(batch_outputs["reg_loss"].detach() / group_size)
+            self._train_reg_loss.add_(self._batch_reg_loss)
+
+    def finish_group(self) -> None:
+        self._train_loss.add_(self._batch_loss)
+
+    def agree_on_nan(self) -> None:
+        """Makes a NaN on any rank known to all. To be called by every rank."""
+        dist.all_reduce(self._has_nan, op=dist.ReduceOp.MAX)
+
+    def read(self) -> LossReading:
+        """Waits for the device and returns the losses."""
+        values = torch.stack(
+            [
+                self._has_nan,
+                self._train_loss,
+                self._train_reg_loss,
+                self._batch_loss,
+                self._batch_reg_loss,
+            ]
+        )
+        has_nan, train_loss, train_reg_loss, batch_loss, batch_reg_loss = values.tolist()
+        if not self._has_regularizer:
+            return LossReading(bool(has_nan), train_loss, None, batch_loss, None)
+        return LossReading(bool(has_nan), train_loss, train_reg_loss, batch_loss, batch_reg_loss)

@@ -1,0 +1,644 @@
+import logging
+import os
+import re
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Union
+
+import torch
+from allennlp.common import Lazy, Tqdm
+from allennlp.common import util as common_util
+from allennlp.common.checks import ConfigurationError, check_for_gpu
+from allennlp.common.util import int_to_device
+from allennlp.data.data_loaders import DataLoader, TensorDict
+from allennlp.models.model import Model
+from allennlp.nn.parallel import DdpAccelerator, DdpWrappedModel, TorchDdpAccelerator
+from allennlp.nn.util import dist_reduce_sum
+from allennlp.training import util as training_util
+from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+from allennlp.training.momentum_schedulers import MomentumScheduler
+from allennlp.training.moving_average import MovingAverage
+from allennlp.training.optimizers import Optimizer
+from allennlp.training.trainer import Trainer, TrainerCheckpoint
+from overrides import overrides
+
+from allennlp_deepspeed import weights
+from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_groups
+from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.config import DeepSpeedConfig, ResolvedConfig, TrainerSettings
+from allennlp_deepspeed.engine import DeepSpeedWrappedModel
+from allennlp_deepspeed.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.moving_average import ShardedMovingAverage
+from allennlp_deepspeed.running_loss import RunningLoss
+
+logger = logging.getLogger(__name__)
+
+
+@Trainer.register("deepspeed", constructor="from_partial_objects")
+class DeepSpeedTrainer(GradientDescentTrainer):
+    """
+    Trains any AllenNLP model on DeepSpeed's engine, which owns backward, gradient reduction, clipping,
+    loss scaling and the optimizer step. Everything around a step (validation, metrics, early stopping,
+    callbacks) is AllenNLP's `GradientDescentTrainer`.
+
+    Registered as a `Trainer` with name "deepspeed". It takes every argument of
+    [`GradientDescentTrainer`](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/)
+    with the same meaning; here are only those that are new or mean more. Every rank must construct it
+    and call `train`.
+
+    # Parameters
+
+    deepspeed_config : `Union[str, Dict[str, Any], DeepSpeedConfig]`, optional (default = `"zero_2"`)
+        DeepSpeed's own configuration, a preset's name, or a preset with changes. See
+        [`DeepSpeedConfig`](./config.py).
+    optimizer : `torch.optim.Optimizer`, required.
+        As in AllenNLP; `None` if `deepspeed_config` has an `"optimizer"` section.
+    num_gradient_accumulation_steps : `int`, optional (default = `None`)
+        `None` takes DeepSpeed's `gradient_accumulation_steps`, which is 1 if it isn't set either.
+    grad_norm : `Union[float, bool]`, optional (default = `False`)
+        A number is DeepSpeed's `gradient_clipping`. A number or `True` has `batch_grad_norm` reported
+        to callbacks, the norm of the whole gradient over all ranks before clipping.
+    grad_clipping : `float`, optional (default = `None`)
+        Applied as in AllenNLP, after the norm has been clipped, to each element of the gradient that
+        the optimizer steps with.
+    use_amp : `bool`, optional (default = `False`)
+        Computes in bf16 where the device can, else in fp16, unless `deepspeed_config` already names a
+        precision. On CPU too.
+    checkpointer : `DeepSpeedCheckpointer`, optional (default = a `DeepSpeedCheckpointer`)
+    moving_average : `MovingAverage`, optional (default = `None`)
+        Kept on the fp32 weights, each rank on its shard.
+    ddp_wrapped_model : `DeepSpeedWrappedModel`, optional (default = `None`)
+        The model with its engine, if something has brought it up already, as `from_partial_objects`
+        does. Without it the constructor brings one up.
+
+    # Raises
+
+    `ConfigurationError`
+        If an AllenNLP key and a DeepSpeed key contradict each other, or one has no meaning here.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optional[torch.optim.Optimizer],
+        data_loader: DataLoader,
+        patience: Optional[int] = None,
+        validation_metric: Union[str, List[str]] = "-loss",
+        validation_data_loader: DataLoader = None,
+        num_epochs: int = 20,
+        serialization_dir: Optional[Union[str, os.PathLike]] = None,
+        checkpointer: Optional[DeepSpeedCheckpointer] = None,
+        cuda_device: Optional[Union[int, torch.device]] = None,
+        grad_norm: Union[float, bool] = False,
+        grad_clipping: Optional[float] = None,
+        learning_rate_scheduler: Optional[LearningRateScheduler] = None,
+        momentum_scheduler: Optional[MomentumScheduler] = None,
+        moving_average: Optional[MovingAverage] = None,
+        callbacks: List[TrainerCallback] = None,
+        distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+        num_gradient_accumulation_steps: Optional[int] = None,
+        use_amp: bool = False,
+        enable_default_callbacks: bool = True,
+        run_confidence_checks: bool = True,
+        grad_scaling: bool = True,
+        ddp_wrapped_model: Optional[DdpWrappedModel] = None,
+        deepspeed_config: Union[str, Dict[str, Any], DeepSpeedConfig, None] = None,
+        **kwargs,
+    ) -> None:
+        if ddp_wrapped_model is None:
+            device = _device(cuda_device)
+            ddp_wrapped_model = DeepSpeedWrappedModel(
+                model,
+                DeepSpeedConfig.of(deepspeed_config).resolve(
+                    TrainerSettings(
+                        num_gradient_accumulation_steps=num_gradient_accumulation_steps,
+                        grad_norm=grad_norm,
+                        use_amp=use_amp,
+                        grad_scaling=grad_scaling,
+                        optimizer=type(optimizer).__name__ if optimizer is not None else None,
+                        learning_rate_scheduler=_name(learning_rate_scheduler),
+                        micro_batch_size=_micro_batch_size(data_loader),
+                        num_epochs=num_epochs,
+                        world_size=world_size,
+                        **_capabilities(device),
+                        serialization_dir=_path(serialization_dir),
+                    )
+                ),
+                device=device,
+                local_rank=local_rank,
+                optimizer=optimizer,
+            )
+        if not isinstance(ddp_wrapped_model, DeepSpeedWrappedModel):
+            raise ConfigurationError(
+                "The 'deepspeed' trainer can't train a model that another accelerator has wrapped "
+                f"({type(ddp_wrapped_model).__name__}). Leave out 'ddp_accelerator'."
+            )
+        if checkpointer is not None and not isinstance(checkpointer, DeepSpeedCheckpointer):
+            raise ConfigurationError(
+                f"The 'deepspeed' trainer needs a DeepSpeedCheckpointer, not {_name(checkpointer)}: "
+                'write "checkpointer": {"type": "deepspeed", ...}.'
+            )
+        config = ddp_wrapped_model.config
+        super().__init__(
+            model,
+            ddp_wrapped_model.optimizer,
+            data_loader,
+            patience=patience,
+            validation_metric=validation_metric,
+            validation_data_loader=validation_data_loader,
+            num_epochs=num_epochs,
+            serialization_dir=serialization_dir,
+            checkpointer=checkpointer,
+            cuda_device=cuda_device,
+            grad_norm=config.grad_norm,
+            grad_clipping=grad_clipping,
+            learning_rate_scheduler=learning_rate_scheduler,
+            momentum_scheduler=momentum_scheduler,
+            moving_average=moving_average,
+            callbacks=callbacks,
+            distributed=distributed,
+            local_rank=local_rank,
+            world_size=world_size,
+            num_gradient_accumulation_steps=config.num_gradient_accumulation_steps,
+            # The engine scales and casts; AllenNLP's own autocast and GradScaler stay out.
+            use_amp=False,
+            enable_default_callbacks=enable_default_callbacks,
+            run_confidence_checks=run_confidence_checks,
+            ddp_wrapped_model=ddp_wrapped_model,
+            **kwargs,
+        )
+        self._ddp_wrapped_model: DeepSpeedWrappedModel
+        self._checkpointer: Optional[DeepSpeedCheckpointer]
+        self._open_sessions = 0
+        if self._moving_average is not None:
+            self._moving_average = ShardedMovingAverage(self._moving_average, self.engine)
+        if self._grad_clipping is not None:
+            self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
+        self._gradients = GradientSynchronizer(
+            self.engine, keep_local=any(map(_reads_gradients, self._callbacks))
+        )
+
+    @property
+    def engine(self):
+        """The `DeepSpeedEngine` around the model."""
+        return self._ddp_wrapped_model.engine
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """
+        Keeps the engine up. `train` is such a session, and takes the engine down when it ends; put a
+        session around it to use the engine after training. When the last one ends, the engine is
+        destroyed, and in a single process the model is a plain fp32 `Model` again.
+        """
+        self._open_sessions += 1
+        try:
+            yield
+            if self._open_sessions == 1:
+                self._release_model()
+        except BaseException:
+            if self._open_sessions == 1:
+                self._ddp_wrapped_model.destroy()
+            raise
+        finally:
+            self._open_sessions -= 1
+
+    @overrides
+    def train(self) -> Dict[str, Any]:
+        with self.session():
+            return super().train()
+
+    @overrides
+    def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
+        outputs = super().batch_outputs(batch, for_training)
+        if for_training:
+            self._gradients.watch(outputs["loss"])
+        return outputs
+
+    @overrides
+    def _train_epoch(self, epoch: int) -> Dict[str, float]:
+        """
+        Trains one epoch and returns metrics.
+        """
+        logger.info("Epoch %d/%d", epoch, self._num_epochs - 1)
+        memory_metrics = _peak_memory()
+        running_loss = RunningLoss(
+            self.cuda_device, has_regularizer=self.model.get_regularization_penalty() is not None
+        )
+        self._pytorch_model.train()
+
+        logger.info("Training")
+        batch_groups = self._batch_groups()
+        for batch_group in batch_groups:
+            if self._is_before_checkpoint():
+                self._batches_in_epoch_completed += 1
+                self._total_batches_completed += 1
+                continue
+            self._train_group(batch_group, running_loss, epoch, batch_groups)
+
+        return {**self._training_metrics(running_loss), **memory_metrics}
+
+    def _train_group(
+        self,
+        batch_group: BatchGroup,
+        running_loss: RunningLoss,
+        epoch: int,
+        progress: Union[Tqdm, BatchGroups],
+    ) -> None:
+        """One optimizer step: forward and backward of each micro-batch, then the step."""
+        running_loss.start_group()
+        batch_group_outputs = []
+        with self._gradients.accumulate():
+            for i, batch in enumerate(batch_group.batches):
+                self._gradients.micro_batch(is_last=i == len(batch_group.batches) - 1)
+                batch_outputs = self.batch_outputs(batch, for_training=True)
+                batch_group_outputs.append(batch_outputs)
+                running_loss.add(batch_outputs, batch_group.size)
+                self._backward(batch_outputs, batch_group.size)
+        running_loss.finish_group()
+
+        if self._learning_rate_scheduler:
+            self._learning_rate_scheduler.step_batch(self._total_batches_completed + 1)
+        if self._momentum_scheduler:
+            self._momentum_scheduler.step_batch(self._total_batches_completed + 1)
+        batch_grad_norm = self._step(len(batch_group.batches))
+        if self._moving_average is not None:
+            self._moving_average.apply(self._total_batches_completed + 1)
+
+        self._batches_in_epoch_completed += 1
+        self._total_batches_completed += 1
+        self._report(
+            batch_group.batches, batch_group_outputs, running_loss, batch_grad_norm, epoch, progress
+        )
+        if self._checkpointer is not None:
+            self._checkpointer.maybe_save_checkpoint(
+                self, self._epochs_completed, self._batches_in_epoch_completed
+            )
+
+    def _backward(self, batch_outputs: Dict[str, torch.Tensor], group_size: int) -> None:
+        backward_called = False
+        for callback in self._callbacks:
+            backward_called |= callback.on_backward(self, batch_outputs, backward_called)
+        if not backward_called:
+            self.engine.backward(batch_outputs["loss"] / group_size, scale_wrt_gas=False)
+
+    def _step(self, num_micro_batches: int) -> Optional[float]:
+        """
+        Steps the optimizer and returns the norm of the gradient if `grad_norm` asks for it.
+        """
+        reports_norm = self._grad_norm is not False
+        norm = None
+        if reports_norm and self.engine.optimizer is self.optimizer:
+            # DeepSpeed's own optimizers report a norm; a plain one at stage 0 in fp32 doesn't.
+            norm = torch.nn.utils.get_total_norm(
+                [p.grad for p in self.model.parameters() if p.grad is not None]
+            )
+        self.engine.step()
+        # The engine counts one micro-batch a step, because the groups are the trainer's.
+        self.engine.global_samples += (num_micro_batches - 1) * self.engine.train_batch_size()
+        if not reports_norm:
+            return None
+        return float(self.engine.get_global_grad_norm() if norm is None else norm)
+
+    def _report(
+        self,
+        batch_group: List[TensorDict],
+        batch_group_outputs: List[Dict[str, torch.Tensor]],
+        running_loss: RunningLoss,
+        batch_grad_norm: Optional[float],
+        epoch: int,
+        progress: Union[Tqdm, BatchGroups],
+    ) -> None:
+        """
+        Tells the callbacks and the progress bar about the group.
+
+        # Raises
+
+        `ValueError`
+            On every rank, if the loss of any rank was NaN.
+        """
+        running_loss.agree_on_nan()
+        losses = running_loss.read()
+        if losses.has_nan:
+            raise ValueError(
+                f"nan loss encountered at step {self._batches_in_epoch_completed} of epoch {epoch} "
+                f"(optimizer step {self._total_batches_completed} of the run)"
+            )
+        metrics = training_util.get_metrics(
+            self.model,
+            losses.train_loss,
+            losses.train_reg_loss,
+            losses.batch_loss,
+            losses.batch_reg_loss,
+            self._batches_in_epoch_completed,
+        )
+        for callback in self._callbacks:
+            callback.on_batch(
+                self,
+                batch_group,
+                batch_group_outputs,
+                metrics,
+                epoch,
+                self._batches_in_epoch_completed,
+                is_training=True,
+                is_primary=self._primary,
+                batch_grad_norm=batch_grad_norm,
+            )
+        if self._primary:
+            description = training_util.description_from_metrics(metrics)
+            progress.set_description(description, refresh=False)
+
+    def _training_metrics(self, running_loss: RunningLoss) -> Dict[str, float]:
+        """The metrics of the epoch, over all ranks. Empty for an epoch that a checkpoint covers."""
+        if self._epochs_completed < self._start_after_epochs_completed or (
+            self._epochs_completed == self._start_after_epochs_completed
+            and self._batches_in_epoch_completed - 1 < self._start_after_batches_in_epoch_completed
+        ):
+            return {}
+        losses = running_loss.read()
+        return training_util.get_metrics(
+            self.model,
+            dist_reduce_sum(losses.train_loss),
+            None if losses.train_reg_loss is None else dist_reduce_sum(losses.train_reg_loss),
+            batch_loss=None,
+            batch_reg_loss=None,
+            num_batches=dist_reduce_sum(self._batches_in_epoch_completed),
+            reset=True,
+        )
+
+    def _batch_groups(self) -> Union[Tqdm, BatchGroups]:
+        """The groups of the epoch, behind a progress bar on the primary."""
+        groups = BatchGroups(
+            self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
+        )
+        if not self._primary:
+            return groups
+        return Tqdm.tqdm(
+            groups, total=num_groups(self.data_loader, self._num_gradient_accumulation_steps)
+        )
+
+    def _is_before_checkpoint(self) -> bool:
+        """Whether the checkpoint that training continues from has seen the next group."""
+        return self._epochs_completed < self._start_after_epochs_completed or (
+            self._epochs_completed == self._start_after_epochs_completed
+            and self._batches_in_epoch_completed < self._start_after_batches_in_epoch_completed
+        )
+
+    @overrides
+    def get_checkpoint_state(self) -> TrainerCheckpoint:
+        """
+        This rank's training state. The model and the optimizer aren't in it: the checkpointer has the
+        engine save them.
+        """
+        training_states = {
+            "version": 1,
+            "metric_tracker": self._metric_tracker.state_dict(),
+            "callbacks": [callback.state_dict() for callback in self._callbacks],
+            "epochs_completed": self._epochs_completed,
+            "batches_in_epoch_completed": self._batches_in_epoch_completed,
+            "best_model_filename": self._best_model_filename,
+        }
+        for name, part in self._optional_parts().items():
+            training_states[name] = part.state_dict()
+        return TrainerCheckpoint({}, training_states)
+
+    @overrides
+    def _maybe_restore_checkpoint(self) -> None:
+        """Continues from the newest checkpoint, if there is one. To be called by every rank."""
+        state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
+        if state is None:
+            return
+        training_state = state.trainer_state
+        self._metric_tracker.load_state_dict(training_state["metric_tracker"])
+        for callback, callback_state in zip(self._callbacks, training_state["callbacks"]):
+            callback.load_state_dict(callback_state)
+        for name, part in self._optional_parts().items():
+            part.load_state_dict(training_state[name])
+        self._start_after_epochs_completed = training_state["epochs_completed"]
+        self._start_after_batches_in_epoch_completed = training_state["batches_in_epoch_completed"]
+        self._best_model_filename = training_state["best_model_filename"]
+
+    def _optional_parts(self) -> Dict[str, Any]:
+        parts = {
+            "learning_rate_scheduler": self._learning_rate_scheduler,
+            "momentum_scheduler": self._momentum_scheduler,
+            "moving_average": self._moving_average,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @overrides
+    def _save_model_state(self, path: str) -> None:
+        """
+        Saves the best weights, as one file with the whole model in fp32 instead of the shard that
+        AllenNLP's `path` is meant for. To be called by every rank.
+        """
+        path = os.path.join(self._serialization_dir, "best.th")
+        self._best_model_filename = path
+        # Each node's primary archives the model from its own serialization directory.
+        state_dict = weights.full_state_dict(self.engine, keep=self._primary)
+        if state_dict is not None:
+            temporary_path = f"{path}.w{torch.distributed.get_rank()}.tmp"
+            torch.save(state_dict, temporary_path)
+            os.replace(temporary_path, path)
+
+    @overrides
+    def _load_model_state(self, path: str) -> None:
+        """To be called by every rank. Rank 0 reads the file."""
+        state_dict = None
+        if torch.distributed.get_rank() == 0:
+            state_dict = torch.load(path, map_location="cpu", weights_only=True)
+        weights.load_full_state_dict(self.engine, state_dict)
+
+    @overrides
+    def _finalize_best_model_state(self) -> None:
+        """Nothing is left to do: `_save_model_state` has already written one file."""
+
+    def _release_model(self) -> None:
+        """
+        Takes the engine down. A single process gets its model back as it gave it, plain and in fp32,
+        with the weights that training ended with; with several the shards stay where they are.
+        """
+        state_dict = None
+        if torch.distributed.get_world_size() == 1:
+            state_dict = weights.full_state_dict(self.engine, keep=True)
+        self._ddp_wrapped_model.destroy()
+        if state_dict is not None:
+            weights.plain_model(self.model, state_dict)
+
+    @classmethod
+    @overrides
+    def from_partial_objects(  # type: ignore[override]
+        cls,
+        model: Model,
+        serialization_dir: str,
+        data_loader: DataLoader,
+        validation_data_loader: DataLoader = None,
+        local_rank: int = 0,
+        patience: int = None,
+        validation_metric: Union[str, List[str]] = "-loss",
+        num_epochs: int = 20,
+        cuda_device: Optional[Union[int, torch.device]] = None,
+        grad_norm: Union[float, bool] = False,
+        grad_clipping: float = None,
+        distributed: bool = False,
+        world_size: int = 1,
+        num_gradient_accumulation_steps: Optional[int] = None,
+        use_amp: bool = False,
+        no_grad: List[str] = None,
+        optimizer: Optional[Lazy[Optimizer]] = None,
+        learning_rate_scheduler: Lazy[LearningRateScheduler] = None,
+        momentum_scheduler: Lazy[MomentumScheduler] = None,
+        moving_average: Lazy[MovingAverage] = None,
+        checkpointer: Optional[Lazy[DeepSpeedCheckpointer]] = Lazy(DeepSpeedCheckpointer),
+        callbacks: List[Lazy[TrainerCallback]] = None,
+        enable_default_callbacks: bool = True,
+        run_confidence_checks: bool = True,
+        grad_scaling: bool = True,
+        ddp_accelerator: Optional[DdpAccelerator] = None,
+        deepspeed_config: Optional[DeepSpeedConfig] = None,
+        **kwargs,
+    ) -> "DeepSpeedTrainer":
+        """
+        Constructs the trainer from a config file: the keys under `"trainer"` are the arguments of this
+        method, but for those that the train command passes in. Its signature names every argument
+        because `FromParams` does not see through `**kwargs`.
+        """
+        if ddp_accelerator is not None and not isinstance(ddp_accelerator, TorchDdpAccelerator):
+            raise ConfigurationError(
+                f"The 'deepspeed' trainer can't be used with the accelerator {_name(ddp_accelerator)} "
+                "under 'distributed.ddp_accelerator': DeepSpeed takes its place. Leave it out."
+            )
+        for name, parameter in model.named_parameters():
+            if any(re.search(regex, name) for regex in no_grad or []):
+                parameter.requires_grad_(False)
+        common_util.log_frozen_and_tunable_parameter_names(model)
+
+        deepspeed_config = DeepSpeedConfig.of(deepspeed_config)
+        parameters = [[n, p] for n, p in model.named_parameters() if p.requires_grad]
+        optimizer_: Optional[torch.optim.Optimizer] = None
+        if optimizer is not None:
+            optimizer_ = optimizer.construct(model_parameters=parameters)
+        elif "optimizer" not in deepspeed_config.config:
+            optimizer_ = Optimizer.default(parameters)
+        device = _device(cuda_device)
+        config = deepspeed_config.resolve(
+            TrainerSettings(
+                num_gradient_accumulation_steps=num_gradient_accumulation_steps,
+                grad_norm=grad_norm,
+                use_amp=use_amp,
+                grad_scaling=grad_scaling,
+                optimizer=type(optimizer_).__name__ if optimizer_ is not None else None,
+                learning_rate=None if optimizer_ is None else optimizer_.defaults.get("lr"),
+                learning_rate_scheduler=_name(learning_rate_scheduler),
+                micro_batch_size=_micro_batch_size(data_loader),
+                num_epochs=num_epochs,
+                steps_per_epoch=num_groups(data_loader, num_gradient_accumulation_steps or 1),
+                world_size=world_size,
+                **_capabilities(device),
+                serialization_dir=serialization_dir,
+            )
+        )
+        wrapped_model = DeepSpeedWrappedModel(model, config, device, local_rank, optimizer_)
+
+        if learning_rate_scheduler is not None:
+            learning_rate_scheduler = learning_rate_scheduler.construct(
+                optimizer=wrapped_model.optimizer,
+                num_epochs=num_epochs,
+                num_steps_per_epoch=num_groups(data_loader, config.num_gradient_accumulation_steps),
+            )
+        if momentum_scheduler is not None:
+            momentum_scheduler = momentum_scheduler.construct(optimizer=wrapped_model.optimizer)
+        if moving_average is not None:
+            moving_average = moving_average.construct(parameters=parameters)
+        if checkpointer is not None:
+            checkpointer = checkpointer.construct(serialization_dir=serialization_dir)
+        return cls(
+            model,
+            wrapped_model.optimizer,
+            data_loader,
+            patience=patience,
+            validation_metric=validation_metric,
+            validation_data_loader=validation_data_loader,
+            num_epochs=num_epochs,
+            serialization_dir=serialization_dir,
+            cuda_device=cuda_device,
+            grad_norm=grad_norm,
+            grad_clipping=grad_clipping,
+            learning_rate_scheduler=learning_rate_scheduler,
+            momentum_scheduler=momentum_scheduler,
+            checkpointer=checkpointer,
+            moving_average=moving_average,
+            callbacks=[
+                callback.construct(serialization_dir=serialization_dir)
+                for callback in callbacks or []
+            ],
+            distributed=distributed,
+            local_rank=local_rank,
+            world_size=world_size,
+            enable_default_callbacks=enable_default_callbacks,
+            run_confidence_checks=run_confidence_checks,
+            ddp_wrapped_model=wrapped_model,
+            **kwargs,
+        )
+
+
+def _device(cuda_device: Optional[Union[int, torch.device]]) -> torch.device:
+    """AllenNLP's choice: the first GPU unless the config says otherwise."""
+    if cuda_device is None:
+        cuda_device = 0 if torch.cuda.device_count() > 0 else -1
+    check_for_gpu(cuda_device)
+    return int_to_device(cuda_device)
+
+
+def _capabilities(device: torch.device) -> Dict[str, Any]:
+    return {
+        "device_type": device.type,
+        "bf16_supported": device.type == "cpu" or torch.cuda.is_bf16_supported(),
+    }
+
+
+def _micro_batch_size(data_loader: DataLoader) -> Optional[int]:
+    """The number of instances in a batch, as far as the data loader has a fixed one."""
+    sampler = getattr(data_loader, "batch_sampler", None)
+    batch_size = getattr(data_loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+    return batch_size if isinstance(batch_size, int) else None
+
+
+def _reads_gradients(callback: TrainerCallback) -> bool:
+    return type(callback).on_backward is not TrainerCallback.on_backward
+
+
+def _clip_values(limit: float):
+    """
+    A hook that clips the gradients just before the optimizer steps. There they are reduced, unscaled
+    and clipped by norm at every ZeRO stage, and whether they are whole or sharded makes no difference
+    to their elements.
+    """
+
+    def clip(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+
+    return clip
+
+
+def _peak_memory() -> Dict[str, float]:
+    """Logs the memory in use and returns it in MB, as metrics."""
+    metrics = {}
+    for worker, memory in common_util.peak_cpu_memory().items():
+        logger.info("Worker %s memory usage: %s", worker, common_util.format_size(memory))
+        metrics[f"worker_{worker}_memory_MB"] = memory / (1024 * 1024)
+    for gpu, memory in common_util.peak_gpu_memory().items():
+        logger.info("GPU %s memory usage: %s", gpu, common_util.format_size(memory))
+        metrics[f"gpu_{gpu}_memory_MB"] = memory / (1024 * 1024)
+    return metrics
+
+
+def _name(value: Any) -> Optional[str]:
+    return None if value is None else type(value).__name__
+
+
+def _path(value: Optional[Union[str, os.PathLike]]) -> Optional[str]:
+    return None if value is None else str(value)

@@ -1,0 +1,204 @@
+"""
+Whole fp32 weights out of an engine that keeps them replicated, sharded or partitioned, and back in.
+
+Everything here works parameter by parameter, so that at no time a rank holds more than one whole
+parameter besides what it keeps, and everything but `plain_model` and `master_shards` is a collective:
+every rank must call it.
+"""
+
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+from deepspeed import zero
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+StateDict = Dict[str, Any]
+
+
+def full_state_dict(engine: DeepSpeedEngine, keep: bool) -> Optional[StateDict]:
+    """
+    The model's `state_dict()` in fp32 and on the CPU, from the fp32 master weights where the engine
+    has them. To be called by every rank.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    keep : `bool`, required.
+        Whether this rank is to hold the result. The others take part and hold nothing.
+
+    # Returns
+
+    `Optional[Dict[str, Any]]`
+        What `model.state_dict()` would be of the same model unpartitioned; `None` unless `keep`.
+    """
+    masters = _replicated_masters(engine)
+    gathered: Dict[int, torch.Tensor] = {}  # by identity, so that tied parameters stay tied
+    state_dict: StateDict = {}
+    for key, value in engine.module.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.nn.Parameter):
+            if id(value) not in gathered:
+                full = _full_parameter(value, masters)
+                gathered[id(value)] = _to_plain(full) if keep else torch.empty(0)
+            state_dict[key] = gathered[id(value)]
+        elif keep:
+            state_dict[key] = _to_plain(value) if isinstance(value, torch.Tensor) else value
+    return state_dict if keep else None
+
+
+def load_full_state_dict(engine: DeepSpeedEngine, state_dict: Optional[StateDict]) -> None:
+    """
+    Puts whole weights into the engine: into its fp32 master weights and into the weights that the
+    model computes with. To be called by every rank.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    state_dict : `Optional[Dict[str, Any]]`, required.
+        As `full_state_dict` gave it. Only the one of rank 0 is read.
+    """
+    masters = _replicated_masters(engine)
+    for key, value in engine.module.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            source = state_dict[key] if dist.get_rank() == 0 and state_dict is not None else None
+            full = _broadcast(source, value, engine.device)
+            if isinstance(value, torch.nn.Parameter):
+                _set_full_parameter(value, full, masters)
+            else:
+                value.copy_(full)
+    update_weights_from_masters(engine)
+
+
+def master_shards(engine: DeepSpeedEngine) -> List[torch.Tensor]:
+    """
+    The trainable weights in the precision that the optimizer steps them in, this rank's share of
+    them: flat fp32 shards at ZeRO stages 1 to 3, the parameters or their fp32 copies at stage 0.
+    """
+    optimizer = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        if hasattr(optimizer, name):  # stage 3, stages 1 and 2
+            return list(getattr(optimizer, name))
+    if hasattr(optimizer, "fp32_groups_flat_partition"):  # bf16 with fp32 gradients at stage 1
+        return list(optimizer.fp32_groups_flat_partition)
+    return [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
+
+
+def update_weights_from_masters(engine: DeepSpeedEngine) -> None:
+    """
+    After a change of the master weights, gives the model the same weights. To be called by every
+    rank.
+    """
+    optimizer = engine.optimizer
+    if engine.zero_optimization_partition_weights():
+        optimizer.checkpoint_event_prologue()  # partitions the parameters that stage 3 keeps whole
+        for sub_group_id in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        optimizer.checkpoint_event_epilogue()  # and gathers them again
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    else:
+        for parameter, master in _replicated_masters(engine).values():
+            parameter.data.copy_(master.data)
+
+
+def plain_model(model: torch.nn.Module, state_dict: StateDict) -> None:
+    """
+    Turns a model whose engine has been destroyed back into what it was before: a plain `Module` with
+    whole fp32 parameters on their own storage, here with the weights of `state_dict`.
+    """
+    fresh: Dict[int, torch.nn.Parameter] = {}
+    for (prefix, module), (name, parameter) in _owned_parameters(model):
+        if id(parameter) not in fresh:
+            value = state_dict[f"{prefix}.{name}" if prefix else name]
+            fresh[id(parameter)] = torch.nn.Parameter(
+                value.to(parameter.device, copy=True), requires_grad=parameter.requires_grad
+            )
+        parameters = dict(module._parameters)  # ZeRO-3 put a dictionary of its own in place
+        parameters[name] = fresh[id(parameter)]
+        module._parameters = parameters
+    for module in model.modules():
+        module.__dict__.pop("_original_parameters", None)
+    model.load_state_dict(state_dict)
+
+
+def _owned_parameters(
+    model: torch.nn.Module,
+) -> Iterator[Tuple[Tuple[str, torch.nn.Module], Tuple[str, torch.nn.Parameter]]]:
+    for named_module in model.named_modules():
+        for name, parameter in list(named_module[1]._parameters.items()):
+            if parameter is not None:
+                yield named_module, (name, parameter)
+
+
+def _replicated_masters(
+    engine: DeepSpeedEngine,
+) -> Dict[int, Tuple[torch.nn.Parameter, torch.Tensor]]:
+    """
+    The fp32 copies that DeepSpeed's optimizers for half precision keep at stage 0, by the identity of
+    the model's parameter.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_flat"):
+        groups = [
+            (lp, torch._utils._unflatten_dense_tensors(hp, lp))
+            for lp, hp in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat)
+        ]
+    elif hasattr(optimizer, "fp32_groups"):
+        groups = list(zip(optimizer.fp16_groups, optimizer.fp32_groups))
+    else:
+        groups = []
+    return {id(p): (p, master) for group in groups for p, master in zip(*group)}
+
+
+def _full_parameter(
+    parameter: torch.nn.Parameter, masters: Dict[int, Tuple[torch.nn.Parameter, torch.Tensor]]
+) -> torch.Tensor:
+    if id(parameter) in masters:
+        return masters[id(parameter)][1]
+    if parameter.requires_grad:
+        full = safe_get_full_fp32_param(parameter)
+        if full is not None:
+            return full
+    with zero.GatheredParameters([parameter]):
+        return parameter.data.clone()
+
+
+def _set_full_parameter(
+    parameter: torch.nn.Parameter,
+    value: torch.Tensor,
+    masters: Dict[int, Tuple[torch.nn.Parameter, torch.Tensor]],
+) -> None:
+    if id(parameter) in masters:
+        masters[id(parameter)][1].data.copy_(value)
+    elif parameter.requires_grad and hasattr(parameter, "ds_id"):
+        # DeepSpeed cuts the value into equal shards, of which the last may reach past its end.
+        shards = dist.get_world_size(parameter.ds_process_group)
+        padding = parameter.ds_tensor.ds_numel * shards - value.numel()
+        parameter._z3_optimizer.set_full_hp_param(
+            torch.nn.functional.pad(value.flatten(), (0, padding)), parameter
+        )
+    elif parameter.requires_grad and hasattr(parameter, "_hp_mapping"):
+        safe_set_full_fp32_param(parameter, value)
+    else:
+        with zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(value)
+
+
+def _broadcast(
+    source: Optional[torch.Tensor], like: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    dtype = torch.float32 if like.is_floating_point() else like.dtype
+    if source is None:
+        value = torch.empty(getattr(like, "ds_shape", like.shape), dtype=dtype, device=device)
+    else:
+        value = source.to(device=device, dtype=dtype, copy=True)
+    dist.broadcast(value, src=0)
+    return value
+
+
+def _to_plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
+    return tensor.to("cpu", copy=True)
