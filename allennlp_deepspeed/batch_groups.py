@@ -3,6 +3,7 @@ The groups of micro-batches that all ranks train on together.
 """
 
 import logging
+import math
 from typing import Iterator, List, NamedTuple, Optional
 
 import torch
@@ -61,6 +62,12 @@ class BatchGroups:
         else:
             yield from self._of_known_length(groups, length)
 
+    @property
+    def expected_length(self) -> Optional[int]:
+        """The number of groups in this rank's data; `None` if it isn't known."""
+        num_batches = self._num_batches()
+        return None if num_batches < 0 else math.ceil(num_batches / self._group_size)
+
     def _of_known_length(
         self, groups: Iterator[List[TensorDict]], length: int
     ) -> Iterator[BatchGroup]:
@@ -106,12 +113,18 @@ class BatchGroups:
         return int(tensor.item())
 
 
-def num_groups(data_loader: DataLoader, group_size: int) -> Optional[int]:
-    """The number of optimizer steps in an epoch of this rank's data; `None` if it isn't known."""
+def num_batches(data_loader: DataLoader) -> Optional[int]:
+    """
+    The length of rank 0's epoch in micro-batches; `None` if it isn't known. Schedules are made for it,
+    so that all ranks follow the same one. To be called by every rank.
+    """
     try:
-        return -(-len(data_loader) // group_size)
+        length = [len(data_loader)]
     except TypeError:
-        return None
+        length = [None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(length, src=0)
+    return length[0]
 
 
 def _warn_of_surplus(what: str) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ENGINE_DIRECTORY = "engine"
+
 PointInTime = Tuple[int, int]
 """Epochs completed, and optimizer steps completed in the epoch after them."""
 
@@ -31,9 +33,9 @@ class DeepSpeedCheckpointer(Checkpointer):
     if its `"checkpointer"` has no `"type"`. It takes the arguments of AllenNLP's
     [`Checkpointer`](https://docs.allennlp.org/main/api/training/checkpointer/) with the same meaning.
 
-    A checkpoint is a directory `checkpoint_e{epochs}_b{steps}` in the serialization directory, with
-    what DeepSpeed saves of the model and the optimizer, and `training_state_w{rank}.th` for each rank.
-    It is written under another name, and given this one when all ranks are done.
+    A checkpoint is a directory `checkpoint_e{epochs}_b{steps}` in the serialization directory. In it are
+    what DeepSpeed saves of the model and the optimizer, in DeepSpeed's own layout under the tag
+    `engine`, and `training_state_w{rank}.th` for each rank. It is written under another name, and given this one when all ranks are done.
 
     # Parameters
 
@@ -119,9 +121,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             shutil.rmtree(unfinished, ignore_errors=True)
             os.makedirs(unfinished)
         dist.barrier()
-        trainer.engine.save_checkpoint(
-            self._serialization_dir, tag=os.path.basename(unfinished), save_latest=False
-        )
+        trainer.engine.save_checkpoint(unfinished, tag=_ENGINE_DIRECTORY)
         torch.save(trainer_state, self._trainer_state_path(unfinished))
         dist.barrier()
         if self._is_primary:
@@ -172,7 +172,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         directory = self._directory(checkpoint)
         logger.info("Continuing from the checkpoint in %s", directory)
         self._check_world_size(directory)
-        trainer.engine.load_checkpoint(self._serialization_dir, tag=os.path.basename(directory))
+        trainer.engine.load_checkpoint(directory, tag=_ENGINE_DIRECTORY)
         trainer_state = torch.load(
             self._trainer_state_path(directory), map_location="cpu", weights_only=False
         )

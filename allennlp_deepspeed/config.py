@@ -73,6 +73,10 @@ class DeepSpeedConfig(Registrable):
             return value
         if isinstance(value, str) or value is None:
             value = {"type": value or "zero_2"}
+        if not isinstance(value, dict):
+            raise ConfigurationError(
+                f"{ROOT} is {value!r}: must be a preset's name, or an object in DeepSpeed's schema"
+            )
         config = dict(value)
         name = config.pop("type", DeepSpeedConfig.default_implementation)
         presets = DeepSpeedConfig.list_available()
@@ -96,7 +100,7 @@ class DeepSpeedConfig(Registrable):
         **extras,
     ) -> "DeepSpeedConfig":
         # AllenNLP's own would look for DeepSpeed's keys in the signature of the constructor.
-        config = params.as_dict(quiet=True)
+        config = params.as_dict(quiet=True) if isinstance(params, Params) else params
         return cls.of(config) if cls is DeepSpeedConfig else cls(config)
 
     @staticmethod
@@ -117,7 +121,7 @@ class DeepSpeedConfig(Registrable):
         """
         Fills what is left open from the AllenNLP side, and refuses contradictions. Needs no device
         and no process group, so that a config file can be checked before any data is read. For such
-        a check give a stand-in for what is not known yet, such as the `steps_per_epoch`.
+        a check give a stand-in for what is not known yet, such as the `batches_per_epoch`.
 
         # Parameters
 

@@ -5,6 +5,7 @@ two where they contradict each other.
 
 import json
 import logging
+import math
 import os
 from copy import deepcopy
 from typing import Any, Dict, Optional, Tuple, Union
@@ -47,7 +48,7 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     grad_norm = _resolve_grad_norm(config, settings)
     precision = _resolve_precision(config, settings)
     _resolve_optimizer(config, settings)
-    _resolve_scheduler(config, settings)
+    _resolve_scheduler(config, settings, num_gradient_accumulation_steps)
     _resolve_nvme_paths(config, settings)
     # AllenNLP's optimizers are subclasses that DeepSpeed has not listed as tested with ZeRO, and
     # offloading works with any optimizer, if slower than with DeepSpeed's own.
@@ -264,17 +265,19 @@ def _resolve_optimizer(config: Dict[str, Any], settings: TrainerSettings) -> Non
         logger.info("%s.optimizer.params.%s is the optimizer's default", ROOT, name)
 
 
-def _resolve_scheduler(config: Dict[str, Any], settings: TrainerSettings) -> None:
+def _resolve_scheduler(
+    config: Dict[str, Any], settings: TrainerSettings, num_gradient_accumulation_steps: int
+) -> None:
     scheduler = config.get("scheduler")
     if scheduler is None:
         return
     _refuse_both("learning_rate_scheduler", settings.learning_rate_scheduler, scheduler)
     params = scheduler.setdefault("params", {})
-    steps = (
-        settings.num_epochs * settings.steps_per_epoch
-        if settings.num_epochs and settings.steps_per_epoch
-        else None
-    )
+    steps = None
+    if settings.num_epochs and settings.batches_per_epoch:
+        steps = settings.num_epochs * math.ceil(
+            settings.batches_per_epoch / num_gradient_accumulation_steps
+        )
     learning_rate = _said(config, "optimizer.params.lr") or settings.learning_rate
     known = {"total_num_steps": steps, "warmup_max_lr": learning_rate, "warmup_min_lr": 0.0}
     for name, parameter in scheduler_parameters(scheduler["type"]).items():

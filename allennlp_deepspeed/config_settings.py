@@ -23,8 +23,8 @@ class TrainerSettings:
     micro_batch_size : `int`, optional (default = `None`)
         The data loader's batch size. `None` if it is not known or varies.
     num_epochs : `int`, optional (default = `None`)
-    steps_per_epoch : `int`, optional (default = `None`)
-        In optimizer steps.
+    batches_per_epoch : `int`, optional (default = `None`)
+        In micro-batches.
     world_size : `int`, optional (default = `1`)
     device_type : `str`, optional (default = `"cpu"`)
         "cpu" or "cuda".
@@ -42,7 +42,7 @@ class TrainerSettings:
     learning_rate_scheduler: Optional[str] = None
     micro_batch_size: Optional[int] = None
     num_epochs: Optional[int] = None
-    steps_per_epoch: Optional[int] = None
+    batches_per_epoch: Optional[int] = None
     world_size: int = 1
     device_type: str = "cpu"
     bf16_supported: bool = True

@@ -11,12 +11,16 @@ from typing import List, Optional
 import deepspeed
 import torch
 import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
 from allennlp.nn.parallel import DdpWrappedModel
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from overrides import overrides
 
 from allennlp_deepspeed.config import ResolvedConfig
+from allennlp_deepspeed.regularization import PartitionedRegularizer
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         optimizer: Optional[torch.optim.Optimizer] = None,
     ) -> None:
         _use_accelerator(device)
+        _check_nvme(config)
         self._owns_process_group = not dist.is_initialized()
         if self._owns_process_group:
             _init_group_of_one(device)
@@ -66,6 +71,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             # with weights in half precision refuses unless autocast brings them together.
             autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
             model.forward = autocast(model.forward)  # type: ignore[method-assign]
+        attributes = {module: set(vars(module)) for module in model.modules()}
+        regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         engine, *_ = deepspeed.initialize(
             # DeepSpeed takes the device's index for the local rank unless it is told both.
             args=SimpleNamespace(local_rank=_device_index(device, local_rank)),
@@ -77,6 +84,14 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         super().__init__(engine, local_rank=local_rank, world_size=dist.get_world_size())
         self.engine: DeepSpeedEngine = engine
         self.config = config
+        # What DeepSpeed puts on modules, to be taken off again.
+        self._added_attributes = {
+            module: set(vars(module)) - before for module, before in attributes.items()
+        }
+        self._regularizer = regularizer
+        if regularizer is not None:
+            regularizer.gather_with_model()
+        _undo_first_step(engine)
         if config.zero_stage == 0 and config.precision != "fp16":
             # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run. The
             # trainer calls the reduction itself, and without a loss scale there is nothing else to do.
@@ -107,8 +122,13 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         # The engine first: a worker can abort if the group goes away under a live engine.
         for hook in (self.engine.module_forward_pre_hook, self.engine.module_forward_post_hook):
             hook.remove()
+        if self._regularizer is not None:
+            self._regularizer.remove()
         self.engine.destroy()
         self.engine.module.__dict__.pop("forward", None)
+        for module, names in self._added_attributes.items():
+            for name in names & set(vars(module)):
+                delattr(module, name)
         if self._owns_process_group:
             # DeepSpeed's function, because it also forgets the groups that it made of this one.
             deepspeed.comm.destroy_process_group()
@@ -124,6 +144,19 @@ def _use_accelerator(device: torch.device) -> None:
         set_accelerator(CPU_Accelerator())
 
 
+def _check_nvme(config: ResolvedConfig) -> None:
+    zero_config = config.engine_config.get("zero_optimization", {})
+    for section in ("offload_param", "offload_optimizer"):
+        if (zero_config.get(section) or {}).get("device") != "nvme":
+            continue
+        if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
+            raise ConfigurationError(
+                f"deepspeed_config.zero_optimization.{section}.device is 'nvme', but DeepSpeed can't "
+                "build its operator for it, which needs a C++ compiler and libaio's headers: install "
+                "Debian's packages g++ and libaio-dev (elsewhere libaio-devel), or write 'cpu'."
+            )
+
+
 def _init_group_of_one(device: torch.device) -> None:
     """
     DeepSpeed needs a process group even for one process. This one meets itself in memory, so that it
@@ -135,6 +168,18 @@ def _init_group_of_one(device: torch.device) -> None:
         rank=0,
         world_size=1,
     )
+
+
+def _undo_first_step(engine: DeepSpeedEngine) -> None:
+    """
+    To allocate the optimizer's state, DeepSpeed's optimizers for half precision at stage 0 make a step
+    with gradients of zero. It counts as a step in Adam's bias correction, and weight decay changes the
+    weights.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        engine.basic_optimizer.state.clear()
+        optimizer.refresh_fp32_params()  # from the weights in half precision, which have not changed
 
 
 def _device_index(device: torch.device, local_rank: int) -> int:

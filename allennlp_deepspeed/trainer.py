@@ -1,4 +1,5 @@
 import logging
+import math
 import os
 import re
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
 from allennlp_deepspeed import weights
-from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_groups
+from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, ResolvedConfig, TrainerSettings
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
@@ -122,6 +123,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                         learning_rate_scheduler=_name(learning_rate_scheduler),
                         micro_batch_size=_micro_batch_size(data_loader),
                         num_epochs=num_epochs,
+                        batches_per_epoch=num_batches(data_loader),
                         world_size=world_size,
                         **_capabilities(device),
                         serialization_dir=_path(serialization_dir),
@@ -375,9 +377,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         )
         if not self._primary:
             return groups
-        return Tqdm.tqdm(
-            groups, total=num_groups(self.data_loader, self._num_gradient_accumulation_steps)
-        )
+        return Tqdm.tqdm(groups, total=groups.expected_length)
 
     def _is_before_checkpoint(self) -> bool:
         """Whether the checkpoint that training continues from has seen the next group."""
@@ -523,6 +523,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         elif "optimizer" not in deepspeed_config.config:
             optimizer_ = Optimizer.default(parameters)
         device = _device(cuda_device)
+        batches_per_epoch = num_batches(data_loader)
         config = deepspeed_config.resolve(
             TrainerSettings(
                 num_gradient_accumulation_steps=num_gradient_accumulation_steps,
@@ -534,7 +535,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 learning_rate_scheduler=_name(learning_rate_scheduler),
                 micro_batch_size=_micro_batch_size(data_loader),
                 num_epochs=num_epochs,
-                steps_per_epoch=num_groups(data_loader, num_gradient_accumulation_steps or 1),
+                batches_per_epoch=batches_per_epoch,
                 world_size=world_size,
                 **_capabilities(device),
                 serialization_dir=serialization_dir,
@@ -546,7 +547,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             learning_rate_scheduler = learning_rate_scheduler.construct(
                 optimizer=wrapped_model.optimizer,
                 num_epochs=num_epochs,
-                num_steps_per_epoch=num_groups(data_loader, config.num_gradient_accumulation_steps),
+                num_steps_per_epoch=None
+                if batches_per_epoch is None
+                else math.ceil(batches_per_epoch / config.num_gradient_accumulation_steps),
             )
         if momentum_scheduler is not None:
             momentum_scheduler = momentum_scheduler.construct(optimizer=wrapped_model.optimizer)

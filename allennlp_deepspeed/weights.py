@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
 
 StateDict = Dict[str, Any]
 
@@ -114,11 +118,9 @@ def plain_model(model: torch.nn.Module, state_dict: StateDict) -> None:
             fresh[id(parameter)] = torch.nn.Parameter(
                 value.to(parameter.device, copy=True), requires_grad=parameter.requires_grad
             )
-        parameters = dict(module._parameters)  # ZeRO-3 put a dictionary of its own in place
-        parameters[name] = fresh[id(parameter)]
-        module._parameters = parameters
+        module._parameters[name] = fresh[id(parameter)]
     for module in model.modules():
-        module.__dict__.pop("_original_parameters", None)
+        module._parameters = dict(module._parameters)  # ZeRO-3 put a dictionary of its own in place
     model.load_state_dict(state_dict)
 
 
@@ -172,12 +174,12 @@ def _set_full_parameter(
     if id(parameter) in masters:
         masters[id(parameter)][1].data.copy_(value)
     elif parameter.requires_grad and hasattr(parameter, "ds_id"):
-        # DeepSpeed cuts the value into equal shards, of which the last may reach past its end.
-        shards = dist.get_world_size(parameter.ds_process_group)
-        padding = parameter.ds_tensor.ds_numel * shards - value.numel()
-        parameter._z3_optimizer.set_full_hp_param(
-            torch.nn.functional.pad(value.flatten(), (0, padding)), parameter
-        )
+        # Not `safe_set_full_fp32_param`, which refuses sizes that the ranks can't share equally.
+        shard_size = parameter.ds_tensor.ds_numel
+        start = shard_size * dist.get_rank(parameter.ds_process_group)
+        padding = max(0, start + shard_size - value.numel())
+        padded = torch.nn.functional.pad(value.flatten(), (0, padding))
+        safe_set_local_fp32_param(parameter, padded.narrow(0, start, shard_size))
     elif parameter.requires_grad and hasattr(parameter, "_hp_mapping"):
         safe_set_full_fp32_param(parameter, value)
     else:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -42,14 +42,16 @@ class Run(NamedTuple):
 def allennlp(
     *arguments: Any,
     time_limit: float = 60,
-    include_package: str = "allennlp_deepspeed",
+    include_packages: Sequence[str] = ("allennlp_deepspeed",),
     environment: Optional[Dict[str, str]] = None,
 ) -> Run:
     """
-    Runs `allennlp {arguments} --include-package {include_package}`. After `time_limit` seconds every
+    Runs `allennlp {arguments}` with the packages included. After `time_limit` seconds every
     process of it prints its stacks and is killed.
     """
-    argv = ["allennlp", *map(str, arguments), "--include-package", include_package]
+    argv = ["allennlp", *map(str, arguments)]
+    for package in include_packages:
+        argv += ["--include-package", package]
     with tempfile.NamedTemporaryFile(mode="r", prefix="allennlp-", errors="replace") as output:
         process = _context.Process(
             target=_main, args=(argv, output.name, environment or {})

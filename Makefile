@@ -1,0 +1,55 @@
+# `make demo` and `make test` need Python, make and a C++ compiler; they set up .venv by themselves.
+
+PYTHON ?= python3
+VENV := .venv
+
+# DeepSpeed compiles its C++ ops when they are first used. The compiler looks for ninja on the PATH,
+# and the compiled ops are kept in .venv, with the PyTorch that they were compiled for.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+OPS := $(VENV)/torch_extensions
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(OPS)
+
+# Each worker is a process; more threads than one in each would only fight for the cores.
+export OMP_NUM_THREADS := 1
+# Nothing here needs a model or a data set from a hub.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help venv demo test lint clean
+
+help:
+	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
+	@echo "make test    run the whole test suite"
+	@echo "make lint    check style and types with ruff and mypy"
+	@echo "make venv    set up .venv, which the above do if needed"
+	@echo "make clean   remove .venv, the demo's data and output, and caches"
+
+venv: $(VENV)/installed
+
+demo: $(OPS)/ShareMemCommBuilder.built
+	python demo/run.py
+
+test: $(OPS)/ShareMemCommBuilder.built $(OPS)/FusedAdamBuilder.built $(OPS)/CPUAdamBuilder.built
+	pytest -n 2 tests
+
+lint: $(VENV)/installed
+	ruff check .
+	ruff format --check .
+	mypy allennlp_deepspeed
+
+clean:
+	rm -rf $(VENV) data output build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/installed: requirements.txt setup.py
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --no-deps -r requirements.txt
+	$(VENV)/bin/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@
+
+# Built here, once, because workers that use an op for the first time would all build it at once. The
+# demo and most of the tests run on the CPU, on machines with GPUs too.
+$(OPS)/%.built: $(VENV)/installed
+	mkdir -p $(OPS)
+	DS_ACCELERATOR=cpu python -c "from deepspeed.accelerator import get_accelerator; \
+	    get_accelerator().create_op_builder('$*').load()"
+	touch $@

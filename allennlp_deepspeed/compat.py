@@ -1,0 +1,93 @@
+"""
+What today's PyTorch breaks in AllenNLP 2.10.1, mended. Importing this package applies it.
+"""
+
+import sys
+import warnings
+from typing import List, Union
+
+import numpy as np
+import torch
+from allennlp.nn import util as nn_util
+from allennlp.training.learning_rate_schedulers.pytorch_lr_schedulers import (
+    ReduceOnPlateauLearningRateScheduler,
+)
+
+
+def apply() -> None:
+    """May be called more than once."""
+    construct_reduce_on_plateau_without_verbose()
+    allow_numpy_scalars_in_training_states()
+    support_bf16_in_tiny_value_of_dtype()
+    hide_deprecations_of_renamed_functions()
+
+
+def construct_reduce_on_plateau_without_verbose() -> None:
+    """
+    AllenNLP passes `verbose` on to torch's `ReduceLROnPlateau`, which no longer has it. The key is still
+    taken from a config, and means nothing.
+    """
+
+    def __init__(
+        self: ReduceOnPlateauLearningRateScheduler,
+        optimizer: torch.optim.Optimizer,
+        mode: str = "min",
+        factor: float = 0.1,
+        patience: int = 10,
+        verbose: bool = False,
+        threshold_mode: str = "rel",
+        threshold: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: Union[float, List[float]] = 0,
+        eps: float = 1e-8,
+    ) -> None:
+        lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer,
+            mode=mode,  # type: ignore[arg-type]
+            factor=factor,
+            patience=patience,
+            threshold_mode=threshold_mode,  # type: ignore[arg-type]
+            threshold=threshold,
+            cooldown=cooldown,
+            min_lr=min_lr,  # type: ignore[arg-type]
+            eps=eps,
+        )
+        super(ReduceOnPlateauLearningRateScheduler, self).__init__(lr_scheduler)
+
+    ReduceOnPlateauLearningRateScheduler.__init__ = __init__  # type: ignore[method-assign]
+
+
+def allow_numpy_scalars_in_training_states() -> None:
+    """
+    `torch.load` now loads weights only, unless told what else is harmless. AllenNLP's training states
+    can hold metrics that are numpy scalars.
+    """
+    reconstruct, _ = np.float64(0).__reduce__()  # has moved from module to module between versions
+    dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
+    torch.serialization.add_safe_globals([reconstruct, np.dtype, *dtypes])
+
+
+def support_bf16_in_tiny_value_of_dtype() -> None:
+    """
+    AllenNLP refuses bf16 here, which it is older than. bf16 has the range of fp32, so that it takes the
+    same value.
+    """
+    original = nn_util.tiny_value_of_dtype
+
+    def tiny_value_of_dtype(dtype: torch.dtype) -> float:
+        return original(torch.float32 if dtype == torch.bfloat16 else dtype)
+
+    if original.__module__ == nn_util.__name__:
+        tiny_value_of_dtype.__doc__ = original.__doc__
+        for module in list(sys.modules.values()):  # some have imported the function itself
+            if getattr(module, "tiny_value_of_dtype", None) is original:
+                module.tiny_value_of_dtype = tiny_value_of_dtype  # type: ignore[attr-defined]
+
+
+def hide_deprecations_of_renamed_functions() -> None:
+    """
+    Torch warns at each call of a function that it has renamed. DeepSpeed calls two of these for every
+    parameter, and AllenNLP one for every validation batch: nothing that a user could change.
+    """
+    for pattern in ("`torch\\.distributed\\..*` is deprecated", "`torch\\.cuda\\.amp\\..*` is deprecated"):
+        warnings.filterwarnings("ignore", message=pattern, category=FutureWarning)

@@ -1,0 +1,106 @@
+"""
+Checks what can be checked of a config before any data is read or any worker started.
+
+AllenNLP constructs the trainer in the workers only, after it has made the vocabulary. It has no seam before
+that, so `install` puts the check in front of `allennlp.commands.train.train_model`.
+"""
+
+import functools
+from typing import Any, Dict, List, Optional
+
+import torch
+from allennlp.commands import train as train_command
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+
+
+def install() -> None:
+    """Has every training of this process checked first. May be called more than once."""
+    train_model = train_command.train_model
+    if hasattr(train_model, "__wrapped__"):
+        return
+
+    @functools.wraps(train_model)
+    def checked_train_model(params: Params, *args: Any, **kwargs: Any) -> Any:
+        check(params)
+        return train_model(params, *args, **kwargs)
+
+    train_command.train_model = checked_train_model
+
+
+def check(params: Params) -> None:
+    """
+    # Parameters
+
+    params : `Params`, required.
+        A whole training configuration. It is not changed.
+
+    # Raises
+
+    `ConfigurationError`
+        If the config has a "deepspeed" trainer that can't be constructed or can't finish.
+    """
+    config: Dict[str, Any] = params.as_dict(quiet=True)
+    trainer = config.get("trainer")
+    if not isinstance(trainer, dict) or trainer.get("type") != "deepspeed":
+        return
+    devices = _devices(config)
+    if len(devices) > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
+        raise ConfigurationError(
+            "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
+            'them: add "type": "deepspeed" at the top level of the config.'
+        )
+    DeepSpeedConfig.of(trainer.get("deepspeed_config")).resolve(_settings(config, devices))
+
+
+def _devices(config: Dict[str, Any]) -> List[int]:
+    """A device for each worker of the whole training."""
+    distributed = config.get("distributed")
+    if distributed is None:
+        device = config["trainer"].get("cuda_device")
+        default = 0 if torch.cuda.device_count() > 0 else -1
+        return [device if isinstance(device, int) else default]
+    return list(distributed.get("cuda_devices") or []) * distributed.get("num_nodes", 1)
+
+
+def _settings(config: Dict[str, Any], devices: List[int]) -> TrainerSettings:
+    """
+    What the trainer will say when it is constructed. What it only knows then has a stand-in: the length
+    of the epoch, the learning rate of an optimizer that doesn't name one, and what the GPU can do.
+    """
+    trainer = config["trainer"]
+    optimizer = trainer.get("optimizer")
+    is_cuda = any(device >= 0 for device in devices)
+    return TrainerSettings(
+        num_gradient_accumulation_steps=trainer.get("num_gradient_accumulation_steps"),
+        grad_norm=trainer.get("grad_norm"),
+        use_amp=trainer.get("use_amp", False),
+        grad_scaling=trainer.get("grad_scaling", True),
+        optimizer=_registered_name(optimizer),
+        learning_rate=optimizer.get("lr", 1.0) if isinstance(optimizer, dict) else 1.0,
+        learning_rate_scheduler=_registered_name(trainer.get("learning_rate_scheduler")),
+        micro_batch_size=_batch_size(config.get("data_loader")),
+        num_epochs=trainer.get("num_epochs", 20),
+        batches_per_epoch=1,
+        world_size=len(devices),
+        device_type="cuda" if is_cuda else "cpu",
+        serialization_dir="",
+    )
+
+
+def _registered_name(component: Any) -> Optional[str]:
+    if isinstance(component, dict):
+        return component.get("type", "default")
+    return component
+
+
+def _batch_size(data_loader: Any) -> Optional[int]:
+    if not isinstance(data_loader, dict):
+        return None
+    sampler = data_loader.get("batch_sampler")
+    batch_size = data_loader.get("batch_size")
+    if batch_size is None and isinstance(sampler, dict):
+        batch_size = sampler.get("batch_size")
+    return batch_size if isinstance(batch_size, int) else None

@@ -1,0 +1,56 @@
+import re
+from typing import Any, Optional
+
+import torch
+from allennlp.models.model import Model
+from deepspeed import zero
+
+
+class PartitionedRegularizer:
+    """
+    Lets a model with a regularizer train at ZeRO stage 3.
+
+    AllenNLP's trainer asks the model for the penalty after its forward pass, when stage 3 has already
+    partitioned the parameters again. This computes it at the end of the forward pass instead, and has
+    DeepSpeed keep the parameters in question whole until then, and during the backward pass.
+
+    To be constructed before the engine, so that its hook runs before the engine's own.
+
+    # Parameters
+
+    model : `Model`, required.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._compute_penalty = model.get_regularization_penalty
+        self._penalty: Optional[torch.Tensor] = self._compute_penalty()
+        if self._penalty is not None:
+            model.get_regularization_penalty = self._last_penalty  # type: ignore[method-assign]
+            self._hook = model.register_forward_hook(self._after_forward)
+
+    def gather_with_model(self) -> None:
+        """To be called once the parameters are partitioned."""
+        if self._penalty is None:
+            return
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and self._may_penalize(name):
+                zero.register_external_parameter(self._model, parameter)
+
+    def _may_penalize(self, name: str) -> bool:
+        if type(self._model).get_regularization_penalty is not Model.get_regularization_penalty:
+            return True  # the model has a penalty of its own, on whatever parameters
+        regularizers = self._model._regularizer._regularizers  # type: ignore[union-attr]
+        return any(re.search(regex, name) for regex, _ in regularizers)
+
+    def remove(self) -> None:
+        if self._penalty is not None:
+            self._hook.remove()
+            del self._model.get_regularization_penalty
+
+    def _after_forward(self, model: Model, inputs: Any, outputs: Any) -> None:
+        if model.training:
+            self._penalty = self._compute_penalty()
+
+    def _last_penalty(self) -> Optional[torch.Tensor]:
+        return self._penalty

@@ -1,0 +1,48 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="allennlp-deepspeed",
+    version="0.1.0",
+    description="Train any AllenNLP model on DeepSpeed's engine, from its config file",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["allennlp_deepspeed*"]),
+    python_requires=">=3.10",
+    # AllenNLP itself can't be named here, even where it is installed already: its last release,
+    # 2.10.1, asks for torch<1.13, transformers<4.21 and spacy<3.4, which pip would then insist on.
+    # It is installed beside this package with `pip install --no-deps allennlp==2.10.1`, and what it
+    # imports is listed below in its place.
+    install_requires=[
+        "torch>=2.11",
+        "torchvision",
+        "deepspeed>=0.19.8,<0.20",
+        "pydantic>=2",
+        "overrides>=7",
+        # What AllenNLP imports. From 4.44 on transformers refuses arguments that AllenNLP passes,
+        # and huggingface_hub 1 has dropped names that it imports.
+        "transformers>=4.43,<4.44",
+        "huggingface_hub<1",
+        "fairscale>=0.4.13",
+        "base58",
+        "cached_path>=1.1.3",
+        "dill",
+        "filelock",
+        "h5py",
+        "jsonnet",
+        "lmdb",
+        "more-itertools",
+        "nltk",
+        "numpy",
+        "requests",
+        "scikit-learn",
+        "scipy",
+        "sentencepiece",
+        "spacy>=3.8,<4",
+        "tensorboardX",
+        "termcolor",
+        "tqdm",
+    ],
+)

@@ -1,0 +1,781 @@
+import json
+import logging
+from typing import Any, ClassVar, Optional
+
+import pytest
+from allennlp.common import FromParams, Params
+from allennlp.common.checks import ConfigurationError
+from deepspeed.runtime import config as ds_config
+from deepspeed.runtime.config import DeepSpeedConfig as EngineConfig
+
+from allennlp_deepspeed.config import DeepSpeedConfig, ResolvedConfig, TrainerSettings
+from allennlp_deepspeed.config_schema import Schema
+from allennlp_deepspeed.config_validation import UNSUPPORTED
+
+PRESETS = {
+    "zero_1": (1, None, None),
+    "zero_2": (2, None, None),
+    "zero_3": (3, None, None),
+    "zero_2_offload": (2, "cpu", None),
+    "zero_3_offload": (3, "cpu", "cpu"),
+    "zero_3_nvme": (3, "nvme", "nvme"),
+}
+
+# As in the documentation of Hugging Face, whose trainer fills the "auto"s.
+HUGGING_FACE_CONFIG = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "total_num_steps": "auto",
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "nvme", "nvme_path": "auto", "buffer_count": 5},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "aio": {
+        "block_size": 262144,
+        "queue_depth": 32,
+        "single_submit": False,
+        "overlap_events": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+
+HUGGING_FACE_SETTINGS = {
+    "learning_rate": 5e-5,
+    "num_epochs": 3,
+    "batches_per_epoch": 100,
+    "micro_batch_size": 8,
+    "num_gradient_accumulation_steps": 4,
+    "grad_norm": 1.0,
+    "use_amp": True,
+    "serialization_dir": "out",
+}
+
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+class HasConfig(FromParams):
+    def __init__(self, deepspeed_config: Optional[DeepSpeedConfig] = None) -> None:
+        self.config = DeepSpeedConfig.of(deepspeed_config).config
+
+
+def resolve(config: Any = None, **settings: Any) -> ResolvedConfig:
+    return DeepSpeedConfig.of(config).resolve(TrainerSettings(**settings))
+
+
+def refusal(config: Any, **settings: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        resolve(config, **settings)
+    return str(error.value)
+
+
+def contains_auto(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(contains_auto, value.values()))
+    return value == "auto"
+
+
+class TestWhatAConfigFileCanHold:
+    @pytest.mark.parametrize(
+        "value, expected",
+        [
+            ("zero_2", {"zero_optimization": {"stage": 2}}),
+            (
+                {"type": "zero_2_offload", "bf16": {"enabled": True}},
+                {
+                    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                    "bf16": {"enabled": True},
+                },
+            ),
+            ({"zero_optimization": {"stage": 1}}, {"zero_optimization": {"stage": 1}}),
+            ({}, {}),
+            (None, {"zero_optimization": {"stage": 2}}),
+        ],
+    )
+    def test_a_preset_a_changed_preset_or_the_plain_schema(self, value, expected):
+        assert HasConfig.from_params(Params({"deepspeed_config": value})).config == expected
+
+    def test_nothing_at_all_is_zero_2(self):
+        assert HasConfig.from_params(Params({})).config == {"zero_optimization": {"stage": 2}}
+
+    def test_a_file_of_deepspeeds_can_be_imported(self, tmp_path):
+        (tmp_path / "ds_config.json").write_text(json.dumps(HUGGING_FACE_CONFIG))
+        (tmp_path / "config.jsonnet").write_text(
+            '{"deepspeed_config": (import "ds_config.json") + {"optimizer": null}}'
+        )
+        config = HasConfig.from_params(Params.from_file(str(tmp_path / "config.jsonnet"))).config
+        assert config == {k: v for k, v in HUGGING_FACE_CONFIG.items() if k != "optimizer"}
+
+    @pytest.mark.parametrize(
+        "name, hint",
+        [
+            ("zero2", 'did you mean "zero_2"?'),
+            ("zero_3_ofload", 'did you mean "zero_3_offload"?'),
+            ("fsdp", "the known ones are ds_config, zero_1"),
+            ("ds_config.json", 'write `import "ds_config.json"`'),
+        ],
+    )
+    def test_an_unknown_preset_is_refused_with_the_list_and_the_nearest(self, name, hint):
+        message = refusal(name)
+        assert message.startswith(f'"{name}" is not a preset for deepspeed_config: ')
+        assert hint in message
+        assert all(preset in message for preset in PRESETS)
+
+
+class TestInPython:
+    def test_a_configuration_is_made_from_a_dictionary_or_a_preset(self):
+        stage_3 = {"zero_optimization": {"stage": 3}}
+        assert DeepSpeedConfig(stage_3).config == stage_3
+        assert DeepSpeedConfig.by_name("zero_3")().config == stage_3
+        changed = DeepSpeedConfig.by_name("zero_3")({"gradient_clipping": 1.0})
+        assert changed.config == {**stage_3, "gradient_clipping": 1.0}
+
+    def test_of_takes_whatever_names_a_configuration(self):
+        config = DeepSpeedConfig({"gradient_clipping": 1.0})
+        assert DeepSpeedConfig.of(config) is config
+        assert DeepSpeedConfig.of(None).config == DeepSpeedConfig.of("zero_2").config
+
+    def test_a_subclass_with_a_preset_can_be_registered(self):
+        @DeepSpeedConfig.register("ours", exist_ok=True)
+        class Ours(DeepSpeedConfig):
+            preset: ClassVar = {"zero_optimization": {"stage": 1}, "gradient_clipping": 1.0}
+
+        try:
+            assert resolve("ours").grad_norm == 1.0
+            assert resolve({"type": "ours", "gradient_clipping": 2.0}).grad_norm == 2.0
+        finally:
+            del DeepSpeedConfig._registry[DeepSpeedConfig]["ours"]
+
+    def test_merge_goes_deep_and_the_change_wins_and_nothing_is_shared(self):
+        config = {"a": {"b": 1, "c": [1, 2]}, "d": 1}
+        merged = DeepSpeedConfig.merge(config, {"a": {"b": 2, "e": {"f": 3}}, "d": {"g": 4}})
+        assert merged == {"a": {"b": 2, "c": [1, 2], "e": {"f": 3}}, "d": {"g": 4}}
+        merged["a"]["c"].append(3)
+        assert config == {"a": {"b": 1, "c": [1, 2]}, "d": 1}
+
+    def test_resolving_changes_neither_the_configuration_nor_the_dictionary_it_came_from(self):
+        source = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+        config = DeepSpeedConfig(source)
+        config.resolve(TrainerSettings(use_amp=True))
+        assert (
+            config.config
+            == source
+            == {
+                "zero_optimization": {"stage": 2},
+                "bf16": {"enabled": "auto"},
+            }
+        )
+
+
+class TestPresets:
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_a_preset_is_what_its_name_says(self, name):
+        stage, optimizer_device, parameter_device = PRESETS[name]
+        resolved = resolve(name, serialization_dir="out")
+        zero = EngineConfig(resolved.engine_config).zero_config
+        assert resolved.zero_stage == zero.stage == stage
+        assert (zero.offload_optimizer and zero.offload_optimizer.device) == optimizer_device
+        assert (zero.offload_param and zero.offload_param.device) == parameter_device
+
+    def test_all_presets_are_listed(self):
+        assert set(DeepSpeedConfig.list_available()) == {"ds_config", *PRESETS}
+
+
+class TestUnknownKeys:
+    @pytest.mark.parametrize(
+        "config, message",
+        [
+            ({"optimiser": {}}, 'deepspeed_config.optimiser is unknown: did you mean "optimizer"?'),
+            (
+                {"gradient_acumulation_steps": 2},
+                'acumulation_steps is unknown: did you mean "gradient_accumulation_steps"?',
+            ),
+            ({"xyzzy": 1}, "deepspeed_config.xyzzy is unknown: see https://www.deepspeed.ai"),
+            (
+                {"stage": 2},
+                'deepspeed_config.stage is unknown here: it belongs to "zero_optimization"',
+            ),
+            (
+                {"zero_optimization": {"stge": 2}},
+                'deepspeed_config.zero_optimization.stge is unknown: did you mean "stage"?',
+            ),
+            (
+                {"zero_optimization": {"stage3_prefetch_bucketsize": 2}},
+                'did you mean "stage3_prefetch_bucket_size"?',
+            ),
+            (
+                {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
+                'zero_optimization.offload_param.devise is unknown: did you mean "device"?',
+            ),
+            ({"bf16": {"enable": True}}, 'bf16.enable is unknown: did you mean "enabled"?'),
+            ({"torch_autocast": {"type": "bf16"}}, "torch_autocast.type is unknown: "),
+            (
+                {"activation_checkpointing": {"partitioned_activations": True}},
+                'did you mean "partition_activations"?',
+            ),
+            ({"aio": {"blocksize": 1}}, 'aio.blocksize is unknown: did you mean "block_size"?'),
+            ({"aio": {"thread_count": 1}}, 'is unknown: it is "intra_op_parallelism" today'),
+            ({"checkpoint": {"load_universl": True}}, 'did you mean "load_universal"?'),
+            ({"checkpoint": {"writer": {"typ": "FAST"}}}, 'did you mean "type"?'),
+            ({"data_types": {"grad_accumulation_dtype": "fp32"}}, '"grad_accum_dtype"?'),
+            ({"optimizer": {"type": "AdamW", "parms": {}}}, 'did you mean "params"?'),
+            (
+                {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
+                '"params.warmup_steps" is no parameter of WarmupLR; did you mean "warmup_num',
+            ),
+            ({"wandb": {"projct": "x"}}, 'wandb.projct is unknown: did you mean "project"?'),
+            ({"timers": {"throughput": {"enable": False}}}, 'did you mean "enabled"?'),
+            ({"flops_profiler": {"profilestep": 1}}, 'did you mean "profile_step"?'),
+            ({"comms_logger": {"verbos": True}}, 'did you mean "verbose"?'),
+            ({"compile": {"deep_compile": True}}, 'did you mean "deepcompile"?'),
+            ({"data_efficiency": {"seeds": 1}}, 'did you mean "seed"?'),
+        ],
+    )
+    def test_an_unknown_key_is_refused_with_the_nearest_known_one(self, config, message):
+        assert message in refusal(config)
+
+    @pytest.mark.parametrize(
+        "config, reason",
+        [
+            (
+                {"elasticity": {"enabled": True}},
+                "deepspeed_config.elasticity: Elastic training has",
+            ),
+            ({"amp": {"enabled": True}}, "Use DeepSpeed 'fp16', 'bf16', or 'torch_autocast'"),
+            ({"sparse_attention": {}}, "deepspeed_config.sparse_attention: DeepSpeed Sparse"),
+            (
+                {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+                "deepspeed_config.zero_optimization.mics_shard_size: MiCS ZeRO-3 sharding has",
+            ),
+        ],
+    )
+    def test_a_removed_key_is_refused_with_deepspeeds_reason(self, config, reason):
+        assert reason in refusal(config)
+
+    @pytest.mark.parametrize("value", [True, 2, ["zero_2"]])
+    def test_what_is_neither_a_name_nor_an_object_is_refused(self, value):
+        with pytest.raises(ConfigurationError, match="must be a preset's name, or an object"):
+            HasConfig.from_params(Params({"deepspeed_config": value}))
+
+    def test_every_wrong_key_is_reported_at_once(self):
+        lines = refusal({"zero_optimization": {"stge": 1, "offload_optimzer": {}}, "fp61": {}})
+        assert len(lines.splitlines()) == 3
+
+    def test_a_key_under_its_name_and_its_alias_is_refused(self):
+        zero = {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}
+        assert "prefetch_bucket_size is given twice" in refusal({"zero_optimization": zero})
+
+    def test_deprecated_keys_are_accepted(self):
+        assert resolve({"zero_optimization": {"stage": 2, "cpu_offload": True}}).zero_stage == 2
+        assert resolve({"bfloat16": {"enabled": True}}).precision == "bf16"
+
+    def test_every_key_that_deepspeed_reads_is_known(self):
+        class Recorder(dict):
+            asked: ClassVar = set()
+
+            def get(self, key, default=None):
+                self.asked.add(key)
+                return super().get(key, default)
+
+            def __contains__(self, key):
+                self.asked.add(key)
+                return super().__contains__(key)
+
+            def keys(self):
+                return self
+
+        EngineConfig(Recorder(train_batch_size=1))
+        removed = {*ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS, "bfloat16"}
+        assert len(Recorder.asked) > 40
+        assert Recorder.asked - removed <= set(Schema.model_fields)
+
+
+class TestWrongValues:
+    @pytest.mark.parametrize(
+        "config, message",
+        [
+            (
+                {"zero_optimization": {"stage": 7}},
+                "deepspeed_config.zero_optimization.stage is 7: must be one of 0, 1, 2, 3 (Deep",
+            ),
+            (
+                {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
+                "optimizer.device is \"gpu\": must be one of 'none', 'cpu', 'nvme' (DeepSpeed's",
+            ),
+            (
+                {"zero_optimization": True},
+                'deepspeed_config.zero_optimization is true: must be an object, such as {"stage": ',
+            ),
+            (
+                {"bf16": True},
+                'deepspeed_config.bf16 is true: must be an object, such as {"enabled"',
+            ),
+            ({"optimizer": "Adam"}, 'optimizer is "Adam": must be an object, such as {"type": '),
+            ({"bf16": {"enabled": "maybe"}}, 'bf16.enabled is "maybe": must be a valid boolean'),
+            ({"fp16": {"loss_scale": True}}, "fp16.loss_scale is true: fp16.loss_scale must be a"),
+            (
+                {"fp16": {"min_loss_scale": 0.1}},
+                "fp16.min_loss_scale is 0.1: must be a valid integer",
+            ),
+            (
+                {"train_batch_size": 0},
+                "deepspeed_config.train_batch_size is 0: must be greater than",
+            ),
+            (
+                {"gradient_clipping": -1},
+                "gradient_clipping is -1: must be greater than or equal to 0",
+            ),
+            (
+                {"torch_autocast": {"enabled": "false"}},
+                'torch_autocast.enabled is "false": must be',
+            ),
+            (
+                {"torch_autocast": {"dtype": "fp32"}},
+                'torch_autocast.dtype is "fp32": must be one of',
+            ),
+            ({"communication_data_type": "int8"}, "must be one of fp16, bf16, fp32"),
+            ({"gradient_allreduce_op": "max"}, "must be one of mean, sum"),
+            ({"checkpoint": {"tag_validation": "no"}}, "must be one of WARN, IGNORE, FAIL"),
+            ({"optimizer": {"params": {"lr": 1}}}, "deepspeed_config.optimizer.type is missing"),
+            ({"optimizer": {"type": "AdmW"}}, 'optimizer.type is "AdmW": must be an optimizer of'),
+            ({"optimizer": {"type": "sgd"}}, 'did you mean "SGD"?'),
+            (
+                {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}},
+                '"params.max_grad_norm" is refused by DeepSpeed; write "grad_norm" in the trainer',
+            ),
+            ({"scheduler": {"type": "WarmupLr"}}, 'did you mean "WarmupLR"?'),
+            ({"scheduler": {"type": "ReduceLROnPlateau"}}, "must be a learning rate scheduler of"),
+            ({"scheduler": {"type": "OneCycle"}}, "scheduler.params.cycle_min_lr is left open"),
+            (
+                {
+                    "zero_optimization": {
+                        "cpu_offload": True,
+                        "offload_optimizer": {"device": "cpu"},
+                    }
+                },
+                "deepspeed_config.zero_optimization: Cannot provide deprecated parameter",
+            ),
+            (
+                {"zero_optimization": {"leaf_module": 3}},
+                "leaf_module configuration must be a mapping",
+            ),
+            (
+                {"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "sum"},
+                "deepspeed_config is refused by DeepSpeed: gradient_allreduce_op='sum' is not",
+            ),
+            (
+                {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+                "deepspeed_config is refused by DeepSpeed: Bf16_master_weights_and_grads is only",
+            ),
+        ],
+    )
+    def test_a_wrong_value_is_refused_in_terms_of_the_config_file(self, config, message):
+        refused = refusal(config)
+        assert message in refused
+        assert "pydantic" not in refused and "Input should" not in refused
+
+    @pytest.mark.parametrize("optimizer", ["adamw", "ADAMW", "Lion", "SGD", "RMSprop", "Muon"])
+    def test_deepspeeds_optimizers_in_any_case_and_torchs_are_accepted(self, optimizer):
+        assert resolve({"optimizer": {"type": optimizer}}).has_optimizer
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"pipeline": {"stages": "auto"}},
+            {"tensor_parallel": {"autotp_size": 2}},
+            {"sequence_parallel_size": 2},
+            {"data_parallel_size": 2},
+            {"expert_parallel": {"enabled": True}},
+            {"hybrid_engine": {"enabled": True}},
+            {"autotuning": {"enabled": True}},
+            {"data_efficiency": {"enabled": True}},
+            {"dataloader_drop_last": True},
+            {"managed_gradient_accumulation": True},
+        ],
+        ids=lambda config: next(iter(config)),
+    )
+    def test_what_cannot_work_in_an_allennlp_trainer_is_refused_with_the_reason(self, config):
+        path = next(path for path in UNSUPPORTED if path.split(".")[0] in config)
+        message = refusal(config)
+        assert message.startswith(f"deepspeed_config.{path} is ")
+        assert message.endswith(UNSUPPORTED[path][1])
+
+    def test_what_cannot_work_is_accepted_where_it_is_turned_off(self):
+        off = {"autotuning": {"enabled": False}, "hybrid_engine": {"enabled": False}}
+        assert resolve({**off, "dataloader_drop_last": False}).zero_stage == 0
+
+
+class TestBatchSizes:
+    def test_the_engine_never_accumulates_and_the_trainer_is_told_to(self):
+        resolved = resolve(
+            {"gradient_accumulation_steps": 4, "train_batch_size": 64},
+            micro_batch_size=8,
+            world_size=2,
+        )
+        assert resolved.num_gradient_accumulation_steps == 4
+        assert resolved.engine_config["gradient_accumulation_steps"] == 1
+        assert resolved.engine_config["train_micro_batch_size_per_gpu"] == 8
+        assert resolved.engine_config["train_batch_size"] == 16
+
+    @pytest.mark.parametrize("deepspeed", [None, "auto", 3])
+    @pytest.mark.parametrize("allennlp", [None, 3])
+    def test_either_side_sets_the_accumulation(self, deepspeed, allennlp):
+        config = {} if deepspeed is None else {"gradient_accumulation_steps": deepspeed}
+        resolved = resolve(config, num_gradient_accumulation_steps=allennlp)
+        expected = 3 if 3 in (deepspeed, allennlp) else 1
+        assert resolved.num_gradient_accumulation_steps == expected
+
+    def test_different_accumulation_is_refused_with_both_keys_and_values(self):
+        message = refusal({"gradient_accumulation_steps": 4}, num_gradient_accumulation_steps=2)
+        assert message.startswith(
+            "num_gradient_accumulation_steps is 2, "
+            "but deepspeed_config.gradient_accumulation_steps is 4: "
+        )
+
+    def test_a_micro_batch_of_another_size_than_the_data_loaders_is_refused(self):
+        message = refusal({"train_micro_batch_size_per_gpu": 16}, micro_batch_size=8)
+        assert "data_loader.batch_size is 8" in message
+        assert "deepspeed_config.train_micro_batch_size_per_gpu is 16" in message
+
+    def test_an_unknown_size_is_one_for_the_engine(self):
+        assert resolve({}, world_size=2).engine_config["train_batch_size"] == 2
+
+    def test_a_total_that_is_not_the_product_is_refused_with_the_product(self):
+        message = refusal(
+            {"train_batch_size": 100},
+            micro_batch_size=8,
+            num_gradient_accumulation_steps=2,
+            world_size=2,
+        )
+        assert "deepspeed_config.train_batch_size is 100, but 8 instances" in message
+        assert "2 gradient accumulation steps x 2 workers are 32" in message
+
+    def test_the_total_says_which_factor_is_left_open(self):
+        total = {"train_batch_size": 64}
+        accumulating = resolve(total, micro_batch_size=8, world_size=2)
+        assert accumulating.num_gradient_accumulation_steps == 4
+        sized = resolve(total, num_gradient_accumulation_steps=4, world_size=2)
+        assert sized.engine_config["train_micro_batch_size_per_gpu"] == 8
+
+
+class TestGradientNorm:
+    @pytest.mark.parametrize(
+        "clipping, grad_norm, expected, engine_clipping",
+        [
+            (None, None, False, 0.0),
+            (None, False, False, 0.0),
+            ("auto", 0, False, 0.0),
+            (0.0, None, False, 0.0),
+            (1.0, None, 1.0, 1.0),
+            (None, 0.5, 0.5, 0.5),
+            ("auto", 0.5, 0.5, 0.5),
+            (0.5, 0.5, 0.5, 0.5),
+            (None, True, True, 0.0),
+            (0.0, True, True, 0.0),
+            (None, 1, 1, 1),
+        ],
+    )
+    def test_clipping_is_always_written_out(self, clipping, grad_norm, expected, engine_clipping):
+        config = {} if clipping is None else {"gradient_clipping": clipping}
+        resolved = resolve(config, grad_norm=grad_norm)
+        assert resolved.grad_norm == expected
+        assert isinstance(resolved.grad_norm, bool) == isinstance(expected, bool)
+        assert resolved.engine_config["gradient_clipping"] == engine_clipping
+
+    @pytest.mark.parametrize("clipping, grad_norm", [(1.0, 2.0), (0.0, 1.0), (1.0, True)])
+    def test_different_norms_are_refused_with_both_keys_and_values(self, clipping, grad_norm):
+        message = refusal({"gradient_clipping": clipping}, grad_norm=grad_norm)
+        assert f"grad_norm is {json.dumps(grad_norm)}" in message
+        assert f"deepspeed_config.gradient_clipping is {clipping}" in message
+
+    def test_a_norm_that_is_not_computed_is_refused(self):
+        zero = {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}
+        assert resolve(zero).grad_norm is False
+        assert "compute_grad_norm is false, but grad_norm" in refusal(zero, grad_norm=1.0)
+        assert "compute_grad_norm is false, but grad_norm" in refusal(zero, grad_norm=True)
+
+
+class TestPrecision:
+    @pytest.mark.parametrize(
+        "config, settings, expected",
+        [
+            ({}, {}, "fp32"),
+            ({"bf16": {"enabled": True}}, {}, "bf16"),
+            ({"bf16": {"enabled": True}}, {"use_amp": True}, "bf16"),
+            ({"fp16": {"enabled": True}}, {"device_type": "cuda"}, "fp16"),
+            ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast"),
+            ({}, {"use_amp": True}, "torch_autocast"),
+            ({"fp16": {"enabled": False}}, {"use_amp": True}, "torch_autocast"),
+            ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, {}, "fp32"),
+            ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, {"use_amp": True}, "bf16"),
+            (
+                {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}},
+                {"use_amp": True, "bf16_supported": False, "device_type": "cuda"},
+                "fp16",
+            ),
+            ({"fp16": {"enabled": "auto"}}, {"use_amp": True}, "torch_autocast"),
+            ({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}, {"use_amp": True}, "bf16"),
+        ],
+    )
+    def test_one_precision_is_chosen_and_the_others_are_off(self, config, settings, expected):
+        resolved = resolve(config, **settings)
+        assert resolved.precision == expected
+        engine_config = EngineConfig(resolved.engine_config)
+        assert engine_config.bfloat16_config.enabled == (expected == "bf16")
+        assert engine_config.float16_config.enabled == (expected == "fp16")
+        assert engine_config.torch_autocast_enabled == (expected == "torch_autocast")
+
+    @pytest.mark.parametrize(
+        "settings, dtype",
+        [
+            ({"device_type": "cpu"}, "bfloat16"),
+            ({"device_type": "cuda"}, "bfloat16"),
+            ({"device_type": "cuda", "bf16_supported": False}, "float16"),
+        ],
+    )
+    def test_autocast_takes_the_type_that_the_device_supports(self, settings, dtype):
+        autocast = resolve({}, use_amp=True, **settings).engine_config["torch_autocast"]
+        assert autocast == {"enabled": True, "dtype": dtype}
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+            {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}},
+        ],
+    )
+    def test_two_precisions_are_refused(self, config):
+        message = refusal(config, device_type="cuda")
+        assert all(f"deepspeed_config.{name}.enabled" in message for name in config)
+
+    def test_use_amp_where_every_precision_is_off_is_refused(self):
+        off = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
+        message = refusal(off, use_amp=True)
+        assert "use_amp is true, but deepspeed_config.torch_autocast.enabled is false" in message
+
+    @pytest.mark.parametrize(
+        "config, settings, message",
+        [
+            ({"fp16": {"enabled": True}}, {}, 'on CPU write "bf16": {"enabled": true}'),
+            (
+                {"torch_autocast": {"enabled": True, "dtype": "fp16"}},
+                {},
+                'on CPU write "dtype": "bfloat16"',
+            ),
+            (
+                {"bf16": {"enabled": True}},
+                {"device_type": "cuda", "bf16_supported": False},
+                "does not support bf16",
+            ),
+        ],
+    )
+    def test_what_the_device_cannot_compute_is_refused(self, config, settings, message):
+        assert message in refusal(config, **settings)
+
+    def test_without_grad_scaling_fp16_has_a_loss_scale_of_one(self):
+        gpu = {"device_type": "cuda", "grad_scaling": False}
+        for loss_scale in ({}, {"loss_scale": "auto"}, {"loss_scale": 1}):
+            fp16 = {"enabled": True, **loss_scale}
+            assert resolve({"fp16": fp16}, **gpu).engine_config["fp16"]["loss_scale"] == 1
+        message = refusal({"fp16": {"enabled": True, "loss_scale": 0}}, **gpu)
+        assert "grad_scaling is false, but deepspeed_config.fp16.loss_scale is 0" in message
+
+    def test_without_grad_scaling_autocast_to_fp16_is_refused(self):
+        autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+        assert "grad_scaling is false" in refusal(autocast, device_type="cuda", grad_scaling=False)
+
+    def test_another_type_for_accumulation_is_refused_at_stage_0(self):
+        config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        assert 'data_types.grad_accum_dtype is "fp32", but at stage 0' in refusal(config)
+        assert resolve({"type": "zero_1", **config}).zero_stage == 1
+
+    def test_another_type_for_parameters_is_refused(self):
+        config = {"type": "zero_2", "data_types": {"param_dtype": "bf16"}}
+        assert "but the model trains in fp32" in refusal(config)
+        assert resolve({**config, "bf16": {"enabled": True}}).precision == "bf16"
+
+
+class TestOptimizerAndScheduler:
+    def test_deepspeed_builds_what_its_sections_name(self):
+        warmup = {"scheduler": {"type": "WarmupLR"}}
+        resolved = [resolve(config) for config in ({}, ADAMW, {**ADAMW, **warmup})]
+        assert [r.has_optimizer for r in resolved] == [False, True, True]
+        assert [r.has_scheduler for r in resolved] == [False, False, True]
+
+    def test_two_optimizers_are_refused(self):
+        message = refusal(ADAMW, optimizer="huggingface_adamw")
+        assert (
+            'optimizer is "huggingface_adamw", but deepspeed_config.optimizer is "AdamW"' in message
+        )
+
+    def test_two_schedulers_are_refused(self):
+        scheduler = {"scheduler": {"type": "WarmupLR"}}
+        message = refusal(scheduler, learning_rate_scheduler="slanted_triangular")
+        assert 'learning_rate_scheduler is "slanted_triangular"' in message
+        assert 'deepspeed_config.scheduler is "WarmupLR"' in message
+
+    def test_a_section_that_is_null_leaves_the_choice_to_allennlp(self):
+        assert not resolve({**ADAMW, "optimizer": None}, optimizer="adam").has_optimizer
+
+    @pytest.mark.parametrize("has_optimizer", [False, True])
+    def test_any_optimizer_can_be_sharded_and_offloaded(self, has_optimizer):
+        config = {"type": "zero_2_offload", **(ADAMW if has_optimizer else {})}
+        engine_config = resolve(config).engine_config
+        assert engine_config["zero_allow_untested_optimizer"] is True
+        assert engine_config["zero_force_ds_cpu_optimizer"] is has_optimizer
+
+    def test_what_is_said_of_untested_and_cpu_optimizers_stays(self):
+        said = {"zero_allow_untested_optimizer": False, "zero_force_ds_cpu_optimizer": True}
+        assert said.items() <= resolve(said).engine_config.items()
+
+    def test_auto_is_filled_from_the_trainer(self):
+        params = {
+            "total_num_steps": "auto",
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": 10,
+        }
+        resolved = resolve(
+            {"scheduler": {"type": "WarmupDecayLR", "params": params}},
+            learning_rate=0.1,
+            num_epochs=3,
+            batches_per_epoch=50,
+        )
+        assert resolved.engine_config["scheduler"]["params"] == {
+            "total_num_steps": 150,
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": 0.1,
+            "warmup_num_steps": 10,
+        }
+
+    def test_a_required_number_of_steps_need_not_be_written(self):
+        scheduler = {"scheduler": {"type": "WarmupCosineLR"}}
+        params = resolve(scheduler, num_epochs=2, batches_per_epoch=5).engine_config["scheduler"]
+        assert params["params"] == {"total_num_steps": 10}
+        assert "write the number of optimizer steps in the whole training" in refusal(scheduler)
+
+    @pytest.mark.parametrize(
+        "config, message",
+        [
+            (
+                {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+                "deepspeed_config.optimizer.params.lr is left open",
+            ),
+            (
+                {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+                "config says what it is: write the number of optimizer steps over which",
+            ),
+            (
+                {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}},
+                "scheduler.params.warmup_max_lr is left open",
+            ),
+            ({"zero_optimization": {"stage": "auto"}}, "stage is left open"),
+            (
+                {"type": "zero_2", "zero_optimization": {"offload_optimizer": {"device": "auto"}}},
+                'says what it is: write "none", "cpu" or "nvme"',
+            ),
+            ({"tensorboard": {"enabled": "auto"}}, "tensorboard.enabled is left open"),
+        ],
+    )
+    def test_auto_that_nothing_fills_is_refused(self, config, message):
+        assert message in refusal(config)
+
+
+class TestOffloading:
+    def test_nvme_files_lie_in_the_serialization_directory_by_default(self):
+        zero = resolve("zero_3_nvme", serialization_dir="out").engine_config["zero_optimization"]
+        assert zero["offload_param"]["nvme_path"] == "out/nvme"
+        assert zero["offload_optimizer"]["nvme_path"] == "out/nvme"
+
+    def test_a_path_that_is_said_stays(self):
+        offload = {"offload_param": None, "offload_optimizer": {"nvme_path": "/nvme"}}
+        resolved = resolve({"type": "zero_3_nvme", "zero_optimization": offload})
+        zero = resolved.engine_config["zero_optimization"]
+        assert zero["offload_optimizer"]["nvme_path"] == "/nvme"
+
+    def test_without_a_directory_the_path_is_asked_for(self):
+        message = refusal("zero_3_nvme")
+        assert "zero_optimization.offload_param.nvme_path is left open" in message
+
+    def test_parameters_are_offloaded_at_stage_3_only(self):
+        config = {"type": "zero_3_offload", "zero_optimization": {"stage": 2}}
+        message = refusal(config)
+        assert 'offload_param.device is "cpu"' in message
+        assert 'write "stage": 3 or "offload_param": null' in message
+        config["zero_optimization"]["offload_param"] = None
+        assert resolve(config).zero_stage == 2
+
+    def test_optimizer_states_are_not_offloaded_at_stage_0(self):
+        offload = {"offload_optimizer": {"device": "cpu"}}
+        assert 'write "stage": 1 or' in refusal({"zero_optimization": {"stage": 0, **offload}})
+        assert 'write "stage": 1 or' in refusal({"zero_optimization": {"cpu_offload": True}})
+        assert resolve({"zero_optimization": {"stage": 1, **offload}}).zero_stage == 1
+
+
+class TestAPastedConfiguration:
+    def test_what_cannot_be_known_is_asked_for(self):
+        message = refusal(HUGGING_FACE_CONFIG, **HUGGING_FACE_SETTINGS)
+        assert message.startswith("deepspeed_config.scheduler.params.warmup_num_steps is left open")
+
+    def test_everything_else_is_filled(self):
+        warmup = {"scheduler": {"params": {"warmup_num_steps": 10}}}
+        config = DeepSpeedConfig.merge(HUGGING_FACE_CONFIG, warmup)
+        resolved = resolve(config, **HUGGING_FACE_SETTINGS)
+        assert not contains_auto(resolved.engine_config)
+        assert resolved.num_gradient_accumulation_steps == 4
+        assert (resolved.zero_stage, resolved.precision, resolved.grad_norm) == (3, "bf16", 1.0)
+        assert resolved.has_optimizer and resolved.has_scheduler
+
+        engine_config = EngineConfig(resolved.engine_config)
+        assert engine_config.optimizer_params == {"lr": 5e-5}
+        assert engine_config.scheduler_params == {
+            "total_num_steps": 300,
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": 5e-5,
+            "warmup_num_steps": 10,
+        }
+        assert str(engine_config.zero_config.offload_param.nvme_path) == "out/nvme"
+        assert engine_config.zero_config.reduce_bucket_size == 5e8
+
+    def test_what_was_filled_is_logged(self, caplog):
+        with caplog.at_level(logging.INFO, logger="allennlp_deepspeed"):
+            resolve("zero_2", use_amp=True, num_gradient_accumulation_steps=4)
+        assert "deepspeed_config.torch_autocast.enabled is true (from use_amp)" in caplog.text
+        assert (
+            "deepspeed_config.gradient_accumulation_steps is 4 "
+            "(from num_gradient_accumulation_steps)" in caplog.text
+        )
