@@ -29,12 +29,12 @@ class BatchGroup(NamedTuple):
 
 class BatchGroups:
     """
-    One epoch of `BatchGroup`s, the same number with the same number of micro-batches on every rank.
-    The epoch ends on all ranks with the micro-batch before the first that some rank lacks, as it does
-    in AllenNLP.
+    One epoch of `BatchGroup`s, the same number with the same number of micro-batches on every
+    rank. The epoch ends on all ranks with the micro-batch before the first that some rank lacks,
+    as it does in AllenNLP.
 
-    Where every rank knows the length of its epoch, the ranks agree once, at the beginning; otherwise
-    once for each group. To be iterated over by every rank.
+    Where every rank knows the length of its epoch, the ranks agree once, at the beginning;
+    otherwise once for each group. To be iterated over by every rank.
 
     # Parameters
 
@@ -115,9 +115,10 @@ class BatchGroups:
 
 def num_batches(data_loader: DataLoader) -> Optional[int]:
     """
-    The length of rank 0's epoch in micro-batches; `None` if it isn't known. Schedules are made for it,
-    so that all ranks follow the same one. To be called by every rank.
+    The length of rank 0's epoch in micro-batches; `None` if it isn't known. Schedules are made for
+    it, so that all ranks follow the same one. To be called by every rank.
     """
+    length: List[Optional[int]]
     try:
         length = [len(data_loader)]
     except TypeError:

@@ -26,16 +26,18 @@ PointInTime = Tuple[int, int]
 @Checkpointer.register("deepspeed")
 class DeepSpeedCheckpointer(Checkpointer):
     """
-    Saves and prunes checkpoints of a `DeepSpeedTrainer`. Its methods are to be called by every rank;
-    which ranks write what is decided in here, and every rank takes part in every collective.
+    Saves and prunes checkpoints of a `DeepSpeedTrainer`. Its methods are to be called by every
+    rank; which ranks write what is decided in here, and every rank takes part in every collective.
 
-    Registered as a `Checkpointer` with name "deepspeed", and the one that the "deepspeed" trainer uses
-    if its `"checkpointer"` has no `"type"`. It takes the arguments of AllenNLP's
-    [`Checkpointer`](https://docs.allennlp.org/main/api/training/checkpointer/) with the same meaning.
+    Registered as a `Checkpointer` with name "deepspeed", and the one that the "deepspeed" trainer
+    uses if its `"checkpointer"` has no `"type"`. It takes the arguments of AllenNLP's
+    [`Checkpointer`](https://docs.allennlp.org/main/api/training/checkpointer/) with the same
+    meaning.
 
-    A checkpoint is a directory `checkpoint_e{epochs}_b{steps}` in the serialization directory. In it are
-    what DeepSpeed saves of the model and the optimizer, in DeepSpeed's own layout under the tag
-    `engine`, and `training_state_w{rank}.th` for each rank. It is written under another name, and given this one when all ranks are done.
+    A checkpoint is a directory `checkpoint_e{epochs}_b{steps}` in the serialization directory. In
+    it are what DeepSpeed saves of the model and the optimizer, in DeepSpeed's own layout under the
+    tag `engine`, and `training_state_w{rank}.th` for each rank. It is written under another name,
+    and given this one when all ranks are done.
 
     # Parameters
 
@@ -68,9 +70,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._save_every_num_seconds = save_every_num_seconds
 
     @overrides
-    def maybe_save_checkpoint(
+    def maybe_save_checkpoint(  # type: ignore[override]
         self,
-        trainer: "DeepSpeedTrainer",  # type: ignore[override]
+        trainer: "DeepSpeedTrainer",
         num_epochs_completed: int,
         num_batches_in_epoch_completed: int,
     ) -> bool:
@@ -80,8 +82,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         # Returns
 
         `bool`
-            Whether the model's weights can be copied from the checkpoint's model state file, which is
-            what AllenNLP's trainer asks. Always `False`: DeepSpeed's files hold shards.
+            Whether the model's weights can be copied from the checkpoint's model state file, which
+            is what AllenNLP's trainer asks. Always `False`: DeepSpeed's files hold shards.
         """
         if self._is_time_to_save(num_epochs_completed, num_batches_in_epoch_completed):
             self.save_checkpoint(trainer)
@@ -148,8 +150,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         self, trainer: Optional["DeepSpeedTrainer"] = None
     ) -> Optional[TrainerCheckpoint]:
         """
-        Loads the newest checkpoint that all ranks have: the model and the optimizer into the trainer's
-        engine. To be called by every rank.
+        Loads the newest checkpoint that all ranks have: the model and the optimizer into the
+        trainer's engine. To be called by every rank.
 
         # Returns
 
@@ -186,9 +188,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         files = [n for n in os.listdir(directory) if n.startswith("training_state_w")]
         if len(files) != dist.get_world_size():
             raise ConfigurationError(
-                f"The checkpoint in {directory} was written by {len(files)} workers, and there are "
-                f"{dist.get_world_size()} now. Give 'distributed.cuda_devices' {len(files)} entries "
-                "to continue from it."
+                f"The checkpoint in {directory} was written by {len(files)} workers, and there "
+                f"are {dist.get_world_size()} now. Give 'distributed.cuda_devices' {len(files)} "
+                "entries to continue from it."
             )
 
     def _newest_common_checkpoint(self) -> Optional[PointInTime]:
@@ -201,8 +203,8 @@ class DeepSpeedCheckpointer(Checkpointer):
     @overrides
     def find_latest_checkpoint(self) -> Optional[Tuple[str, str]]:
         """
-        The directory of the newest checkpoint that this rank sees, and this rank's training state file
-        in it; `None` if there is no checkpoint.
+        The directory of the newest checkpoint that this rank sees, and this rank's training state
+        file in it; `None` if there is no checkpoint.
         """
         checkpoints = self._find_all_checkpoints()
         if not checkpoints:

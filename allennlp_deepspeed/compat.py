@@ -24,8 +24,8 @@ def apply() -> None:
 
 def construct_reduce_on_plateau_without_verbose() -> None:
     """
-    AllenNLP passes `verbose` on to torch's `ReduceLROnPlateau`, which no longer has it. The key is still
-    taken from a config, and means nothing.
+    AllenNLP passes `verbose` on to torch's `ReduceLROnPlateau`, which no longer has it. The key is
+    still taken from a config, and means nothing.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ def construct_reduce_on_plateau_without_verbose() -> None:
             min_lr=min_lr,  # type: ignore[arg-type]
             eps=eps,
         )
-        super(ReduceOnPlateauLearningRateScheduler, self).__init__(lr_scheduler)
+        super(ReduceOnPlateauLearningRateScheduler, self).__init__(lr_scheduler)  # type: ignore[arg-type]
 
     ReduceOnPlateauLearningRateScheduler.__init__ = __init__  # type: ignore[method-assign]
 
 
 def allow_numpy_scalars_in_training_states() -> None:
     """
-    `torch.load` now loads weights only, unless told what else is harmless. AllenNLP's training states
-    can hold metrics that are numpy scalars.
+    `torch.load` now loads weights only, unless told what else is harmless. AllenNLP's training
+    states can hold metrics that are numpy scalars.
     """
     reconstruct, _ = np.float64(0).__reduce__()  # has moved from module to module between versions
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
@@ -69,8 +69,8 @@ def allow_numpy_scalars_in_training_states() -> None:
 
 def support_bf16_in_tiny_value_of_dtype() -> None:
     """
-    AllenNLP refuses bf16 here, which it is older than. bf16 has the range of fp32, so that it takes the
-    same value.
+    AllenNLP refuses bf16 here, which it is older than. bf16 has the range of fp32, so that it
+    takes the same value.
     """
     original = nn_util.tiny_value_of_dtype
 
@@ -86,8 +86,8 @@ def support_bf16_in_tiny_value_of_dtype() -> None:
 
 def hide_deprecations_of_renamed_functions() -> None:
     """
-    Torch warns at each call of a function that it has renamed. DeepSpeed calls two of these for every
-    parameter, and AllenNLP one for every validation batch: nothing that a user could change.
+    Torch warns at each call of a function that it has renamed. DeepSpeed calls two of these for
+    every parameter, and AllenNLP one for every validation batch: nothing that a user could change.
     """
-    for pattern in ("`torch\\.distributed\\..*` is deprecated", "`torch\\.cuda\\.amp\\..*` is deprecated"):
-        warnings.filterwarnings("ignore", message=pattern, category=FutureWarning)
+    for name in (r"torch\.distributed\.", r"torch\.cuda\.amp\."):
+        warnings.filterwarnings("ignore", f"`{name}.*` is deprecated", category=FutureWarning)

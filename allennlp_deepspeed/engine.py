@@ -1,6 +1,7 @@
 """
-Brings up DeepSpeed's engine inside an AllenNLP worker, and takes it down again. No other module calls
-`deepspeed.initialize`, touches the environment variables that DeepSpeed reads, or makes a process group.
+Brings up DeepSpeed's engine inside an AllenNLP worker, and takes it down again. No other module
+calls `deepspeed.initialize`, touches the environment variables that DeepSpeed reads, or makes a
+process group.
 """
 
 import logging
@@ -12,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
+from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -39,7 +41,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
 
     # Parameters
 
-    model : `torch.nn.Module`, required.
+    model : `Model`, required.
         The model to train, complete and in fp32, on any device. The engine moves it.
     config : `ResolvedConfig`, required.
         The engine's configuration, with nothing left to fill in.
@@ -54,13 +56,14 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Model,
         config: ResolvedConfig,
         device: torch.device,
         local_rank: int,
         optimizer: Optional[torch.optim.Optimizer] = None,
     ) -> None:
         _use_accelerator(device)
+        _skip_shared_memory_all_reduce()
         _check_nvme(config)
         self._owns_process_group = not dist.is_initialized()
         if self._owns_process_group:
@@ -93,8 +96,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             regularizer.gather_with_model()
         _undo_first_step(engine)
         if config.zero_stage == 0 and config.precision != "fp16":
-            # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run. The
-            # trainer calls the reduction itself, and without a loss scale there is nothing else to do.
+            # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run.
+            # The trainer calls the reduction itself, and without a loss scale there is nothing
+            # else to do.
             engine._support_torch_style_backward = True
 
     @property
@@ -137,11 +141,20 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
 
 
 def _use_accelerator(device: torch.device) -> None:
-    """DeepSpeed trains on the best device of the machine; AllenNLP on the one that the config names."""
+    """DeepSpeed trains on the best device it sees; AllenNLP on the one that the config names."""
     if device.type == "cpu" and get_accelerator().device_name() != "cpu":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         set_accelerator(CPU_Accelerator())
+
+
+def _skip_shared_memory_all_reduce() -> None:
+    """
+    On CPU DeepSpeed compiles and loads an all-reduce for inference, which training never calls.
+    Each start of a worker would take the compiler's lock for it, and wait for ever for one that a
+    killed worker has left.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _check_nvme(config: ResolvedConfig) -> None:
@@ -151,16 +164,16 @@ def _check_nvme(config: ResolvedConfig) -> None:
             continue
         if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
             raise ConfigurationError(
-                f"deepspeed_config.zero_optimization.{section}.device is 'nvme', but DeepSpeed can't "
-                "build its operator for it, which needs a C++ compiler and libaio's headers: install "
-                "Debian's packages g++ and libaio-dev (elsewhere libaio-devel), or write 'cpu'."
+                f"deepspeed_config.zero_optimization.{section}.device is 'nvme', but DeepSpeed "
+                "can't build its operator for it, which needs a C++ compiler and libaio's headers: "
+                "install Debian's packages g++ and libaio-dev, or write 'cpu'."
             )
 
 
 def _init_group_of_one(device: torch.device) -> None:
     """
-    DeepSpeed needs a process group even for one process. This one meets itself in memory, so that it
-    needs no port.
+    DeepSpeed needs a process group even for one process. This one meets itself in memory, so that
+    it needs no port.
     """
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else "nccl",
@@ -172,14 +185,15 @@ def _init_group_of_one(device: torch.device) -> None:
 
 def _undo_first_step(engine: DeepSpeedEngine) -> None:
     """
-    To allocate the optimizer's state, DeepSpeed's optimizers for half precision at stage 0 make a step
-    with gradients of zero. It counts as a step in Adam's bias correction, and weight decay changes the
-    weights.
+    To allocate the optimizer's state, DeepSpeed's optimizers for half precision at stage 0 make a
+    step with gradients of zero. It counts as a step in Adam's bias correction, and weight decay
+    changes the weights.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         engine.basic_optimizer.state.clear()
-        optimizer.refresh_fp32_params()  # from the weights in half precision, which have not changed
+        # From the weights in half precision, which have not changed.
+        optimizer.refresh_fp32_params()
 
 
 def _device_index(device: torch.device, local_rank: int) -> int:
@@ -190,8 +204,8 @@ def _set_launcher_variables(device: torch.device, local_rank: int) -> List[str]:
     """
     Sets what DeepSpeed expects from its launcher and returns the names that were not set before.
 
-    `LOCAL_RANK` is the device's index: this is what DeepSpeed reads it for, and `"cuda_devices"` may
-    start at any.
+    `LOCAL_RANK` is the device's index: this is what DeepSpeed reads it for, and `"cuda_devices"`
+    may start at any.
     """
     values = (dist.get_rank(), _device_index(device, local_rank), dist.get_world_size())
     changed = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]

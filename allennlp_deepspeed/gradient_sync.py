@@ -13,8 +13,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 class GradientSynchronizer:
     """
     Tells the engine which backward pass completes an optimizer step, so that short groups of
-    micro-batches and groups of different lengths end where the trainer says and not where the engine
-    has counted to.
+    micro-batches and groups of different lengths end where the trainer says and not where the
+    engine has counted to.
 
     # Parameters
 
@@ -22,9 +22,9 @@ class GradientSynchronizer:
     keep_local : `bool`, optional (default = `False`)
         If `True`, every backward pass of a step leaves its gradients whole on `parameter.grad`,
         averaged over the ranks after each pass as `DistributedDataParallel` does, and the engine
-        takes them over when the group is done. Callbacks that read or change gradients need this: at
-        ZeRO stages 2 and 3 there is otherwise nothing left on a parameter after its backward pass.
-        It costs one whole gradient of memory and one more reduction for each pass.
+        takes them over when the group is done. Callbacks that read or change gradients need this:
+        at ZeRO stages 2 and 3 there is otherwise nothing left on a parameter after its backward
+        pass. It costs one whole gradient of memory and one more reduction for each pass.
     """
 
     def __init__(self, engine: DeepSpeedEngine, keep_local: bool = False) -> None:
@@ -59,7 +59,8 @@ class GradientSynchronizer:
         whoever calls it. A no-op unless gradients are kept local.
         """
         if self._keep_local and dist.get_world_size() > 1:
-            # The engine of autograd runs the callback when the whole pass is done, as it does for DDP.
+            # The engine of autograd runs the callback when the whole pass is done, as it does for
+            # DDP.
             loss.register_hook(
                 lambda _: torch.autograd.Variable._execution_engine.queue_callback(
                     self._average_gradients

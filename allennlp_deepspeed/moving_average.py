@@ -13,9 +13,9 @@ from allennlp_deepspeed import weights
 
 class ShardedMovingAverage(MovingAverage):
     """
-    Keeps an AllenNLP `MovingAverage` on the weights that the optimizer steps, each rank on its shard,
-    in fp32 at every precision. Not registered: the trainer puts it around the `moving_average` of the
-    config.
+    Keeps an AllenNLP `MovingAverage` on the weights that the optimizer steps, each rank on its
+    shard, in fp32 at every precision. Not registered: the trainer puts it around the
+    `moving_average` of the config.
 
     # Parameters
 

@@ -1,8 +1,8 @@
 """
 Checks what can be checked of a config before any data is read or any worker started.
 
-AllenNLP constructs the trainer in the workers only, after it has made the vocabulary. It has no seam before
-that, so `install` puts the check in front of `allennlp.commands.train.train_model`.
+AllenNLP constructs the trainer in the workers only, after it has made the vocabulary. It has no
+seam before that, so `install` puts the check in front of `allennlp.commands.train.train_model`.
 """
 
 import functools
@@ -67,8 +67,9 @@ def _devices(config: Dict[str, Any]) -> List[int]:
 
 def _settings(config: Dict[str, Any], devices: List[int]) -> TrainerSettings:
     """
-    What the trainer will say when it is constructed. What it only knows then has a stand-in: the length
-    of the epoch, the learning rate of an optimizer that doesn't name one, and what the GPU can do.
+    What the trainer will say when it is constructed. What it only knows then has a stand-in: the
+    length of the epoch, the learning rate of an optimizer that doesn't name one, and what the GPU
+    can do.
     """
     trainer = config["trainer"]
     optimizer = trainer.get("optimizer")

@@ -10,9 +10,10 @@ class PartitionedRegularizer:
     """
     Lets a model with a regularizer train at ZeRO stage 3.
 
-    AllenNLP's trainer asks the model for the penalty after its forward pass, when stage 3 has already
-    partitioned the parameters again. This computes it at the end of the forward pass instead, and has
-    DeepSpeed keep the parameters in question whole until then, and during the backward pass.
+    AllenNLP's trainer asks the model for the penalty after its forward pass, when stage 3 has
+    already partitioned the parameters again. This computes it at the end of the forward pass
+    instead, and has DeepSpeed keep the parameters in question whole until then, and during the
+    backward pass.
 
     To be constructed before the engine, so that its hook runs before the engine's own.
 

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 class LossReading(NamedTuple):
     """
-    Losses of the epoch so far and of the last group of micro-batches, as AllenNLP's metrics want them.
-    The `reg` values are `None` for a model without a regularizer. `has_nan` stays `True` once a
-    loss of the epoch was NaN.
+    Losses of the epoch so far and of the last group of micro-batches, as AllenNLP's metrics want
+    them. The `reg` values are `None` for a model without a regularizer. `has_nan` stays `True`
+    once a loss of the epoch was NaN.
     """
 
     has_nan: bool
@@ -32,9 +32,9 @@ class RunningLoss:
     def __init__(self, device: torch.device, has_regularizer: bool) -> None:
         self._has_regularizer = has_regularizer
         # AllenNLP adds Python floats, which are float64.
-        self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss = torch.zeros(
-            4, dtype=torch.float64, device=device
-        ).unbind()
+        self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss = (
+            torch.zeros(4, dtype=torch.float64, device=device).unbind()
+        )
         self._has_nan = torch.zeros((), dtype=torch.float64, device=device)
 
     def start_group(self) -> None:

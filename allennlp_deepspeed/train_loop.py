@@ -74,13 +74,13 @@ class DeepSpeedTrainModel(TrainModel):
         evaluate_on_test: bool = False,
         batch_weight_key: str = "",
         ddp_accelerator: Optional[DdpAccelerator] = None,
-    ) -> "DeepSpeedTrainModel":
+    ) -> TrainModel:
         """
-        Constructs the train loop from a config file, whose top-level keys are the arguments of this
-        method. See AllenNLP's for what they mean. The readers are lazy so that the one of the test set
-        can be constructed once more, unsharded.
+        Constructs the train loop from a config file, whose top-level keys are the arguments of
+        this method. See AllenNLP's for what they mean. The readers are lazy so that the one of the
+        test set can be constructed once more, unsharded.
         """
-        arguments = dict(
+        arguments: Dict[str, Any] = dict(
             serialization_dir=serialization_dir,
             local_rank=local_rank,
             dataset_reader=dataset_reader.construct(),
@@ -105,8 +105,8 @@ class DeepSpeedTrainModel(TrainModel):
             )
             return super().from_partial_objects(**arguments)
 
-        # With several workers the vocabulary has been made from all data before they started, and what
-        # they read is their share of it. Of the test set each reads all.
+        # With several workers the vocabulary has been made from all data before they started, and
+        # what they read is their share of it. Of the test set each reads all.
         train_loop = super().from_partial_objects(**arguments)
         if test_data_path is not None and evaluate_on_test:
             with _as_one_process():
@@ -122,8 +122,8 @@ class DeepSpeedTrainModel(TrainModel):
 @contextmanager
 def _as_one_process() -> Iterator[None]:
     """
-    Has AllenNLP believe that this process is the only one, wherever it asks: readers don't shard, and
-    metrics count what this process sees.
+    Has AllenNLP believe that this process is the only one, wherever it asks: readers don't shard,
+    and metrics count what this process sees.
     """
     with ExitStack() as patches:
         for module in list(sys.modules.values()):

@@ -3,7 +3,7 @@ import math
 import os
 import re
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Union
 
 import torch
 from allennlp.common import Lazy, Tqdm
@@ -27,7 +27,7 @@ from overrides import overrides
 from allennlp_deepspeed import weights
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.config import DeepSpeedConfig, ResolvedConfig, TrainerSettings
+from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.moving_average import ShardedMovingAverage
@@ -39,18 +39,19 @@ logger = logging.getLogger(__name__)
 @Trainer.register("deepspeed", constructor="from_partial_objects")
 class DeepSpeedTrainer(GradientDescentTrainer):
     """
-    Trains any AllenNLP model on DeepSpeed's engine, which owns backward, gradient reduction, clipping,
-    loss scaling and the optimizer step. Everything around a step (validation, metrics, early stopping,
-    callbacks) is AllenNLP's `GradientDescentTrainer`.
+    Trains any AllenNLP model on DeepSpeed's engine, which owns backward, gradient reduction,
+    clipping, loss scaling and the optimizer step. Everything around a step (validation, metrics,
+    early stopping, callbacks) is AllenNLP's `GradientDescentTrainer`.
 
     Registered as a `Trainer` with name "deepspeed". It takes every argument of
     [`GradientDescentTrainer`](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/)
-    with the same meaning; here are only those that are new or mean more. Every rank must construct it
-    and call `train`.
+    with the same meaning; here are only those that are new or mean more. Every rank must construct
+    it and call `train`.
 
     # Parameters
 
-    deepspeed_config : `Union[str, Dict[str, Any], DeepSpeedConfig]`, optional (default = `"zero_2"`)
+    deepspeed_config : `Union[str, Dict[str, Any], DeepSpeedConfig]`, optional (default =
+    `"zero_2"`)
         DeepSpeed's own configuration, a preset's name, or a preset with changes. See
         [`DeepSpeedConfig`](./config.py).
     optimizer : `torch.optim.Optimizer`, required.
@@ -58,14 +59,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     num_gradient_accumulation_steps : `int`, optional (default = `None`)
         `None` takes DeepSpeed's `gradient_accumulation_steps`, which is 1 if it isn't set either.
     grad_norm : `Union[float, bool]`, optional (default = `False`)
-        A number is DeepSpeed's `gradient_clipping`. A number or `True` has `batch_grad_norm` reported
-        to callbacks, the norm of the whole gradient over all ranks before clipping.
+        A number is DeepSpeed's `gradient_clipping`. A number or `True` has `batch_grad_norm`
+        reported to callbacks, the norm of the whole gradient over all ranks before clipping.
     grad_clipping : `float`, optional (default = `None`)
-        Applied as in AllenNLP, after the norm has been clipped, to each element of the gradient that
-        the optimizer steps with.
+        Applied as in AllenNLP, after the norm has been clipped, to each element of the gradient
+        that the optimizer steps with.
     use_amp : `bool`, optional (default = `False`)
-        Computes in bf16 where the device can, else in fp16, unless `deepspeed_config` already names a
-        precision. On CPU too.
+        Computes in bf16 where the device can, else in fp16, unless `deepspeed_config` already
+        names a precision. On CPU too.
     checkpointer : `DeepSpeedCheckpointer`, optional (default = a `DeepSpeedCheckpointer`)
     moving_average : `MovingAverage`, optional (default = `None`)
         Kept on the fp32 weights, each rank on its shard.
@@ -140,7 +141,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
         if checkpointer is not None and not isinstance(checkpointer, DeepSpeedCheckpointer):
             raise ConfigurationError(
-                f"The 'deepspeed' trainer needs a DeepSpeedCheckpointer, not {_name(checkpointer)}: "
+                "The 'deepspeed' trainer needs a DeepSpeedCheckpointer, not a "
+                f"{_name(checkpointer)}: "
                 'write "checkpointer": {"type": "deepspeed", ...}.'
             )
         config = ddp_wrapped_model.config
@@ -191,8 +193,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @contextmanager
     def session(self) -> Iterator[None]:
         """
-        Keeps the engine up. `train` is such a session, and takes the engine down when it ends; put a
-        session around it to use the engine after training. When the last one ends, the engine is
+        Keeps the engine up. `train` is such a session, and takes the engine down when it ends; put
+        a session around it to use the engine after training. When the last one ends, the engine is
         destroyed, and in a single process the model is a plain fp32 `Model` again.
         """
         self._open_sessions += 1
@@ -247,7 +249,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         batch_group: BatchGroup,
         running_loss: RunningLoss,
         epoch: int,
-        progress: Union[Tqdm, BatchGroups],
+        progress: Any,
     ) -> None:
         """One optimizer step: forward and backward of each micro-batch, then the step."""
         running_loss.start_group()
@@ -311,7 +313,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         running_loss: RunningLoss,
         batch_grad_norm: Optional[float],
         epoch: int,
-        progress: Union[Tqdm, BatchGroups],
+        progress: Any,
     ) -> None:
         """
         Tells the callbacks and the progress bar about the group.
@@ -370,7 +372,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             reset=True,
         )
 
-    def _batch_groups(self) -> Union[Tqdm, BatchGroups]:
+    def _batch_groups(self) -> Iterable[BatchGroup]:
         """The groups of the epoch, behind a progress bar on the primary."""
         groups = BatchGroups(
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
@@ -389,8 +391,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def get_checkpoint_state(self) -> TrainerCheckpoint:
         """
-        This rank's training state. The model and the optimizer aren't in it: the checkpointer has the
-        engine save them.
+        This rank's training state. The model and the optimizer aren't in it: the checkpointer has
+        the engine save them.
         """
         training_states = {
             "version": 1,
@@ -457,8 +459,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def _release_model(self) -> None:
         """
-        Takes the engine down. A single process gets its model back as it gave it, plain and in fp32,
-        with the weights that training ended with; with several the shards stay where they are.
+        Takes the engine down. A single process gets its model back as it gave it, plain and in
+        fp32, with the weights that training ended with; with several the shards stay where they
+        are.
         """
         state_dict = None
         if torch.distributed.get_world_size() == 1:
@@ -501,13 +504,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         **kwargs,
     ) -> "DeepSpeedTrainer":
         """
-        Constructs the trainer from a config file: the keys under `"trainer"` are the arguments of this
-        method, but for those that the train command passes in. Its signature names every argument
-        because `FromParams` does not see through `**kwargs`.
+        Constructs the trainer from a config file: the keys under `"trainer"` are the arguments of
+        this method, but for those that the train command passes in. Its signature names every
+        argument because `FromParams` does not see through `**kwargs`.
         """
         if ddp_accelerator is not None and not isinstance(ddp_accelerator, TorchDdpAccelerator):
             raise ConfigurationError(
-                f"The 'deepspeed' trainer can't be used with the accelerator {_name(ddp_accelerator)} "
+                f"The 'deepspeed' trainer can't be used with a {_name(ddp_accelerator)} "
                 "under 'distributed.ddp_accelerator': DeepSpeed takes its place. Leave it out."
             )
         for name, parameter in model.named_parameters():
@@ -615,9 +618,9 @@ def _reads_gradients(callback: TrainerCallback) -> bool:
 
 def _clip_values(limit: float):
     """
-    A hook that clips the gradients just before the optimizer steps. There they are reduced, unscaled
-    and clipped by norm at every ZeRO stage, and whether they are whole or sharded makes no difference
-    to their elements.
+    A hook that clips the gradients just before the optimizer steps. There they are reduced,
+    unscaled and clipped by norm at every ZeRO stage, and whether they are whole or sharded makes
+    no difference to their elements.
     """
 
     def clip(optimizer: torch.optim.Optimizer, args, kwargs) -> None:

@@ -2,8 +2,8 @@
 Whole fp32 weights out of an engine that keeps them replicated, sharded or partitioned, and back in.
 
 Everything here works parameter by parameter, so that at no time a rank holds more than one whole
-parameter besides what it keeps, and everything but `plain_model` and `master_shards` is a collective:
-every rank must call it.
+parameter besides what it keeps, and everything but `plain_model` and `master_shards` is a
+collective: every rank must call it.
 """
 
 from typing import Any, Dict, Iterator, List, Optional, Tuple
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_set_full_fp32_param,
@@ -108,8 +109,8 @@ def update_weights_from_masters(engine: DeepSpeedEngine) -> None:
 
 def plain_model(model: torch.nn.Module, state_dict: StateDict) -> None:
     """
-    Turns a model whose engine has been destroyed back into what it was before: a plain `Module` with
-    whole fp32 parameters on their own storage, here with the weights of `state_dict`.
+    Turns a model whose engine has been destroyed back into what it was before: a plain `Module`
+    with whole fp32 parameters on their own storage, here with the weights of `state_dict`.
     """
     fresh: Dict[int, torch.nn.Parameter] = {}
     for (prefix, module), (name, parameter) in _owned_parameters(model):
@@ -137,8 +138,8 @@ def _replicated_masters(
     engine: DeepSpeedEngine,
 ) -> Dict[int, Tuple[torch.nn.Parameter, torch.Tensor]]:
     """
-    The fp32 copies that DeepSpeed's optimizers for half precision keep at stage 0, by the identity of
-    the model's parameter.
+    The fp32 copies that DeepSpeed's optimizers for half precision keep at stage 0, by the identity
+    of the model's parameter.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_groups_flat"):
@@ -173,10 +174,10 @@ def _set_full_parameter(
 ) -> None:
     if id(parameter) in masters:
         masters[id(parameter)][1].data.copy_(value)
-    elif parameter.requires_grad and hasattr(parameter, "ds_id"):
+    elif parameter.requires_grad and is_zero_param(parameter):
         # Not `safe_set_full_fp32_param`, which refuses sizes that the ranks can't share equally.
-        shard_size = parameter.ds_tensor.ds_numel
-        start = shard_size * dist.get_rank(parameter.ds_process_group)
+        shard_size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
+        start = shard_size * dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
         padding = max(0, start + shard_size - value.numel())
         padded = torch.nn.functional.pad(value.flatten(), (0, padding))
         safe_set_local_fp32_param(parameter, padded.narrow(0, start, shard_size))

@@ -1,8 +1,8 @@
 """
 Runs the `allennlp` command with real worker processes, under a time limit and without leaving any.
 
-The processes are forked from a server that has imported everything, because an import takes longer than
-most of the runs. `subprocess_allennlp` is the same without that short cut.
+The processes are forked from a server that has imported everything, because an import takes longer
+than most of the runs. `subprocess_allennlp` is the same without that short cut.
 """
 
 import faulthandler
@@ -20,7 +20,8 @@ from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# The fork server finds the modules to preload, and the workers this package, through the environment.
+# The fork server finds the modules to preload, and the workers this package, through the
+# environment.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
 )
@@ -53,9 +54,7 @@ def allennlp(
     for package in include_packages:
         argv += ["--include-package", package]
     with tempfile.NamedTemporaryFile(mode="r", prefix="allennlp-", errors="replace") as output:
-        process = _context.Process(
-            target=_main, args=(argv, output.name, environment or {})
-        )
+        process = _context.Process(target=_main, args=(argv, output.name, environment or {}))
         process.start()
         process.join(time_limit)
         if process.is_alive():

@@ -1,0 +1,75 @@
+"""`on_backward` callbacks keep AllenNLP's contract, at every ZeRO stage and over two workers."""
+
+import json
+
+import pytest
+
+from tests.experiment import (
+    Experiments,
+    assert_same_run,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 3])
+def test_a_callback_that_changes_gradients_sees_those_of_all_ranks(
+    experiments: Experiments, stage: int, num_gradient_accumulation_steps: int
+):
+    config = load_config(
+        "tagger",
+        WORKERS,
+        {
+            "trainer.callbacks": ["change_gradients", "record_steps"],
+            "trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps,
+        },
+    )
+    assert_same_run(experiments.run(deepspeed(config, stage)), experiments.run(config))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_callback_may_go_backward_more_than_once(experiments: Experiments, stage: int):
+    # Not against `gradient_descent`: DistributedDataParallel doesn't reduce a second backward pass.
+    once = load_config("tagger", WORKERS)
+    twice = load_config("tagger", WORKERS, {"trainer.callbacks": ["two_backward_passes"]})
+    once["trainer"]["callbacks"] = []
+    assert_same_weights(
+        experiments.run(deepspeed(twice, stage)).weights(),
+        experiments.run(deepspeed(once, 0)).weights(),
+    )
+
+
+@pytest.mark.parametrize(
+    "data_loader, agreements_in_an_epoch",
+    [
+        pytest.param({}, lambda groups: 1, id="known length"),
+        pytest.param(
+            {"data_loader.max_instances_in_memory": 12},
+            # Once to find out. The last group is short, which ends the epoch without asking again.
+            lambda groups: 1 + groups,
+            id="unknown length",
+        ),
+    ],
+)
+def test_ranks_agree_no_more_often_than_they_must(
+    experiments: Experiments, data_loader, agreements_in_an_epoch
+):
+    config = load_config(
+        "classifier",
+        WORKERS,
+        data_loader,
+        {
+            "trainer.callbacks": ["count_agreements"],
+            "trainer.num_gradient_accumulation_steps": 3,
+            "trainer.num_epochs": 1,
+        },
+    )
+    result = experiments.run(deepspeed(config, 2))
+    for rank in range(2):
+        counts = json.loads((result.serialization_dir / f"agreements_{rank}.json").read_text())
+        assert counts["agreements"] == agreements_in_an_epoch(counts["groups"])
+        assert counts["groups"] > 2

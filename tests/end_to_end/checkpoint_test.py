@@ -1,0 +1,217 @@
+"""Checkpoints, recovery, and the archive that training leaves."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import List
+
+import pytest
+
+from tests.command import allennlp
+from tests.experiment import (
+    INCLUDED,
+    Config,
+    Experiments,
+    Result,
+    assert_same_metrics,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
+CHECKPOINTS = {
+    **WORKERS,
+    # AllenNLP doesn't validate again what was validated before the checkpoint, so that a shuffle in
+    # the validation would change the training data that comes after it.
+    "validation_data_loader": {"batch_size": 6},
+    "trainer.checkpointer": {"save_every_num_batches": 2, "keep_most_recent_by_count": None},
+    "trainer.num_gradient_accumulation_steps": 2,
+    "trainer.learning_rate_scheduler": {"type": "slanted_triangular"},
+    "trainer.moving_average": {"decay": 0.9},
+}
+
+
+def checkpoints(result: Result) -> List[str]:
+    return sorted(path.name for path in result.serialization_dir.glob("checkpoint_*"))
+
+
+def recover(
+    result: Result, directory: Path, config: Config, last: str, check: bool = True
+) -> Result:
+    """Continues a copy of what a run left, as if it had been killed after the checkpoint `last`."""
+    copy = Result(directory / "out")
+    shutil.copytree(result.serialization_dir, copy.serialization_dir)
+    for name in checkpoints(copy):
+        if _point_in_time(name) > _point_in_time(last):
+            shutil.rmtree(copy.serialization_dir / name)
+    copy.archive.unlink()
+    path = copy.serialization_dir / "config.json"
+    path.write_text(json.dumps(config))
+    run = allennlp(
+        "train",
+        path,
+        "-s",
+        copy.serialization_dir,
+        "--recover",
+        include_packages=("allennlp_deepspeed", INCLUDED),
+        time_limit=90,
+    )
+    if check:
+        run.check()
+        assert f"Continuing from the checkpoint in {copy.serialization_dir / last}" in run.output
+    else:
+        assert run.returncode != 0
+        (directory / "output").write_text(run.output)
+    return copy
+
+
+def _point_in_time(name: str) -> List[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("last", ["checkpoint_e1_b2", "checkpoint_e1_b0"])
+def test_a_recovered_run_ends_as_an_uninterrupted_one(
+    experiments: Experiments, tmp_path: Path, stage: int, last: str
+):
+    config = deepspeed(load_config("tagger", CHECKPOINTS), stage)
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, last)
+    assert_same_weights(recovered.weights(), uninterrupted.weights(), tolerance=0)
+    metrics = uninterrupted.final_metrics()
+    assert recovered.final_metrics().keys() == metrics.keys()
+    for key in metrics:
+        # The training metrics of an epoch that was interrupted are of the part after it.
+        if key.startswith(("validation_", "best_")):
+            assert recovered.final_metrics()[key] == metrics[key]
+
+
+def test_recovery_in_one_process(experiments: Experiments, tmp_path: Path):
+    config = deepspeed(load_config("tagger", CHECKPOINTS), 3)
+    del config["distributed"]
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
+    assert_same_weights(recovered.weights(), uninterrupted.weights(), tolerance=0)
+
+
+def test_another_number_of_workers_is_refused_by_name(experiments: Experiments, tmp_path: Path):
+    config = deepspeed(load_config("tagger", CHECKPOINTS), 2)
+    uninterrupted = experiments.run(config)
+    del config["distributed"]
+    recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2", check=False)
+    output = (tmp_path / "output").read_text()
+    assert "was written by 2 workers" in output
+    assert "'distributed.cuda_devices'" in output
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_checkpoints_are_saved_and_pruned_as_asked(experiments: Experiments, stage: int):
+    config = load_config("tagger", WORKERS, {"trainer.checkpointer": {}})
+    # By default AllenNLP keeps two, here of as many epochs.
+    assert checkpoints(experiments.run(deepspeed(config, stage))) == [
+        "checkpoint_e1_b0",
+        "checkpoint_e2_b0",
+    ]
+    config["trainer"]["checkpointer"] = {"keep_most_recent_by_count": 1}
+    assert checkpoints(experiments.run(deepspeed(config, stage))) == ["checkpoint_e2_b0"]
+    config["trainer"]["checkpointer"] = None
+    assert checkpoints(experiments.run(deepspeed(config, stage))) == []
+
+
+def test_the_clock_of_one_rank_decides_for_all(experiments: Experiments):
+    config = load_config(
+        "tagger",
+        WORKERS,
+        {
+            "trainer.num_epochs": 1,
+            "trainer.callbacks": ["count_agreements", "record_steps"],
+            "trainer.checkpointer": {
+                "type": "deepspeed",
+                "save_every_num_seconds": 0,
+                "keep_most_recent_by_count": None,
+            },
+        },
+    )
+    result = experiments.run(deepspeed(config, 2))
+    counts = json.loads((result.serialization_dir / "agreements_0.json").read_text())
+    # One after each step, and the one of the epoch.
+    assert len(checkpoints(result)) == counts["groups"] + 1
+
+
+def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_path: Path):
+    config = load_config("classifier", WORKERS)
+    archive = experiments.run(deepspeed(config, 3, bf16={"enabled": True})).archive
+    plain_archive = experiments.run(config).archive
+    data = config["validation_data_path"]
+    for name, path in (("deepspeed", archive), ("plain", plain_archive)):
+        allennlp(
+            "evaluate",
+            path,
+            data,
+            "--output-file",
+            tmp_path / f"{name}.json",
+            include_packages=(),
+        ).check()
+        allennlp(
+            "predict",
+            path,
+            data,
+            "--use-dataset-reader",
+            "--predictor",
+            "text_classifier",
+            "--output-file",
+            tmp_path / f"{name}.jsonl",
+            include_packages=(),
+        ).check()
+    assert_same_metrics(
+        json.loads((tmp_path / "deepspeed.json").read_text()),
+        json.loads((tmp_path / "plain.json").read_text()),
+        tolerance=0.05,  # bf16 against fp32
+    )
+    predictions, expected = (
+        (tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("deepspeed", "plain")
+    )
+    assert len(predictions) == len(expected) > 0
+
+
+def test_fine_tuning_starts_from_the_archive(experiments: Experiments):
+    config = load_config("classifier", WORKERS)
+    pretrained = experiments.run(deepspeed(config, 3))
+    fine_tuning = {
+        **config,
+        "model": {"type": "from_archive", "archive_file": str(pretrained.archive)},
+        "vocabulary": {"type": "from_files", "directory": str(pretrained.archive)},
+    }
+    fine_tuning["trainer"] = {
+        **config["trainer"],
+        "optimizer": {"type": "sgd", "lr": 0.0},
+        "num_epochs": 1,
+    }
+    fine_tuned = experiments.run(deepspeed(fine_tuning, 2))
+    assert_same_weights(fine_tuned.weights(), pretrained.weights(), tolerance=0)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_evaluate_on_test_gives_what_one_process_gives(
+    experiments: Experiments, tmp_path: Path, stage: int
+):
+    config = load_config(
+        "classifier",
+        WORKERS,
+        {"evaluate_on_test": True, "validation_data_loader": {"batch_size": 6}},
+    )
+    config["test_data_path"] = config["validation_data_path"]
+    config["type"] = "deepspeed"
+    result = experiments.run(deepspeed(config, stage))
+    allennlp(
+        "evaluate",
+        result.archive,
+        config["test_data_path"],
+        "--output-file",
+        tmp_path / "metrics.json",
+    ).check()
+    expected = json.loads((tmp_path / "metrics.json").read_text())
+    metrics = result.final_metrics()
+    assert_same_metrics({key: metrics[f"test_{key}"] for key in expected}, expected)

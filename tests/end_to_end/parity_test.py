@@ -1,0 +1,182 @@
+"""
+A config moved from "gradient_descent" to "deepspeed" gives the same run: the same losses, metrics,
+gradient norms and learning rates at every step, and the same weights.
+"""
+
+import re
+from itertools import chain
+from typing import Any, Dict, Tuple, Type
+
+import pytest
+import torch
+from allennlp.common import Params
+from allennlp.common.util import prepare_environment
+from allennlp.data import DatasetReader, Vocabulary
+from allennlp.data.data_loaders import MultiProcessDataLoader
+from allennlp.models import Model
+from allennlp.training import GradientDescentTrainer
+
+from allennlp_deepspeed import DeepSpeedTrainer
+from tests.experiment import (
+    Config,
+    Experiments,
+    assert_same_metrics,
+    assert_same_run,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+STAGES = [0, 1, 2, 3]
+
+# Of the 133 training instances one worker has 67 and the other 66, which makes 12 batches and 11.
+# The accelerator is for AllenNLP's own trainer, which wraps the model before it freezes parameters.
+TWO_WORKERS: Config = {
+    "distributed": {
+        "cuda_devices": [-1, -1],
+        "ddp_accelerator": {"type": "torch", "find_unused_parameters": True},
+    }
+}
+ONE_PROCESS: Config = {}
+WORLDS = pytest.mark.parametrize(
+    "world",
+    [pytest.param(TWO_WORKERS, id="two_workers"), pytest.param(ONE_PROCESS, id="one_process")],
+)
+
+TRAINING: Dict[str, Config] = {
+    # Of the epoch's last group of micro-batches, one worker has all 3 and the other has 2. One process
+    # ends with a group of 2.
+    "tagger": {
+        "trainer.num_gradient_accumulation_steps": 3,
+        "trainer.grad_norm": 0.3,
+        "trainer.learning_rate_scheduler": {"type": "slanted_triangular", "cut_frac": 0.3},
+        "trainer.optimizer.parameter_groups": [
+            [["^encoder.*weight"], {"lr": 0.002}],
+            [["bias"], {"lr": 0.02, "weight_decay": 0.1}],
+        ],
+    },
+    "classifier": {
+        "trainer.num_epochs": 3,
+        "trainer.optimizer": {"type": "sgd", "lr": 0.3, "momentum": 0.8},
+        "trainer.grad_norm": True,
+        "trainer.learning_rate_scheduler": {"type": "step", "step_size": 1, "gamma": 0.5},
+        "trainer.momentum_scheduler": {"type": "inverted_triangular", "cool_down": 1, "warm_up": 1},
+        "trainer.no_grad": ["conv_layer_0", "_classification_layer.bias"],
+    },
+    "transformer": {
+        "trainer.num_gradient_accumulation_steps": 2,
+        "trainer.grad_clipping": 0.01,
+        "trainer.learning_rate_scheduler": {"type": "linear_with_warmup", "warmup_steps": 3},
+    },
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@WORLDS
+@pytest.mark.parametrize("model", TRAINING)
+def test_training_is_that_of_gradient_descent(
+    experiments: Experiments, model: str, world: Config, stage: int
+) -> None:
+    check_parity(experiments, load_config(model, world, TRAINING[model]), stage)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        pytest.param({"data_loader.max_instances_in_memory": 20}, id="unknown"),
+        pytest.param({"data_loader.batches_per_epoch": 5}, id="batches_per_epoch"),
+    ],
+)
+def test_epochs_of_a_length_other_than_that_of_the_data(
+    experiments: Experiments, loader: Config
+) -> None:
+    accumulation = {"trainer.num_gradient_accumulation_steps": 3, "trainer.grad_norm": 0.3}
+    check_parity(experiments, load_config("tagger", TWO_WORKERS, loader, accumulation), stage=2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_moving_average(experiments: Experiments, stage: int) -> None:
+    moving_average = {"trainer.moving_average": {"type": "exponential", "decay": 0.9}}
+    check_parity(experiments, load_config("tagger", TWO_WORKERS, moving_average), stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_model_with_a_regularizer(experiments: Experiments, stage: int) -> None:
+    regularizer = {
+        "model.regularizer": {"regexes": [[".*weight", {"type": "l2", "alpha": 0.01}]]},
+        "trainer.num_gradient_accumulation_steps": 3,
+    }
+    check_parity(experiments, load_config("classifier", TWO_WORKERS, regularizer), stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_early_stopping_leaves_the_weights_of_the_best_epoch(
+    experiments: Experiments, stage: int
+) -> None:
+    # The loss goes down, so that the first epoch is the best and the third isn't trained.
+    early_stopping = {
+        "trainer.num_epochs": 4,
+        "trainer.patience": 1,
+        "trainer.validation_metric": "+loss",
+    }
+    config = load_config("classifier", TWO_WORKERS, early_stopping)
+    check_parity(experiments, config, stage)
+    final_metrics = experiments.run(deepspeed(config, stage)).final_metrics()
+    assert (final_metrics["best_epoch"], final_metrics["training_epochs"]) == (0, 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_only_one_worker_uses(experiments: Experiments, stage: int) -> None:
+    either_of_two = {
+        "model": {"type": "either_of_two_embedders", "embedding_dim": 8},
+        "trainer.num_epochs": 1,
+        # One that a zero gradient doesn't move: where no worker uses a parameter, AllenNLP's optimizer
+        # passes it over and DeepSpeed's has a gradient of zero for it.
+        "trainer.optimizer": {"type": "sgd", "lr": 0.1},
+    }
+    check_parity(experiments, load_config("classifier", TWO_WORKERS, either_of_two), stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_trainer_constructed_in_python(stage: int) -> None:
+    expected_metrics, expected = train_in_python(GradientDescentTrainer)
+    zero = {"stage": stage}
+    metrics, actual = train_in_python(
+        DeepSpeedTrainer, deepspeed_config={"zero_optimization": zero}
+    )
+    assert_same_metrics(metrics, expected_metrics)
+    assert_same_weights(actual.state_dict(), expected.state_dict())
+
+
+def train_in_python(
+    trainer_class: Type[GradientDescentTrainer], **arguments: Any
+) -> Tuple[Dict[str, Any], Model]:
+    """Returns the metrics and the trained model."""
+    params = Params(load_config("tagger"))
+    prepare_environment(params)
+    reader = DatasetReader.from_params(params.pop("dataset_reader"))
+    loaders = [
+        MultiProcessDataLoader(reader, params.pop(f"{split}_data_path"), batch_size=6, shuffle=True)
+        for split in ("train", "validation")
+    ]
+    vocab = Vocabulary.from_instances(chain(*(loader.iter_instances() for loader in loaders)))
+    for loader in loaders:
+        loader.index_with(vocab)
+    model = Model.from_params(params.pop("model"), vocab=vocab)
+    trainer = trainer_class(
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        loaders[0],
+        validation_data_loader=loaders[1],
+        num_epochs=2,
+        cuda_device=-1,
+        grad_norm=0.3,
+        num_gradient_accumulation_steps=3,
+        **arguments,
+    )
+    metrics = trainer.train()
+    return {k: v for k, v in metrics.items() if not re.search("memory|duration", k)}, model
+
+
+def check_parity(experiments: Experiments, config: Config, stage: int) -> None:
+    assert_same_run(experiments.run(deepspeed(config, stage)), experiments.run(config))

@@ -1,0 +1,180 @@
+"""
+Runs experiments through the `allennlp` command, each once, and compares what they leave.
+"""
+
+import hashlib
+import io
+import json
+import re
+import tarfile
+from pathlib import Path
+from typing import Any, Callable, Dict
+
+import pytest
+import torch
+from allennlp.common import Params
+from filelock import FileLock
+
+from tests.command import REPOSITORY, Run, allennlp
+
+FIXTURES = REPOSITORY / "tests" / "fixtures"
+INCLUDED = "tests.fixtures"
+
+# An experiment is short, and a worker that waits for a lost one would wait for ever. Seconds.
+TIME_LIMIT = 90
+
+Config = Dict[str, Any]
+StateDict = Dict[str, torch.Tensor]
+
+
+def load_config(name: str, *overrides: Config) -> Config:
+    """
+    The config file `{name}.jsonnet` of the fixtures, with absolute paths and a callback that
+    records every step.
+
+    # Parameters
+
+    name : `str`
+    overrides : `Dict[str, Any]`
+        Changes, the later over the earlier. A key with dots names a value further down, such as
+        "trainer.optimizer.lr".
+    """
+    merged = {"trainer.callbacks": ["record_steps"]}
+    for changes in overrides:
+        merged.update(changes)
+    config = Params.from_file(FIXTURES / f"{name}.jsonnet", merged).as_dict(quiet=True)
+    for key in config:
+        if key.endswith("_data_path"):
+            config[key] = str(REPOSITORY / config[key])
+    return config
+
+
+def deepspeed(config: Config, stage: int, **sections: Any) -> Config:
+    """
+    The same experiment with the "deepspeed" trainer.
+
+    # Parameters
+
+    config : `Dict[str, Any]`
+        With the "gradient_descent" trainer.
+    stage : `int`
+        Of ZeRO.
+    sections : `Any`
+        More of DeepSpeed's configuration.
+    """
+    zero: Dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        # Stage 3 doesn't partition parameters below a size that these models don't reach.
+        zero["stage3_param_persistence_threshold"] = 0
+    trainer = {
+        **config["trainer"],
+        "type": "deepspeed",
+        "deepspeed_config": {"zero_optimization": zero, **sections},
+    }
+    return {**config, "trainer": trainer}
+
+
+class Result:
+    """
+    What a finished experiment left.
+
+    # Parameters
+
+    serialization_dir : `Path`
+    """
+
+    def __init__(self, serialization_dir: Path) -> None:
+        self.serialization_dir = serialization_dir
+
+    @property
+    def archive(self) -> Path:
+        return self.serialization_dir / "model.tar.gz"
+
+    def weights(self) -> StateDict:
+        """The state dict in `model.tar.gz`."""
+        with tarfile.open(self.archive) as archive:
+            member = archive.extractfile("weights.th")
+            assert member is not None
+            return torch.load(io.BytesIO(member.read()), weights_only=True)
+
+    def metrics(self) -> Dict[str, Any]:
+        """All numbers: of each epoch, of the whole run, of each optimizer step, by name."""
+        metrics: Dict[str, Any] = {}
+        for path in self.serialization_dir.glob("metrics*.json"):
+            for key, value in json.loads(path.read_text()).items():
+                if not re.search("memory|duration", key):
+                    metrics[f"{path.name}: {key}"] = value
+        for i, step in enumerate(json.loads((self.serialization_dir / "steps.json").read_text())):
+            metrics.update({f"optimizer step {i}: {key}": step[key] for key in step})
+        return metrics
+
+    def final_metrics(self) -> Dict[str, Any]:
+        return json.loads((self.serialization_dir / "metrics.json").read_text())
+
+
+class Experiments:
+    """
+    Runs each config once, also if several processes of a test session ask for it.
+
+    # Parameters
+
+    root : `Path`
+        A directory that these processes share.
+    command : `Callable[..., Run]`, optional (default = `allennlp`)
+    """
+
+    def __init__(self, root: Path, command: Callable[..., Run] = allennlp) -> None:
+        self._root = root
+        self._command = command
+
+    def run(self, config: Config) -> Result:
+        """Trains, unless it has been done already. Fails the test if the command fails."""
+        text = json.dumps(config, sort_keys=True)
+        directory = self._root / hashlib.sha256(text.encode()).hexdigest()[:16]
+        directory.mkdir(parents=True, exist_ok=True)
+        result = Result(directory / "out")
+        with FileLock(directory / "lock"):
+            if not (directory / "done").exists():
+                (directory / "config.json").write_text(text)
+                self._command(
+                    "train",
+                    directory / "config.json",
+                    "-s",
+                    result.serialization_dir,
+                    "--force",
+                    "--include-package",
+                    INCLUDED,
+                    time_limit=TIME_LIMIT,
+                ).check()
+                (directory / "done").touch()
+        return result
+
+
+def assert_same_run(actual: Result, expected: Result, tolerance: float = 1e-5) -> None:
+    """Every number of the two runs is the same to `tolerance`, and so are the final weights."""
+    assert_same_metrics(actual.metrics(), expected.metrics(), tolerance)
+    assert_same_weights(actual.weights(), expected.weights(), tolerance)
+
+
+def assert_same_metrics(
+    actual: Dict[str, Any], expected: Dict[str, Any], tolerance: float = 1e-5
+) -> None:
+    assert actual.keys() == expected.keys()
+    differences = [
+        f"{key} is {actual[key]} instead of {expected[key]}"
+        for key in sorted(expected)
+        if actual[key] != pytest.approx(expected[key], rel=tolerance, abs=tolerance)
+    ]
+    assert not differences, "\n".join(differences)
+
+
+def assert_same_weights(actual: StateDict, expected: StateDict, tolerance: float = 1e-5) -> None:
+    """The norm of the difference of each tensor is at most `tolerance` times that of the tensor."""
+    assert actual.keys() == expected.keys()
+    differences = []
+    for name, tensor in expected.items():
+        assert (actual[name].shape, actual[name].dtype) == (tensor.shape, tensor.dtype), name
+        difference = (actual[name].double() - tensor.double()).norm() / tensor.double().norm()
+        if not difference <= tolerance:
+            differences.append(f"{name} differs by {float(difference)}")
+    assert not differences, "\n".join(differences)

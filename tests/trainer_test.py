@@ -1,0 +1,217 @@
+"""`DeepSpeedTrainer` constructed in Python, in one process, with its lifetime."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any, Dict, List, Tuple, Union
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from allennlp.common import Params
+from allennlp.common.util import prepare_environment
+from allennlp.data import DataLoader, DatasetReader, Vocabulary
+from allennlp.models import BasicClassifier, Model
+from allennlp.training import GradientDescentTrainer
+from allennlp.training.optimizers import AdamOptimizer
+
+from allennlp_deepspeed import DeepSpeedTrainer
+from tests.experiment import assert_same_weights, load_config
+
+STAGE_3: Dict[str, Any] = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}
+}
+
+
+class Task:
+    """A model and its data, the same each time."""
+
+    def __init__(self) -> None:
+        params = Params(load_config("classifier"))
+        prepare_environment(params)
+        reader = DatasetReader.from_params(params.pop("dataset_reader"))
+        self.data_loader, self.validation_data_loader = (
+            DataLoader.from_params(
+                Params({"batch_size": 6, "shuffle": False}),
+                reader=reader,
+                data_path=params.pop(path),
+            )
+            for path in ("train_data_path", "validation_data_path")
+        )
+        vocab = Vocabulary.from_instances(self.data_loader.iter_instances())
+        self.data_loader.index_with(vocab)
+        self.validation_data_loader.index_with(vocab)
+        self.model: Model = Model.from_params(params.pop("model"), vocab=vocab)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+    def arguments(self, directory: Path) -> Dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "data_loader": self.data_loader,
+            "validation_data_loader": self.validation_data_loader,
+            "num_epochs": 2,
+            "cuda_device": -1,
+            "serialization_dir": directory,
+            "enable_default_callbacks": False,
+        }
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Dict[str, torch.Tensor]:
+    task = Task()
+    GradientDescentTrainer(**task.arguments(tmp_path_factory.mktemp("reference"))).train()
+    return task.model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "deepspeed_config",
+    [None, "zero_1", {"zero_optimization": {"stage": 0}}, STAGE_3, "zero_2_offload"],
+)
+def test_the_same_weights_as_gradient_descent(
+    reference: Dict[str, torch.Tensor],
+    tmp_path: Path,
+    deepspeed_config: Union[None, str, Dict[str, Any]],
+):
+    task = Task()
+    DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=deepspeed_config).train()
+    assert_same_weights(task.model.state_dict(), reference)
+
+
+@pytest.mark.parametrize("deepspeed_config", ["zero_2", STAGE_3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_model_is_plain_again_after_training(
+    tmp_path: Path, deepspeed_config: Union[str, Dict[str, Any]], precision: str
+):
+    task = Task()
+    environment = dict(os.environ)
+    if precision == "bf16":
+        changes = STAGE_3 if deepspeed_config is STAGE_3 else {"type": deepspeed_config}
+        deepspeed_config = {**changes, "bf16": {"enabled": True}}
+    trainer = DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=deepspeed_config)
+    assert dist.is_initialized()
+    trainer.train()
+
+    assert not dist.is_initialized()
+    assert dict(os.environ) == environment
+    assert {p.dtype for p in task.model.parameters()} == {torch.float32}
+    assert not any(vars(p) for p in task.model.parameters())
+    assert "forward" not in vars(task.model)
+    assert all(type(m._parameters) is dict for m in task.model.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in task.model.modules()
+    )
+    instance = next(iter(task.data_loader.iter_instances()))
+    before = task.model.forward_on_instance(instance)["probs"]
+    assert copy.deepcopy(task.model).forward_on_instance(instance)["probs"] == pytest.approx(before)
+    # The weights it ends with are the best ones, which are also in the file.
+    saved = torch.load(trainer.get_best_weights_path(), weights_only=True)
+    assert_same_weights(task.model.state_dict(), saved, tolerance=0)
+
+
+def test_a_model_can_be_trained_again(tmp_path: Path):
+    task = Task()
+    DeepSpeedTrainer(**task.arguments(tmp_path / "first"), deepspeed_config=STAGE_3).train()
+    task.optimizer = torch.optim.Adam(task.model.parameters(), lr=0.01)
+    before = copy.deepcopy(task.model.state_dict())
+    DeepSpeedTrainer(**task.arguments(tmp_path / "second"), deepspeed_config="zero_2").train()
+    assert any(not torch.equal(before[k], v) for k, v in task.model.state_dict().items())
+
+
+def test_a_failed_training_leaves_no_process_group(tmp_path: Path):
+    task = Task()
+    trainer = DeepSpeedTrainer(**task.arguments(tmp_path))
+    with mock.patch.object(BasicClassifier, "get_metrics", side_effect=KeyError("on purpose")):
+        with pytest.raises(KeyError, match="on purpose"):
+            trainer.train()
+    assert not dist.is_initialized()
+
+
+def test_an_engine_in_a_session_outlives_training(tmp_path: Path):
+    task = Task()
+    trainer = DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=STAGE_3)
+    with trainer.session():
+        trainer.train()
+        assert dist.is_initialized()
+        batch = next(iter(task.data_loader))
+        assert trainer.engine(**batch)["logits"].shape == (6, 3)
+    assert not dist.is_initialized()
+
+
+def test_deepspeed_constructs_and_steps_optimizer_and_scheduler(tmp_path: Path):
+    task = Task()
+    arguments = {**task.arguments(tmp_path), "optimizer": None}
+    trainer = DeepSpeedTrainer(
+        **arguments,
+        deepspeed_config={
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2},
+            },
+        },
+    )
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+    with trainer.session():
+        trainer.train()
+        steps = 2 * len(task.data_loader)
+        assert trainer.engine.global_steps == steps
+        assert trainer.engine.lr_scheduler.total_num_steps == steps
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=0.02)
+
+
+class _LossOnly(Model):
+    """Asks for no host synchronisation itself."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self._embedding = torch.nn.Embedding(vocab.get_vocab_size(), 4)
+
+    def forward(self, tokens, label) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": self._embedding(tokens["tokens"]["tokens"]).pow(2).mean()}
+
+
+def test_the_host_does_not_wait_for_the_device_inside_a_group(tmp_path: Path):
+    task = Task()
+    task.model = _LossOnly(task.model.vocab)
+    task.optimizer = torch.optim.Adam(task.model.parameters())
+    trainer = DeepSpeedTrainer(
+        **task.arguments(tmp_path),
+        num_gradient_accumulation_steps=4,
+        run_confidence_checks=False,
+        deepspeed_config={"zero_optimization": {"stage": 0}},
+    )
+    num_waits = 0
+    waits_before: List[Tuple[int, bool]] = []
+
+    def counting(method: str):
+        original = getattr(torch.Tensor, method)
+
+        def counted(tensor: torch.Tensor):
+            nonlocal num_waits
+            num_waits += 1
+            return original(tensor)
+
+        return mock.patch.object(torch.Tensor, method, counted)
+
+    announce = trainer._gradients.micro_batch
+
+    def micro_batch(is_last: bool) -> None:
+        waits_before.append((num_waits, is_last))
+        announce(is_last)
+
+    with counting("item"), counting("tolist"), counting("__bool__"), counting("__float__"):
+        with mock.patch.object(trainer._gradients, "micro_batch", micro_batch):
+            trainer.train()
+    assert num_waits > 0
+    for (waits, was_last), (next_waits, _) in zip(waits_before, waits_before[1:]):
+        assert was_last or next_waits == waits
+
+
+def test_allennlp_optimizers_are_taken(tmp_path: Path, reference: Dict[str, torch.Tensor]):
+    task = Task()
+    task.optimizer = AdamOptimizer(list(task.model.named_parameters()), lr=0.01)
+    DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config="zero_2").train()
+    assert_same_weights(task.model.state_dict(), reference)

@@ -1,0 +1,14 @@
+// ZeRO-3: parameters are partitioned too.
+
+(import "verse_classifier.jsonnet") + {
+  "trainer"+: {
+    "deepspeed_config": {
+      "type": "zero_3",
+      "zero_optimization": {
+        // Parameters with fewer elements than this stay whole on every rank (DeepSpeed's default is
+        // 100,000). This model is so small that only its embedding is above.
+        "stage3_param_persistence_threshold": 10000,
+      },
+    },
+  },
+}

@@ -1,0 +1,5 @@
+// ZeRO-3 with optimizer states and parameters in CPU memory.
+
+(import "verse_classifier.jsonnet") + {
+  "trainer"+: {"deepspeed_config": "zero_3_offload"},
+}
