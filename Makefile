@@ -25,10 +25,10 @@ help:
 
 venv: $(VENV)/installed
 
-demo: $(OPS)/ShareMemCommBuilder.built
+demo: $(VENV)/installed
 	python demo/run.py
 
-test: $(OPS)/ShareMemCommBuilder.built $(OPS)/FusedAdamBuilder.built $(OPS)/CPUAdamBuilder.built
+test: $(OPS)/FusedAdamBuilder.built $(OPS)/CPUAdamBuilder.built
 	pytest -n 2 tests
 
 lint: $(VENV)/installed

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
+from deepspeed import zero
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -52,6 +53,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     optimizer : `torch.optim.Optimizer`, optional (default = `None`)
         The optimizer that the engine is to shard and step. `None` if `config` has an `"optimizer"`
         section, in which case DeepSpeed constructs it.
+    find_unused_parameters : `bool`, optional (default = `False`)
+        As in `DistributedDataParallel`: whether there may be parameters that in a step only some of
+        the ranks use. At ZeRO stage 3 the whole model is then gathered for each forward and
+        backward pass, because ranks that gathered different parameters would wait for each other.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         device: torch.device,
         local_rank: int,
         optimizer: Optional[torch.optim.Optimizer] = None,
+        find_unused_parameters: bool = False,
     ) -> None:
         _use_accelerator(device)
         _skip_shared_memory_all_reduce()
@@ -87,6 +93,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         super().__init__(engine, local_rank=local_rank, world_size=dist.get_world_size())
         self.engine: DeepSpeedEngine = engine
         self.config = config
+        self.find_unused_parameters = find_unused_parameters
         # What DeepSpeed puts on modules, to be taken off again.
         self._added_attributes = {
             module: set(vars(module)) - before for module, before in attributes.items()
@@ -94,6 +101,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._regularizer = regularizer
         if regularizer is not None:
             regularizer.gather_with_model()
+        if config.zero_stage == 3 and find_unused_parameters:
+            for parameter in model.parameters():
+                zero.register_external_parameter(model, parameter)
         _undo_first_step(engine)
         if config.zero_stage == 0 and config.precision != "fp16":
             # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run.

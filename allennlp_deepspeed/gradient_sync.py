@@ -3,10 +3,12 @@ When gradients are reduced across ranks.
 """
 
 from contextlib import contextmanager, nullcontext
-from typing import Iterator, List
+from typing import ContextManager, Iterator, List
 
 import torch
 import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 
@@ -16,21 +18,52 @@ class GradientSynchronizer:
     micro-batches and groups of different lengths end where the trainer says and not where the
     engine has counted to.
 
+    DeepSpeed reduces gradients in the order in which they come, as many as come. It is right only
+    if every rank has gradients for the same parameters. Where it may not be so, gradients are held
+    whole until the backward passes of a step are done, those that a rank lacks are zeros, and then
+    all are reduced in the same order. At stage 1, which holds whole gradients anyway, this is always
+    done; at stages 2 and 3 it costs the memory of one whole gradient.
+
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-    keep_local : `bool`, optional (default = `False`)
-        If `True`, every backward pass of a step leaves its gradients whole on `parameter.grad`,
-        averaged over the ranks after each pass as `DistributedDataParallel` does, and the engine
-        takes them over when the group is done. Callbacks that read or change gradients need this:
-        at ZeRO stages 2 and 3 there is otherwise nothing left on a parameter after its backward
-        pass. It costs one whole gradient of memory and one more reduction for each pass.
+    find_unused_parameters : `bool`, optional (default = `False`)
+        Whether there may be parameters that in a step only some of the ranks use.
+    average_each_pass : `bool`, optional (default = `False`)
+        If `True`, gradients are also averaged over the ranks after each backward pass, as
+        `DistributedDataParallel` does. Callbacks that read or change gradients need this: at ZeRO
+        stages 2 and 3 there is otherwise nothing left on a parameter after its backward pass. It
+        costs one more reduction for each pass.
+
+    # Raises
+
+    `ConfigurationError`
+        If this configuration of DeepSpeed can't hold gradients.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, keep_local: bool = False) -> None:
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        find_unused_parameters: bool = False,
+        average_each_pass: bool = False,
+    ) -> None:
         self._engine = engine
-        self._keep_local = keep_local
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._average_each_pass = average_each_pass
+        stage = engine.zero_optimization_stage()
+        # These accumulate in buffers of their own, where no gradient is ever missing.
+        has_own_buffers = isinstance(engine.optimizer, BF16_Optimizer)
+        if average_each_pass and has_own_buffers:
+            raise ConfigurationError(
+                "A callback with 'on_backward' needs gradients that stay on the parameters, which "
+                "they don't with deepspeed_config.data_types.grad_accum_dtype 'fp32' at stage 1 in "
+                'bf16. Remove that key, or write "stage": 2.'
+            )
+        self._holds_gradients = average_each_pass or (
+            dist.get_world_size() > 1
+            and not has_own_buffers
+            and (stage == 1 or (stage >= 2 and find_unused_parameters))
+        )
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -38,27 +71,28 @@ class GradientSynchronizer:
         Surrounds the forward and backward passes of one optimizer step. When it ends, the gradients
         of the step are reduced. To be entered by every rank.
         """
-        with self._local_accumulation() if self._keep_local else nullcontext():
+        with self._hold_gradients():
             try:
                 yield
+                self._fill_missing_gradients()
             except BaseException:
                 # Reduce nothing on the way out: the other ranks may not come to this reduction.
                 self._engine.zero_grad()
                 raise
         self._engine.set_gradient_accumulation_boundary(True)
-        if self._keep_local and self._engine.zero_optimization_stage() == 0:
+        if self._holds_gradients and self._engine.zero_optimization_stage() == 0:
             self._engine.allreduce_gradients()
 
     def micro_batch(self, is_last: bool) -> None:
         """Announces the next micro-batch of the group, before its forward pass."""
-        self._engine.set_gradient_accumulation_boundary(is_last and not self._keep_local)
+        self._engine.set_gradient_accumulation_boundary(is_last and not self._holds_gradients)
 
     def watch(self, loss: torch.Tensor) -> None:
         """
         Has the gradients averaged over the ranks at the end of any backward pass through `loss`,
-        whoever calls it. A no-op unless gradients are kept local.
+        whoever calls it, if each pass is to be averaged.
         """
-        if self._keep_local and dist.get_world_size() > 1:
+        if self._average_each_pass and dist.get_world_size() > 1:
             # The engine of autograd runs the callback when the whole pass is done, as it does for
             # DDP.
             loss.register_hook(
@@ -67,10 +101,23 @@ class GradientSynchronizer:
                 )
             )
 
-    def _local_accumulation(self):
-        if self._engine.zero_optimization_stage() == 0:
-            return nullcontext()
-        return self._engine.coalesce_grad_reduction()
+    def _hold_gradients(self) -> ContextManager[None]:
+        if self._holds_gradients and self._engine.zero_optimization_stage() > 0:
+            return self._engine.coalesce_grad_reduction()
+        return nullcontext()
+
+    def _fill_missing_gradients(self) -> None:
+        if not self._holds_gradients:
+            return
+        optimizer = self._engine.optimizer
+        for parameter in self._parameters:
+            if getattr(optimizer, "use_grad_accum_attribute", False):
+                if parameter.grad_accum is None:
+                    parameter.grad_accum = torch.zeros_like(
+                        parameter, dtype=optimizer.gradient_accumulation_dtype
+                    )
+            elif parameter.grad is None and self._engine.zero_optimization_stage() > 0:
+                _set_zero_gradient(parameter)
 
     def _average_gradients(self) -> None:
         """
@@ -84,7 +131,7 @@ class GradientSynchronizer:
         for parameter, is_used in zip(self._parameters, used.tolist()):
             if is_used:
                 if parameter.grad is None:
-                    parameter.grad = _zero_gradient(parameter)
+                    _set_zero_gradient(parameter)
                 gradients.append(parameter.grad)
         flat = torch._utils._flatten_dense_tensors(gradients)
         dist.all_reduce(flat)
@@ -95,7 +142,11 @@ class GradientSynchronizer:
             gradient.copy_(average)
 
 
-def _zero_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    # A parameter that ZeRO-3 has partitioned remembers its whole shape in `ds_shape`.
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+def _set_zero_gradient(parameter: torch.nn.Parameter) -> None:
+    data = parameter.data
+    # One that ZeRO-3 has partitioned is empty, and has its shape in `ds_shape`. Torch wants a
+    # gradient to have the shape of its parameter at the moment when it is set.
+    shape = getattr(parameter, "ds_shape", data.shape)
+    parameter.data = data.new_zeros(1).expand(shape)
+    parameter.grad = data.new_zeros(shape)
+    parameter.data = data

@@ -182,7 +182,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._grad_clipping is not None:
             self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
         self._gradients = GradientSynchronizer(
-            self.engine, keep_local=any(map(_reads_gradients, self._callbacks))
+            self.engine,
+            find_unused_parameters=ddp_wrapped_model.find_unused_parameters,
+            average_each_pass=any(map(_reads_gradients, self._callbacks)),
         )
 
     @property
@@ -544,7 +546,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 serialization_dir=serialization_dir,
             )
         )
-        wrapped_model = DeepSpeedWrappedModel(model, config, device, local_rank, optimizer_)
+        wrapped_model = DeepSpeedWrappedModel(
+            model,
+            config,
+            device,
+            local_rank,
+            optimizer_,
+            find_unused_parameters=ddp_accelerator is not None
+            and ddp_accelerator._ddp_kwargs["find_unused_parameters"],
+        )
 
         if learning_rate_scheduler is not None:
             learning_rate_scheduler = learning_rate_scheduler.construct(
