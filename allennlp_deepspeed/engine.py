@@ -15,7 +15,6 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
-from deepspeed import zero
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -55,8 +54,12 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         section, in which case DeepSpeed constructs it.
     find_unused_parameters : `bool`, optional (default = `False`)
         As in `DistributedDataParallel`: whether there may be parameters that in a step only some of
-        the ranks use. At ZeRO stage 3 the whole model is then gathered for each forward and
-        backward pass, because ranks that gathered different parameters would wait for each other.
+        the ranks use.
+
+    # Raises
+
+    `ConfigurationError`
+        If DeepSpeed can't do on this machine, or with this model, what `config` asks for.
     """
 
     def __init__(
@@ -71,6 +74,13 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         _use_accelerator(device)
         _skip_shared_memory_all_reduce()
         _check_nvme(config)
+        if find_unused_parameters and config.zero_stage == 3:
+            raise ConfigurationError(
+                "'distributed.ddp_accelerator.find_unused_parameters' is true, but at ZeRO stage 3 "
+                "ranks that use different parameters in a step would wait for each other for ever. "
+                'Write "deepspeed_config": {"zero_optimization": {"stage": 2}}, or remove '
+                "'ddp_accelerator' if all ranks use the same parameters in each step."
+            )
         self._owns_process_group = not dist.is_initialized()
         if self._owns_process_group:
             _init_group_of_one(device)
@@ -101,9 +111,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._regularizer = regularizer
         if regularizer is not None:
             regularizer.gather_with_model()
-        if config.zero_stage == 3 and find_unused_parameters:
-            for parameter in model.parameters():
-                zero.register_external_parameter(model, parameter)
         _undo_first_step(engine)
         if config.zero_stage == 0 and config.precision != "fp16":
             # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run.

@@ -2,7 +2,9 @@
 When gradients are reduced across ranks.
 """
 
+import zlib
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import ContextManager, Iterator, List
 
 import torch
@@ -21,8 +23,8 @@ class GradientSynchronizer:
     DeepSpeed reduces gradients in the order in which they come, as many as come. It is right only
     if every rank has gradients for the same parameters. Where it may not be so, gradients are held
     whole until the backward passes of a step are done, those that a rank lacks are zeros, and then
-    all are reduced in the same order. At stage 1, which holds whole gradients anyway, this is always
-    done; at stages 2 and 3 it costs the memory of one whole gradient.
+    all are reduced in the same order. At stage 1, which holds whole gradients anyway, this is
+    always done; at stage 2 it costs the memory of one whole gradient.
 
     # Parameters
 
@@ -62,8 +64,12 @@ class GradientSynchronizer:
         self._holds_gradients = average_each_pass or (
             dist.get_world_size() > 1
             and not has_own_buffers
-            and (stage == 1 or (stage >= 2 and find_unused_parameters))
+            and (stage == 1 or (stage == 2 and find_unused_parameters))
         )
+        self._is_used = bytearray(len(self._parameters))
+        if dist.get_world_size() > 1 and stage == 2 and not self._holds_gradients:
+            for i, parameter in enumerate(self._parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._record_use, i))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -86,6 +92,20 @@ class GradientSynchronizer:
     def micro_batch(self, is_last: bool) -> None:
         """Announces the next micro-batch of the group, before its forward pass."""
         self._engine.set_gradient_accumulation_boundary(is_last and not self._holds_gradients)
+
+    def used_parameters_checksum(self) -> int:
+        """
+        A checksum of which parameters have had a gradient since the last call. If it differs
+        between the ranks, the gradients that have been reduced are wrong. Always the same where
+        that can't be, or where nothing could be said in time: at stage 3 such ranks wait for each
+        other.
+        """
+        checksum = zlib.crc32(self._is_used)
+        self._is_used[:] = bytes(len(self._is_used))
+        return checksum
+
+    def _record_use(self, index: int, parameter: torch.nn.Parameter) -> None:
+        self._is_used[index] = 1
 
     def watch(self, loss: torch.Tensor) -> None:
         """

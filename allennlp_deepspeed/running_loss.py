@@ -7,11 +7,12 @@ import torch.distributed as dist
 class LossReading(NamedTuple):
     """
     Losses of the epoch so far and of the last group of micro-batches, as AllenNLP's metrics want
-    them. The `reg` values are `None` for a model without a regularizer. `has_nan` stays `True`
-    once a loss of the epoch was NaN.
+    them. The `reg` values are `None` for a model without a regularizer. `has_nan` and
+    `ranks_differ` are what `agree` has found.
     """
 
     has_nan: bool
+    ranks_differ: bool
     train_loss: float
     train_reg_loss: Optional[float]
     batch_loss: float
@@ -35,7 +36,9 @@ class RunningLoss:
         self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss = (
             torch.zeros(4, dtype=torch.float64, device=device).unbind()
         )
-        self._has_nan = torch.zeros((), dtype=torch.float64, device=device)
+        # Whether there was a NaN, a checksum, and its negative, so that one maximum over the ranks
+        # gives both the largest and the smallest checksum.
+        self._flags = torch.zeros(3, dtype=torch.float64, device=device)
 
     def start_group(self) -> None:
         self._batch_loss.zero_()
@@ -44,7 +47,7 @@ class RunningLoss:
     def add(self, batch_outputs: Dict[str, torch.Tensor], group_size: int) -> None:
         """Adds the losses of one micro-batch of a group of `group_size`."""
         loss = batch_outputs["loss"].detach()
-        self._has_nan.logical_or_(torch.isnan(loss))
+        self._flags[0].logical_or_(torch.isnan(loss))
         self._batch_loss.add_(loss / group_size)
         if "reg_loss" in batch_outputs:
             self._batch_reg_loss.copy_(batch_outputs["reg_loss"].detach() / group_size)
@@ -53,22 +56,32 @@ class RunningLoss:
     def finish_group(self) -> None:
         self._train_loss.add_(self._batch_loss)
 
-    def agree_on_nan(self) -> None:
-        """Makes a NaN on any rank known to all. To be called by every rank."""
-        dist.all_reduce(self._has_nan, op=dist.ReduceOp.MAX)
+    def agree(self, checksum: int) -> None:
+        """
+        Makes known to all ranks whether a loss of any was NaN, and whether they have the same
+        checksum. To be called by every rank.
+
+        # Parameters
+
+        checksum : `int`, required.
+            Of 32 bits.
+        """
+        self._flags[1] = checksum
+        self._flags[2] = -checksum
+        dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
 
     def read(self) -> LossReading:
         """Waits for the device and returns the losses."""
-        values = torch.stack(
-            [
-                self._has_nan,
-                self._train_loss,
-                self._train_reg_loss,
-                self._batch_loss,
-                self._batch_reg_loss,
-            ]
-        )
-        has_nan, train_loss, train_reg_loss, batch_loss, batch_reg_loss = values.tolist()
+        losses = [self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss]
+        has_nan, largest, smallest, *values = torch.cat([self._flags, torch.stack(losses)]).tolist()
+        train_loss, train_reg_loss, batch_loss, batch_reg_loss = values
         if not self._has_regularizer:
-            return LossReading(bool(has_nan), train_loss, None, batch_loss, None)
-        return LossReading(bool(has_nan), train_loss, train_reg_loss, batch_loss, batch_reg_loss)
+            train_reg_loss = batch_reg_loss = None
+        return LossReading(
+            bool(has_nan),
+            largest != -smallest,
+            train_loss,
+            train_reg_loss,
+            batch_loss,
+            batch_reg_loss,
+        )

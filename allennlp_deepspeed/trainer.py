@@ -324,13 +324,21 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         `ValueError`
             On every rank, if the loss of any rank was NaN.
+        `RuntimeError`
+            On every rank, if they used different parameters where that makes gradients wrong.
         """
-        running_loss.agree_on_nan()
+        running_loss.agree(self._gradients.used_parameters_checksum())
         losses = running_loss.read()
         if losses.has_nan:
             raise ValueError(
                 f"nan loss encountered at step {self._batches_in_epoch_completed} of epoch {epoch} "
                 f"(optimizer step {self._total_batches_completed} of the run)"
+            )
+        if losses.ranks_differ:
+            raise RuntimeError(
+                "In this step the workers used different parameters of the model, whose gradients "
+                'DeepSpeed can\'t reduce as they come. Write "distributed": {"ddp_accelerator": '
+                '{"type": "torch", "find_unused_parameters": true}, ...}.'
             )
         metrics = training_util.get_metrics(
             self.model,

@@ -8,7 +8,7 @@ import json
 import re
 import tarfile
 from pathlib import Path
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -25,6 +25,10 @@ TIME_LIMIT = 90
 
 Config = Dict[str, Any]
 StateDict = Dict[str, torch.Tensor]
+
+# Of the 133 training instances one worker has 67 and the other 66, which makes 12 batches and 11.
+TWO_WORKERS: Config = {"distributed": {"cuda_devices": [-1, -1]}}
+ONE_PROCESS: Config = {"trainer.cuda_device": -1}
 
 
 def load_config(name: str, *overrides: Config) -> Config:
@@ -104,12 +108,27 @@ class Result:
             for key, value in json.loads(path.read_text()).items():
                 if not re.search("memory|duration", key):
                     metrics[f"{path.name}: {key}"] = value
-        for i, step in enumerate(json.loads((self.serialization_dir / "steps.json").read_text())):
+        for i, step in enumerate(self._read("steps.json")):
             metrics.update({f"optimizer step {i}: {key}": step[key] for key in step})
         return metrics
 
     def final_metrics(self) -> Dict[str, Any]:
-        return json.loads((self.serialization_dir / "metrics.json").read_text())
+        return self._read("metrics.json")
+
+    def epochs(self) -> List[Dict[str, float]]:
+        """The losses and accuracies of each epoch, in training and validation."""
+        count = len(list(self.serialization_dir.glob("metrics_epoch_*.json")))
+        return [
+            {
+                key: value
+                for key, value in self._read(f"metrics_epoch_{epoch}.json").items()
+                if re.fullmatch("(training|validation)_(loss|accuracy)", key)
+            }
+            for epoch in range(count)
+        ]
+
+    def _read(self, name: str) -> Any:
+        return json.loads((self.serialization_dir / name).read_text())
 
 
 class Experiments:
@@ -178,3 +197,28 @@ def assert_same_weights(actual: StateDict, expected: StateDict, tolerance: float
         if not difference <= tolerance:
             differences.append(f"{name} differs by {float(difference)}")
     assert not differences, "\n".join(differences)
+
+
+def assert_trains_alike(actual: Result, expected: Result) -> None:
+    """
+    The losses and accuracies of each epoch are the same to 0.05: the tolerance for `actual` in half
+    precision and `expected` in fp32.
+
+    A number in bf16 has 8 significant bits, so that each activation is rounded by up to 0.4%. With
+    losses of about 1, one step differs by some 0.001, and 100 steps add to that. An instance more
+    or less is 0.024 of the validation accuracy.
+    """
+    losses = [epoch["training_loss"] for epoch in expected.epochs()]
+    assert losses[0] - losses[-1] > 0.25, "The tolerance hides whether the model learns."
+    for actual_epoch, expected_epoch in zip(actual.epochs(), expected.epochs(), strict=True):
+        assert actual_epoch == pytest.approx(expected_epoch, abs=0.05)
+
+
+def assert_fp32_master_weights(result: Result) -> None:
+    """
+    The archive has the fp32 weights that the optimizer steps, and not the rounded ones that the
+    model computes with.
+    """
+    weights = result.weights()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert any((tensor != tensor.bfloat16().float()).any() for tensor in weights.values())

@@ -1,5 +1,5 @@
-// DeepSpeed's own optimizer and learning rate schedule, from its sections "optimizer" and "scheduler"
-// instead of AllenNLP's keys.
+// DeepSpeed's own optimizer and learning rate schedule, from its sections "optimizer" and
+// "scheduler" instead of AllenNLP's keys.
 
 (import "verse_classifier.jsonnet") + {
   "trainer"+: {

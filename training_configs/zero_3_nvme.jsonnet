@@ -1,5 +1,5 @@
-// ZeRO-3 with optimizer states and parameters in files. DeepSpeed builds its operator for it at first
-// use, which needs a C++ compiler and libaio's headers (Debian's package libaio-dev).
+// ZeRO-3 with optimizer states and parameters in files. DeepSpeed builds its operator for it at
+// first use, which needs a C++ compiler and libaio's headers (Debian's package libaio-dev).
 
 (import "verse_classifier.jsonnet") + {
   "trainer"+: {

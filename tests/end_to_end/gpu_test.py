@@ -1,0 +1,112 @@
+"""
+Parity with "gradient_descent" and the precisions of the other tests, on GPUs.
+
+The commands run as a user starts them, without the fork server: a process that has been forked from
+one that has seen a GPU can't use it.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from allennlp.common.testing import requires_gpu, requires_multi_gpu
+
+from tests.command import REPOSITORY, Run, subprocess_allennlp
+from tests.end_to_end.parity_test import TRAINING, check_parity
+from tests.end_to_end.precision_test import AUTOCAST, BF16, EPOCHS
+from tests.experiment import (
+    Config,
+    Experiments,
+    assert_fp32_master_weights,
+    assert_trains_alike,
+    deepspeed,
+    load_config,
+)
+
+TWO_GPUS: Config = {"distributed": {"cuda_devices": [0, 1]}}
+ONE_GPU: Config = {"trainer.cuda_device": 0}
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+MODELS = pytest.mark.parametrize("model", TRAINING)
+
+PRECISIONS = pytest.mark.parametrize(
+    "precision",
+    [
+        # From the usual 2 ** 16, the loss scale comes down to one that fits by leaving out steps.
+        pytest.param({"fp16": {"enabled": True, "initial_scale_power": 8}}, id="fp16"),
+        pytest.param(BF16, id="bf16"),
+        pytest.param(AUTOCAST, id="torch_autocast"),
+    ],
+)
+
+# The gradients of embeddings are added up in no fixed order on a GPU, so that not even two runs of
+# one trainer are the same to the last bit.
+TOLERANCE = 1e-4
+
+
+def run_on_gpu(*arguments: Any, time_limit: float) -> Run:
+    environment = {
+        **os.environ,
+        # Matrix products in whole fp32, on every kind of GPU.
+        "NVIDIA_TF32_OVERRIDE": "0",
+    }
+    return subprocess_allennlp(
+        *arguments,
+        "--include-package",
+        "allennlp_deepspeed",
+        # The workers import everything before they begin.
+        time_limit=time_limit + 120,
+        cwd=REPOSITORY,
+        env=environment,
+    )
+
+
+@pytest.fixture(scope="session")
+def gpu_experiments(session_directory: Path) -> Experiments:
+    return Experiments(session_directory / "gpu_experiments", run_on_gpu)
+
+
+@requires_gpu
+@STAGES
+@MODELS
+def test_training_on_one_gpu_is_that_of_gradient_descent(
+    gpu_experiments: Experiments, model: str, stage: int
+) -> None:
+    config = load_config(model, ONE_GPU, TRAINING[model])
+    check_parity(gpu_experiments, config, stage, TOLERANCE)
+
+
+@requires_multi_gpu
+@STAGES
+@MODELS
+def test_training_on_two_gpus_is_that_of_gradient_descent(
+    gpu_experiments: Experiments, model: str, stage: int
+) -> None:
+    config = load_config(model, TWO_GPUS, TRAINING[model])
+    check_parity(gpu_experiments, config, stage, TOLERANCE)
+
+
+@requires_gpu
+@STAGES
+@PRECISIONS
+def test_precisions_on_one_gpu_train_as_fp32_does(
+    gpu_experiments: Experiments, precision: Config, stage: int
+) -> None:
+    check_precision(gpu_experiments, ONE_GPU, precision, stage)
+
+
+@requires_multi_gpu
+@STAGES
+@PRECISIONS
+def test_precisions_on_two_gpus_train_as_fp32_does(
+    gpu_experiments: Experiments, precision: Config, stage: int
+) -> None:
+    check_precision(gpu_experiments, TWO_GPUS, precision, stage)
+
+
+def check_precision(experiments: Experiments, world: Config, precision: Config, stage: int) -> None:
+    config = load_config("classifier", world, EPOCHS)
+    actual = experiments.run(deepspeed(config, stage, **precision))
+    assert_trains_alike(actual, experiments.run(config))
+    assert_fp32_master_weights(actual)
