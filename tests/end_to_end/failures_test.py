@@ -79,27 +79,15 @@ def test_a_config_that_cannot_work_is_refused_before_data_is_read(
     assert message in run.output.replace('\\"', '"')
 
 
-@pytest.mark.parametrize(
-    "stage, find_unused_parameters, message",
-    [
-        # The two embeddings have one size, so that DeepSpeed would sum them up without complaint.
-        (2, False, "the workers used different parameters"),
-        (3, True, "find_unused_parameters' is true, but at ZeRO stage 3"),
-    ],
-)
-def test_parameters_that_only_one_worker_uses_are_noticed(
-    tmp_path: Path, stage: int, find_unused_parameters: bool, message: str
-):
+def test_workers_that_use_different_parameters_are_noticed(tmp_path: Path):
+    # The two embeddings have one size, so that DeepSpeed would sum them up without complaint.
     config = load_config(
-        "classifier", {"model": {"type": "either_of_two_embedders", "embedding_dim": 8}}
+        "classifier", WORKERS, {"model": {"type": "either_of_two_embedders", "embedding_dim": 8}}
     )
-    config["distributed"] = {
-        "cuda_devices": [-1, -1],
-        "ddp_accelerator": {"type": "torch", "find_unused_parameters": find_unused_parameters},
-    }
-    run = train(deepspeed(config, stage), tmp_path)
+    run = train(deepspeed(config, 2), tmp_path)
     assert run.returncode != 0
-    assert message in run.output
+    assert "the workers used different parameters" in run.output
+    assert '"find_unused_parameters": true' in run.output
 
 
 def test_a_checkpointer_of_another_kind_is_refused(tmp_path: Path):
