@@ -174,6 +174,12 @@ class DeepSpeedCheckpointer(Checkpointer):
         directory = self._directory(checkpoint)
         logger.info("Continuing from the checkpoint in %s", directory)
         self._check_world_size(directory)
+        if trainer.engine.zero_nvme_offload_optimizer():
+            raise ConfigurationError(
+                f"The training in {self._serialization_dir} can't be continued: DeepSpeed's "
+                "checkpoints lack the optimizer states that are on NVMe. Start it anew, or with "
+                "deepspeed_config.zero_optimization.offload_optimizer.device 'cpu'."
+            )
         trainer.engine.load_checkpoint(directory, tag=_ENGINE_DIRECTORY)
         trainer_state = torch.load(
             self._trainer_state_path(directory), map_location="cpu", weights_only=False

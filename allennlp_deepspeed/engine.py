@@ -15,6 +15,7 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
+from allennlp.training.optimizers import MultiOptimizer
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -74,6 +75,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         _use_accelerator(device)
         _skip_shared_memory_all_reduce()
         _check_nvme(config)
+        _check_sharding(model, optimizer, config)
         if find_unused_parameters and config.zero_stage == 3:
             raise ConfigurationError(
                 "'distributed.ddp_accelerator.find_unused_parameters' is true, but at ZeRO stage 3 "
@@ -184,6 +186,26 @@ def _check_nvme(config: ResolvedConfig) -> None:
                 f"deepspeed_config.zero_optimization.{section}.device is 'nvme', but DeepSpeed "
                 "can't build its operator for it, which needs a C++ compiler and libaio's headers: "
                 "install Debian's packages g++ and libaio-dev, or write 'cpu'."
+            )
+
+
+def _check_sharding(
+    model: Model, optimizer: Optional[torch.optim.Optimizer], config: ResolvedConfig
+) -> None:
+    """Refuses what DeepSpeed would get wrong, or fail at, where it shards the optimizer."""
+    if config.zero_stage == 0:
+        return
+    advice = f'ZeRO stage {config.zero_stage}; write "zero_optimization": {{"stage": 0}}'
+    if isinstance(optimizer, MultiOptimizer):
+        raise ConfigurationError(
+            "The optimizer 'multi' has optimizers of its own inside, which DeepSpeed can't shard "
+            f"at {advice}, or use one optimizer with 'parameter_groups'."
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ConfigurationError(
+                f"The embedding '{name}' has \"sparse\": true, and DeepSpeed can't reduce sparse "
+                f'gradients at {advice}, or "sparse": false.'
             )
 
 

@@ -13,7 +13,10 @@ from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+
+_DEFAULT_TYPE = "of the default type"
 
 
 def install() -> None:
@@ -52,7 +55,20 @@ def check(params: Params) -> None:
             "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
             'them: add "type": "deepspeed" at the top level of the config.'
         )
-    DeepSpeedConfig.of(trainer.get("deepspeed_config")).resolve(_settings(config, devices))
+    accelerator = (config.get("distributed") or {}).get("ddp_accelerator")
+    if _registered_name(accelerator) not in (None, _DEFAULT_TYPE, "torch"):
+        raise ConfigurationError(
+            f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
+            "DeepSpeed takes its place: leave it out."
+        )
+    checkpointer = _registered_name(trainer.get("checkpointer"))
+    if checkpointer not in (None, _DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available()):
+        raise ConfigurationError(
+            f"'trainer.checkpointer.type' is '{checkpointer}', but the 'deepspeed' trainer needs a "
+            'DeepSpeedCheckpointer: write "deepspeed", or leave out the type.'
+        )
+    deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
+    deepspeed_config.resolve(_settings(config, devices, deepspeed_config))
 
 
 def _devices(config: Dict[str, Any]) -> List[int]:
@@ -65,7 +81,9 @@ def _devices(config: Dict[str, Any]) -> List[int]:
     return list(distributed.get("cuda_devices") or []) * distributed.get("num_nodes", 1)
 
 
-def _settings(config: Dict[str, Any], devices: List[int]) -> TrainerSettings:
+def _settings(
+    config: Dict[str, Any], devices: List[int], deepspeed_config: DeepSpeedConfig
+) -> TrainerSettings:
     """
     What the trainer will say when it is constructed. What it only knows then has a stand-in: the
     length of the epoch, the learning rate of an optimizer that doesn't name one, and what the GPU
@@ -73,6 +91,9 @@ def _settings(config: Dict[str, Any], devices: List[int]) -> TrainerSettings:
     """
     trainer = config["trainer"]
     optimizer = trainer.get("optimizer")
+    learning_rate = optimizer.get("lr", 1.0) if isinstance(optimizer, dict) else 1.0
+    if optimizer is None and "optimizer" in deepspeed_config.config:
+        learning_rate = None  # it is for DeepSpeed's own section to say
     is_cuda = any(device >= 0 for device in devices)
     return TrainerSettings(
         num_gradient_accumulation_steps=trainer.get("num_gradient_accumulation_steps"),
@@ -80,7 +101,7 @@ def _settings(config: Dict[str, Any], devices: List[int]) -> TrainerSettings:
         use_amp=trainer.get("use_amp", False),
         grad_scaling=trainer.get("grad_scaling", True),
         optimizer=_registered_name(optimizer),
-        learning_rate=optimizer.get("lr", 1.0) if isinstance(optimizer, dict) else 1.0,
+        learning_rate=learning_rate,
         learning_rate_scheduler=_registered_name(trainer.get("learning_rate_scheduler")),
         micro_batch_size=_batch_size(config.get("data_loader")),
         num_epochs=trainer.get("num_epochs", 20),
@@ -93,7 +114,7 @@ def _settings(config: Dict[str, Any], devices: List[int]) -> TrainerSettings:
 
 def _registered_name(component: Any) -> Optional[str]:
     if isinstance(component, dict):
-        return component.get("type", "default")
+        return component.get("type", _DEFAULT_TYPE)
     return component
 
 

@@ -554,6 +554,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 serialization_dir=serialization_dir,
             )
         )
+        empty_groups = _empty_groups(optimizer_)
         wrapped_model = DeepSpeedWrappedModel(
             model,
             config,
@@ -565,13 +566,23 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         )
 
         if learning_rate_scheduler is not None:
-            learning_rate_scheduler = learning_rate_scheduler.construct(
-                optimizer=wrapped_model.optimizer,
-                num_epochs=num_epochs,
-                num_steps_per_epoch=None
-                if batches_per_epoch is None
-                else math.ceil(batches_per_epoch / config.num_gradient_accumulation_steps),
-            )
+            num_steps_per_epoch = None
+            if batches_per_epoch is not None:
+                num_steps_per_epoch = math.ceil(
+                    batches_per_epoch / config.num_gradient_accumulation_steps
+                )
+            with _with_all_groups(wrapped_model, empty_groups) as optimizer_:
+                learning_rate_scheduler = learning_rate_scheduler.construct(
+                    optimizer=optimizer_,
+                    num_epochs=num_epochs,
+                    num_steps_per_epoch=num_steps_per_epoch,
+                )
+            if getattr(learning_rate_scheduler, "gradual_unfreezing", False):
+                raise ConfigurationError(
+                    "'trainer.learning_rate_scheduler.gradual_unfreezing' is true, but parameters "
+                    "can't be frozen and unfrozen while DeepSpeed trains them. Remove it, or "
+                    "freeze parameters for good with 'trainer.no_grad'."
+                )
         if momentum_scheduler is not None:
             momentum_scheduler = momentum_scheduler.construct(optimizer=wrapped_model.optimizer)
         if moving_average is not None:
@@ -628,6 +639,33 @@ def _micro_batch_size(data_loader: DataLoader) -> Optional[int]:
     sampler = getattr(data_loader, "batch_sampler", None)
     batch_size = getattr(data_loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     return batch_size if isinstance(batch_size, int) else None
+
+
+def _empty_groups(optimizer: Optional[torch.optim.Optimizer]) -> List[Dict[str, Any]]:
+    return [group for group in optimizer.param_groups if not group["params"]] if optimizer else []
+
+
+@contextmanager
+def _with_all_groups(
+    wrapped_model: DeepSpeedWrappedModel, empty_groups: List[Dict[str, Any]]
+) -> Iterator[torch.optim.Optimizer]:
+    """
+    The optimizer as AllenNLP's schedules for layer-wise learning rates want to see it: with the
+    empty default group at the end, which DeepSpeed has removed, and no other group without
+    parameters, which at ZeRO stage 3 all are between steps.
+    """
+    optimizer = wrapped_model.optimizer
+    sharded_optimizer = wrapped_model.engine.optimizer
+    is_stage_3 = hasattr(sharded_optimizer, "_set_fp32_optimizer_param_groups")
+    if is_stage_3:
+        sharded_optimizer._set_fp32_optimizer_param_groups()
+    optimizer.param_groups.extend(empty_groups)
+    try:
+        yield optimizer
+    finally:
+        del optimizer.param_groups[len(optimizer.param_groups) - len(empty_groups) :]
+        if is_stage_3:
+            sharded_optimizer._clear_fp32_optimizer_param_groups()
 
 
 def _reads_gradients(callback: TrainerCallback) -> bool:

@@ -98,7 +98,12 @@ def update_weights_from_masters(engine: DeepSpeedEngine) -> None:
     if engine.zero_optimization_partition_weights():
         optimizer.checkpoint_event_prologue()  # partitions the parameters that stage 3 keeps whole
         for sub_group_id in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+            if optimizer._swappable_optimizer_subgroup(sub_group_id):  # on NVMe
+                optimizer._optimizer_states_and_gradient_swap_in(sub_group_id)
+                optimizer._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+                optimizer._optimizer_states_and_gradient_swap_out(sub_group_id)
+            else:
+                optimizer._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         optimizer.checkpoint_event_epilogue()  # and gathers them again
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()

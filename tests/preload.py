@@ -1,10 +1,15 @@
 """What the fork server imports once, so that a test's `allennlp` command starts at once."""
 
-import allennlp.commands  # noqa: F401
-import allennlp.modules.seq2seq_encoders  # noqa: F401
-import deepspeed  # noqa: F401
-import torch
+import os
 
-import allennlp_deepspeed  # noqa: F401
+# Nor may it touch a GPU, which the processes forked from it could then not use.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import allennlp.commands  # noqa: E402, F401
+import allennlp.modules.seq2seq_encoders  # noqa: E402, F401
+import deepspeed  # noqa: E402, F401
+import torch  # noqa: E402
+
+import allennlp_deepspeed  # noqa: E402, F401
 
 torch.set_num_threads(1)

@@ -63,6 +63,23 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
             "grad_norm is 1, but deepspeed_config.gradient_clipping is 2",
         ),
         (
+            {"trainer.deepspeed_config": {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}},
+            "deepspeed_config.optimizer.params.lr is left open",
+        ),
+        (
+            {"trainer.checkpointer": {"type": "default"}},
+            "'trainer.checkpointer.type' is 'default'",
+        ),
+        (
+            {
+                "distributed": {
+                    "cuda_devices": [-1, -1],
+                    "ddp_accelerator": {"type": "fairscale_fsdp"},
+                }
+            },
+            "DeepSpeed takes its place: leave it out",
+        ),
+        (
             {"trainer.deepspeed_config": {"train_batch_size": 8}, **WORKERS},
             "6 instances in a micro-batch x 1 gradient accumulation steps x 2 workers are 12",
         ),
@@ -73,6 +90,8 @@ def test_a_config_that_cannot_work_is_refused_before_data_is_read(
 ):
     config = load_config("classifier", {"trainer.type": "deepspeed"}, overrides)
     config["train_data_path"] = str(tmp_path / "does not exist")
+    if "optimizer" in config["trainer"].get("deepspeed_config", {}):
+        del config["trainer"]["optimizer"]
     run = train(config, tmp_path)
     assert run.returncode != 0
     assert "ConfigurationError" in run.output
@@ -90,9 +109,44 @@ def test_workers_that_use_different_parameters_are_noticed(tmp_path: Path):
     assert '"find_unused_parameters": true' in run.output
 
 
-def test_a_checkpointer_of_another_kind_is_refused(tmp_path: Path):
-    config = load_config("classifier", {"trainer.checkpointer": {"type": "default"}})
-    run = train(deepspeed(config, 2), tmp_path)
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            {
+                "trainer.optimizer": {
+                    "type": "multi",
+                    "optimizers": {"default": {"type": "sgd", "lr": 0.1}},
+                    "parameter_groups": [
+                        [["_classification_layer"], {"optimizer_name": "default"}]
+                    ],
+                }
+            },
+            "The optimizer 'multi' has optimizers of its own inside",
+        ),
+        (
+            {
+                "model.text_field_embedder.token_embedders.tokens.sparse": True,
+                "trainer.optimizer": {"type": "sgd", "lr": 0.1},
+            },
+            'token_embedder_tokens\' has "sparse": true',
+        ),
+        (
+            {
+                "trainer.optimizer.parameter_groups": [[["embedder"], {}], [["encoder|layer"], {}]],
+                "trainer.learning_rate_scheduler": {
+                    "type": "slanted_triangular",
+                    "gradual_unfreezing": True,
+                },
+            },
+            "'trainer.learning_rate_scheduler.gradual_unfreezing' is true",
+        ),
+    ],
+)
+def test_what_deepspeed_would_get_wrong_is_refused(
+    tmp_path: Path, overrides: Dict[str, Any], message: str
+):
+    run = train(deepspeed(load_config("classifier", overrides), 2), tmp_path)
     assert run.returncode != 0
-    assert "trainer.checkpointer" in run.output
-    assert "deepspeed" in run.output
+    assert "ConfigurationError" in run.output
+    assert message in run.output

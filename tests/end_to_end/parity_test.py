@@ -118,6 +118,21 @@ def test_early_stopping_leaves_the_weights_of_the_best_epoch(
     assert (final_metrics["best_epoch"], final_metrics["epoch"]) == (0, 1)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_layer_wise_learning_rates(experiments: Experiments, stage: int) -> None:
+    # AllenNLP's schedule wants the default group to be there and empty. DeepSpeed removes it.
+    layer_wise = {
+        "trainer.optimizer.parameter_groups": [[["embedder"], {}], [["encoder|layer"], {}]],
+        "trainer.learning_rate_scheduler": {
+            "type": "slanted_triangular",
+            "discriminative_fine_tuning": True,
+        },
+    }
+    config = load_config("classifier", layer_wise)
+    actual = experiments.run(deepspeed(config, stage))
+    assert_same_weights(actual.weights(), experiments.run(config).weights())
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameters_that_only_one_worker_uses(experiments: Experiments, stage: int) -> None:
     check_parity(experiments, either_of_two_embedders(), stage)
