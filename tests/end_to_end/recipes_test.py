@@ -9,23 +9,18 @@ from allennlp.common import Params
 from allennlp.common.testing import requires_multi_gpu
 from deepspeed.accelerator import get_accelerator
 
-from demo.prepare_verses import read_verses, split_of_verse
 from tests.command import REPOSITORY, allennlp
+from tests.verses import write_sample
 
 RECIPES = REPOSITORY / "training_configs"
-
-# Every 120th verse, which leaves an epoch a few steps.
-SAMPLE = 120
 
 
 @pytest.fixture(scope="module")
 def verses(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with verses from all over the book, in files named as the demo's."""
+    """A directory with a sample of the verses, in files named as the demo's."""
     directory = tmp_path_factory.mktemp("verses")
-    for split in ("train", "validation", "test"):
-        of_split = (verse for verse_id, verse in read_verses() if split_of_verse(verse_id) == split)
-        lines = [json.dumps(verse) for i, verse in enumerate(of_split) if i % SAMPLE == 0]
-        (directory / f"{split}.jsonl").write_text("\n".join(lines))
+    # Which leaves an epoch a few steps.
+    write_sample(directory, every=120)
     return directory
 
 
