@@ -180,7 +180,12 @@ class DeepSpeedCheckpointer(Checkpointer):
                 "checkpoints lack the optimizer states that are on NVMe. Start it anew, or with "
                 "deepspeed_config.zero_optimization.offload_optimizer.device 'cpu'."
             )
-        trainer.engine.load_checkpoint(directory, tag=_ENGINE_DIRECTORY)
+        path, _ = trainer.engine.load_checkpoint(directory, tag=_ENGINE_DIRECTORY)
+        if path is None:
+            raise ConfigurationError(
+                f"DeepSpeed finds no weights in {directory}. Remove it to continue from the "
+                "checkpoint before it."
+            )
         trainer_state = torch.load(
             self._trainer_state_path(directory), map_location="cpu", weights_only=False
         )
@@ -204,6 +209,11 @@ class DeepSpeedCheckpointer(Checkpointer):
         seen: List[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, sorted(self._find_all_checkpoints()))
         common = set.intersection(*({tuple(c) for c in checkpoints} for checkpoints in seen))
+        if not common and any(seen):
+            raise ConfigurationError(
+                f"The workers see no checkpoint in common in {self._serialization_dir}: {seen}. "
+                "All nodes need one serialization directory that they share."
+            )
         return max(common, default=None)
 
     @overrides

@@ -31,6 +31,19 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
         (False,),
         'choose the batches in "data_loader"; remove the section',
     ),
+    "checkpoint.load_universal": (
+        (False,),
+        "it expects another kind of checkpoint; remove the key",
+    ),
+    "checkpoint.use_node_local_storage": (
+        (False,),
+        "all nodes need one serialization directory that they share; remove the key",
+    ),
+    "checkpoint.writer.decoupled": (
+        (False,),
+        "a checkpoint is committed when it is complete; remove the key",
+    ),
+    "datastates_ckpt": ((), "a checkpoint is committed when it is complete; remove the section"),
     "dataloader_drop_last": ((False,), 'write "drop_last" in "data_loader" instead'),
     "managed_gradient_accumulation": (
         (),

@@ -6,8 +6,9 @@ process group.
 
 import logging
 import os
+from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import List, Optional
+from typing import Dict, Optional, Set
 
 import deepspeed
 import torch
@@ -23,6 +24,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from overrides import overrides
 
 from allennlp_deepspeed.config import ResolvedConfig
+from allennlp_deepspeed.one_process import as_one_process
 from allennlp_deepspeed.regularization import PartitionedRegularizer
 
 logger = logging.getLogger(__name__)
@@ -83,18 +85,43 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
                 'Write "deepspeed_config": {"zero_optimization": {"stage": 2}}, or remove '
                 "'ddp_accelerator' if all ranks use the same parameters in each step."
             )
-        self._owns_process_group = not dist.is_initialized()
-        if self._owns_process_group:
+        # Undone in the reverse order, by `destroy` or if anything fails in here.
+        self._undo = ExitStack()
+        with ExitStack() as undo_if_failed:
+            undo_if_failed.callback(self.destroy)
+            self._bring_up(model, config, device, local_rank, optimizer)
+            undo_if_failed.pop_all()
+        super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
+        self.config = config
+        self.find_unused_parameters = find_unused_parameters
+
+    def _bring_up(
+        self,
+        model: Model,
+        config: ResolvedConfig,
+        device: torch.device,
+        local_rank: int,
+        optimizer: Optional[torch.optim.Optimizer],
+    ) -> None:
+        if not dist.is_initialized():
             _init_group_of_one(device)
-        self._changed_environment = _set_launcher_variables(device, local_rank)
+            self._undo.callback(_destroy_process_group)
+            self._undo.enter_context(as_one_process())
+        self._undo.callback(
+            _restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES}
+        )
+        _set_launcher_variables(device, local_rank)
+        attributes = {module: set(vars(module)) for module in model.modules()}
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
             autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
             model.forward = autocast(model.forward)  # type: ignore[method-assign]
-        attributes = {module: set(vars(module)) for module in model.modules()}
+            self._undo.callback(delattr, model, "forward")
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
-        engine, *_ = deepspeed.initialize(
+        if regularizer is not None:
+            self._undo.callback(regularizer.remove)
+        self.engine, *_ = deepspeed.initialize(
             # DeepSpeed takes the device's index for the local rank unless it is told both.
             args=SimpleNamespace(local_rank=_device_index(device, local_rank)),
             model=model,
@@ -102,23 +129,18 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             config=config.engine_config,
         )
-        super().__init__(engine, local_rank=local_rank, world_size=dist.get_world_size())
-        self.engine: DeepSpeedEngine = engine
-        self.config = config
-        self.find_unused_parameters = find_unused_parameters
-        # What DeepSpeed puts on modules, to be taken off again.
-        self._added_attributes = {
-            module: set(vars(module)) - before for module, before in attributes.items()
-        }
-        self._regularizer = regularizer
+        added = {m: set(vars(m)) - before - {"forward"} for m, before in attributes.items()}
+        self._undo.callback(_remove_attributes, added)
+        # Before the process group: a worker can abort if the group goes away under a live engine.
+        self._undo.callback(_destroy_engine, self.engine)
         if regularizer is not None:
             regularizer.gather_with_model()
-        _undo_first_step(engine)
+        _undo_first_step(self.engine)
         if config.zero_stage == 0 and config.precision != "fp16":
-            # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run.
-            # The trainer calls the reduction itself, and without a loss scale there is nothing
-            # else to do.
-            engine._support_torch_style_backward = True
+            # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run. The
+            # trainer calls the reduction itself, and without a loss scale there is nothing else to
+            # do.
+            self.engine._support_torch_style_backward = True
 
     @property
     @overrides
@@ -142,21 +164,29 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         Takes the engine down, and the process group with it if it was made here. Not a collective,
         so that a failing rank may call it alone.
         """
-        # The engine first: a worker can abort if the group goes away under a live engine.
-        for hook in (self.engine.module_forward_pre_hook, self.engine.module_forward_post_hook):
-            hook.remove()
-        if self._regularizer is not None:
-            self._regularizer.remove()
-        self.engine.destroy()
-        self.engine.module.__dict__.pop("forward", None)
-        for module, names in self._added_attributes.items():
-            for name in names & set(vars(module)):
-                delattr(module, name)
-        if self._owns_process_group:
-            # DeepSpeed's function, because it also forgets the groups that it made of this one.
-            deepspeed.comm.destroy_process_group()
-        for name in self._changed_environment:
-            os.environ.pop(name, None)
+        self._undo.close()
+
+
+def _destroy_engine(engine: DeepSpeedEngine) -> None:
+    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        hook.remove()
+    engine.destroy()
+
+
+def _destroy_process_group() -> None:
+    # DeepSpeed's function, because it also forgets the groups that it made of this one. It isn't
+    # there yet if DeepSpeed has not come so far.
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def _remove_attributes(attributes: Dict[torch.nn.Module, Set[str]]) -> None:
+    """Takes off modules what DeepSpeed has put on them."""
+    for module, names in attributes.items():
+        for name in names & set(vars(module)):
+            delattr(module, name)
 
 
 def _use_accelerator(device: torch.device) -> None:
@@ -239,14 +269,19 @@ def _device_index(device: torch.device, local_rank: int) -> int:
     return local_rank if device.index is None else device.index
 
 
-def _set_launcher_variables(device: torch.device, local_rank: int) -> List[str]:
+def _set_launcher_variables(device: torch.device, local_rank: int) -> None:
     """
-    Sets what DeepSpeed expects from its launcher and returns the names that were not set before.
+    Sets what DeepSpeed expects from its launcher.
 
     `LOCAL_RANK` is the device's index: this is what DeepSpeed reads it for, and `"cuda_devices"`
     may start at any.
     """
     values = (dist.get_rank(), _device_index(device, local_rank), dist.get_world_size())
-    changed = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     os.environ.update(dict(zip(_LAUNCHER_VARIABLES, map(str, values))))
-    return changed
+
+
+def _restore_environment(values: Dict[str, Optional[str]]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value

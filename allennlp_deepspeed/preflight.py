@@ -6,6 +6,7 @@ seam before that, so `install` puts the check in front of `allennlp.commands.tra
 """
 
 import functools
+import inspect
 from typing import Any, Dict, List, Optional
 
 import torch
@@ -15,6 +16,8 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.config_schema import did_you_mean
+from allennlp_deepspeed.trainer import DeepSpeedTrainer
 
 _DEFAULT_TYPE = "of the default type"
 
@@ -22,7 +25,7 @@ _DEFAULT_TYPE = "of the default type"
 def install() -> None:
     """Has every training of this process checked first. May be called more than once."""
     train_model = train_command.train_model
-    if hasattr(train_model, "__wrapped__"):
+    if hasattr(train_model, "checks_deepspeed"):
         return
 
     @functools.wraps(train_model)
@@ -30,6 +33,7 @@ def install() -> None:
         check(params)
         return train_model(params, *args, **kwargs)
 
+    checked_train_model.checks_deepspeed = True  # type: ignore[attr-defined]
     train_command.train_model = checked_train_model
 
 
@@ -47,8 +51,15 @@ def check(params: Params) -> None:
     """
     config: Dict[str, Any] = params.as_dict(quiet=True)
     trainer = config.get("trainer")
-    if not isinstance(trainer, dict) or trainer.get("type") != "deepspeed":
+    trainer_type = _registered_name(trainer)
+    if config.get("type") == "deepspeed" and trainer_type != "deepspeed":
+        raise ConfigurationError(
+            f"The top-level 'type' is 'deepspeed', but 'trainer.type' is {trainer_type}: write "
+            '"deepspeed" for both, or leave out the first.'
+        )
+    if not isinstance(trainer, dict) or trainer_type != "deepspeed":
         return
+    _check_keys(trainer)
     devices = _devices(config)
     if len(devices) > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
         raise ConfigurationError(
@@ -69,6 +80,20 @@ def check(params: Params) -> None:
         )
     deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
     deepspeed_config.resolve(_settings(config, devices, deepspeed_config))
+
+
+def _check_keys(trainer: Dict[str, Any]) -> None:
+    """AllenNLP drops keys that a trainer doesn't know in silence."""
+    known = [
+        name
+        for name in inspect.signature(DeepSpeedTrainer.from_partial_objects).parameters
+        if name not in ("model", "data_loader", "validation_data_loader", "kwargs")
+    ]
+    for key in trainer:
+        if key not in ("type", "run_sanity_checks", *known):
+            raise ConfigurationError(
+                f"'trainer.{key}' is no key of the 'deepspeed' trainer: {did_you_mean(key, known)}"
+            )
 
 
 def _devices(config: Dict[str, Any]) -> List[int]:

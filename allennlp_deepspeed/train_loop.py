@@ -1,7 +1,5 @@
 import logging
-import sys
-from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, List, Optional
 from unittest import mock
 
 from allennlp.commands.train import TrainModel
@@ -13,6 +11,8 @@ from allennlp.nn.parallel import DdpAccelerator
 from allennlp.training import util as training_util
 from allennlp.training.trainer import Trainer
 from overrides import overrides
+
+from allennlp_deepspeed.one_process import as_one_process
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class DeepSpeedTrainModel(TrainModel):
             # Every rank sees the whole test set in the same batches, so that sharded weights come
             # together for each, and any metric is what a single process computes: AllenNLP's own
             # distributed evaluation leaves instances out and averages over other batches.
-            with _as_one_process():
+            with as_one_process():
                 test_metrics = training_util.evaluate(
                     self.model,
                     self.evaluation_data_loader,
@@ -109,7 +109,7 @@ class DeepSpeedTrainModel(TrainModel):
         # what they read is their share of it. Of the test set each reads all.
         train_loop = super().from_partial_objects(**arguments)
         if test_data_path is not None and evaluate_on_test:
-            with _as_one_process():
+            with as_one_process():
                 reader = (validation_dataset_reader or dataset_reader).construct()
                 test_data_loader = (validation_data_loader or data_loader).construct(
                     reader=reader, data_path=test_data_path
@@ -117,16 +117,3 @@ class DeepSpeedTrainModel(TrainModel):
             test_data_loader.index_with(train_loop.model.vocab)
             train_loop.evaluation_data_loader = test_data_loader
         return train_loop
-
-
-@contextmanager
-def _as_one_process() -> Iterator[None]:
-    """
-    Has AllenNLP believe that this process is the only one, wherever it asks: readers don't shard,
-    and metrics count what this process sees.
-    """
-    with ExitStack() as patches:
-        for module in list(sys.modules.values()):
-            if getattr(module, "is_distributed", None) is common_util.is_distributed:
-                patches.enter_context(mock.patch.object(module, "is_distributed", lambda: False))
-        yield

@@ -35,6 +35,8 @@ from allennlp_deepspeed.running_loss import RunningLoss
 
 logger = logging.getLogger(__name__)
 
+_BROADCAST_BUCKET_SIZE = 250 * 1024 * 1024  # bytes, as in DistributedDataParallel
+
 
 @Trainer.register("deepspeed", constructor="from_partial_objects")
 class DeepSpeedTrainer(GradientDescentTrainer):
@@ -67,7 +69,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     use_amp : `bool`, optional (default = `False`)
         Computes in bf16 where the device can, else in fp16, unless `deepspeed_config` already
         names a precision. On CPU too.
-    checkpointer : `DeepSpeedCheckpointer`, optional (default = a `DeepSpeedCheckpointer`)
+    checkpointer : `DeepSpeedCheckpointer`, optional (default = `None`)
+        `None` saves no checkpoints. In a config file the default is a `DeepSpeedCheckpointer`.
     moving_average : `MovingAverage`, optional (default = `None`)
         Kept on the fp32 weights, each rank on its shard.
     ddp_wrapped_model : `DeepSpeedWrappedModel`, optional (default = `None`)
@@ -123,6 +126,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                         optimizer=type(optimizer).__name__ if optimizer is not None else None,
                         learning_rate_scheduler=_name(learning_rate_scheduler),
                         micro_batch_size=_micro_batch_size(data_loader),
+                        learning_rate=None if optimizer is None else optimizer.defaults.get("lr"),
                         num_epochs=num_epochs,
                         batches_per_epoch=num_batches(data_loader),
                         world_size=world_size,
@@ -139,53 +143,61 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 "The 'deepspeed' trainer can't train a model that another accelerator has wrapped "
                 f"({type(ddp_wrapped_model).__name__}). Leave out 'ddp_accelerator'."
             )
-        if checkpointer is not None and not isinstance(checkpointer, DeepSpeedCheckpointer):
-            raise ConfigurationError(
-                "The 'deepspeed' trainer needs a DeepSpeedCheckpointer, not a "
-                f"{_name(checkpointer)}: "
-                'write "checkpointer": {"type": "deepspeed", ...}.'
+        with _destroyed_on_failure(ddp_wrapped_model):
+            if checkpointer is not None and not isinstance(checkpointer, DeepSpeedCheckpointer):
+                raise ConfigurationError(
+                    "The 'deepspeed' trainer needs a DeepSpeedCheckpointer, not a "
+                    f"{_name(checkpointer)}: "
+                    'write "checkpointer": {"type": "deepspeed", ...}.'
+                )
+            config = ddp_wrapped_model.config
+            super().__init__(
+                model,
+                ddp_wrapped_model.optimizer,
+                data_loader,
+                patience=patience,
+                validation_metric=validation_metric,
+                validation_data_loader=validation_data_loader,
+                num_epochs=num_epochs,
+                serialization_dir=serialization_dir,
+                checkpointer=checkpointer,
+                cuda_device=cuda_device,
+                grad_norm=config.grad_norm,
+                grad_clipping=grad_clipping,
+                learning_rate_scheduler=learning_rate_scheduler,
+                momentum_scheduler=momentum_scheduler,
+                moving_average=moving_average,
+                callbacks=callbacks,
+                distributed=distributed,
+                local_rank=local_rank,
+                world_size=world_size,
+                num_gradient_accumulation_steps=config.num_gradient_accumulation_steps,
+                # The engine scales and casts; AllenNLP's own autocast and GradScaler stay out.
+                use_amp=False,
+                enable_default_callbacks=enable_default_callbacks,
+                run_confidence_checks=run_confidence_checks,
+                ddp_wrapped_model=ddp_wrapped_model,
+                **kwargs,
             )
-        config = ddp_wrapped_model.config
-        super().__init__(
-            model,
-            ddp_wrapped_model.optimizer,
-            data_loader,
-            patience=patience,
-            validation_metric=validation_metric,
-            validation_data_loader=validation_data_loader,
-            num_epochs=num_epochs,
-            serialization_dir=serialization_dir,
-            checkpointer=checkpointer,
-            cuda_device=cuda_device,
-            grad_norm=config.grad_norm,
-            grad_clipping=grad_clipping,
-            learning_rate_scheduler=learning_rate_scheduler,
-            momentum_scheduler=momentum_scheduler,
-            moving_average=moving_average,
-            callbacks=callbacks,
-            distributed=distributed,
-            local_rank=local_rank,
-            world_size=world_size,
-            num_gradient_accumulation_steps=config.num_gradient_accumulation_steps,
-            # The engine scales and casts; AllenNLP's own autocast and GradScaler stay out.
-            use_amp=False,
-            enable_default_callbacks=enable_default_callbacks,
-            run_confidence_checks=run_confidence_checks,
-            ddp_wrapped_model=ddp_wrapped_model,
-            **kwargs,
-        )
-        self._ddp_wrapped_model: DeepSpeedWrappedModel
-        self._checkpointer: Optional[DeepSpeedCheckpointer]
-        self._open_sessions = 0
-        if self._moving_average is not None:
-            self._moving_average = ShardedMovingAverage(self._moving_average, self.engine)
-        if self._grad_clipping is not None:
-            self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
-        self._gradients = GradientSynchronizer(
-            self.engine,
-            find_unused_parameters=ddp_wrapped_model.find_unused_parameters,
-            average_each_pass=any(map(_reads_gradients, self._callbacks)),
-        )
+            self._ddp_wrapped_model: DeepSpeedWrappedModel
+            self._checkpointer: Optional[DeepSpeedCheckpointer]
+            self._open_sessions = 0
+            self._buffers = list(self.model.buffers())
+            if self._moving_average is not None:
+                if self.engine.zero_nvme_offload_optimizer():
+                    raise ConfigurationError(
+                        "'trainer.moving_average' needs the weights that it averages in memory. "
+                        "Remove it, or write 'cpu' for "
+                        "deepspeed_config.zero_optimization.offload_optimizer.device."
+                    )
+                self._moving_average = ShardedMovingAverage(self._moving_average, self.engine)
+            if self._grad_clipping is not None:
+                self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
+            self._gradients = GradientSynchronizer(
+                self.engine,
+                find_unused_parameters=ddp_wrapped_model.find_unused_parameters,
+                average_each_pass=any(map(_reads_gradients, self._callbacks)),
+            )
 
     @property
     def engine(self):
@@ -218,10 +230,21 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @overrides
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
+        self._broadcast_buffers()
         outputs = super().batch_outputs(batch, for_training)
         if for_training:
             self._gradients.watch(outputs["loss"])
         return outputs
+
+    def _broadcast_buffers(self) -> None:
+        """
+        Gives every rank the buffers of rank 0, as `DistributedDataParallel` does before each
+        forward pass: batch normalisation, for example, is to validate with the same statistics
+        everywhere.
+        """
+        if self._buffers and self._distributed:
+            group = torch.distributed.distributed_c10d._get_default_group()
+            torch.distributed._broadcast_coalesced(group, self._buffers, _BROADCAST_BUCKET_SIZE, 0)
 
     @overrides
     def _train_epoch(self, epoch: int) -> Dict[str, float]:
@@ -301,6 +324,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             norm = torch.nn.utils.get_total_norm(
                 [p.grad for p in self.model.parameters() if p.grad is not None]
             )
+            if self.engine.torch_autocast_z0_gradscaler is not None:
+                norm = norm / self.engine.torch_autocast_z0_gradscaler.get_scale()
         self.engine.step()
         # The engine counts one micro-batch a step, because the groups are the trainer's.
         self.engine.global_samples += (num_micro_batches - 1) * self.engine.train_batch_size()
@@ -565,58 +590,68 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             and ddp_accelerator._ddp_kwargs["find_unused_parameters"],
         )
 
-        if learning_rate_scheduler is not None:
-            num_steps_per_epoch = None
-            if batches_per_epoch is not None:
-                num_steps_per_epoch = math.ceil(
-                    batches_per_epoch / config.num_gradient_accumulation_steps
-                )
-            with _with_all_groups(wrapped_model, empty_groups) as optimizer_:
-                learning_rate_scheduler = learning_rate_scheduler.construct(
-                    optimizer=optimizer_,
-                    num_epochs=num_epochs,
-                    num_steps_per_epoch=num_steps_per_epoch,
-                )
-            if getattr(learning_rate_scheduler, "gradual_unfreezing", False):
-                raise ConfigurationError(
-                    "'trainer.learning_rate_scheduler.gradual_unfreezing' is true, but parameters "
-                    "can't be frozen and unfrozen while DeepSpeed trains them. Remove it, or "
-                    "freeze parameters for good with 'trainer.no_grad'."
-                )
-        if momentum_scheduler is not None:
-            momentum_scheduler = momentum_scheduler.construct(optimizer=wrapped_model.optimizer)
-        if moving_average is not None:
-            moving_average = moving_average.construct(parameters=parameters)
-        if checkpointer is not None:
-            checkpointer = checkpointer.construct(serialization_dir=serialization_dir)
-        return cls(
-            model,
-            wrapped_model.optimizer,
-            data_loader,
-            patience=patience,
-            validation_metric=validation_metric,
-            validation_data_loader=validation_data_loader,
-            num_epochs=num_epochs,
-            serialization_dir=serialization_dir,
-            cuda_device=cuda_device,
-            grad_norm=grad_norm,
-            grad_clipping=grad_clipping,
-            learning_rate_scheduler=learning_rate_scheduler,
-            momentum_scheduler=momentum_scheduler,
-            checkpointer=checkpointer,
-            moving_average=moving_average,
-            callbacks=[
-                callback.construct(serialization_dir=serialization_dir)
-                for callback in callbacks or []
-            ],
-            distributed=distributed,
-            local_rank=local_rank,
-            world_size=world_size,
-            enable_default_callbacks=enable_default_callbacks,
-            run_confidence_checks=run_confidence_checks,
-            ddp_wrapped_model=wrapped_model,
-            **kwargs,
-        )
+        with _destroyed_on_failure(wrapped_model):
+            if learning_rate_scheduler is not None:
+                num_steps_per_epoch = None
+                if batches_per_epoch is not None:
+                    num_steps_per_epoch = math.ceil(
+                        batches_per_epoch / config.num_gradient_accumulation_steps
+                    )
+                with _with_all_groups(wrapped_model, empty_groups) as optimizer_:
+                    learning_rate_scheduler = learning_rate_scheduler.construct(
+                        optimizer=optimizer_,
+                        num_epochs=num_epochs,
+                        num_steps_per_epoch=num_steps_per_epoch,
+                    )
+                if getattr(learning_rate_scheduler, "gradual_unfreezing", False):
+                    raise ConfigurationError(
+                        "'trainer.learning_rate_scheduler.gradual_unfreezing' is true, but "
+                        "parameters can't be frozen and unfrozen while DeepSpeed trains them. "
+                        "Remove it, or freeze parameters for good with 'trainer.no_grad'."
+                    )
+            if momentum_scheduler is not None:
+                momentum_scheduler = momentum_scheduler.construct(optimizer=wrapped_model.optimizer)
+            if moving_average is not None:
+                moving_average = moving_average.construct(parameters=parameters)
+            if checkpointer is not None:
+                checkpointer = checkpointer.construct(serialization_dir=serialization_dir)
+            return cls(
+                model,
+                wrapped_model.optimizer,
+                data_loader,
+                patience=patience,
+                validation_metric=validation_metric,
+                validation_data_loader=validation_data_loader,
+                num_epochs=num_epochs,
+                serialization_dir=serialization_dir,
+                cuda_device=cuda_device,
+                grad_norm=grad_norm,
+                grad_clipping=grad_clipping,
+                learning_rate_scheduler=learning_rate_scheduler,
+                momentum_scheduler=momentum_scheduler,
+                checkpointer=checkpointer,
+                moving_average=moving_average,
+                callbacks=[
+                    callback.construct(serialization_dir=serialization_dir)
+                    for callback in callbacks or []
+                ],
+                distributed=distributed,
+                local_rank=local_rank,
+                world_size=world_size,
+                enable_default_callbacks=enable_default_callbacks,
+                run_confidence_checks=run_confidence_checks,
+                ddp_wrapped_model=wrapped_model,
+                **kwargs,
+            )
+
+
+@contextmanager
+def _destroyed_on_failure(wrapped_model: DeepSpeedWrappedModel) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        wrapped_model.destroy()
+        raise
 
 
 def _device(cuda_device: Optional[Union[int, torch.device]]) -> torch.device:

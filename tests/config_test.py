@@ -763,7 +763,7 @@ class TestAPastedConfiguration:
         engine_config = EngineConfig(resolved.engine_config)
         assert engine_config.optimizer_params == {"lr": 5e-5}
         assert engine_config.scheduler_params == {
-            "total_num_steps": 300,
+            "total_num_steps": 75,
             "warmup_min_lr": 0.0,
             "warmup_max_lr": 5e-5,
             "warmup_num_steps": 10,

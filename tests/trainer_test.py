@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from allennlp.common import Params
-from allennlp.common.util import prepare_environment
+from allennlp.common.checks import ConfigurationError
+from allennlp.common.util import is_distributed, prepare_environment
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import BasicClassifier, Model
 from allennlp.training import GradientDescentTrainer
+from allennlp.training.metrics import PearsonCorrelation
 from allennlp.training.optimizers import AdamOptimizer
 
 from allennlp_deepspeed import DeepSpeedTrainer
@@ -126,6 +128,28 @@ def test_a_failed_training_leaves_no_process_group(tmp_path: Path):
         with pytest.raises(KeyError, match="on purpose"):
             trainer.train()
     assert not dist.is_initialized()
+
+
+def test_a_failed_construction_leaves_no_process_group(tmp_path: Path):
+    task = Task()
+    environment = dict(os.environ)
+    with pytest.raises(ConfigurationError, match="patience"):
+        DeepSpeedTrainer(**task.arguments(tmp_path), patience=0)
+    assert not dist.is_initialized()
+    assert dict(os.environ) == environment
+    assert "forward" not in vars(task.model)
+
+
+def test_allennlp_takes_one_process_for_one_process(tmp_path: Path):
+    task = Task()
+    trainer = DeepSpeedTrainer(**task.arguments(tmp_path))
+    with trainer.session():
+        assert dist.is_initialized()
+        assert not is_distributed()
+        # These metrics refuse to work where AllenNLP believes that there are several processes.
+        metric = PearsonCorrelation()
+        metric(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2.0, 4.0, 8.0]))
+        assert metric.get_metric() == pytest.approx(1.0)
 
 
 def test_an_engine_in_a_session_outlives_training(tmp_path: Path):

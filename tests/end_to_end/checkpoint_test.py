@@ -200,7 +200,12 @@ def test_evaluate_on_test_gives_what_one_process_gives(
     config = load_config(
         "classifier",
         WORKERS,
-        {"evaluate_on_test": True, "validation_data_loader": {"batch_size": 6}},
+        {
+            "model": {"type": "normalizing_classifier", "embedding_dim": 8},
+            "trainer.validation_metric": "-loss",
+            "evaluate_on_test": True,
+            "validation_data_loader": {"batch_size": 6},
+        },
     )
     config["test_data_path"] = config["validation_data_path"]
     config["type"] = "deepspeed"
@@ -211,6 +216,7 @@ def test_evaluate_on_test_gives_what_one_process_gives(
         config["test_data_path"],
         "--output-file",
         tmp_path / "metrics.json",
+        include_packages=("allennlp_deepspeed", INCLUDED),
     ).check()
     expected = json.loads((tmp_path / "metrics.json").read_text())
     metrics = result.final_metrics()

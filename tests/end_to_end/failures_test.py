@@ -67,6 +67,14 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
             "deepspeed_config.optimizer.params.lr is left open",
         ),
         (
+            {"trainer.deepspeed_confg": "zero_3"},
+            'did you mean "deepspeed_config"?',
+        ),
+        (
+            {"trainer.deepspeed_config": {"checkpoint": {"load_universal": True}}},
+            "deepspeed_config.checkpoint.load_universal is true",
+        ),
+        (
             {"trainer.checkpointer": {"type": "default"}},
             "'trainer.checkpointer.type' is 'default'",
         ),

@@ -118,6 +118,16 @@ def test_early_stopping_leaves_the_weights_of_the_best_epoch(
     assert (final_metrics["best_epoch"], final_metrics["epoch"]) == (0, 1)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_batch_normalization(experiments: Experiments, stage: int) -> None:
+    # Its statistics are buffers, which all workers have from the first of them.
+    normalizing = {
+        "model": {"type": "normalizing_classifier", "embedding_dim": 8},
+        "trainer.validation_metric": "-loss",
+    }
+    check_parity(experiments, load_config("classifier", TWO_WORKERS, normalizing), stage)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_layer_wise_learning_rates(experiments: Experiments, stage: int) -> None:
     # AllenNLP's schedule wants the default group to be there and empty. DeepSpeed removes it.
