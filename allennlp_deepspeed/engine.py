@@ -111,7 +111,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             _restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES}
         )
         _set_launcher_variables(device, local_rank)
-        attributes = {module: set(vars(module)) for module in model.modules()}
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
@@ -121,6 +120,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
+        attributes = {module: set(vars(module)) for module in model.modules()}
         self.engine, *_ = deepspeed.initialize(
             # DeepSpeed takes the device's index for the local rank unless it is told both.
             args=SimpleNamespace(local_rank=_device_index(device, local_rank)),
@@ -129,7 +129,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             config=config.engine_config,
         )
-        added = {m: set(vars(m)) - before - {"forward"} for m, before in attributes.items()}
+        added = {m: set(vars(m)) - before for m, before in attributes.items()}
         self._undo.callback(_remove_attributes, added)
         # Before the process group: a worker can abort if the group goes away under a live engine.
         self._undo.callback(_destroy_engine, self.engine)
