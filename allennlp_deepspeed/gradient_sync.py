@@ -67,6 +67,7 @@ class GradientSynchronizer:
             and (stage == 1 or (stage == 2 and find_unused_parameters))
         )
         self._is_used = bytearray(len(self._parameters))
+        self._checksum = 0
         if dist.get_world_size() > 1 and stage == 2 and not self._holds_gradients:
             for i, parameter in enumerate(self._parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self._record_use, i))
@@ -91,18 +92,24 @@ class GradientSynchronizer:
 
     def micro_batch(self, is_last: bool) -> None:
         """Announces the next micro-batch of the group, before its forward pass."""
+        self._add_to_checksum()
         self._engine.set_gradient_accumulation_boundary(is_last and not self._holds_gradients)
 
     def used_parameters_checksum(self) -> int:
         """
-        A checksum of which parameters have had a gradient since the last call. If it differs
-        between the ranks, the gradients that have been reduced are wrong. Always the same where
-        that can't be, or where nothing could be said in time: at stage 3 such ranks wait for each
-        other.
+        A checksum of which parameters have had a gradient in each micro-batch since the last call.
+        If it differs between the ranks, the gradients that have been reduced are wrong. Always the
+        same where that can't be, or where nothing could be said in time: at stage 3 such ranks
+        wait for each other.
         """
-        checksum = zlib.crc32(self._is_used)
-        self._is_used[:] = bytes(len(self._is_used))
+        self._add_to_checksum()
+        checksum, self._checksum = self._checksum, 0
         return checksum
+
+    def _add_to_checksum(self) -> None:
+        # One micro-batch at a time: stage 2 reduces after each.
+        self._checksum = zlib.crc32(self._is_used, self._checksum)
+        self._is_used[:] = bytes(len(self._is_used))
 
     def _record_use(self, index: int, parameter: torch.nn.Parameter) -> None:
         self._is_used[index] = 1

@@ -106,10 +106,18 @@ def test_a_config_that_cannot_work_is_refused_before_data_is_read(
     assert message in run.output.replace('\\"', '"')
 
 
-def test_workers_that_use_different_parameters_are_noticed(tmp_path: Path):
+@pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 4])
+def test_workers_that_use_different_parameters_are_noticed(
+    tmp_path: Path, num_gradient_accumulation_steps: int
+):
     # The two embeddings have one size, so that DeepSpeed would sum them up without complaint.
     config = load_config(
-        "classifier", WORKERS, {"model": {"type": "either_of_two_embedders", "embedding_dim": 8}}
+        "classifier",
+        WORKERS,
+        {
+            "model": {"type": "either_of_two_embedders", "embedding_dim": 8},
+            "trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps,
+        },
     )
     run = train(deepspeed(config, 2), tmp_path)
     assert run.returncode != 0
