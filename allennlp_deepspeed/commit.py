@@ -1,0 +1,147 @@
+"""
+What makes a directory a checkpoint: its commit record.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Dict, List, NamedTuple, Optional
+
+from allennlp_deepspeed import files
+
+RECORD_NAME = "commit.json"
+FORMAT_VERSION = 1
+
+
+class CheckpointError(Exception):
+    """
+    A checkpoint can't be used as it is. The message names the file, and what to do.
+
+    Not a `RuntimeError`, which AllenNLP's trainer would replace with another message.
+    """
+
+
+class FileRecord(NamedTuple):
+    """The size of a file in bytes, and its checksum."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: str) -> "FileRecord":
+        return cls(os.path.getsize(path), files.sha256(path))
+
+
+@dataclass
+class CommitRecord:
+    """
+    The file `commit.json` of a checkpoint: what was saved, by whom, and a checksum of every file.
+
+    # Parameters
+
+    epochs_completed : `int`, required.
+    batches_in_epoch_completed : `int`, required.
+        Optimizer steps completed in the epoch after them.
+    world_size : `int`, required.
+        The number of ranks that wrote it.
+    zero_stage : `int`, required.
+    parameters : `Dict[str, List[int]]`, required.
+        The shape of each parameter of the model, by name.
+    files : `Dict[str, FileRecord]`, optional (default = `{}`)
+        By path relative to the checkpoint's directory, with "/".
+    versions : `Dict[str, str]`, optional (default = `{}`)
+        Of the packages that wrote it.
+    is_universal : `bool`, optional (default = `False`)
+        Whether it has been converted to be loaded by any number of workers.
+    format_version : `int`, optional
+    """
+
+    epochs_completed: int
+    batches_in_epoch_completed: int
+    world_size: int
+    zero_stage: int
+    parameters: Dict[str, List[int]]
+    files: Dict[str, FileRecord] = field(default_factory=dict)
+    versions: Dict[str, str] = field(default_factory=dict)
+    is_universal: bool = False
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def read(cls, directory: str) -> "CommitRecord":
+        """
+        # Raises
+
+        `CheckpointError`
+            If the record is missing, damaged, or of a later version of this package.
+        """
+        path = os.path.join(directory, RECORD_NAME)
+        try:
+            with open(path, encoding="utf-8") as file:
+                values = json.load(file)
+            version = values.get("format_version")
+            if version == FORMAT_VERSION:
+                values["files"] = {k: FileRecord(*v) for k, v in values["files"].items()}
+                return cls(**values)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} is missing: the checkpoint was not completed, or not written by this "
+                "package."
+            ) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}.") from error
+        raise CheckpointError(
+            f"{path} has format version {version}, and this version of allennlp-deepspeed reads "
+            f"{FORMAT_VERSION}: continue with the version that wrote it ({values.get('versions')})."
+        )
+
+    def write(self, directory: str) -> None:
+        """Writes the record, flushed to disk. It has to be the last file of the checkpoint."""
+        path = os.path.join(directory, RECORD_NAME)
+        files.write(json.dumps(asdict(self), indent=1), path)
+        files.flush(path)
+
+    def verify(self, directory: str) -> None:
+        """
+        Reads every file and compares it with its checksum.
+
+        # Raises
+
+        `CheckpointError`
+            If a file is missing, damaged, not of this checkpoint, or outside of `directory`. The
+            message names all such files.
+        """
+        problems = [
+            problem
+            for name, record in sorted(self.files.items())
+            if (problem := _problem(directory, name, record)) is not None
+        ]
+        foreign = set(file_names(directory)) - set(self.files) - {RECORD_NAME}
+        problems += [
+            f"{os.path.join(directory, name)} is not of this checkpoint" for name in sorted(foreign)
+        ]
+        if problems:
+            raise CheckpointError("; ".join(problems) + ".")
+
+
+def file_names(directory: str) -> List[str]:
+    """All files below `directory`, relative to it, with "/"."""
+    return [
+        os.path.relpath(os.path.join(parent, name), directory).replace(os.sep, "/")
+        for parent, _, names in os.walk(directory)
+        for name in names
+    ]
+
+
+def _problem(directory: str, name: str, record: FileRecord) -> Optional[str]:
+    path = os.path.join(directory, name)
+    root = os.path.realpath(directory)
+    if os.path.commonpath([root, os.path.realpath(path)]) != root:
+        return f"{path} is outside of the checkpoint"
+    if not os.path.isfile(path):
+        return f"{path} is missing"
+    size = os.path.getsize(path)
+    if size != record.bytes:
+        return f"{path} has {size} bytes instead of {record.bytes}"
+    if files.sha256(path) != record.sha256:
+        return f"{path} is damaged: its SHA-256 is not the one that was recorded"
+    return None

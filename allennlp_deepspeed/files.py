@@ -1,0 +1,87 @@
+"""
+The file operations of which checkpoints are made. There are no others: what is on disk after a
+crash is what a prefix of these operations leaves.
+"""
+
+import hashlib
+import os
+import shutil
+from typing import Any, Callable
+
+import torch
+
+_HASH_CHUNK_SIZE = 4 * 1024 * 1024  # bytes
+
+
+def _do_nothing(operation: str, path: str) -> None:
+    pass
+
+
+before_operation: Callable[[str, str], None] = _do_nothing
+"""
+Called with the name of each operation and its path before it is carried out. Tests put a function
+in its place to see what is left if a process dies there.
+"""
+
+
+def make_directory(path: str) -> None:
+    before_operation("make_directory", path)
+    os.makedirs(path, exist_ok=True)
+
+
+def save(value: Any, path: str) -> None:
+    """`torch.save`. The file is not on disk before `flush`."""
+    before_operation("save", path)
+    torch.save(value, path)
+
+
+def write(text: str, path: str) -> None:
+    """The file is not on disk before `flush`."""
+    before_operation("write", path)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def flush(path: str) -> None:
+    """Waits until the file, or the entries of the directory, are on disk."""
+    before_operation("flush", path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def link(path: str, new_path: str) -> None:
+    """Gives the file a second name, or copies it where the file system has no hard links."""
+    before_operation("link", new_path)
+    try:
+        os.link(path, new_path)
+    except OSError:
+        shutil.copyfile(path, new_path)
+
+
+def rename(path: str, new_path: str) -> None:
+    """Atomic. A file at `new_path` is replaced; a directory there has to be empty."""
+    before_operation("rename", path)
+    os.replace(path, new_path)
+
+
+def remove(path: str) -> None:
+    """Removes a file, or a directory with all that is in it. It is no error if it isn't there."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        for name in os.listdir(path):
+            remove(os.path.join(path, name))
+        before_operation("remove", path)
+        os.rmdir(path)
+    elif os.path.lexists(path):
+        before_operation("remove", path)
+        os.remove(path)
+
+
+def sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_HASH_CHUNK_SIZE):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,61 @@
+"""
+Loads what checkpoints hold, without running code that is in them.
+"""
+
+import collections
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+import numpy as np
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+_NUMPY_SCALARS = [type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"]
+
+SAFE_GLOBALS = [
+    # The classes in DeepSpeed's files. They hold plain numbers.
+    DynamicLossScaler,
+    LossScaler,
+    ZeroStageEnum,
+    fragment_address,
+    # In the states of callbacks and metrics.
+    collections.defaultdict,
+    collections.deque,
+    float,
+    int,
+    list,
+    np.dtype,
+    np.ndarray,
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    np._core.multiarray.scalar,  # type: ignore[attr-defined]
+    *dict.fromkeys(_NUMPY_SCALARS),
+]
+
+
+@contextmanager
+def safe_globals() -> Iterator[None]:
+    """Within it `torch.load(..., weights_only=True)` loads the classes of `SAFE_GLOBALS` too."""
+    with torch.serialization.safe_globals(SAFE_GLOBALS):
+        yield
+
+
+def load(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
+    """
+    Loads a file of a checkpoint.
+
+    # Parameters
+
+    path : `str`, required.
+    map_location : `Any`, optional (default = `"cpu"`)
+    mmap : `bool`, optional (default = `False`)
+        If `True`, tensors are read when they are used.
+
+    # Raises
+
+    `pickle.UnpicklingError`
+        If it holds anything but tensors and plain data.
+    """
+    with safe_globals():
+        return torch.load(path, map_location=map_location, mmap=mmap or None, weights_only=True)
