@@ -2,7 +2,6 @@
 Loads what checkpoints hold, without running code that is in them.
 """
 
-import collections
 from contextlib import contextmanager
 from typing import Any, Iterator
 
@@ -21,11 +20,6 @@ SAFE_GLOBALS = [
     ZeroStageEnum,
     fragment_address,
     # In the states of callbacks and metrics.
-    collections.defaultdict,
-    collections.deque,
-    float,
-    int,
-    list,
     np.dtype,
     np.ndarray,
     np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
