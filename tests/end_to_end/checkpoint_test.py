@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from tests.command import allennlp
 from tests.experiment import (
@@ -153,6 +154,24 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one_with_all_of_deepspeed(
         config["trainer"]["optimizer"] = config["trainer"]["learning_rate_scheduler"] = None
     config = deepspeed(config, stage)
     config["trainer"]["deepspeed_config"].update(sections)
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
+    assert_ends_alike(recovered, uninterrupted)
+
+
+@pytest.mark.parametrize("hidden_size", [10, 200])
+def test_a_recovered_run_ends_as_an_uninterrupted_one_with_states_on_nvme(
+    experiments: Experiments, tmp_path: Path, hidden_size: int
+):
+    # DeepSpeed keeps tensors below a megabyte in memory: with 10 all are, with 200 some.
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("needs Debian's package libaio-dev")
+    config = load_config("tagger", CHECKPOINTS, {"model.encoder.hidden_size": hidden_size})
+    del config["trainer"]["moving_average"]  # refused: it needs the weights in memory
+    config = deepspeed(config, 3)
+    config["trainer"]["deepspeed_config"]["zero_optimization"].update(
+        offload_optimizer={"device": "nvme"}, sub_group_size=300_000
+    )
     uninterrupted = experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
     assert_ends_alike(recovered, uninterrupted)
