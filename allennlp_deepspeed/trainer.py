@@ -30,8 +30,9 @@ from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.interruption import TrainingInterruption, interrupted
 from allennlp_deepspeed.moving_average import ShardedMovingAverage
-from allennlp_deepspeed.running_loss import RunningLoss
+from allennlp_deepspeed.running_loss import LossReading, RunningLoss
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +183,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._ddp_wrapped_model: DeepSpeedWrappedModel
             self._checkpointer: Optional[DeepSpeedCheckpointer]
             self._open_sessions = 0
+            self._interruption = TrainingInterruption(is_worker=distributed)
             self._buffers = list(self.model.buffers())
             if self._moving_average is not None:
                 if self.engine.zero_nvme_offload_optimizer():
@@ -225,11 +227,35 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @overrides
     def train(self) -> Dict[str, Any]:
-        with self.session():
-            return super().train()
+        """
+        Trains the model. To be called by every rank. After a SIGTERM or Ctrl-C on any rank, every
+        rank leaves after the optimizer step or the validation batch that it is in.
+
+        # Raises
+
+        `TrainingInterrupted`
+            On every rank, after a SIGTERM, or after Ctrl-C with several workers.
+        `KeyboardInterrupt`
+            In a single process, after Ctrl-C.
+        """
+        with self.session(), self._interruption:
+            metrics = super().train()
+            self._leave_if_interrupted("after its last epoch")
+            return metrics
+
+    def _leave_if_interrupted(self, where: str) -> None:
+        """
+        Raises if a signal has come to any rank. To be called by every rank where the host waits
+        anyway; after a step, they already know.
+        """
+        signal_number = self._interruption.agree(self.cuda_device)
+        if signal_number:
+            raise interrupted(signal_number, where)
 
     @overrides
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
+        if not for_training:
+            self._leave_if_interrupted("in the validation")
         self._broadcast_buffers()
         outputs = super().batch_outputs(batch, for_training)
         if for_training:
@@ -262,6 +288,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         batch_groups = self._batch_groups()
         for batch_group in batch_groups:
             if self._is_before_checkpoint():
+                self._leave_if_interrupted("before it has caught up with the checkpoint")
                 self._batches_in_epoch_completed += 1
                 self._total_batches_completed += 1
                 continue
@@ -298,13 +325,21 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         self._batches_in_epoch_completed += 1
         self._total_batches_completed += 1
-        self._report(
+        losses = self._report(
             batch_group.batches, batch_group_outputs, running_loss, batch_grad_norm, epoch, progress
         )
         if self._checkpointer is not None:
             self._checkpointer.maybe_save_checkpoint(
                 self, self._epochs_completed, self._batches_in_epoch_completed
             )
+        if losses.signal_number:
+            self._leave_after_step(losses.signal_number, epoch)
+
+    def _leave_after_step(self, signal_number: int, epoch: int) -> None:
+        """To be called by every rank, with the signal that they have agreed on."""
+        raise interrupted(
+            signal_number, f"after step {self._batches_in_epoch_completed} of epoch {epoch}"
+        )
 
     def _backward(self, batch_outputs: Dict[str, torch.Tensor], group_size: int) -> None:
         backward_called = False
@@ -341,9 +376,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         batch_grad_norm: Optional[float],
         epoch: int,
         progress: Any,
-    ) -> None:
+    ) -> LossReading:
         """
-        Tells the callbacks and the progress bar about the group.
+        Tells the callbacks and the progress bar about the group, and returns its losses.
 
         # Raises
 
@@ -352,7 +387,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `RuntimeError`
             On every rank, if they used different parameters where that makes gradients wrong.
         """
-        running_loss.agree(self._gradients.used_parameters_checksum())
+        running_loss.agree(
+            self._gradients.used_parameters_checksum(), self._interruption.signal_number
+        )
         losses = running_loss.read()
         if losses.has_nan:
             raise ValueError(
@@ -388,6 +425,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._primary:
             description = training_util.description_from_metrics(metrics)
             progress.set_description(description, refresh=False)
+        return losses
 
     def _training_metrics(self, running_loss: RunningLoss) -> Dict[str, float]:
         """The metrics of the epoch, over all ranks. Empty for an epoch that a checkpoint covers."""
