@@ -3,7 +3,7 @@ import math
 import os
 import re
 from contextlib import contextmanager
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 import torch
 from allennlp.common import Lazy, Tqdm
@@ -24,7 +24,7 @@ from allennlp.training.optimizers import Optimizer
 from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
-from allennlp_deepspeed import weights
+from allennlp_deepspeed import weights, worker_failure
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
@@ -242,6 +242,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             metrics = super().train()
             self._leave_if_interrupted("after its last epoch")
             return metrics
+
+    @overrides
+    def _try_train(self) -> Tuple[Dict[str, Any], int]:
+        try:
+            return super()._try_train()
+        except BaseException as error:
+            # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.
+            worker_failure.report(error)
+            raise
 
     def _leave_if_interrupted(self, where: str) -> None:
         """
