@@ -2,6 +2,7 @@ import logging
 import math
 import os
 import re
+import signal
 from contextlib import contextmanager
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
@@ -30,7 +31,7 @@ from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.interruption import TrainingInterruption, interrupted
+from allennlp_deepspeed.interruption import TrainingInterrupted, TrainingInterruption, interrupted
 from allennlp_deepspeed.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.running_loss import LossReading, RunningLoss
 
@@ -252,6 +253,21 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             worker_failure.report(error)
             raise
 
+    @overrides
+    def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
+        try:
+            return super()._validation_loss(epoch)
+        except TrainingInterrupted as interruption:
+            # Here the moving average has been taken off again.
+            if interruption.signal_number == signal.SIGTERM:
+                self._save_interrupted_validation()
+            raise
+
+    def _save_interrupted_validation(self) -> None:
+        """To be called by every rank."""
+        if self._checkpointer is not None and self._checkpointer.save_on_preemption:
+            self._checkpointer.save_checkpoint(self)
+
     def _leave_if_interrupted(self, where: str) -> None:
         """
         Raises if a signal has come to any rank. To be called by every rank where the host waits
@@ -346,9 +362,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def _leave_after_step(self, signal_number: int, epoch: int) -> None:
         """To be called by every rank, with the signal that they have agreed on."""
-        raise interrupted(
+        error = interrupted(
             signal_number, f"after step {self._batches_in_epoch_completed} of epoch {epoch}"
         )
+        if signal_number == signal.SIGTERM and self._checkpointer is not None:
+            self._checkpointer.maybe_save_on_preemption(
+                self, self._epochs_completed, self._batches_in_epoch_completed
+            )
+        raise error
 
     def _backward(self, batch_outputs: Dict[str, torch.Tensor], group_size: int) -> None:
         backward_called = False
