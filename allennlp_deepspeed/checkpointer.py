@@ -59,6 +59,9 @@ class DeepSpeedCheckpointer(Checkpointer):
     save_every_num_seconds : `float`, optional (default = `None`)
         As in AllenNLP, but in distributed training too: the clock of rank 0 decides for all ranks,
         which then agree once for each optimizer step.
+    save_on_preemption : `bool`, optional (default = `False`)
+        Whether a training that ends because of a SIGTERM first saves a checkpoint, after the
+        optimizer step that it is in. Not on Ctrl-C.
     async_save : `bool`, optional (default = `False`)
         If `True`, training waits only for a copy in CPU memory, and the files are written from it
         while training goes on. It needs the memory for what this rank saves, once more.
@@ -77,6 +80,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         save_every_num_batches: Optional[int] = None,
         keep_most_recent_by_count: Optional[int] = 2,
         keep_most_recent_by_age: Optional[int] = None,
+        save_on_preemption: bool = False,
         async_save: bool = False,
         on_corrupt: str = "error",
     ) -> None:
@@ -98,6 +102,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._files = FileCheckpointEngine(async_save)
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
         self._commits: Optional[BackgroundCommit] = None
+        self.save_on_preemption = save_on_preemption
 
     @overrides
     def maybe_save_checkpoint(  # type: ignore[override]
@@ -120,6 +125,24 @@ class DeepSpeedCheckpointer(Checkpointer):
         if self._is_time_to_save(num_epochs_completed, num_batches_in_epoch_completed):
             self.save_checkpoint(trainer)
         return False
+
+    def maybe_save_on_preemption(
+        self,
+        trainer: "DeepSpeedTrainer",
+        num_epochs_completed: int,
+        num_batches_in_epoch_completed: int,
+    ) -> None:
+        """
+        Saves a checkpoint before the training leaves, if it is to and the last one isn't of this
+        very point in time. To be called by every rank.
+        """
+        last_save = (
+            self._last_save_num_epochs_completed,
+            self._last_save_num_batches_in_epoch_completed,
+        )
+        now = (num_epochs_completed, num_batches_in_epoch_completed)
+        if self.save_on_preemption and now != last_save:
+            self.save_checkpoint(trainer)
 
     def _is_time_to_save(self, num_epochs: int, num_batches_in_epoch: int) -> bool:
         last_save_num_batches = (
