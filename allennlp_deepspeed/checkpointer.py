@@ -1,10 +1,11 @@
 import logging
 import os
 import re
-import shutil
 import time
-from typing import TYPE_CHECKING, Any, List, Optional, Set, Tuple, Union
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple, Union
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
@@ -12,22 +13,34 @@ from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.trainer import TrainerCheckpoint
 from overrides import overrides
 
+from allennlp_deepspeed import files, serialization
+from allennlp_deepspeed.background_commit import BackgroundCommit
+from allennlp_deepspeed.checkpoint_directory import (
+    BEST_WEIGHTS_NAME,
+    ENGINE_TAG,
+    CheckpointDirectory,
+    PointInTime,
+)
+from allennlp_deepspeed.checkpoint_engine import FileCheckpointEngine
+from allennlp_deepspeed.commit import CheckpointError, CommitRecord
+
 if TYPE_CHECKING:
     from allennlp_deepspeed.trainer import DeepSpeedTrainer
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_DIRECTORY = "engine"
+_ALLENNLP_CHECKPOINT = re.compile(r"(model|training)_state_e\d+_b\d+.*\.th$")
 
-PointInTime = Tuple[int, int]
-"""Epochs completed, and optimizer steps completed in the epoch after them."""
+# How long a rank that fails waits for a checkpoint that has been saved but not committed. Seconds.
+_ABANDON_AFTER = 5.0
 
 
 @Checkpointer.register("deepspeed")
 class DeepSpeedCheckpointer(Checkpointer):
     """
-    Saves and prunes checkpoints of a `DeepSpeedTrainer`. Its methods are to be called by every
-    rank; which ranks write what is decided in here, and every rank takes part in every collective.
+    Saves, commits, prunes and loads checkpoints of a `DeepSpeedTrainer`. Its methods are to be
+    called by every rank; which ranks write what is decided in here, and every rank takes part in
+    every collective.
 
     Registered as a `Checkpointer` with name "deepspeed", and the one that the "deepspeed" trainer
     uses if its `"checkpointer"` has no `"type"`. It takes the arguments of AllenNLP's
@@ -36,19 +49,25 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     A checkpoint is a directory `checkpoint_e{epochs}_b{steps}` in the serialization directory. In
     it are what DeepSpeed saves of the model and the optimizer, in DeepSpeed's own layout under the
-    tag `engine`, and `training_state_w{rank}.th` for each rank. It is written under another name,
-    and given this one when all ranks are done.
+    tag `engine`; `training_state_w{rank}.th` for each rank; the best weights so far, `best.th`, as
+    a hard link; and `commit.json`, with a checksum of every file. It is written under another name,
+    flushed to disk while training goes on, and given its name by one rename when every rank has
+    confirmed that its files are there. Before that it is no checkpoint, and older ones stay.
 
     # Parameters
 
     save_every_num_seconds : `float`, optional (default = `None`)
         As in AllenNLP, but in distributed training too: the clock of rank 0 decides for all ranks,
         which then agree once for each optimizer step.
+    async_save : `bool`, optional (default = `False`)
+        If `True`, training waits only for a copy in CPU memory, and the files are written from it
+        while training goes on. It needs the memory for what this rank saves, once more.
+    on_corrupt : `str`, optional (default = `"error"`)
+        What recovery does if a file of the newest checkpoint is missing or damaged: `"error"`, or
+        `"previous"` to rename it to `....corrupt` and continue from the newest that is intact.
     """
 
     default_implementation = "deepspeed"
-
-    _directory_re = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 
     def __init__(
         self,
@@ -58,6 +77,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         save_every_num_batches: Optional[int] = None,
         keep_most_recent_by_count: Optional[int] = 2,
         keep_most_recent_by_age: Optional[int] = None,
+        async_save: bool = False,
+        on_corrupt: str = "error",
     ) -> None:
         super().__init__(
             serialization_dir,
@@ -66,8 +87,17 @@ class DeepSpeedCheckpointer(Checkpointer):
             keep_most_recent_by_count=keep_most_recent_by_count,
             keep_most_recent_by_age=keep_most_recent_by_age,
         )
+        if on_corrupt not in ("error", "previous"):
+            raise ConfigurationError(
+                f"'trainer.checkpointer.on_corrupt' is {on_corrupt!r}: write \"error\" or "
+                '"previous".'
+            )
         # Not through the base class, which refuses it in distributed training.
         self._save_every_num_seconds = save_every_num_seconds
+        self._on_corrupt = on_corrupt
+        self._files = FileCheckpointEngine(async_save)
+        self._checkpoints = CheckpointDirectory(self._serialization_dir)
+        self._commits: Optional[BackgroundCommit] = None
 
     @overrides
     def maybe_save_checkpoint(  # type: ignore[override]
@@ -85,6 +115,8 @@ class DeepSpeedCheckpointer(Checkpointer):
             Whether the model's weights can be copied from the checkpoint's model state file, which
             is what AllenNLP's trainer asks. Always `False`: DeepSpeed's files hold shards.
         """
+        if self._commits is not None:
+            self._commits.raise_error()
         if self._is_time_to_save(num_epochs_completed, num_batches_in_epoch_completed):
             self.save_checkpoint(trainer)
         return False
@@ -105,45 +137,111 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     @overrides
     def save_checkpoint(self, trainer: "DeepSpeedTrainer") -> None:  # type: ignore[override]
-        """Saves a checkpoint and prunes the older ones. To be called by every rank."""
+        """
+        Saves a checkpoint, which will be committed, and the older ones pruned, while training goes
+        on. To be called by every rank.
+        """
+        if self._commits is None:
+            self._commits = BackgroundCommit(
+                self._checkpoints, dist.get_rank(), dist.get_world_size(), self._ranks_here(trainer)
+            )
+        self._commits.wait()
+        trainer.save_best_weights()
         trainer_state = trainer.get_checkpoint_state().trainer_state
-        point_in_time = (
-            trainer_state["epochs_completed"],
-            trainer_state["batches_in_epoch_completed"],
+        point = PointInTime(
+            trainer_state["epochs_completed"], trainer_state["batches_in_epoch_completed"]
         )
         self._last_save_time = time.time()
-        (
-            self._last_save_num_epochs_completed,
-            self._last_save_num_batches_in_epoch_completed,
-        ) = point_in_time
+        self._remember(point)
 
-        directory = self._directory(point_in_time)
-        unfinished = directory + ".unfinished"
-        if self._is_primary:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            os.makedirs(unfinished)
+        is_first_here = dist.get_rank() == self._ranks_here(trainer)[0]
+        unfinished = self._checkpoints.unfinished_path(point)
+        if is_first_here:
+            self._checkpoints.begin(point)
+            if trainer_state["has_best_weights"]:
+                files.link(
+                    os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME),
+                    os.path.join(unfinished, BEST_WEIGHTS_NAME),
+                )
         dist.barrier()
-        trainer.engine.save_checkpoint(unfinished, tag=_ENGINE_DIRECTORY)
-        torch.save(trainer_state, self._trainer_state_path(unfinished))
-        dist.barrier()
-        if self._is_primary:
-            shutil.rmtree(directory, ignore_errors=True)
-            os.rename(unfinished, directory)
-            self._prune()
-        dist.barrier()
+        trainer.engine.checkpoint_engine = self._files
+        trainer.engine.save_checkpoint(unfinished, tag=ENGINE_TAG, save_latest=False)
+        self._files.save(
+            trainer_state, self._checkpoints.training_state_path(unfinished, dist.get_rank())
+        )
+        self._commits.start(
+            point,
+            self._record(point, trainer),
+            self._write_staged,
+            then=lambda: self._checkpoints.prune(
+                self._keep_most_recent_by_count, self._keep_most_recent_by_age
+            ),
+        )
 
-    def _prune(self) -> None:
-        """Removes the checkpoints that neither their count nor their age keeps."""
-        if self._keep_most_recent_by_count is None and self._keep_most_recent_by_age is None:
-            return
-        checkpoints = sorted(self._find_all_checkpoints(), reverse=True)
-        keep = set(checkpoints[: self._keep_most_recent_by_count or 0])
-        if self._keep_most_recent_by_age is not None:
-            oldest = time.time() - self._keep_most_recent_by_age
-            keep.update(c for c in checkpoints if os.path.getmtime(self._directory(c)) >= oldest)
-        for checkpoint in checkpoints:
-            if checkpoint not in keep:
-                self._remove_checkpoint(*checkpoint)
+    def _write_staged(self) -> List[str]:
+        self._files.write_staged()
+        return self._files.take_paths()
+
+    def _record(self, point: PointInTime, trainer: "DeepSpeedTrainer") -> CommitRecord:
+        return CommitRecord(
+            epochs_completed=point.epochs,
+            batches_in_epoch_completed=point.steps,
+            world_size=dist.get_world_size(),
+            zero_stage=trainer.engine.zero_optimization_stage(),
+            parameters=_parameter_shapes(trainer),
+            versions={
+                "allennlp-deepspeed": _own_version(),
+                "deepspeed": deepspeed.__version__,
+                "torch": torch.__version__,
+            },
+        )
+
+    def _ranks_here(self, trainer: "DeepSpeedTrainer") -> Sequence[int]:
+        """The ranks with whom this one shares its serialization directory, as far as is known."""
+        if not trainer.engine.use_node_local_storage():
+            return range(dist.get_world_size())
+        num_ranks = int(os.environ.get("ALLENNLP_PROCS_PER_NODE", dist.get_world_size()))
+        first = dist.get_rank() // num_ranks * num_ranks
+        return range(first, first + num_ranks)
+
+    def check_state(self, trainer: "DeepSpeedTrainer") -> None:
+        """
+        Checks that what would be saved can be loaded again.
+
+        # Raises
+
+        `ConfigurationError`
+            If a callback's state holds anything but plain data.
+        """
+        for callback in trainer._callbacks:
+            classes = serialization.unsafe_classes(callback.state_dict())
+            if classes:
+                raise ConfigurationError(
+                    f"The state_dict() of the callback {type(callback).__name__} holds "
+                    f"{', '.join(classes)}, and checkpoints are loaded without running code that "
+                    "is in them. Return tensors, numbers, strings and containers of them, or call "
+                    "torch.serialization.add_safe_globals where that class is defined."
+                )
+
+    def finish(self) -> None:
+        """
+        Waits until all that has been saved is committed. To be called by every rank, when training
+        has ended.
+        """
+        if self._commits is not None:
+            self._commits.wait()
+            dist.barrier()  # the store through which the ranks confirm is gone with rank 0
+
+    def abandon(self) -> None:
+        """
+        Gives what has been saved some seconds to be committed. Not a collective: for a rank that
+        fails.
+        """
+        if self._commits is not None:
+            try:
+                self._commits.wait(_ABANDON_AFTER)
+            except Exception:
+                logger.exception("The last checkpoint was not committed.")
 
     @overrides
     def load_checkpoint(
@@ -160,61 +258,168 @@ class DeepSpeedCheckpointer(Checkpointer):
 
         # Raises
 
-        `ConfigurationError`
-            If the checkpoint is not of this configuration.
+        `CheckpointError`
+            On every rank, if the checkpoint is damaged, or not of this model and configuration.
         """
         if trainer is None:
             raise ConfigurationError(
                 "A DeepSpeedCheckpointer loads a checkpoint into the engine of a trainer: call "
                 "load_checkpoint(trainer)."
             )
-        checkpoint = self._newest_common_checkpoint()
-        if checkpoint is None:
-            return None
-        directory = self._directory(checkpoint)
-        logger.info("Continuing from the checkpoint in %s", directory)
-        self._check_world_size(directory)
+        ranks_here = self._ranks_here(trainer)
+        if dist.get_rank() == ranks_here[0]:
+            self._checkpoints.clean_up()
+        dist.barrier()
+        checkpoints = self._common_checkpoints(ranks_here)
+        for i, point in enumerate(checkpoints):
+            problem, record = self._inspect(point, ranks_here)
+            if problem is None:
+                assert record is not None
+                return self._load(trainer, point, record)
+            older = (p for p in checkpoints[i + 1 :] if self._inspect(p, ranks_here)[0] is None)
+            self._refuse_unless_previous(point, problem, next(older, None))
+            if dist.get_rank() == ranks_here[0]:
+                logger.warning("%s", problem)
+                logger.warning("It is now in %s", self._checkpoints.set_aside(point))
+            dist.barrier()
+        self._refuse_allennlp_checkpoints()
+        return None
+
+    def _inspect(
+        self, point: PointInTime, ranks_here: Sequence[int]
+    ) -> Tuple[Optional[str], Optional[CommitRecord]]:
+        """
+        Reads the commit record of a checkpoint and compares all files with it, each rank some of
+        them. Every rank must call it, and on all it returns the same problem, or `None`.
+        """
+        path = self._checkpoints.path(point)
+        problem, record = None, None
+        try:
+            record = CommitRecord.read(path)
+            record.verify(path, ranks_here.index(dist.get_rank()), len(ranks_here))
+        except CheckpointError as error:
+            problem = str(error)
+        problems: List[Optional[str]] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        found = sorted({p for p in problems if p is not None})
+        return " ".join(found) or None, record
+
+    def _refuse_unless_previous(
+        self, point: PointInTime, problem: str, older: Optional[PointInTime]
+    ) -> None:
+        if older is None:
+            raise CheckpointError(
+                f"{problem} There is no other checkpoint that is intact. Put the files back, or "
+                "start anew with another serialization directory."
+            )
+        if self._on_corrupt != "previous":
+            raise CheckpointError(
+                f"{problem} Put the files back; or continue from {self._checkpoints.path(older)}, "
+                'which is intact, by writing "checkpointer": {"on_corrupt": "previous"} in the '
+                f"config, or by removing {self._checkpoints.path(point)}."
+            )
+
+    def _load(
+        self, trainer: "DeepSpeedTrainer", point: PointInTime, record: CommitRecord
+    ) -> TrainerCheckpoint:
+        """Loads a checkpoint whose files are intact."""
+        path = self._checkpoints.path(point)
+        self._check_model(path, record, trainer)
+        logger.info("Continuing from the checkpoint in %s", path)
         if trainer.engine.zero_nvme_offload_optimizer():
             raise ConfigurationError(
                 f"The training in {self._serialization_dir} can't be continued: DeepSpeed's "
                 "checkpoints lack the optimizer states that are on NVMe. Start it anew, or with "
                 "deepspeed_config.zero_optimization.offload_optimizer.device 'cpu'."
             )
-        path, _ = trainer.engine.load_checkpoint(directory, tag=_ENGINE_DIRECTORY)
-        if path is None:
-            raise ConfigurationError(
-                f"DeepSpeed finds no weights in {directory}. Remove it to continue from the "
-                "checkpoint before it."
+        if record.world_size != dist.get_world_size() and record.zero_stage > 0:
+            raise CheckpointError(
+                f"{path} was written by {record.world_size} workers, and there are "
+                f"{dist.get_world_size()} now: run `allennlp deepspeed resize "
+                f"{self._serialization_dir}` first."
             )
-        trainer_state = torch.load(
-            self._trainer_state_path(directory), map_location="cpu", weights_only=False
-        )
-        (
-            self._last_save_num_epochs_completed,
-            self._last_save_num_batches_in_epoch_completed,
-        ) = checkpoint
+        trainer.engine.checkpoint_engine = self._files
+        loaded_path, _ = trainer.engine.load_checkpoint(path, tag=ENGINE_TAG)
+        if loaded_path is None:
+            raise CheckpointError(f"DeepSpeed finds no weights in {path}.")
+        # With more workers than wrote it, some start from the same state.
+        rank = dist.get_rank() % record.world_size
+        trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
+        self._remember(point)
+        if trainer_state["has_best_weights"] and trainer._primary:
+            self._restore_best_weights(path)
         return TrainerCheckpoint({}, trainer_state)
 
-    def _check_world_size(self, directory: str) -> None:
-        files = [n for n in os.listdir(directory) if n.startswith("training_state_w")]
-        if len(files) != dist.get_world_size():
-            raise ConfigurationError(
-                f"The checkpoint in {directory} was written by {len(files)} workers, and there "
-                f"are {dist.get_world_size()} now. Give 'distributed.cuda_devices' {len(files)} "
-                "entries to continue from it."
+    def _check_model(self, path: str, record: CommitRecord, trainer: "DeepSpeedTrainer") -> None:
+        stage = trainer.engine.zero_optimization_stage()
+        if record.zero_stage != stage:
+            raise CheckpointError(
+                f"{path} was written at ZeRO stage {record.zero_stage}, and this is stage {stage}. "
+                f'Write "stage": {record.zero_stage} to continue; or take its weights with '
+                f"`allennlp deepspeed export {self._serialization_dir}` and start anew from them "
+                'with "model": {"type": "from_archive", ...}.'
+            )
+        shapes = _parameter_shapes(trainer)
+        different = [
+            f"{name} is {record.parameters.get(name, 'not there')} instead of "
+            f"{shapes.get(name, 'not there')}"
+            for name in sorted({**record.parameters, **shapes})
+            if record.parameters.get(name) != shapes.get(name)
+        ]
+        if different:
+            raise CheckpointError(
+                f"{path} is of another model: {'; '.join(different[:3])}"
+                f"{' and others' if len(different) > 3 else ''}. Write the model that it was "
+                "written with, or start anew with another serialization directory."
             )
 
-    def _newest_common_checkpoint(self) -> Optional[PointInTime]:
-        """The ranks agree, because they may not see the same directory."""
+    def _restore_best_weights(self, path: str) -> None:
+        """
+        Those in the serialization directory may be of a later epoch, which is now trained again.
+        """
+        best = os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
+        temporary = f"{best}.w{dist.get_rank()}.tmp"
+        files.link(os.path.join(path, BEST_WEIGHTS_NAME), temporary)
+        files.rename(temporary, best)
+
+    def _remember(self, point: PointInTime) -> None:
+        self._last_save_num_epochs_completed = point.epochs
+        self._last_save_num_batches_in_epoch_completed = point.steps
+
+    def _refuse_allennlp_checkpoints(self) -> None:
+        for name in sorted(os.listdir(self._serialization_dir)):
+            if _ALLENNLP_CHECKPOINT.match(name):
+                raise CheckpointError(
+                    f"{os.path.join(self._serialization_dir, name)} is a checkpoint of AllenNLP's "
+                    "own trainer, which the 'deepspeed' trainer can't continue. Finish that "
+                    'training with "type": "gradient_descent", or start anew with another '
+                    'serialization directory, from its weights with "model": {"type": '
+                    '"from_archive", ...}.'
+                )
+
+    def _common_checkpoints(self, ranks_here: Sequence[int]) -> List[PointInTime]:
+        """
+        The checkpoints that all ranks have, the newest first. The ranks agree, because they may not
+        see the same directory.
+        """
         seen: List[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, sorted(self._find_all_checkpoints()))
-        common = set.intersection(*({tuple(c) for c in checkpoints} for checkpoints in seen))
+        own = self._checkpoints.find()
+        dist.all_gather_object(seen, own)
+        common = sorted(
+            set.intersection(*({PointInTime(*p) for p in points} for points in seen)), reverse=True
+        )
         if not common and any(seen):
-            raise ConfigurationError(
+            raise CheckpointError(
                 f"The workers see no checkpoint in common in {self._serialization_dir}: {seen}. "
-                "All nodes need one serialization directory that they share."
+                "All nodes need one serialization directory that they share, or "
+                '"deepspeed_config": {"checkpoint": {"use_node_local_storage": true}}.'
             )
-        return max(common, default=None)
+        for point in own:
+            if point not in common and dist.get_rank() == ranks_here[0]:
+                logger.warning("Not all workers have %s: removed", self._checkpoints.path(point))
+                self._checkpoints.remove(point)
+        dist.barrier()
+        return common
 
     @overrides
     def find_latest_checkpoint(self) -> Optional[Tuple[str, str]]:
@@ -222,27 +427,19 @@ class DeepSpeedCheckpointer(Checkpointer):
         The directory of the newest checkpoint that this rank sees, and this rank's training state
         file in it; `None` if there is no checkpoint.
         """
-        checkpoints = self._find_all_checkpoints()
+        checkpoints = self._checkpoints.find()
         if not checkpoints:
             return None
-        directory = self._directory(max(checkpoints))
-        return directory, self._trainer_state_path(directory)
+        path = self._checkpoints.path(checkpoints[0])
+        return path, self._checkpoints.training_state_path(path, self._rank)
 
     @overrides
-    def _find_all_checkpoints(self) -> Set[PointInTime]:
-        matches = (self._directory_re.match(name) for name in os.listdir(self._serialization_dir))
-        return {(int(match.group(1)), int(match.group(2))) for match in matches if match}
+    def _find_all_checkpoints(self) -> Set[Tuple[int, int]]:
+        return set(self._checkpoints.find())
 
     @overrides
     def _remove_checkpoint(self, epochs_completed: int, batches_in_epoch_completed: int) -> None:
-        shutil.rmtree(self._directory((epochs_completed, batches_in_epoch_completed)))
-
-    def _directory(self, point_in_time: PointInTime) -> str:
-        epochs, batches = point_in_time
-        return os.path.join(self._serialization_dir, f"checkpoint_e{epochs}_b{batches}")
-
-    def _trainer_state_path(self, directory: str) -> str:
-        return os.path.join(directory, f"training_state_w{self._rank}.th")
+        self._checkpoints.remove(PointInTime(epochs_completed, batches_in_epoch_completed))
 
 
 DeepSpeedCheckpointer.register("deepspeed")(DeepSpeedCheckpointer)
@@ -252,3 +449,17 @@ def _of_rank_0(decision: bool) -> bool:
     decisions = [decision]
     dist.broadcast_object_list(decisions, src=0)
     return decisions[0]
+
+
+def _parameter_shapes(trainer: "DeepSpeedTrainer") -> Dict[str, List[int]]:
+    return {
+        name: list(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in trainer.model.named_parameters()
+    }
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("allennlp-deepspeed")
+    except metadata.PackageNotFoundError:  # used from a checkout
+        return "unknown"

@@ -7,15 +7,17 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Dict, List, NamedTuple, Optional
 
+from allennlp.common.checks import ConfigurationError
+
 from allennlp_deepspeed import files
 
 RECORD_NAME = "commit.json"
 FORMAT_VERSION = 1
 
 
-class CheckpointError(Exception):
+class CheckpointError(ConfigurationError):
     """
-    A checkpoint can't be used as it is. The message names the file, and what to do.
+    A checkpoint can't be used as it is. The message names the file.
 
     Not a `RuntimeError`, which AllenNLP's trainer would replace with another message.
     """
@@ -84,8 +86,7 @@ class CommitRecord:
                 return cls(**values)
         except FileNotFoundError:
             raise CheckpointError(
-                f"{path} is missing: the checkpoint was not completed, or not written by this "
-                "package."
+                f"{path} is missing: {directory} was not written by this package, or not completed."
             ) from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}.") from error
@@ -100,9 +101,16 @@ class CommitRecord:
         files.write(json.dumps(asdict(self), indent=1), path)
         files.flush(path)
 
-    def verify(self, directory: str) -> None:
+    def verify(self, directory: str, part: int = 0, num_parts: int = 1) -> None:
         """
         Reads every file and compares it with its checksum.
+
+        # Parameters
+
+        directory : `str`, required.
+        part : `int`, optional (default = `0`)
+        num_parts : `int`, optional (default = `1`)
+            With several ranks each can read every `num_parts`th file, from its own on.
 
         # Raises
 
@@ -112,7 +120,7 @@ class CommitRecord:
         """
         problems = [
             problem
-            for name, record in sorted(self.files.items())
+            for name, record in sorted(self.files.items())[part::num_parts]
             if (problem := _problem(directory, name, record)) is not None
         ]
         foreign = set(file_names(directory)) - set(self.files) - {RECORD_NAME}

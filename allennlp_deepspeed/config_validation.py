@@ -35,10 +35,6 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
         (False,),
         "it expects another kind of checkpoint; remove the key",
     ),
-    "checkpoint.use_node_local_storage": (
-        (False,),
-        "all nodes need one serialization directory that they share; remove the key",
-    ),
     "checkpoint.writer.decoupled": (
         (False,),
         "a checkpoint is committed when it is complete; remove the key",

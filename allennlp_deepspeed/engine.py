@@ -133,6 +133,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo.callback(_remove_attributes, added)
         # Before the process group: a worker can abort if the group goes away under a live engine.
         self._undo.callback(_destroy_engine, self.engine)
+        if local_rank == 0 and self.engine.use_node_local_storage():
+            # DeepSpeed asks for the index of the device instead, which may start at any.
+            self.engine.save_non_zero_checkpoint = True
         if regularizer is not None:
             regularizer.gather_with_model()
         _undo_first_step(self.engine)

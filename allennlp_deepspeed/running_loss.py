@@ -70,6 +70,14 @@ class RunningLoss:
         self._flags[2] = -checksum
         dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
 
+    def state_dict(self) -> Dict[str, torch.Tensor]:
+        """The losses of the epoch so far."""
+        return {"train_loss": self._train_loss.clone(), "reg_loss": self._train_reg_loss.clone()}
+
+    def load_state_dict(self, state_dict: Dict[str, torch.Tensor]) -> None:
+        self._train_loss.copy_(state_dict["train_loss"])
+        self._train_reg_loss.copy_(state_dict["reg_loss"])
+
     def read(self) -> LossReading:
         """Waits for the device and returns the losses."""
         losses = [self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss]

@@ -2,8 +2,9 @@
 Loads what checkpoints hold, without running code that is in them.
 """
 
+import io
 from contextlib import contextmanager
-from typing import Any, Iterator
+from typing import Any, Iterator, List
 
 import numpy as np
 import torch
@@ -53,3 +54,12 @@ def load(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """
     with safe_globals():
         return torch.load(path, map_location=map_location, mmap=mmap or None, weights_only=True)
+
+
+def unsafe_classes(value: Any) -> List[str]:
+    """The names of what is in `value` that `load` would refuse if it were saved."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    with safe_globals():
+        return torch.serialization.get_unsafe_globals_in_checkpoint(buffer)

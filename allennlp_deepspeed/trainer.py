@@ -3,7 +3,7 @@ import math
 import os
 import re
 from contextlib import contextmanager
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 import torch
 from allennlp.common import Lazy, Tqdm
@@ -24,13 +24,16 @@ from allennlp.training.optimizers import Optimizer
 from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
-from allennlp_deepspeed import weights
+from allennlp_deepspeed import files, weights
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
+from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
+from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.moving_average import ShardedMovingAverage
+from allennlp_deepspeed.resumption import Resumption
 from allennlp_deepspeed.running_loss import RunningLoss
 
 logger = logging.getLogger(__name__)
@@ -182,6 +185,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._ddp_wrapped_model: DeepSpeedWrappedModel
             self._checkpointer: Optional[DeepSpeedCheckpointer]
             self._open_sessions = 0
+            self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
+            # The last, because others may add to the metrics.
+            self._callbacks.append(self._epoch_metrics)
+            self._resumption = Resumption(self)
+            self._is_validating = False
+            # Epochs completed when the best weights were saved last.
+            self._best_weights_saved_after: Optional[int] = None
             self._buffers = list(self.model.buffers())
             if self._moving_average is not None:
                 if self.engine.zero_nvme_offload_optimizer():
@@ -215,9 +225,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         try:
             yield
             if self._open_sessions == 1:
+                if self._checkpointer is not None:
+                    self._checkpointer.finish()
                 self._release_model()
         except BaseException:
             if self._open_sessions == 1:
+                if self._checkpointer is not None:
+                    self._checkpointer.abandon()
                 self._ddp_wrapped_model.destroy()
             raise
         finally:
@@ -227,6 +241,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def train(self) -> Dict[str, Any]:
         with self.session():
             return super().train()
+
+    @overrides
+    def _try_train(self) -> Tuple[Dict[str, Any], int]:
+        if self._checkpointer is not None:
+            self._checkpointer.check_state(self)
+        metrics, epoch = super()._try_train()
+        # Those of an epoch that was completed before the checkpoint are only known from it.
+        return {**self._epoch_metrics.metrics, **metrics}, epoch
 
     @overrides
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
@@ -259,15 +281,19 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._pytorch_model.train()
 
         logger.info("Training")
+        self._resumption.start_epoch(running_loss)
         batch_groups = self._batch_groups()
         for batch_group in batch_groups:
             if self._is_before_checkpoint():
                 self._batches_in_epoch_completed += 1
                 self._total_batches_completed += 1
+                self._resumption.restore_if_reached()
                 continue
             self._train_group(batch_group, running_loss, epoch, batch_groups)
 
-        return {**self._training_metrics(running_loss), **memory_metrics}
+        return self._resumption.finish_epoch(
+            {**self._training_metrics(running_loss), **memory_metrics}
+        )
 
     def _train_group(
         self,
@@ -390,11 +416,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             progress.set_description(description, refresh=False)
 
     def _training_metrics(self, running_loss: RunningLoss) -> Dict[str, float]:
-        """The metrics of the epoch, over all ranks. Empty for an epoch that a checkpoint covers."""
-        if self._epochs_completed < self._start_after_epochs_completed or (
-            self._epochs_completed == self._start_after_epochs_completed
-            and self._batches_in_epoch_completed - 1 < self._start_after_batches_in_epoch_completed
-        ):
+        """
+        The metrics of the epoch, over all ranks. Empty for an epoch that was completed before the
+        checkpoint.
+        """
+        if self._epochs_completed < self._start_after_epochs_completed:
             return {}
         losses = running_loss.read()
         return training_util.get_metrics(
@@ -430,12 +456,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         the engine save them.
         """
         training_states = {
-            "version": 1,
+            "version": 2,
             "metric_tracker": self._metric_tracker.state_dict(),
             "callbacks": [callback.state_dict() for callback in self._callbacks],
             "epochs_completed": self._epochs_completed,
             "batches_in_epoch_completed": self._batches_in_epoch_completed,
-            "best_model_filename": self._best_model_filename,
+            "instances_per_step": self._instances_per_step(),
+            "has_best_weights": self._best_model_filename is not None,
+            **self._resumption.state_dict(in_validation=self._is_validating),
         }
         for name, part in self._optional_parts().items():
             training_states[name] = part.state_dict()
@@ -454,8 +482,34 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         for name, part in self._optional_parts().items():
             part.load_state_dict(training_state[name])
         self._start_after_epochs_completed = training_state["epochs_completed"]
-        self._start_after_batches_in_epoch_completed = training_state["batches_in_epoch_completed"]
-        self._best_model_filename = training_state["best_model_filename"]
+        self._start_after_batches_in_epoch_completed = self._same_position(training_state)
+        if training_state["has_best_weights"]:
+            self._best_model_filename = self._best_weights_path()
+        self._resumption.load_state_dict(training_state)
+        if (
+            self._start_after_batches_in_epoch_completed == 0
+            and self._metric_tracker.should_stop_early()
+        ):
+            # It had stopped here. AllenNLP's loop would only ask again after one more epoch.
+            self._num_epochs = self._start_after_epochs_completed
+
+    def _instances_per_step(self) -> Optional[int]:
+        """Of all ranks; `None` if batches have no fixed size."""
+        micro_batch_size = _micro_batch_size(self.data_loader)
+        if micro_batch_size is None:
+            return None
+        return micro_batch_size * self._num_gradient_accumulation_steps * self._world_size
+
+    def _same_position(self, training_state: Dict[str, Any]) -> int:
+        """
+        The number of steps that make the same part of the epoch, if a step has another number of
+        instances now. It is rounded down, so that no instance is left out.
+        """
+        steps = training_state["batches_in_epoch_completed"]
+        before, now = training_state["instances_per_step"], self._instances_per_step()
+        if before is None or now is None or before == now:
+            return steps
+        return steps * before // now
 
     def _optional_parts(self) -> Dict[str, Any]:
         parts = {
@@ -465,20 +519,46 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         }
         return {name: part for name, part in parts.items() if part is not None}
 
+    def save_best_weights(self) -> None:
+        """
+        Saves the best weights if the epoch that has just ended was the best and they haven't been
+        saved. To be called by every rank. Called before a checkpoint is saved, while AllenNLP saves
+        them after it: a checkpoint that says which epoch was the best must not exist without its
+        weights.
+        """
+        is_best = self._should_validate_this_epoch and self._metric_tracker.is_best_so_far()
+        if self._batches_in_epoch_completed > 0 or self._epochs_completed == 0 or not is_best:
+            return
+        if self._moving_average is None:
+            self._save_model_state(self._best_weights_path())
+            return
+        self._moving_average.assign_average_value()
+        try:
+            self._save_model_state(self._best_weights_path())
+        finally:
+            self._moving_average.restore()
+
+    def _best_weights_path(self) -> str:
+        return os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
+
     @overrides
     def _save_model_state(self, path: str) -> None:
         """
         Saves the best weights, as one file with the whole model in fp32 instead of the shard that
         AllenNLP's `path` is meant for. To be called by every rank.
         """
-        path = os.path.join(self._serialization_dir, "best.th")
+        path = self._best_weights_path()
         self._best_model_filename = path
+        if self._best_weights_saved_after == self._epochs_completed:
+            return
+        self._best_weights_saved_after = self._epochs_completed
         # Each node's primary archives the model from its own serialization directory.
         state_dict = weights.full_state_dict(self.engine, keep=self._primary)
         if state_dict is not None:
             temporary_path = f"{path}.w{torch.distributed.get_rank()}.tmp"
-            torch.save(state_dict, temporary_path)
-            os.replace(temporary_path, path)
+            files.save(state_dict, temporary_path)
+            files.flush(temporary_path)
+            files.rename(temporary_path, path)
 
     @overrides
     def _load_model_state(self, path: str) -> None:

@@ -1,0 +1,131 @@
+"""
+Where checkpoints are, what they are called, and what of them is left after a crash.
+"""
+
+import os
+import re
+import time
+from typing import List, NamedTuple, Optional
+
+from allennlp_deepspeed import files
+from allennlp_deepspeed.commit import CommitRecord
+
+ENGINE_TAG = "engine"
+UNIVERSAL_TAG = "universal"
+BEST_WEIGHTS_NAME = "best.th"
+
+_NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
+_LEFTOVER = re.compile(
+    r"checkpoint_e\d+_b\d+(\.universal)?\.(unfinished|removed)$|best\.th\.w\d+\.tmp$"
+)
+
+
+class PointInTime(NamedTuple):
+    """Epochs completed, and optimizer steps completed in the epoch after them."""
+
+    epochs: int
+    steps: int
+
+
+class CheckpointDirectory:
+    """
+    The checkpoints in a serialization directory, as one rank sees them. Nothing in here
+    communicates: who may change what is for the caller to know.
+
+    `checkpoint_e{epochs}_b{steps}` is a checkpoint. The same name with `.unfinished` is one that is
+    being written, with `.removed` one that is being removed, with `.universal` a conversion for
+    another number of workers, and with `.corrupt` one that has been set aside.
+
+    # Parameters
+
+    serialization_dir : `str`, required.
+    """
+
+    def __init__(self, serialization_dir: str) -> None:
+        self._serialization_dir = serialization_dir
+
+    def find(self) -> List[PointInTime]:
+        """All checkpoints, the newest first."""
+        if not os.path.isdir(self._serialization_dir):
+            return []
+        matches = map(_NAME.match, os.listdir(self._serialization_dir))
+        return sorted(
+            (PointInTime(int(m.group(1)), int(m.group(2))) for m in matches if m), reverse=True
+        )
+
+    def path(self, point: PointInTime) -> str:
+        return os.path.join(self._serialization_dir, f"checkpoint_e{point.epochs}_b{point.steps}")
+
+    def universal_path(self, point: PointInTime) -> str:
+        return self.path(point) + ".universal"
+
+    def unfinished_path(self, point: PointInTime) -> str:
+        return self.path(point) + ".unfinished"
+
+    def training_state_path(self, checkpoint: str, rank: int) -> str:
+        return os.path.join(checkpoint, f"training_state_w{rank}.th")
+
+    def clean_up(self) -> None:
+        """Removes what a crash has left of saving and of pruning."""
+        for name in os.listdir(self._serialization_dir):
+            if _LEFTOVER.match(name):
+                files.remove(os.path.join(self._serialization_dir, name))
+
+    def begin(self, point: PointInTime) -> str:
+        """Makes the directory in which a checkpoint is to be written, and returns its path."""
+        path = self.unfinished_path(point)
+        files.remove(path)
+        files.make_directory(path)
+        return path
+
+    def commit(self, point: PointInTime, record: CommitRecord) -> None:
+        """
+        Turns what is in the unfinished directory, all of it flushed to disk, into a checkpoint by
+        one rename.
+        """
+        unfinished, path = self.unfinished_path(point), self.path(point)
+        record.write(unfinished)
+        for directory, *_ in os.walk(unfinished):
+            files.flush(directory)
+        # There is one with this name if recovery has started from an older one.
+        if os.path.isdir(path):
+            self.remove(point)
+        files.rename(unfinished, path)
+        files.flush(self._serialization_dir)
+
+    def prune(self, count: Optional[int], age: Optional[float]) -> None:
+        """
+        Removes the checkpoints that are neither among the `count` newest nor younger than `age`
+        seconds, and all conversions, which only the recovery of the run before needed. If both are
+        `None`, all checkpoints are kept. The newest always is.
+        """
+        checkpoints = self.find()
+        for point in checkpoints:
+            self._remove(self.universal_path(point))
+        if count is None and age is None:
+            return
+        keep = set(checkpoints[: max(1, count or 0)])
+        if age is not None:
+            oldest = time.time() - age
+            keep.update(c for c in checkpoints if os.path.getmtime(self.path(c)) >= oldest)
+        for point in checkpoints:
+            if point not in keep:
+                self.remove(point)
+
+    def remove(self, point: PointInTime) -> None:
+        self._remove(self.path(point))
+
+    def set_aside(self, point: PointInTime) -> str:
+        """Renames a checkpoint that is damaged, so that it isn't chosen again."""
+        path = self.path(point) + ".corrupt"
+        files.remove(path)
+        files.rename(self.path(point), path)
+        return path
+
+    def _remove(self, path: str) -> None:
+        """By a rename first: what is left of a checkpoint must not look like a whole one."""
+        if os.path.isdir(path):
+            removed = path + ".removed"
+            files.remove(removed)
+            files.rename(path, removed)
+            files.remove(removed)

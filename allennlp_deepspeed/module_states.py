@@ -1,0 +1,137 @@
+"""
+What a model keeps besides its `state_dict`: the metrics it has added up, and counters.
+"""
+
+import numbers
+from collections import deque
+from typing import Any, Dict, Optional
+
+import numpy as np
+import torch
+from allennlp.training.metrics import Metric
+
+_PLAIN = (bool, numbers.Number, str, type(None), np.ndarray)
+_NOT_OURS = frozenset(vars(torch.nn.Module()))
+# What ZeRO-3 counts in while it gathers and releases parameters.
+_DEEPSPEED_PREFIXES = ("ds_", "applied_pre_backward_ref_cnt")
+
+State = Dict[str, Any]
+
+
+def module_states(model: torch.nn.Module) -> Dict[str, State]:
+    """
+    The numbers and tensors in the attributes of each module, and everything in its metrics, also
+    where tensors or metrics are in lists, tuples or dictionaries. Other attributes are taken to be
+    constant: a model that changes one while it trains says so with PyTorch's `get_extra_state` and
+    `set_extra_state`.
+
+    # Returns
+
+    `Dict[str, Dict[str, Any]]`
+        By the module's name and the attribute's. Tensors are copies.
+    """
+    states = {}
+    for name, module in model.named_modules():
+        state = {
+            key: encoded
+            for key, value in vars(module).items()
+            if key not in _NOT_OURS
+            and not key.startswith(_DEEPSPEED_PREFIXES)
+            and (encoded := _encode(value, within_metric=False)) is not None
+        }
+        if state:
+            states[name] = state
+    return states
+
+
+def load_module_states(model: torch.nn.Module, states: Dict[str, State]) -> None:
+    """
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+        Constructed as the one that the states are of.
+    states : `Dict[str, Dict[str, Any]]`, required.
+        As `module_states` gave them.
+    """
+    modules = dict(model.named_modules())
+    for name, state in states.items():
+        if name in modules:
+            _load_attributes(modules[name], state)
+
+
+def _encode(value: Any, within_metric: bool) -> Optional[State]:
+    """
+    A value as plain data with a tag, `None` if it is of no interest. Outside of metrics, containers
+    are of interest only for the metrics in them.
+    """
+    if isinstance(value, torch.Tensor):
+        is_state = not isinstance(value, torch.nn.Parameter) and value.grad_fn is None
+        return {"value": value.detach().clone()} if is_state else None
+    if isinstance(value, _PLAIN):
+        return {"value": value}
+    if isinstance(value, Metric):
+        attributes = {k: _encode(v, within_metric=True) for k, v in vars(value).items()}
+        return {"metric": {k: v for k, v in attributes.items() if v is not None}}
+    if isinstance(value, set) and within_metric:
+        is_plain = all(isinstance(element, (*_PLAIN, tuple)) for element in value)
+        return {"set": set(value)} if is_plain else None
+    if type(value) in (list, tuple, deque):
+        return _encode_items(type(value).__name__, dict(enumerate(value)), within_metric)
+    if isinstance(value, dict) and all(isinstance(key, (*_PLAIN, tuple)) for key in value):
+        return _encode_items("dict", value, within_metric)
+    return None
+
+
+def _encode_items(kind: str, items: Dict[Any, Any], within_metric: bool) -> Optional[State]:
+    encoded = {key: _encode(value, within_metric) for key, value in items.items()}
+    if within_metric:
+        # A container that holds anything else as well can't be rebuilt.
+        return {kind: encoded} if None not in encoded.values() else None
+    if encoded and all(isinstance(value, torch.Tensor) for value in items.values()):
+        # Such as the state that a stateful recurrent encoder carries to the next batch.
+        return {kind: encoded} if None not in encoded.values() else None
+    metrics = {k: v for k, v in encoded.items() if v is not None and set(v) & {"metric", "some"}}
+    return {"some": metrics} if metrics else None
+
+
+def _load_attributes(owner: Any, state: State) -> None:
+    for name, encoded in state.items():
+        setattr(owner, name, _decode(encoded, getattr(owner, name, None)))
+
+
+def _decode(encoded: State, current: Any) -> Any:
+    """
+    The value that was encoded. Metrics, and containers of special types such as `defaultdict`, are
+    those that are there at present, filled with what was saved.
+    """
+    ((kind, saved),) = encoded.items()
+    if kind == "value":
+        if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
+            return saved.to(current.device)
+        return saved
+    if kind == "metric":
+        _load_attributes(current, saved)
+        return current
+    if kind == "some":
+        for key, value in saved.items():
+            _decode(value, current[key])
+        return current
+    if kind == "set":
+        return saved if current is None else type(current)(saved)
+    if kind == "dict":
+        values = {} if current is None else current
+        previous = dict(values)
+        values.clear()
+        for key, value in saved.items():
+            values[key] = _decode(value, previous.get(key, _default(values)))
+        return values
+    items = list(current or [])
+    items = [_decode(v, items[i] if i < len(items) else None) for i, v in saved.items()]
+    if kind == "deque":
+        return deque(items, current.maxlen if isinstance(current, deque) else None)
+    return tuple(items) if kind == "tuple" else items
+
+
+def _default(values: Dict[Any, Any]) -> Any:
+    factory = getattr(values, "default_factory", None)
+    return None if factory is None else factory()

@@ -1,0 +1,123 @@
+import copy
+from typing import TYPE_CHECKING, Any, Dict, List, Optional
+
+from allennlp_deepspeed.checkpoint_directory import PointInTime
+from allennlp_deepspeed.module_states import load_module_states, module_states
+from allennlp_deepspeed.random_states import random_states, set_random_states
+from allennlp_deepspeed.running_loss import RunningLoss
+
+if TYPE_CHECKING:
+    from allennlp_deepspeed.trainer import DeepSpeedTrainer
+
+
+class Resumption:
+    """
+    Brings a worker back to where it was at a checkpoint, so exactly that it goes on as if it had
+    never stopped. The epochs before are read again but not trained, as in AllenNLP, because readers
+    and data loaders may have a state. What AllenNLP leaves out is in here: the random states, now
+    and at the start of each epoch, so that the data comes in the same order again; the losses and
+    metrics that the epoch has added up; and what callbacks have decided about the epoch.
+
+    # Parameters
+
+    trainer : `DeepSpeedTrainer`, required.
+    """
+
+    def __init__(self, trainer: "DeepSpeedTrainer") -> None:
+        self._trainer = trainer
+        self._running_loss: Optional[RunningLoss] = None
+        self._epoch_starts: List[Dict[str, Any]] = []
+        self._before_validation: Optional[Dict[str, Any]] = None
+        # What `load_state_dict` was given, until its point in time is reached.
+        self._pending: Optional[Dict[str, Any]] = None
+
+    def start_epoch(self, running_loss: RunningLoss) -> None:
+        """To be called before the data of the epoch are asked for."""
+        self._running_loss = running_loss
+        self._before_validation = None
+        self.restore_if_reached()
+        epoch = self._trainer._epochs_completed
+        if epoch < len(self._epoch_starts):
+            set_random_states(self._epoch_starts[epoch])
+        else:
+            self._epoch_starts.append(random_states())
+
+    def restore_if_reached(self) -> None:
+        """
+        To be called after each step that is skipped, before the data of the next are asked for.
+        """
+        trainer = self._trainer
+        here = PointInTime(trainer._epochs_completed, trainer._batches_in_epoch_completed)
+        there = PointInTime(
+            trainer._start_after_epochs_completed, trainer._start_after_batches_in_epoch_completed
+        )
+        if self._pending is None or here != there:
+            return
+        state = self._pending
+        if "train_metrics" not in state:  # they are still to come, in `finish_epoch`
+            self._pending = None
+        set_random_states(state["random_states"])
+        load_module_states(trainer.model, state["modules"])
+        trainer._total_batches_completed = state["total_batches_completed"]
+        trainer._should_validate_this_epoch = state["should_validate_this_epoch"]
+        if self._running_loss is not None and state["running_loss"] is not None:
+            self._running_loss.load_state_dict(state["running_loss"])
+
+    def finish_epoch(self, metrics: Dict[str, float]) -> Dict[str, float]:
+        """
+        To be called when all steps of the epoch are done or skipped.
+
+        # Parameters
+
+        metrics : `Dict[str, float]`, required.
+            Of the epoch's training.
+
+        # Returns
+
+        `Dict[str, float]`
+            The same, unless the checkpoint was saved in the validation after this epoch: then those
+            from before it.
+        """
+        trainer = self._trainer
+        if trainer._epochs_completed < trainer._start_after_epochs_completed:
+            return metrics
+        if self._pending is not None:
+            # Reading to the end of the data may have changed them.
+            set_random_states(self._pending["random_states"])
+            load_module_states(trainer.model, self._pending["modules"])
+            metrics = self._pending["train_metrics"]
+            self._pending = None
+        self._before_validation = {
+            "random_states": random_states(),
+            "modules": module_states(trainer.model),
+            "train_metrics": metrics,
+            "callbacks": copy.deepcopy([c.state_dict() for c in trainer._callbacks]),
+        }
+        return metrics
+
+    def state_dict(self, in_validation: bool) -> Dict[str, Any]:
+        """
+        # Parameters
+
+        in_validation : `bool`, required.
+            Whether the epoch is being validated. The state is then that of before, so that it is
+            validated from the beginning.
+        """
+        trainer = self._trainer
+        running_loss = self._running_loss if trainer._batches_in_epoch_completed > 0 else None
+        state = {
+            "epoch_starts": self._epoch_starts,
+            "total_batches_completed": trainer._total_batches_completed,
+            "should_validate_this_epoch": trainer._should_validate_this_epoch,
+            "running_loss": None if running_loss is None else running_loss.state_dict(),
+            "random_states": random_states(),
+            "modules": module_states(trainer.model),
+        }
+        if in_validation and self._before_validation is not None:
+            state.update(self._before_validation)
+        return state
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Takes effect when training has come to the point in time of the checkpoint."""
+        self._pending = state_dict
+        self._epoch_starts = list(state_dict["epoch_starts"])
