@@ -12,7 +12,8 @@ from typing import Any, Dict, List, Union
 from allennlp.common import Params
 from allennlp.models.archival import CONFIG_NAME
 
-from allennlp_deepspeed import files, layout, universal
+from allennlp_deepspeed import files, universal
+from allennlp_deepspeed.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.commit import CommitRecord
 
 logger = logging.getLogger(__name__)
@@ -77,10 +78,10 @@ def _differing_keys(params: Params, recorded: Params) -> List[str]:
 
 
 def _convert_newest(serialization_dir: str, world_size: int) -> None:
-    checkpoints = layout.committed_checkpoints(serialization_dir)
-    if not checkpoints:
+    checkpoints = CheckpointDirectory(serialization_dir)
+    if not checkpoints.find():
         return
-    directory = checkpoints[max(checkpoints)]
+    directory = checkpoints.path(checkpoints.find()[0])
     record = CommitRecord.read(directory)
     if not universal.needs_conversion(record, world_size):
         return
@@ -100,7 +101,7 @@ def _replace_config(
     )
     logger.info("The work is divided in another way than %s says: %s", path, changes)
     # Each node writes its own, if several see the same directory.
-    temporary_path = f"{path}.n{node_rank}{layout.UNFINISHED_SUFFIX}"
+    temporary_path = f"{path}.n{node_rank}.unfinished"
     files.write(json.dumps(params.as_dict(quiet=True), indent=4), temporary_path)
     files.flush(temporary_path)
     files.rename(temporary_path, path)

@@ -12,7 +12,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from allennlp_deepspeed import layout, serialization
+from allennlp_deepspeed import serialization
+from allennlp_deepspeed.checkpoint_directory import ENGINE_TAG, CheckpointDirectory
 from allennlp_deepspeed.commit import CheckpointError
 
 _PARAMETERS_OF_GROUPS = "parameters_of_groups"
@@ -127,7 +128,7 @@ class ShardedCheckpoint:
     """
 
     def __init__(self, directory: str) -> None:
-        self._engine_directory = os.path.join(directory, layout.ENGINE)
+        self._engine_directory = os.path.join(directory, ENGINE_TAG)
         self._check_offload()
         models = self._load("*mp_rank_00_model_states.pt")
         optimizers = [file["optimizer_state_dict"] for file in self._load("*_optim_states.pt")]
@@ -135,7 +136,7 @@ class ShardedCheckpoint:
         if optimizers and len(optimizers) != model["dp_world_size"]:
             raise CheckpointError(
                 f"{self._engine_directory} has the optimizer states of {len(optimizers)} workers, "
-                f"and {model['dp_world_size']} wrote it."
+                f"and {model['dp_world_size']} wrote it: those of all nodes are needed."
             )
         self._module: Dict[str, Any] = model["module"]
         self._canonical_names = _canonical_names(self._module, model["buffer_names"])
@@ -313,8 +314,9 @@ class ShardedCheckpoint:
         return [serialization.load(path, mmap=True) for path in sorted(paths, key=_rank)]
 
     def _load_moving_averages(self, directory: str) -> Optional[List[Dict[str, torch.Tensor]]]:
+        path = CheckpointDirectory(os.path.dirname(directory)).training_state_path
         states = [
-            serialization.load(layout.training_state_path(directory, rank), mmap=True)
+            serialization.load(path(directory, rank), mmap=True)
             for rank in range(len(self._shards))
         ]
         if "moving_average" not in states[0]:

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
-from allennlp_deepspeed import files, layout, serialization, weights
+from allennlp_deepspeed import files, serialization, weights
+from allennlp_deepspeed.checkpoint_directory import ENGINE_TAG, UNIVERSAL_TAG
 from allennlp_deepspeed.commit import (
     RECORD_NAME,
     CheckpointError,
@@ -51,12 +52,17 @@ def needs_conversion(record: CommitRecord, world_size: int) -> bool:
     return not record.is_universal and record.zero_stage > 0 and record.world_size != world_size
 
 
+def path_of(directory: str) -> str:
+    """Where the conversion of a checkpoint is."""
+    return f"{directory}.universal"
+
+
 def find(directory: str) -> Optional[str]:
     """
     The conversion of a checkpoint, if there is one that is complete, undamaged and of the
     checkpoint as it is now.
     """
-    universal = directory + layout.UNIVERSAL_SUFFIX
+    universal = path_of(directory)
     if not os.path.isdir(universal):
         return None
     try:
@@ -93,12 +99,12 @@ def convert(directory: str) -> str:
     record = CommitRecord.read(directory)
     record.verify(directory)
     checkpoint = ShardedCheckpoint(directory)
-    universal = directory + layout.UNIVERSAL_SUFFIX
-    unfinished = universal + layout.UNFINISHED_SUFFIX
+    universal = path_of(directory)
+    unfinished = universal + ".unfinished"
     files.remove(unfinished)
     files.make_directory(unfinished)
     for name in os.listdir(directory):
-        if name not in (layout.ENGINE, RECORD_NAME):
+        if name not in (ENGINE_TAG, RECORD_NAME):
             files.link(os.path.join(directory, name), os.path.join(unfinished, name))
     _write_parameters(checkpoint, unfinished)
     files.save(_state(checkpoint, directory), _path(unfinished, _STATE))
@@ -218,7 +224,7 @@ def _source(directory: str) -> str:
 
 
 def _path(directory: str, *names: str) -> str:
-    return os.path.join(directory, layout.UNIVERSAL, *names)
+    return os.path.join(directory, UNIVERSAL_TAG, *names)
 
 
 def _parameter_path(directory: str, name: str, state: str) -> str:

@@ -1,7 +1,8 @@
 import argparse
 
-from allennlp_deepspeed import layout, universal
+from allennlp_deepspeed import universal
 from allennlp_deepspeed.commit import CommitRecord
+from allennlp_deepspeed.export import find_checkpoint
 
 
 class Resize:
@@ -42,7 +43,7 @@ def resize(serialization_dir: str) -> str:
     `CheckpointError`
         If there is no checkpoint, or it is damaged.
     """
-    directory = layout.find_checkpoint(serialization_dir)
+    directory = find_checkpoint(serialization_dir)
     if CommitRecord.read(directory).zero_stage == 0:
         return directory
     return universal.find(directory) or universal.convert(directory)
