@@ -127,3 +127,98 @@ def test_another_number_of_workers_continues_the_same_training(
     recovered = recover(uninterrupted, tmp_path, deepspeed(resizable(after), stage))
     assert_same_state(dumped(recovered, "start"), dumped(uninterrupted, "e1_b2"))
     assert_continues(recovered, uninterrupted)
+
+
+ADAM = {"type": "adam", "lr": 0.01}
+BF16: Config = {"bf16": {"enabled": True}}
+FP32_GRADIENTS: Config = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+DEEPSPEED_OPTIMIZER: Config = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "stage, trainer, sections, zero",
+    [
+        *[(stage, {"optimizer": {"type": "sgd", "lr": 0.1}}, {}, {}) for stage in (2, 3)],
+        *[
+            (stage, {"optimizer": {"type": "sgd", "lr": 0.1, "momentum": 0.9}}, {}, {})
+            for stage in (1, 3)
+        ],
+        *[(stage, {"optimizer": {"type": "adagrad", "lr": 0.1}}, {}, {}) for stage in (2, 3)],
+        *[
+            (
+                stage,
+                {
+                    "optimizer": {
+                        **ADAM,
+                        "parameter_groups": [
+                            [["bias"], {"lr": 0.02}],
+                            [["weight_hh"], {"lr": 0.005, "betas": [0.8, 0.9]}],
+                        ],
+                    },
+                    "learning_rate_scheduler": {"type": "slanted_triangular"},
+                },
+                {},
+                zero,
+            )
+            for stage, zero in [(0, {}), (2, {}), (3, {}), (3, {"sub_group_size": 150})]
+        ],
+        *[(stage, {"moving_average": {"decay": 0.9}}, {}, {}) for stage in STAGES],
+        *[(stage, {"no_grad": ["token_embedder", "bias_hh"]}, {}, {}) for stage in STAGES],
+        *[(stage, {}, BF16, {}) for stage in STAGES],
+        (3, {"no_grad": ["token_embedder"]}, BF16, {}),
+        (1, {"moving_average": {"decay": 0.9}}, FP32_GRADIENTS, {}),
+        (0, {"moving_average": {"decay": 0.9}}, BF16, {}),
+        *[(stage, {}, {}, OFFLOAD) for stage in (1, 2, 3)],
+        (3, {}, BF16, {**OFFLOAD, "offload_param": {"device": "cpu"}}),
+        (3, {}, {}, {"stage3_param_persistence_threshold": 100}),
+        (3, {"no_grad": ["bias_hh"]}, {}, {"stage3_param_persistence_threshold": 100}),
+        (2, {}, {}, {"round_robin_gradients": True}),
+        (2, {"optimizer": None}, DEEPSPEED_OPTIMIZER, {}),
+    ],
+)
+def test_everything_is_loaded_as_it_was(
+    experiments: Experiments,
+    tmp_path: Path,
+    stage: int,
+    trainer: Config,
+    sections: Config,
+    zero: Config,
+):
+    overrides = {f"trainer.{key}": value for key, value in trainer.items()}
+    before, after = (
+        deepspeed(resizable(workers, overrides), stage, **sections) for workers in (4, 2)
+    )
+    for config in (before, after):
+        config["trainer"]["deepspeed_config"]["zero_optimization"].update(zero)
+    uninterrupted = experiments.run(before)
+    recovered = recover(uninterrupted, tmp_path, after)
+    assert_same_state(dumped(recovered, "start"), dumped(uninterrupted, "e1_b2"))
+    if "bf16" not in sections:
+        assert_continues(recovered, uninterrupted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("sections", [{}, BF16])
+def test_tied_and_frozen_parameters_and_buffers_are_loaded_as_they_were(
+    experiments: Experiments, tmp_path: Path, stage: int, sections: Config
+):
+    overrides = {
+        "model": {"type": "tied_classifier"},
+        "trainer.validation_metric": "-loss",
+        "trainer.no_grad": ["_projection.weight"],
+        "trainer.moving_average": {"decay": 0.9},
+    }
+    before, after = (
+        deepspeed(resizable(workers, overrides, fixture="classifier"), stage, **sections)
+        for workers in (4, 2)
+    )
+    uninterrupted = experiments.run(before)
+    recovered = recover(uninterrupted, tmp_path, after)
+    assert_same_state(dumped(recovered, "start"), dumped(uninterrupted, "e1_b2"))
