@@ -309,6 +309,7 @@ def _check_parameters(engine: DeepSpeedEngine, state: Dict[str, Any], directory:
 @contextmanager
 def _in_param_groups(optimizer: Any) -> Iterator[None]:
     """Stage 3 has its shards in the optimizer's groups only while it steps."""
+    optimizer._clear_fp32_optimizer_param_groups()  # Adagrad is made with them already
     optimizer._set_fp32_optimizer_param_groups()
     try:
         yield

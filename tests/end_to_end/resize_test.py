@@ -179,7 +179,6 @@ DEEPSPEED_OPTIMIZER: Config = {
         (3, {}, BF16, {**OFFLOAD, "offload_param": {"device": "cpu"}}),
         (3, {}, {}, {"stage3_param_persistence_threshold": 100}),
         (3, {"no_grad": ["bias_hh"]}, {}, {"stage3_param_persistence_threshold": 100}),
-        (2, {}, {}, {"round_robin_gradients": True}),
         (2, {"optimizer": None}, DEEPSPEED_OPTIMIZER, {}),
     ],
 )
