@@ -75,9 +75,8 @@ def test_tied_and_frozen_parameters_and_buffers_are_exported(
         "trainer.validation_metric": "-loss",
         "trainer.no_grad": ["_projection.weight"],
     }
-    if async_save:
-        overrides["trainer.checkpointer.async_save"] = True
     config = deepspeed(resizable(4, overrides, fixture="classifier"), stage, **sections)
+    config["trainer"]["checkpointer"]["async_save"] = async_save
     result = experiments.run(config)
     expected = dumped(result, "e1_b10")["weights"]
     assert ["_embedding.weight", "_same_embedding.weight", "_decoder.weight"] in _ties(expected)
