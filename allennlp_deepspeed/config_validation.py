@@ -40,6 +40,11 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
         "a checkpoint is committed when it is complete; remove the key",
     ),
     "datastates_ckpt": ((), "a checkpoint is committed when it is complete; remove the section"),
+    "zero_optimization.round_robin_gradients": (
+        (False,),
+        "DeepSpeed then takes the fp32 weights of one parameter for those of another; remove the "
+        "key",
+    ),
     "dataloader_drop_last": ((False,), 'write "drop_last" in "data_loader" instead'),
     "managed_gradient_accumulation": (
         (),

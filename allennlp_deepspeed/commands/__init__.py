@@ -1,0 +1,7 @@
+"""
+The `allennlp deepspeed` command.
+"""
+
+from allennlp_deepspeed.commands.deepspeed import DeepSpeed
+
+__all__ = ["DeepSpeed"]

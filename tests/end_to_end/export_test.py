@@ -1,0 +1,184 @@
+"""Weights and archives out of checkpoints."""
+
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+
+from allennlp_deepspeed import universal
+from allennlp_deepspeed.commit import CheckpointError
+from allennlp_deepspeed.export import export, find_checkpoint
+from allennlp_deepspeed.sharded_checkpoint import ShardedCheckpoint
+from tests.command import REPOSITORY, allennlp, subprocess_allennlp
+from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, resizable
+from tests.experiment import Config, Experiments, Result, assert_same_metrics, deepspeed
+from tests.tensor_memory import TensorMemory
+
+
+def exported(result: Result, output: Path, *arguments: Any) -> Dict[str, torch.Tensor]:
+    """What `allennlp deepspeed export` writes to `weights.th`."""
+    run = allennlp(
+        "deepspeed", "export", result.serialization_dir, "--output", output, *arguments
+    ).check()
+    assert run.output.endswith(f"{output}\n")
+    assert sorted(path.name for path in output.iterdir()) == ["model.tar.gz", "weights.th"]
+    weights = torch.load(output / "weights.th", weights_only=True)
+    with tarfile.open(output / "model.tar.gz") as archive:
+        archived = archive.extractfile("weights.th").read()
+    assert archived == (output / "weights.th").read_bytes()
+    return weights
+
+
+def assert_identical(actual: Dict[str, torch.Tensor], expected: Dict[str, torch.Tensor]) -> None:
+    """The same to the last bit, with the same names of the same tensors."""
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+    assert _ties(actual) == _ties(expected)
+
+
+def _ties(weights: Dict[str, torch.Tensor]) -> List[List[str]]:
+    names: Dict[int, List[str]] = {}
+    for name, tensor in weights.items():
+        names.setdefault(tensor.data_ptr(), []).append(name)
+    return list(names.values())
+
+
+@pytest.mark.parametrize(
+    "stage, sections",
+    [*[(s, {}) for s in STAGES], *[(s, BF16) for s in STAGES], (1, FP32_GRADIENTS)],
+)
+def test_exported_weights_are_those_of_training(
+    experiments: Experiments, tmp_path: Path, stage: int, sections: Config
+):
+    result = experiments.run(deepspeed(resizable(4), stage, **sections))
+    weights = exported(result, tmp_path / "newest")
+    assert_identical(weights, dumped(result, "e1_b10")["weights"])
+    weights = exported(result, tmp_path / "first", "--epoch", 1)
+    assert_identical(weights, dumped(result, "e0_b10")["weights"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("sections", [{}, BF16])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_tied_and_frozen_parameters_and_buffers_are_exported(
+    experiments: Experiments, tmp_path: Path, stage: int, sections: Config, async_save: bool
+):
+    overrides = {
+        "model": {"type": "tied_classifier"},
+        "trainer.validation_metric": "-loss",
+        "trainer.no_grad": ["_projection.weight"],
+    }
+    config = deepspeed(resizable(4, overrides, fixture="classifier"), stage, **sections)
+    config["trainer"]["checkpointer"]["async_save"] = async_save
+    result = experiments.run(config)
+    expected = dumped(result, "e1_b10")["weights"]
+    assert ["_embedding.weight", "_same_embedding.weight", "_decoder.weight"] in _ties(expected)
+    assert_identical(exported(result, tmp_path / "export"), expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_moving_average_is_exported(experiments: Experiments, tmp_path: Path, stage: int):
+    config = deepspeed(resizable(4, {"trainer.moving_average": {"decay": 0.9}}), stage)
+    result = experiments.run(config)
+    weights = exported(result, tmp_path / "export")
+    assert_identical(weights, dumped(result, "e1_b10")["moving_average"])
+
+
+def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_path: Path):
+    config = deepspeed(resizable(4), 3)
+    result = experiments.run(config)
+    exported(result, tmp_path / "export")
+    allennlp(
+        "evaluate",
+        tmp_path / "export" / "model.tar.gz",
+        config["validation_data_path"],
+        "--output-file",
+        tmp_path / "metrics.json",
+        include_packages=(),
+    ).check()
+    metrics = result.final_metrics()
+    expected = {key: metrics[f"validation_{key}"] for key in ("loss", "accuracy")}
+    actual = json.loads((tmp_path / "metrics.json").read_text())
+    assert_same_metrics({key: actual[key] for key in expected}, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_export_takes_the_memory_of_one_full_copy(experiments: Experiments, stage: int):
+    result = experiments.run(deepspeed(resizable(4), stage))
+    checkpoint = ShardedCheckpoint(find_checkpoint(str(result.serialization_dir)))
+    with TensorMemory() as memory:
+        weights = checkpoint.state_dict()
+    assert memory.peak == sum(weight.nbytes for weight in weights.values())
+
+
+def test_a_conversion_takes_the_memory_of_one_parameter(experiments: Experiments, tmp_path: Path):
+    result = experiments.run(deepspeed(resizable(4), 2))
+    shutil.copytree(result.serialization_dir / "checkpoint_e1_b2", tmp_path / "checkpoint_e1_b2")
+    with TensorMemory() as memory:
+        universal.convert(str(tmp_path / "checkpoint_e1_b2"))
+    weights = dumped(result, "e1_b2")["weights"]
+    largest = max(weight.nbytes for weight in weights.values())
+    assert memory.peak == largest < sum(weight.nbytes for weight in weights.values()) / 2
+
+
+@pytest.mark.parametrize("plugins", ["working directory", "home"])
+def test_the_installed_command_finds_the_commands_of_this_package(
+    experiments: Experiments, tmp_path: Path, plugins: str
+):
+    result = experiments.run(deepspeed(resizable(4), 3))
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    if plugins == "home":
+        (tmp_path / ".allennlp").mkdir()
+        (tmp_path / ".allennlp" / "plugins").write_text("allennlp_deepspeed\n")
+    subprocess_allennlp(
+        "deepspeed",
+        "export",
+        result.serialization_dir,
+        "--output",
+        tmp_path / "export",
+        cwd=tmp_path if plugins == "home" else REPOSITORY,
+        env=environment,
+    ).check()
+    assert (tmp_path / "export" / "model.tar.gz").exists()
+
+
+def test_files_that_the_config_names_are_in_the_archive(experiments: Experiments, tmp_path: Path):
+    config = {**deepspeed(resizable(4), 2), "include_in_archive": ["metrics_epoch_*.json"]}
+    result = experiments.run(config)
+    exported(result, tmp_path / "export")
+    with tarfile.open(tmp_path / "export" / "model.tar.gz") as archive:
+        assert {"metrics_epoch_0.json", "vocabulary/tokens.txt"} <= set(archive.getnames())
+
+
+def test_by_default_the_files_are_beside_the_checkpoint(experiments: Experiments, tmp_path: Path):
+    result = experiments.run(deepspeed(resizable(4), 2))
+    copy = tmp_path / "out"
+    shutil.copytree(result.serialization_dir, copy)
+    assert export(str(copy)) == str(copy / "export_e2_b0")
+    assert export(str(copy), epoch=1) == str(copy / "export_e1_b0")
+    shutil.rmtree(copy / "checkpoint_e1_b0")
+    assert export(str(copy), epoch=1) == str(copy / "export_e1_b10")
+
+
+def test_what_cannot_be_exported_is_refused_by_name(experiments: Experiments, tmp_path: Path):
+    result = experiments.run(deepspeed(resizable(4), 2))
+    copy = tmp_path / "out"
+    shutil.copytree(result.serialization_dir, copy)
+    with pytest.raises(CheckpointError, match="no checkpoint of 7 epochs in .*checkpoint_e2_b0"):
+        export(str(copy), epoch=7)
+    with pytest.raises(CheckpointError, match="no checkpoint in .*none"):
+        export(str(tmp_path / "nothing"))
+    damaged = next((copy / "checkpoint_e2_b0" / "engine").glob("*rank_3*optim_states.pt"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{damaged} has .* bytes instead of"):
+        export(str(copy))
+    assert not (copy / "export_e2_b0").exists()
+    run = allennlp("deepspeed", "export", copy)
+    assert run.returncode != 0 and str(damaged) in run.output

@@ -1,0 +1,223 @@
+"""Recovery with another number of workers than the one that wrote the checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from allennlp.common import Params
+
+from allennlp_deepspeed import recovery
+from tests.command import allennlp
+from tests.experiment import (
+    INCLUDED,
+    Config,
+    Experiments,
+    Result,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+STAGES = range(4)
+WORKERS = [(2, 4), (4, 2), (2, 1), (1, 2)]
+LAST = "checkpoint_e1_b2"
+TOLERANCE = 1e-5
+
+
+def resizable(workers: int, *overrides: Config, fixture: str = "tagger") -> Config:
+    """
+    A training that sees the same instances in the same steps with 1, 2 and 4 workers, whose means
+    over workers are those over instances.
+    """
+    reader = load_config(fixture)["dataset_reader"]
+    return load_config(
+        fixture,
+        {
+            "dataset_reader": {**reader, "max_instances": 120},
+            "validation_dataset_reader": {**reader, "max_instances": 32},
+            "data_loader": {"batch_size": 12 // workers},
+            "validation_data_loader": {"batch_size": 1},
+            "trainer.callbacks": ["dump_state", "record_loss_curve", "record_steps"],
+            "trainer.checkpointer": {
+                "type": "resizing",
+                "save_every_num_batches": 2,
+                "keep_most_recent_by_count": None,
+            },
+            **on(workers),
+        },
+        *overrides,
+    )
+
+
+def on(workers: int) -> Config:
+    if workers == 1:
+        return {"trainer.cuda_device": -1}
+    return {"distributed": {"cuda_devices": [-1] * workers}}
+
+
+def recover(result: Result, directory: Path, config: Config, last: str = LAST) -> Result:
+    """Continues a copy of what a run left, as if it had been killed after the checkpoint `last`."""
+    copy = Result(directory / "out")
+    copy.serialization_dir.mkdir()
+    for name in ("config.json", "vocabulary", last):
+        path = result.serialization_dir / name
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, copy.serialization_dir / name)
+    recovery.prepare(Params(json.loads(json.dumps(config))), copy.serialization_dir)
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    allennlp(
+        "train",
+        path,
+        "-s",
+        copy.serialization_dir,
+        "--recover",
+        include_packages=("allennlp_deepspeed", INCLUDED),
+        time_limit=90,
+    ).check()
+    return copy
+
+
+def dumped(result: Result, name: str) -> Dict[str, Any]:
+    return torch.load(result.serialization_dir / f"{name}.th", weights_only=True)
+
+
+def assert_same_state(actual: Any, expected: Any, path: str = "") -> None:
+    """The same to the last bit."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), path
+        for key in expected:
+            assert_same_state(actual[key], expected[key], f"{path}/{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), path
+        for i, value in enumerate(expected):
+            assert_same_state(actual[i], value, f"{path}/{i}")
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected), path
+    else:
+        assert actual == expected, path
+
+
+def losses(result: Result) -> List[Any]:
+    """The epoch, the step and the loss of each step."""
+    return json.loads((result.serialization_dir / "loss_curve.json").read_text())
+
+
+def assert_continues(recovered: Result, uninterrupted: Result) -> None:
+    curve = losses(recovered)
+    expected = losses(uninterrupted)[-len(curve) :]
+    assert 0 < len(curve) < len(losses(uninterrupted))
+    for step, expected_step in zip(curve, expected, strict=True):
+        assert step == pytest.approx(expected_step, rel=TOLERANCE)
+    assert recovered.final_metrics()["validation_loss"] == pytest.approx(
+        uninterrupted.final_metrics()["validation_loss"], rel=TOLERANCE
+    )
+    assert_same_weights(recovered.weights(), uninterrupted.weights(), TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("before, after", WORKERS)
+def test_another_number_of_workers_continues_the_same_training(
+    experiments: Experiments, tmp_path: Path, stage: int, before: int, after: int
+):
+    config = deepspeed(resizable(before), stage)
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, deepspeed(resizable(after), stage))
+    assert_same_state(dumped(recovered, "start"), dumped(uninterrupted, "e1_b2"))
+    assert_continues(recovered, uninterrupted)
+
+
+ADAM = {"type": "adam", "lr": 0.01}
+BF16: Config = {"bf16": {"enabled": True}}
+FP32_GRADIENTS: Config = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+DEEPSPEED_OPTIMIZER: Config = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "stage, trainer, sections, zero",
+    [
+        *[(stage, {"optimizer": {"type": "sgd", "lr": 0.1}}, {}, {}) for stage in (2, 3)],
+        *[
+            (stage, {"optimizer": {"type": "sgd", "lr": 0.1, "momentum": 0.9}}, {}, {})
+            for stage in (1, 3)
+        ],
+        *[(stage, {"optimizer": {"type": "adagrad", "lr": 0.1}}, {}, {}) for stage in (2, 3)],
+        *[
+            (
+                stage,
+                {
+                    "optimizer": {
+                        **ADAM,
+                        "parameter_groups": [
+                            [["bias"], {"lr": 0.02}],
+                            [["weight_hh"], {"lr": 0.005, "betas": [0.8, 0.9]}],
+                        ],
+                    },
+                    "learning_rate_scheduler": {"type": "slanted_triangular"},
+                },
+                {},
+                zero,
+            )
+            for stage, zero in [(0, {}), (2, {}), (3, {}), (3, {"sub_group_size": 150})]
+        ],
+        *[(stage, {"moving_average": {"decay": 0.9}}, {}, {}) for stage in STAGES],
+        *[(stage, {"no_grad": ["token_embedder", "bias_hh"]}, {}, {}) for stage in STAGES],
+        *[(stage, {}, BF16, {}) for stage in STAGES],
+        (3, {"no_grad": ["token_embedder"]}, BF16, {}),
+        (1, {"moving_average": {"decay": 0.9}}, FP32_GRADIENTS, {}),
+        (0, {"moving_average": {"decay": 0.9}}, BF16, {}),
+        *[(stage, {}, {}, OFFLOAD) for stage in (1, 2, 3)],
+        (3, {}, BF16, {**OFFLOAD, "offload_param": {"device": "cpu"}}),
+        (3, {}, {}, {"stage3_param_persistence_threshold": 100}),
+        (3, {"no_grad": ["bias_hh"]}, {}, {"stage3_param_persistence_threshold": 100}),
+        (2, {"optimizer": None}, DEEPSPEED_OPTIMIZER, {}),
+    ],
+)
+def test_everything_is_loaded_as_it_was(
+    experiments: Experiments,
+    tmp_path: Path,
+    stage: int,
+    trainer: Config,
+    sections: Config,
+    zero: Config,
+):
+    overrides = {f"trainer.{key}": value for key, value in trainer.items()}
+    before, after = (
+        deepspeed(resizable(workers, overrides), stage, **sections) for workers in (4, 2)
+    )
+    for config in (before, after):
+        config["trainer"]["deepspeed_config"]["zero_optimization"].update(zero)
+    uninterrupted = experiments.run(before)
+    recovered = recover(uninterrupted, tmp_path, after)
+    assert_same_state(dumped(recovered, "start"), dumped(uninterrupted, "e1_b2"))
+    if "bf16" not in sections:
+        assert_continues(recovered, uninterrupted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("sections", [{}, BF16])
+def test_tied_and_frozen_parameters_and_buffers_are_loaded_as_they_were(
+    experiments: Experiments, tmp_path: Path, stage: int, sections: Config
+):
+    overrides = {
+        "model": {"type": "tied_classifier"},
+        "trainer.validation_metric": "-loss",
+        "trainer.no_grad": ["_projection.weight"],
+        "trainer.moving_average": {"decay": 0.9},
+    }
+    before, after = (
+        deepspeed(resizable(workers, overrides, fixture="classifier"), stage, **sections)
+        for workers in (4, 2)
+    )
+    uninterrupted = experiments.run(before)
+    recovered = recover(uninterrupted, tmp_path, after)
+    assert_same_state(dumped(recovered, "start"), dumped(uninterrupted, "e1_b2"))

@@ -1,0 +1,43 @@
+"""
+Counts the memory of tensors.
+"""
+
+from typing import Any, Dict
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TensorMemory(TorchDispatchMode):
+    """
+    Within it the bytes of all tensors that operations allocate are counted, as long as they live.
+    Files that are mapped into memory aren't: their pages are the file's, and the system takes them
+    back when it needs to.
+
+    # Attributes
+
+    peak : `int`
+        The most bytes that there were at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: Dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        inputs = _storages([args, kwargs])
+        self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
+        for key, storage in _storages(result).items():
+            if key not in inputs:
+                self._live[StorageWeakRef(storage)] = storage.nbytes()
+        self.peak = max(self.peak, sum(self._live.values()))
+        return result
+
+
+def _storages(values: Any) -> Dict[int, torch.UntypedStorage]:
+    storages = (v.untyped_storage() for v in tree_leaves(values) if isinstance(v, torch.Tensor))
+    return {storage._cdata: storage for storage in storages}
