@@ -11,9 +11,16 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.trainer import TrainerCheckpoint
+from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
-from allennlp_deepspeed import files, nvme_states, serialization
+from allennlp_deepspeed import (
+    files,
+    nvme_states,
+    serialization,
+    sharded_checkpoint,
+    universal,
+)
 from allennlp_deepspeed.background_commit import BackgroundCommit
 from allennlp_deepspeed.checkpoint_directory import (
     BEST_WEIGHTS_NAME,
@@ -189,7 +196,12 @@ class DeepSpeedCheckpointer(Checkpointer):
         dist.barrier()
         trainer.engine.checkpoint_engine = self._files
         with nvme_states.no_swap_files_copied(trainer.engine):
-            trainer.engine.save_checkpoint(unfinished, tag=ENGINE_TAG, save_latest=False)
+            trainer.engine.save_checkpoint(
+                unfinished,
+                tag=ENGINE_TAG,
+                client_state=sharded_checkpoint.client_state(trainer.engine),
+                save_latest=False,
+            )
         if trainer.engine.zero_nvme_offload_optimizer():
             nvme_states.save(trainer.engine, os.path.join(unfinished, ENGINE_TAG), self._files.save)
         self._files.save(
@@ -352,26 +364,48 @@ class DeepSpeedCheckpointer(Checkpointer):
         path = self._checkpoints.path(point)
         self._check_model(path, record, trainer)
         logger.info("Continuing from the checkpoint in %s", path)
-        if record.world_size != dist.get_world_size() and record.zero_stage > 0:
-            raise CheckpointError(
-                f"{path} was written by {record.world_size} workers, and there are "
-                f"{dist.get_world_size()} now: run `allennlp deepspeed resize "
-                f"{self._serialization_dir}` first."
-            )
-        trainer.engine.checkpoint_engine = self._files
-        with nvme_states.no_swap_files_copied(trainer.engine):
-            loaded_path, _ = trainer.engine.load_checkpoint(path, tag=ENGINE_TAG)
-        if loaded_path is None:
-            raise CheckpointError(f"DeepSpeed finds no weights in {path}.")
-        if trainer.engine.zero_nvme_offload_optimizer():
-            nvme_states.load(trainer.engine, os.path.join(path, ENGINE_TAG))
         # With more workers than wrote it, some start from the same state.
         rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
+        if universal.needs_conversion(record, dist.get_world_size()):
+            self._load_conversion(trainer.engine, path, record, trainer_state)
+        else:
+            self._load_engine(trainer.engine, path)
         self._remember(point)
         if trainer_state["has_best_weights"] and trainer._primary:
             self._restore_best_weights(path)
         return TrainerCheckpoint({}, trainer_state)
+
+    def _load_engine(self, engine: DeepSpeedEngine, path: str) -> None:
+        """Loads what as many ranks have saved."""
+        engine.checkpoint_engine = self._files
+        with nvme_states.no_swap_files_copied(engine):
+            loaded_path, _ = engine.load_checkpoint(path, tag=ENGINE_TAG)
+        if loaded_path is None:
+            raise CheckpointError(f"DeepSpeed finds no weights in {path}.")
+        if engine.zero_nvme_offload_optimizer():
+            nvme_states.load(engine, os.path.join(path, ENGINE_TAG))
+
+    def _load_conversion(
+        self,
+        engine: DeepSpeedEngine,
+        path: str,
+        record: CommitRecord,
+        trainer_state: Dict[str, Any],
+    ) -> None:
+        """Loads what another number of ranks has saved, and this rank's share of the averages."""
+        converted = [universal.find(path) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(converted, src=0)
+        if converted[0] is None:
+            raise CheckpointError(
+                f"{path} was written by {record.world_size} workers, and there are "
+                f"{dist.get_world_size()} now: run `allennlp deepspeed resize "
+                f"{self._serialization_dir}` first, or recover with `allennlp train --recover`, "
+                "which does it."
+            )
+        universal.load(engine, converted[0])
+        if "moving_average" in trainer_state:
+            trainer_state["moving_average"] = universal.load_moving_average(engine, converted[0])
 
     def _check_model(self, path: str, record: CommitRecord, trainer: "DeepSpeedTrainer") -> None:
         stage = trainer.engine.zero_optimization_stage()

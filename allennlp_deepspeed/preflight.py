@@ -15,6 +15,7 @@ from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed import recovery
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config_schema import did_you_mean
@@ -38,6 +39,9 @@ def install() -> None:
         check(params)
         if _trainer_type(params.as_dict(quiet=True)) != "deepspeed":
             return train_model(params, *args, **kwargs)
+        arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
+        if arguments.get("recover"):
+            recovery.prepare(params, arguments["serialization_dir"], arguments.get("node_rank", 0))
         with supervised_workers():
             return train_model(params, *args, **kwargs)
 

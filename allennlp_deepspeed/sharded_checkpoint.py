@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed import serialization
-from allennlp_deepspeed.checkpoint_directory import ENGINE_TAG, CheckpointDirectory
+from allennlp_deepspeed.checkpoint_directory import ENGINE_TAG, CheckpointDirectory, nvme_path
 from allennlp_deepspeed.commit import CheckpointError
 
 _PARAMETERS_OF_GROUPS = "parameters_of_groups"
@@ -129,7 +129,6 @@ class ShardedCheckpoint:
 
     def __init__(self, directory: str) -> None:
         self._engine_directory = os.path.join(directory, ENGINE_TAG)
-        self._check_offload()
         models = self._load("*mp_rank_00_model_states.pt")
         optimizers = [file["optimizer_state_dict"] for file in self._load("*_optim_states.pt")]
         model = models[0]
@@ -158,6 +157,8 @@ class ShardedCheckpoint:
             if "fp32_flat_groups" not in optimizers[0]:
                 self._shards = _shards_at_stages_1_and_2(optimizers)
             else:
+                for rank, optimizer in enumerate(optimizers):
+                    self._add_states_on_nvme(rank, optimizer, len(shapes))
                 self._shards = _shards_at_stage_3(optimizers, shapes)
                 self._frozen_shapes = model["frozen_param_shapes"]
                 self._frozen_partitions = {
@@ -297,21 +298,22 @@ class ShardedCheckpoint:
         ]
         return {**group, "params": list(dict.fromkeys(names))}
 
-    def _check_offload(self) -> None:
-        path = os.path.join(self._engine_directory, "offloaded_tensors")
-        if os.path.exists(path):
-            raise CheckpointError(
-                f"{path} holds optimizer states as they were on NVMe, which can't be read without "
-                "the engine that wrote them. Train with "
-                "deepspeed_config.zero_optimization.offload_optimizer.device 'cpu' instead."
-            )
-
     def _load(self, pattern: str) -> List[Dict[str, Any]]:
         """The engine's files, one a rank and in the order of the ranks, or one in all."""
         paths = glob.glob(os.path.join(glob.escape(self._engine_directory), pattern))
         if not paths and pattern.startswith("*mp_rank"):
             raise CheckpointError(f"DeepSpeed's files are missing in {self._engine_directory}.")
         return [serialization.load(path, mmap=True) for path in sorted(paths, key=_rank)]
+
+    def _add_states_on_nvme(
+        self, rank: int, optimizer: Dict[str, Any], num_sub_groups: int
+    ) -> None:
+        """Where they were on NVMe, DeepSpeed's own file lacks them."""
+        paths = [nvme_path(self._engine_directory, rank, i) for i in range(num_sub_groups)]
+        if os.path.exists(paths[0]):
+            states = [serialization.load(path, mmap=True) for path in paths]
+            optimizer["fp32_flat_groups"] = [state.pop("fp32") for state in states]
+            _base_optimizer(optimizer)["state"] = dict(enumerate(states))
 
     def _load_moving_averages(self, directory: str) -> Optional[List[Dict[str, torch.Tensor]]]:
         path = CheckpointDirectory(os.path.dirname(directory)).training_state_path
@@ -410,8 +412,8 @@ def _shards_at_stage_3(
             if length != master.numel():
                 raise CheckpointError(
                     f"Rank {rank} of {len(optimizers)} has saved {master.numel()} weights of "
-                    f"sub-group {index} instead of {length}: some were on NVMe, or its ZeRO "
-                    "partitions are not those of DeepSpeed 0.19."
+                    f"sub-group {index} instead of {length}: its ZeRO partitions are not those "
+                    "of DeepSpeed 0.19."
                 )
             state = _base_optimizer(optimizer)["state"].get(index, {})
             shards[-1].append(_Shard(fragments, master, state))
