@@ -167,7 +167,7 @@ def test_a_signal_leaves_an_archive_of_the_best_weights(
     if to == "session":
         # The data loaders' processes have the signal too. They shuffle differently each time.
         config["data_loader"] = {"batch_size": 6, "num_workers": 1, "max_instances_in_memory": 12}
-    run = train(config, tmp_path, time_limit=TIME_LIMIT)
+    run = train(config, tmp_path)
     assert run.returncode != 0
     assert f"{signal_name} received: training ends " in run.output
     assert "Attempting to create a model archive using the current best epoch weights" in run.output
@@ -198,14 +198,14 @@ def test_a_second_signal_ends_a_worker_that_is_stuck(tmp_path: Path):
             "times": 2,
         },
     ]
-    run = train(config, tmp_path, time_limit=TIME_LIMIT)
+    run = train(config, tmp_path)
     assert run.returncode > 0, run.output[-6000:]
     assert "SigTermReceived" in run.output
 
 
 def test_there_is_no_archive_before_the_first_epoch_is_over(tmp_path: Path):
     signal = callback("send_signal", point=NO_EPOCH, signal_name="SIGTERM", to="parent")
-    run = train(tagger(3, signal), tmp_path, time_limit=TIME_LIMIT)
+    run = train(tagger(3, signal), tmp_path)
     assert run.returncode != 0
     assert "no best model has been saved. No model archive created." in run.output
     assert not Result(tmp_path / "out").archive.exists()
@@ -249,7 +249,7 @@ def test_a_preempted_run_continues_from_the_step_that_it_was_in(
             "callbacks": [{"type": "send_signal", "point": TRAINING, "signal_name": "SIGTERM"}],
         },
     }
-    assert train(preempted, tmp_path, time_limit=TIME_LIMIT).returncode != 0
+    assert train(preempted, tmp_path).returncode != 0
     result = Result(tmp_path / "out")
     # Of the step after the one whose callbacks it came in.
     assert (result.serialization_dir / "checkpoint_e1_b4").is_dir()
