@@ -103,13 +103,18 @@ class Result:
 
     def metrics(self) -> Dict[str, Any]:
         """All numbers: of each epoch, of the whole run, of each optimizer step, by name."""
+        metrics = self.metrics_of_epochs()
+        for i, step in enumerate(self._read("steps.json")):
+            metrics.update({f"optimizer step {i}: {key}": step[key] for key in step})
+        return metrics
+
+    def metrics_of_epochs(self) -> Dict[str, Any]:
+        """All numbers but those of steps."""
         metrics: Dict[str, Any] = {}
         for path in self.serialization_dir.glob("metrics*.json"):
             for key, value in json.loads(path.read_text()).items():
                 if not re.search("memory|duration", key):
                     metrics[f"{path.name}: {key}"] = value
-        for i, step in enumerate(self._read("steps.json")):
-            metrics.update({f"optimizer step {i}: {key}": step[key] for key in step})
         return metrics
 
     def final_metrics(self) -> Dict[str, Any]:
