@@ -43,19 +43,19 @@ def save(engine: DeepSpeedEngine, directory: str, write: Callable[[Any, str], No
     """
     for sub_group in range(_num_sub_groups(engine)):
         with _in_memory(engine, sub_group) as states:
-            write(states, _path(engine, directory, sub_group))
+            write(states, path(directory, engine.global_rank, sub_group))
     settings = [
         {key: value for key, value in group.items() if key != "params"}
         for group in engine.basic_optimizer.param_groups
     ]
     state = {"param_groups": settings, "loss_scaler": engine.optimizer.loss_scaler}
-    write(state, _path(engine, directory, "settings"))
+    write(state, path(directory, engine.global_rank, "settings"))
 
 
 def load(engine: DeepSpeedEngine, directory: str) -> None:
     """Puts back what `save` has saved. To be called by every rank."""
     for sub_group in range(_num_sub_groups(engine)):
-        saved = serialization.load(_path(engine, directory, sub_group))
+        saved = serialization.load(path(directory, engine.global_rank, sub_group))
         with _in_memory(engine, sub_group) as states:
             for name, value in saved.items():
                 current = states.get(name)
@@ -63,7 +63,7 @@ def load(engine: DeepSpeedEngine, directory: str) -> None:
                     current.copy_(value)
                 else:
                     engine.basic_optimizer.state[_shard(engine, sub_group)][name] = value
-    state = serialization.load(_path(engine, directory, "settings"))
+    state = serialization.load(path(directory, engine.global_rank, "settings"))
     for group, settings in zip(engine.basic_optimizer.param_groups, state["param_groups"]):
         group.update(settings)
     engine.optimizer.loss_scaler = state["loss_scaler"]
@@ -91,5 +91,6 @@ def _num_sub_groups(engine: DeepSpeedEngine) -> int:
     return len(engine.optimizer.fp16_groups)
 
 
-def _path(engine: DeepSpeedEngine, directory: str, part: Any) -> str:
-    return os.path.join(directory, f"nvme_w{engine.global_rank}_{part}.pt")
+def path(directory: str, rank: int, part: Any) -> str:
+    """Where `save` puts a sub-group, or the settings, of a rank."""
+    return os.path.join(directory, f"nvme_w{rank}_{part}.pt")

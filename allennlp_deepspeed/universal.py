@@ -99,6 +99,12 @@ def convert(directory: str) -> str:
     record = CommitRecord.read(directory)
     record.verify(directory)
     checkpoint = ShardedCheckpoint(directory)
+    if checkpoint.was_on_nvme:
+        raise CheckpointError(
+            f"{directory} is of a training with optimizer states on NVMe, which only the number of "
+            f"workers that wrote it can continue: {record.world_size}. Its weights can be had with "
+            "`allennlp deepspeed export`."
+        )
     universal = path_of(directory)
     unfinished = universal + ".unfinished"
     files.remove(unfinished)
