@@ -5,7 +5,7 @@ Where checkpoints are, what they are called, and what of them is left after a cr
 import os
 import re
 import time
-from typing import List, NamedTuple, Optional
+from typing import List, NamedTuple, Optional, Union
 
 from allennlp_deepspeed import files
 from allennlp_deepspeed.commit import CommitRecord
@@ -129,3 +129,8 @@ class CheckpointDirectory:
             files.remove(removed)
             files.rename(path, removed)
             files.remove(removed)
+
+
+def nvme_path(engine_directory: str, rank: int, part: Union[int, str]) -> str:
+    """The file for a sub-group of ZeRO-3 whose optimizer states are on NVMe."""
+    return os.path.join(engine_directory, f"nvme_w{rank}_{part}.pt")

@@ -11,9 +11,16 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.trainer import TrainerCheckpoint
+from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
-from allennlp_deepspeed import files, nvme_states, serialization
+from allennlp_deepspeed import (
+    files,
+    nvme_states,
+    serialization,
+    sharded_checkpoint,
+    universal,
+)
 from allennlp_deepspeed.background_commit import BackgroundCommit
 from allennlp_deepspeed.checkpoint_directory import (
     BEST_WEIGHTS_NAME,
@@ -59,6 +66,9 @@ class DeepSpeedCheckpointer(Checkpointer):
     save_every_num_seconds : `float`, optional (default = `None`)
         As in AllenNLP, but in distributed training too: the clock of rank 0 decides for all ranks,
         which then agree once for each optimizer step.
+    save_on_preemption : `bool`, optional (default = `False`)
+        Whether a training that ends because of a SIGTERM first saves a checkpoint, after the
+        optimizer step that it is in. Not on Ctrl-C.
     async_save : `bool`, optional (default = `False`)
         If `True`, training waits only for a copy in CPU memory, and the files are written from it
         while training goes on. It needs the memory for what this rank saves, once more.
@@ -77,6 +87,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         save_every_num_batches: Optional[int] = None,
         keep_most_recent_by_count: Optional[int] = 2,
         keep_most_recent_by_age: Optional[int] = None,
+        save_on_preemption: bool = False,
         async_save: bool = False,
         on_corrupt: str = "error",
     ) -> None:
@@ -98,6 +109,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._files = FileCheckpointEngine(async_save)
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
         self._commits: Optional[BackgroundCommit] = None
+        self.save_on_preemption = save_on_preemption
 
     @overrides
     def maybe_save_checkpoint(  # type: ignore[override]
@@ -120,6 +132,24 @@ class DeepSpeedCheckpointer(Checkpointer):
         if self._is_time_to_save(num_epochs_completed, num_batches_in_epoch_completed):
             self.save_checkpoint(trainer)
         return False
+
+    def maybe_save_on_preemption(
+        self,
+        trainer: "DeepSpeedTrainer",
+        num_epochs_completed: int,
+        num_batches_in_epoch_completed: int,
+    ) -> None:
+        """
+        Saves a checkpoint before the training leaves, if it is to and the last one isn't of this
+        very point in time. To be called by every rank.
+        """
+        last_save = (
+            self._last_save_num_epochs_completed,
+            self._last_save_num_batches_in_epoch_completed,
+        )
+        now = (num_epochs_completed, num_batches_in_epoch_completed)
+        if self.save_on_preemption and now != last_save:
+            self.save_checkpoint(trainer)
 
     def _is_time_to_save(self, num_epochs: int, num_batches_in_epoch: int) -> bool:
         last_save_num_batches = (
@@ -166,7 +196,12 @@ class DeepSpeedCheckpointer(Checkpointer):
         dist.barrier()
         trainer.engine.checkpoint_engine = self._files
         with nvme_states.no_swap_files_copied(trainer.engine):
-            trainer.engine.save_checkpoint(unfinished, tag=ENGINE_TAG, save_latest=False)
+            trainer.engine.save_checkpoint(
+                unfinished,
+                tag=ENGINE_TAG,
+                client_state=sharded_checkpoint.client_state(trainer.engine),
+                save_latest=False,
+            )
         if trainer.engine.zero_nvme_offload_optimizer():
             nvme_states.save(trainer.engine, os.path.join(unfinished, ENGINE_TAG), self._files.save)
         self._files.save(
@@ -329,26 +364,48 @@ class DeepSpeedCheckpointer(Checkpointer):
         path = self._checkpoints.path(point)
         self._check_model(path, record, trainer)
         logger.info("Continuing from the checkpoint in %s", path)
-        if record.world_size != dist.get_world_size() and record.zero_stage > 0:
-            raise CheckpointError(
-                f"{path} was written by {record.world_size} workers, and there are "
-                f"{dist.get_world_size()} now: run `allennlp deepspeed resize "
-                f"{self._serialization_dir}` first."
-            )
-        trainer.engine.checkpoint_engine = self._files
-        with nvme_states.no_swap_files_copied(trainer.engine):
-            loaded_path, _ = trainer.engine.load_checkpoint(path, tag=ENGINE_TAG)
-        if loaded_path is None:
-            raise CheckpointError(f"DeepSpeed finds no weights in {path}.")
-        if trainer.engine.zero_nvme_offload_optimizer():
-            nvme_states.load(trainer.engine, os.path.join(path, ENGINE_TAG))
         # With more workers than wrote it, some start from the same state.
         rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
+        if universal.needs_conversion(record, dist.get_world_size()):
+            self._load_conversion(trainer.engine, path, record, trainer_state)
+        else:
+            self._load_engine(trainer.engine, path)
         self._remember(point)
         if trainer_state["has_best_weights"] and trainer._primary:
             self._restore_best_weights(path)
         return TrainerCheckpoint({}, trainer_state)
+
+    def _load_engine(self, engine: DeepSpeedEngine, path: str) -> None:
+        """Loads what as many ranks have saved."""
+        engine.checkpoint_engine = self._files
+        with nvme_states.no_swap_files_copied(engine):
+            loaded_path, _ = engine.load_checkpoint(path, tag=ENGINE_TAG)
+        if loaded_path is None:
+            raise CheckpointError(f"DeepSpeed finds no weights in {path}.")
+        if engine.zero_nvme_offload_optimizer():
+            nvme_states.load(engine, os.path.join(path, ENGINE_TAG))
+
+    def _load_conversion(
+        self,
+        engine: DeepSpeedEngine,
+        path: str,
+        record: CommitRecord,
+        trainer_state: Dict[str, Any],
+    ) -> None:
+        """Loads what another number of ranks has saved, and this rank's share of the averages."""
+        converted = [universal.find(path) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(converted, src=0)
+        if converted[0] is None:
+            raise CheckpointError(
+                f"{path} was written by {record.world_size} workers, and there are "
+                f"{dist.get_world_size()} now: run `allennlp deepspeed resize "
+                f"{self._serialization_dir}` first, or recover with `allennlp train --recover`, "
+                "which does it."
+            )
+        universal.load(engine, converted[0])
+        if "moving_average" in trainer_state:
+            trainer_state["moving_average"] = universal.load_moving_average(engine, converted[0])
 
     def _check_model(self, path: str, record: CommitRecord, trainer: "DeepSpeedTrainer") -> None:
         stage = trainer.engine.zero_optimization_stage()

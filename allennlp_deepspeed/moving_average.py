@@ -2,13 +2,16 @@
 Moving averages of weights that are sharded over the ranks.
 """
 
+import sys
 from typing import Any, Dict, Optional
 
+import torch.distributed as dist
 from allennlp.training.moving_average import MovingAverage
 from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
 from allennlp_deepspeed import weights
+from allennlp_deepspeed.interruption import TrainingInterrupted
 
 
 class ShardedMovingAverage(MovingAverage):
@@ -32,6 +35,7 @@ class ShardedMovingAverage(MovingAverage):
         moving_average._backups = self._backups
         self._moving_average = moving_average
         self._engine = engine
+        self._error_when_assigned: Optional[BaseException] = None
 
     @overrides
     def apply(self, num_updates: Optional[int] = None) -> None:
@@ -40,14 +44,25 @@ class ShardedMovingAverage(MovingAverage):
     @overrides
     def assign_average_value(self) -> None:
         """To be called by every rank."""
+        self._error_when_assigned = sys.exc_info()[1]
         self._moving_average.assign_average_value()
         weights.update_weights_from_masters(self._engine)
 
     @overrides
     def restore(self) -> None:
-        """To be called by every rank."""
+        """
+        To be called by every rank. On a rank that fails it does nothing, and the others need not
+        come: AllenNLP calls it while the exception is on its way.
+        """
+        if self._is_failing() and dist.get_world_size() > 1:
+            return
         self._moving_average.restore()
         weights.update_weights_from_masters(self._engine)
+
+    def _is_failing(self) -> bool:
+        """Whether since `assign_average_value` an exception has come that other ranks may lack."""
+        error = sys.exc_info()[1]
+        return error is not self._error_when_assigned and not isinstance(error, TrainingInterrupted)
 
     @overrides
     def state_dict(self) -> Dict[str, Any]:

@@ -4,7 +4,6 @@ checkpoint and back, but they lack the step counts, the learning rates and the t
 small to be swapped, and it doesn't read those from the files in which it has saved them.
 """
 
-import os
 import shutil
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator
@@ -14,6 +13,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed import serialization, weights
+from allennlp_deepspeed.checkpoint_directory import nvme_path
 
 
 @contextmanager
@@ -43,19 +43,19 @@ def save(engine: DeepSpeedEngine, directory: str, write: Callable[[Any, str], No
     """
     for sub_group in range(_num_sub_groups(engine)):
         with _in_memory(engine, sub_group) as states:
-            write(states, path(directory, engine.global_rank, sub_group))
+            write(states, nvme_path(directory, engine.global_rank, sub_group))
     settings = [
         {key: value for key, value in group.items() if key != "params"}
         for group in engine.basic_optimizer.param_groups
     ]
     state = {"param_groups": settings, "loss_scaler": engine.optimizer.loss_scaler}
-    write(state, path(directory, engine.global_rank, "settings"))
+    write(state, nvme_path(directory, engine.global_rank, "settings"))
 
 
 def load(engine: DeepSpeedEngine, directory: str) -> None:
     """Puts back what `save` has saved. To be called by every rank."""
     for sub_group in range(_num_sub_groups(engine)):
-        saved = serialization.load(path(directory, engine.global_rank, sub_group))
+        saved = serialization.load(nvme_path(directory, engine.global_rank, sub_group))
         with _in_memory(engine, sub_group) as states:
             for name, value in saved.items():
                 current = states.get(name)
@@ -63,7 +63,7 @@ def load(engine: DeepSpeedEngine, directory: str) -> None:
                     current.copy_(value)
                 else:
                     engine.basic_optimizer.state[_shard(engine, sub_group)][name] = value
-    state = serialization.load(path(directory, engine.global_rank, "settings"))
+    state = serialization.load(nvme_path(directory, engine.global_rank, "settings"))
     for group, settings in zip(engine.basic_optimizer.param_groups, state["param_groups"]):
         group.update(settings)
     engine.optimizer.loss_scaler = state["loss_scaler"]
@@ -89,8 +89,3 @@ def _shard(engine: DeepSpeedEngine, sub_group: int) -> torch.Tensor:
 
 def _num_sub_groups(engine: DeepSpeedEngine) -> int:
     return len(engine.optimizer.fp16_groups)
-
-
-def path(directory: str, rank: int, part: Any) -> str:
-    """Where `save` puts a sub-group, or the settings, of a rank."""
-    return os.path.join(directory, f"nvme_w{rank}_{part}.pt")

@@ -1,8 +1,9 @@
 """
-Checks what can be checked of a config before any data is read or any worker started.
+Checks what can be checked of a config before any data is read or any worker started, and has the
+workers of the "deepspeed" trainer supervised.
 
 AllenNLP constructs the trainer in the workers only, after it has made the vocabulary. It has no
-seam before that, so `install` puts the check in front of `allennlp.commands.train.train_model`.
+seam before that, so `install` puts itself in front of `allennlp.commands.train.train_model`.
 """
 
 import functools
@@ -14,16 +15,21 @@ from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed import recovery
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config_schema import did_you_mean
+from allennlp_deepspeed.supervision import supervised_workers
 from allennlp_deepspeed.trainer import DeepSpeedTrainer
 
 _DEFAULT_TYPE = "of the default type"
 
 
 def install() -> None:
-    """Has every training of this process checked first. May be called more than once."""
+    """
+    Has every training of this process checked first, and then supervised. May be called more than
+    once.
+    """
     train_model = train_command.train_model
     if hasattr(train_model, "checks_deepspeed"):
         return
@@ -31,7 +37,13 @@ def install() -> None:
     @functools.wraps(train_model)
     def checked_train_model(params: Params, *args: Any, **kwargs: Any) -> Any:
         check(params)
-        return train_model(params, *args, **kwargs)
+        if _trainer_type(params.as_dict(quiet=True)) != "deepspeed":
+            return train_model(params, *args, **kwargs)
+        arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
+        if arguments.get("recover"):
+            recovery.prepare(params, arguments["serialization_dir"], arguments.get("node_rank", 0))
+        with supervised_workers():
+            return train_model(params, *args, **kwargs)
 
     checked_train_model.checks_deepspeed = True  # type: ignore[attr-defined]
     train_command.train_model = checked_train_model
@@ -51,7 +63,7 @@ def check(params: Params) -> None:
     """
     config: Dict[str, Any] = params.as_dict(quiet=True)
     trainer = config.get("trainer")
-    trainer_type = _registered_name(trainer)
+    trainer_type = _trainer_type(config)
     if config.get("type") == "deepspeed" and trainer_type != "deepspeed":
         raise ConfigurationError(
             f"The top-level 'type' is 'deepspeed', but 'trainer.type' is {trainer_type}: write "
@@ -135,6 +147,10 @@ def _settings(
         device_type="cuda" if is_cuda else "cpu",
         serialization_dir="",
     )
+
+
+def _trainer_type(config: Dict[str, Any]) -> Optional[str]:
+    return _registered_name(config.get("trainer"))
 
 
 def _registered_name(component: Any) -> Optional[str]:

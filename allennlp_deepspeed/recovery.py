@@ -14,18 +14,22 @@ from allennlp.models.archival import CONFIG_NAME
 
 from allennlp_deepspeed import files, universal
 from allennlp_deepspeed.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.commit import CommitRecord
+from allennlp_deepspeed.commit import CheckpointError, CommitRecord
 
 logger = logging.getLogger(__name__)
 
-_DIVISION_OF_WORK = re.compile(
+_MAY_CHANGE = re.compile(
     r"distributed(\..*)?"
+    r"|trainer\.checkpointer(\..*)?"
     r"|trainer\.(cuda_device|num_gradient_accumulation_steps)"
     r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
     r"|trainer\.deepspeed_config\."
     r"(train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps)"
 )
-"""The keys that say how the work is divided among workers and micro-batches."""
+"""
+The keys that say how the work is divided among workers and micro-batches, and what is to be done
+about checkpoints. AllenNLP wants all to be the same.
+"""
 
 
 def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_rank: int = 0) -> None:
@@ -54,10 +58,14 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
         return
     recorded = Params.from_file(path)
     differing = _differing_keys(params, recorded)
-    if not all(_DIVISION_OF_WORK.fullmatch(key) for key in differing):
+    if not all(_MAY_CHANGE.fullmatch(key) for key in differing):
         return
     if node_rank == 0:
-        _convert_newest(serialization_dir, number_of_workers(params))
+        _convert_newest(
+            serialization_dir,
+            number_of_workers(params),
+            (params.as_dict(quiet=True)["trainer"].get("checkpointer") or {}).get("on_corrupt", ""),
+        )
     if differing:
         _replace_config(path, params, recorded, differing, node_rank)
 
@@ -77,19 +85,25 @@ def _differing_keys(params: Params, recorded: Params) -> List[str]:
     return [key for key in keys if now.get(key, missing) != then.get(key, missing)]
 
 
-def _convert_newest(serialization_dir: str, world_size: int) -> None:
+def _convert_newest(serialization_dir: str, world_size: int, on_corrupt: str) -> None:
+    """The one that the workers will choose. What is wrong with others they will say."""
     checkpoints = CheckpointDirectory(serialization_dir)
-    if not checkpoints.find():
+    for point in checkpoints.find():
+        directory = checkpoints.path(point)
+        try:
+            record = CommitRecord.read(directory)
+            if universal.needs_conversion(record, world_size):
+                record.verify(directory)
+        except CheckpointError:
+            if on_corrupt == "previous":
+                continue
+            return
+        if universal.needs_conversion(record, world_size) and universal.find(directory) is None:
+            logger.info(
+                "Converting %s from %d workers for %d", directory, record.world_size, world_size
+            )
+            universal.convert(directory)
         return
-    directory = checkpoints.path(checkpoints.find()[0])
-    record = CommitRecord.read(directory)
-    if not universal.needs_conversion(record, world_size):
-        return
-    if universal.find(directory) is None:
-        logger.info(
-            "Converting %s from %d workers for %d", directory, record.world_size, world_size
-        )
-        universal.convert(directory)
 
 
 def _replace_config(
@@ -99,7 +113,7 @@ def _replace_config(
     changes = "; ".join(
         f"{key} was {_value(then, key)} and is {_value(now, key)}" for key in differing
     )
-    logger.info("The work is divided in another way than %s says: %s", path, changes)
+    logger.info("%s has changed since the training began: %s", path, changes)
     # Each node writes its own, if several see the same directory.
     temporary_path = f"{path}.n{node_rank}.unfinished"
     files.write(json.dumps(params.as_dict(quiet=True), indent=4), temporary_path)

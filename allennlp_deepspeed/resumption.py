@@ -87,6 +87,8 @@ class Resumption:
             load_module_states(trainer.model, self._pending["modules"])
             metrics = self._pending["train_metrics"]
             self._pending = None
+        if trainer._checkpointer is None or not trainer._checkpointer.save_on_preemption:
+            return metrics
         self._before_validation = {
             "random_states": random_states(),
             "modules": module_states(trainer.model),

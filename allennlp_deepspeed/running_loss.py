@@ -7,12 +7,13 @@ import torch.distributed as dist
 class LossReading(NamedTuple):
     """
     Losses of the epoch so far and of the last group of micro-batches, as AllenNLP's metrics want
-    them. The `reg` values are `None` for a model without a regularizer. `has_nan` and
-    `ranks_differ` are what `agree` has found.
+    them. The `reg` values are `None` for a model without a regularizer. `has_nan`,
+    `ranks_differ` and `signal_number` are what `agree` has found.
     """
 
     has_nan: bool
     ranks_differ: bool
+    signal_number: int
     train_loss: float
     train_reg_loss: Optional[float]
     batch_loss: float
@@ -37,8 +38,8 @@ class RunningLoss:
             torch.zeros(4, dtype=torch.float64, device=device).unbind()
         )
         # Whether there was a NaN, a checksum, and its negative, so that one maximum over the ranks
-        # gives both the largest and the smallest checksum.
-        self._flags = torch.zeros(3, dtype=torch.float64, device=device)
+        # gives both the largest and the smallest checksum. And the number of a signal.
+        self._flags = torch.zeros(4, dtype=torch.float64, device=device)
 
     def start_group(self) -> None:
         self._batch_loss.zero_()
@@ -56,18 +57,21 @@ class RunningLoss:
     def finish_group(self) -> None:
         self._train_loss.add_(self._batch_loss)
 
-    def agree(self, checksum: int) -> None:
+    def agree(self, checksum: int, signal_number: int) -> None:
         """
-        Makes known to all ranks whether a loss of any was NaN, and whether they have the same
-        checksum. To be called by every rank.
+        Makes known to all ranks whether a loss of any was NaN, whether they have the same checksum,
+        and whether one has been told to leave. To be called by every rank.
 
         # Parameters
 
         checksum : `int`, required.
             Of 32 bits.
+        signal_number : `int`, required.
+            Of the signal that this rank has received, or 0. The ranks agree on the greatest.
         """
         self._flags[1] = checksum
         self._flags[2] = -checksum
+        self._flags[3] = signal_number
         dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
 
     def state_dict(self) -> Dict[str, torch.Tensor]:
@@ -81,13 +85,16 @@ class RunningLoss:
     def read(self) -> LossReading:
         """Waits for the device and returns the losses."""
         losses = [self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss]
-        has_nan, largest, smallest, *values = torch.cat([self._flags, torch.stack(losses)]).tolist()
+        has_nan, largest, smallest, signal_number, *values = torch.cat(
+            [self._flags, torch.stack(losses)]
+        ).tolist()
         train_loss, train_reg_loss, batch_loss, batch_reg_loss = values
         if not self._has_regularizer:
             train_reg_loss = batch_reg_loss = None
         return LossReading(
             bool(has_nan),
             largest != -smallest,
+            int(signal_number),
             train_loss,
             train_reg_loss,
             batch_loss,

@@ -12,8 +12,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from allennlp_deepspeed import nvme_states, serialization
-from allennlp_deepspeed.checkpoint_directory import ENGINE_TAG, CheckpointDirectory
+from allennlp_deepspeed import serialization
+from allennlp_deepspeed.checkpoint_directory import ENGINE_TAG, CheckpointDirectory, nvme_path
 from allennlp_deepspeed.commit import CheckpointError
 
 _PARAMETERS_OF_GROUPS = "parameters_of_groups"
@@ -120,8 +120,6 @@ class ShardedCheckpoint:
     lr_scheduler : `Optional[Dict[str, Any]]`
         The state of the scheduler in DeepSpeed's own section, if there is one.
     has_moving_average : `bool`
-    was_on_nvme : `bool`
-        Whether the optimizer's states were.
 
     # Raises
 
@@ -139,7 +137,6 @@ class ShardedCheckpoint:
                 f"{self._engine_directory} has the optimizer states of {len(optimizers)} workers, "
                 f"and {model['dp_world_size']} wrote it: those of all nodes are needed."
             )
-        self.was_on_nvme = os.path.exists(nvme_states.path(self._engine_directory, 0, 0))
         self._module: Dict[str, Any] = model["module"]
         self._canonical_names = _canonical_names(self._module, model["buffer_names"])
         self.buffers = {name: self._module[name] for name in model["buffer_names"]}
@@ -160,10 +157,9 @@ class ShardedCheckpoint:
             if "fp32_flat_groups" not in optimizers[0]:
                 self._shards = _shards_at_stages_1_and_2(optimizers)
             else:
-                self._shards = [
-                    self._shards_at_stage_3(optimizer, shapes, rank, len(optimizers))
-                    for rank, optimizer in enumerate(optimizers)
-                ]
+                for rank, optimizer in enumerate(optimizers):
+                    self._add_states_on_nvme(rank, optimizer, len(shapes))
+                self._shards = _shards_at_stage_3(optimizers, shapes)
                 self._frozen_shapes = model["frozen_param_shapes"]
                 self._frozen_partitions = {
                     name: [file["frozen_param_fragments"][name] for file in models]
@@ -309,29 +305,15 @@ class ShardedCheckpoint:
             raise CheckpointError(f"DeepSpeed's files are missing in {self._engine_directory}.")
         return [serialization.load(path, mmap=True) for path in sorted(paths, key=_rank)]
 
-    def _shards_at_stage_3(
-        self,
-        optimizer: Dict[str, Any],
-        shapes: List[Dict[str, torch.Size]],
-        rank: int,
-        world_size: int,
-    ) -> List[_Shard]:
-        """A rank has one flat shard of each sub-group: its partitions of the parameters in it."""
-        shards = []
-        for index, master in enumerate(optimizer["fp32_flat_groups"]):
-            state = _base_optimizer(optimizer)["state"].get(index, {})
-            if self.was_on_nvme:
-                path = nvme_states.path(self._engine_directory, rank, index)
-                state = serialization.load(path, mmap=True)
-                master = state.pop("fp32")
-            fragments, length = partitions(shapes[index], rank, world_size)
-            if length != master.numel():
-                raise CheckpointError(
-                    f"In {self._engine_directory} worker {rank} of {world_size} has "
-                    f"{master.numel()} weights of sub-group {index} instead of {length}."
-                )
-            shards.append(_Shard(fragments, master, state))
-        return shards
+    def _add_states_on_nvme(
+        self, rank: int, optimizer: Dict[str, Any], num_sub_groups: int
+    ) -> None:
+        """Where they were on NVMe, DeepSpeed's own file lacks them."""
+        paths = [nvme_path(self._engine_directory, rank, i) for i in range(num_sub_groups)]
+        if os.path.exists(paths[0]):
+            states = [serialization.load(path, mmap=True) for path in paths]
+            optimizer["fp32_flat_groups"] = [state.pop("fp32") for state in states]
+            _base_optimizer(optimizer)["state"] = dict(enumerate(states))
 
     def _load_moving_averages(self, directory: str) -> Optional[List[Dict[str, torch.Tensor]]]:
         path = CheckpointDirectory(os.path.dirname(directory)).training_state_path
@@ -415,6 +397,26 @@ def _shards_at_stages_1_and_2(optimizers: List[Dict[str, Any]]) -> List[List[_Sh
                     optimizer["group_paddings"][index],
                 )
             )
+    return shards
+
+
+def _shards_at_stage_3(
+    optimizers: List[Dict[str, Any]], shapes: List[Dict[str, torch.Size]]
+) -> List[List[_Shard]]:
+    """A rank has one flat shard of each sub-group: its partitions of the parameters in it."""
+    shards: List[List[_Shard]] = []
+    for rank, optimizer in enumerate(optimizers):
+        shards.append([])
+        for index, master in enumerate(optimizer["fp32_flat_groups"]):
+            fragments, length = partitions(shapes[index], rank, len(optimizers))
+            if length != master.numel():
+                raise CheckpointError(
+                    f"Rank {rank} of {len(optimizers)} has saved {master.numel()} weights of "
+                    f"sub-group {index} instead of {length}: its ZeRO partitions are not those "
+                    "of DeepSpeed 0.19."
+                )
+            state = _base_optimizer(optimizer)["state"].get(index, {})
+            shards[-1].append(_Shard(fragments, master, state))
     return shards
 
 

@@ -2,6 +2,7 @@ import logging
 import math
 import os
 import re
+import signal
 from contextlib import contextmanager
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
@@ -24,7 +25,7 @@ from allennlp.training.optimizers import Optimizer
 from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
-from allennlp_deepspeed import files, weights
+from allennlp_deepspeed import files, weights, worker_failure
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
 from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
@@ -32,9 +33,10 @@ from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.interruption import TrainingInterrupted, TrainingInterruption, interrupted
 from allennlp_deepspeed.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.resumption import Resumption
-from allennlp_deepspeed.running_loss import RunningLoss
+from allennlp_deepspeed.running_loss import LossReading, RunningLoss
 
 logger = logging.getLogger(__name__)
 
@@ -189,9 +191,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             # The last, because others may add to the metrics.
             self._callbacks.append(self._epoch_metrics)
             self._resumption = Resumption(self)
-            self._is_validating = False
+            self._is_validating = False  # when a checkpoint is saved
             # Epochs completed when the best weights were saved last.
             self._best_weights_saved_after: Optional[int] = None
+            self._interruption = TrainingInterruption(is_worker=distributed)
             self._buffers = list(self.model.buffers())
             if self._moving_average is not None:
                 if self.engine.zero_nvme_offload_optimizer():
@@ -228,9 +231,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 if self._checkpointer is not None:
                     self._checkpointer.finish()
                 self._release_model()
-        except BaseException:
+        except BaseException as error:
             if self._open_sessions == 1:
-                if self._checkpointer is not None:
+                if self._checkpointer is not None and isinstance(error, TrainingInterrupted):
+                    self._checkpointer.finish()  # all ranks are here
+                elif self._checkpointer is not None:
                     self._checkpointer.abandon()
                 self._ddp_wrapped_model.destroy()
             raise
@@ -239,19 +244,66 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @overrides
     def train(self) -> Dict[str, Any]:
-        with self.session():
-            return super().train()
+        """
+        Trains the model. To be called by every rank. After a SIGTERM or Ctrl-C on any rank, every
+        rank leaves after the optimizer step or the validation batch that it is in.
+
+        # Raises
+
+        `TrainingInterrupted`
+            On every rank, after a SIGTERM, or after Ctrl-C with several workers.
+        `KeyboardInterrupt`
+            In a single process, after Ctrl-C.
+        """
+        with self.session(), self._interruption:
+            metrics = super().train()
+            self._leave_if_interrupted("after its last epoch")
+            return metrics
 
     @overrides
     def _try_train(self) -> Tuple[Dict[str, Any], int]:
         if self._checkpointer is not None:
             self._checkpointer.check_state(self)
-        metrics, epoch = super()._try_train()
+        try:
+            metrics, epoch = super()._try_train()
+        except BaseException as error:
+            # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.
+            worker_failure.report(error)
+            raise
         # Those of an epoch that was completed before the checkpoint are only known from it.
         return {**self._epoch_metrics.metrics, **metrics}, epoch
 
     @overrides
+    def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
+        try:
+            return super()._validation_loss(epoch)
+        except TrainingInterrupted as interruption:
+            # Here the moving average has been taken off again.
+            if interruption.signal_number == signal.SIGTERM:
+                self._save_interrupted_validation()
+            raise
+
+    def _save_interrupted_validation(self) -> None:
+        """To be called by every rank."""
+        if self._checkpointer is not None:
+            self._is_validating = True
+            self._checkpointer.maybe_save_on_preemption(
+                self, self._epochs_completed, self._batches_in_epoch_completed
+            )
+
+    def _leave_if_interrupted(self, where: str) -> None:
+        """
+        Raises if a signal has come to any rank. To be called by every rank where the host waits
+        anyway; after a step, they already know.
+        """
+        signal_number = self._interruption.agree(self.cuda_device)
+        if signal_number:
+            raise interrupted(signal_number, where)
+
+    @overrides
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
+        if not for_training:
+            self._leave_if_interrupted("in the validation")
         self._broadcast_buffers()
         outputs = super().batch_outputs(batch, for_training)
         if for_training:
@@ -285,6 +337,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         batch_groups = self._batch_groups()
         for batch_group in batch_groups:
             if self._is_before_checkpoint():
+                self._leave_if_interrupted("before it has caught up with the checkpoint")
                 self._batches_in_epoch_completed += 1
                 self._total_batches_completed += 1
                 self._resumption.restore_if_reached()
@@ -324,13 +377,26 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         self._batches_in_epoch_completed += 1
         self._total_batches_completed += 1
-        self._report(
+        losses = self._report(
             batch_group.batches, batch_group_outputs, running_loss, batch_grad_norm, epoch, progress
         )
         if self._checkpointer is not None:
             self._checkpointer.maybe_save_checkpoint(
                 self, self._epochs_completed, self._batches_in_epoch_completed
             )
+        if losses.signal_number:
+            self._leave_after_step(losses.signal_number, epoch)
+
+    def _leave_after_step(self, signal_number: int, epoch: int) -> None:
+        """To be called by every rank, with the signal that they have agreed on."""
+        error = interrupted(
+            signal_number, f"after step {self._batches_in_epoch_completed} of epoch {epoch}"
+        )
+        if signal_number == signal.SIGTERM and self._checkpointer is not None:
+            self._checkpointer.maybe_save_on_preemption(
+                self, self._epochs_completed, self._batches_in_epoch_completed
+            )
+        raise error
 
     def _backward(self, batch_outputs: Dict[str, torch.Tensor], group_size: int) -> None:
         backward_called = False
@@ -367,9 +433,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         batch_grad_norm: Optional[float],
         epoch: int,
         progress: Any,
-    ) -> None:
+    ) -> LossReading:
         """
-        Tells the callbacks and the progress bar about the group.
+        Tells the callbacks and the progress bar about the group, and returns its losses.
 
         # Raises
 
@@ -378,7 +444,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `RuntimeError`
             On every rank, if they used different parameters where that makes gradients wrong.
         """
-        running_loss.agree(self._gradients.used_parameters_checksum())
+        running_loss.agree(
+            self._gradients.used_parameters_checksum(), self._interruption.signal_number
+        )
         losses = running_loss.read()
         if losses.has_nan:
             raise ValueError(
@@ -414,6 +482,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._primary:
             description = training_util.description_from_metrics(metrics)
             progress.set_description(description, refresh=False)
+        return losses
 
     def _training_metrics(self, running_loss: RunningLoss) -> Dict[str, float]:
         """

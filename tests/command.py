@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 from unittest import mock
 
+import psutil
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # The fork server finds the modules to preload, and the workers this package, through the
@@ -30,10 +32,14 @@ _context.set_forkserver_preload(["tests.preload"])
 
 
 class Run(NamedTuple):
-    """What a command left: its exit code (negative for a signal), and stdout and stderr as one."""
+    """
+    What a command left: its exit code (negative for a signal), stdout and stderr as one, and the
+    processes of its session that were still there after it.
+    """
 
     returncode: int
     output: str
+    processes: List[str]
 
     def check(self) -> "Run":
         assert self.returncode == 0, self.output[-6000:]
@@ -60,10 +66,11 @@ def allennlp(
         if process.is_alive():
             _signal_session(process.pid, signal.SIGUSR1)
             time.sleep(1)
+        processes = _session(process.pid)
         # Whatever the command has left goes with it.
         _signal_session(process.pid, signal.SIGKILL)
         process.join()
-        return Run(process.exitcode, output.read())
+        return Run(process.exitcode, output.read(), processes)
 
 
 def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any) -> Run:
@@ -79,8 +86,9 @@ def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any)
     try:
         output, _ = process.communicate(timeout=time_limit)
     finally:
+        processes = _session(process.pid)
         _signal_session(process.pid, signal.SIGKILL)
-    return Run(process.returncode, output)
+    return Run(process.returncode, output, processes)
 
 
 def _main(argv: List[str], output: str, environment: Dict[str, str]) -> None:
@@ -105,6 +113,19 @@ def _fork(function, args=(), nprocs=1, **kwargs):
     from torch.multiprocessing import start_processes
 
     return start_processes(function, args, nprocs, start_method="fork", **kwargs)
+
+
+def _session(pid: Optional[int]) -> List[str]:
+    """The processes of a session, but for those that leave as soon as they see that others have."""
+    processes: List[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append(process)
+        except (OSError, psutil.NoSuchProcess):
+            pass
+    _, alive = psutil.wait_procs(processes, timeout=2)
+    return [str(process) for process in alive]
 
 
 def _signal_session(pid: Optional[int], signal_number: int) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import signal
 from pathlib import Path
 from typing import Any, Dict, List, Tuple, Union
 from unittest import mock
@@ -15,6 +16,7 @@ from allennlp.common.util import is_distributed, prepare_environment
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import BasicClassifier, Model
 from allennlp.training import GradientDescentTrainer
+from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.metrics import PearsonCorrelation
 from allennlp.training.optimizers import AdamOptimizer
 
@@ -127,6 +129,27 @@ def test_a_failed_training_leaves_no_process_group(tmp_path: Path):
     with mock.patch.object(BasicClassifier, "get_metrics", side_effect=KeyError("on purpose")):
         with pytest.raises(KeyError, match="on purpose"):
             trainer.train()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_the_step_and_a_second_one_the_training(tmp_path: Path, times: int):
+    class PressCtrlC(TrainerCallback):
+        has_returned = False
+
+        def on_batch(self, trainer, *args, **kwargs) -> None:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+            self.has_returned = True
+
+    task = Task()
+    callback = PressCtrlC(str(tmp_path))
+    trainer = DeepSpeedTrainer(**task.arguments(tmp_path), callbacks=[callback])
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert callback.has_returned == (times == 1)
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert not dist.is_initialized()
 
 

@@ -208,16 +208,6 @@ def test_an_asynchronous_save_saves_the_moment_of_the_save(
     assert_ends_alike(recovered, uninterrupted)
 
 
-def test_another_number_of_workers_is_refused_by_name(experiments: Experiments, tmp_path: Path):
-    config = deepspeed(load_config("tagger", CHECKPOINTS), 2)
-    uninterrupted = experiments.run(config)
-    del config["distributed"]
-    recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2", check=False)
-    output = (tmp_path / "output").read_text()
-    assert "was written by 2 workers" in output
-    assert "allennlp deepspeed resize" in output
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_checkpoints_are_saved_and_pruned_as_asked(experiments: Experiments, stage: int):
     config = load_config("tagger", WORKERS, {"trainer.checkpointer": {}})

@@ -1,0 +1,273 @@
+"""A failure on one rank, or a signal to any process, ends the whole job, and none of it is left."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.command import Run, allennlp, subprocess_allennlp
+from tests.experiment import (
+    INCLUDED,
+    Config,
+    Experiments,
+    Result,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+from tests.fixtures.failures import MESSAGE
+
+# What the package promises from a failure to the end of the last process, in seconds.
+TIME_LIMIT = 30
+
+WORKERS: Config = {"distributed": {"cuda_devices": [-1, -1]}}
+AVERAGE: Config = {"trainer.moving_average": {"decay": 0.9}}
+
+
+def callback(name: str, **arguments: Any) -> Config:
+    return {"trainer.callbacks": [{"type": name, **arguments}]}
+
+
+def tagger(stage: int, *overrides: Config) -> Config:
+    return deepspeed(load_config("tagger", WORKERS, *overrides), stage)
+
+
+def train(config: Config, directory: Path, *arguments: str, command=allennlp, **kwargs) -> Run:
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    run = command(
+        "train",
+        path,
+        "-s",
+        directory / "out",
+        "--include-package",
+        "allennlp_deepspeed",
+        "--include-package",
+        INCLUDED,
+        *arguments,
+        **kwargs,
+    )
+    assert not run.processes
+    return run
+
+
+def fails(config: Config, directory: Path, time_limit: float = TIME_LIMIT, **kwargs: Any) -> str:
+    """Trains, and returns the traceback that the command ends with."""
+    run = train(config, directory, time_limit=time_limit, **kwargs)
+    assert run.returncode > 0, run.output[-6000:]
+    return run.output[run.output.rindex("Traceback") :]
+
+
+LOADER: Config = {"data_loader": {"type": "failing_loader", "batch_size": 6, "rank": 1}}
+READER: Config = {"dataset_reader": {"type": "failing_reader", "rank": 1}}
+IN_TRAINING: Config = {"model.type": "failing_tagger", "model.rank": 0, "model.in_training": True}
+IN_VALIDATION: Config = {**IN_TRAINING, "model.rank": 1, "model.in_training": False, **AVERAGE}
+SCHEDULE: Config = {"trainer.learning_rate_scheduler": {"type": "failing_schedule", "rank": 1}}
+IN_VALIDATION_BATCH = "validation batch 2 of epoch 0"
+
+
+@pytest.mark.parametrize(
+    "stage, overrides, expected",
+    [
+        (0, READER, "in the reader"),
+        (1, callback("fail", point="on_start", rank=1), "in on_start"),
+        (2, LOADER, "in the data loader"),
+        (3, IN_TRAINING, "in forward"),
+        (2, callback("fail_on_backward", point="on_backward", rank=1), "in on_backward"),
+        (0, callback("fail_optimizer", point="step 2 of epoch 0", rank=1), "in the optimizer"),
+        (1, callback("fail_optimizer", point="step 2 of epoch 0", rank=0), "in the optimizer"),
+        (3, SCHEDULE, "in the schedule"),
+        (1, callback("fail", point="step 2 of epoch 0", rank=0), "in step 2 of epoch 0"),
+        (2, IN_VALIDATION, "in forward"),
+        (3, IN_VALIDATION, "in forward"),
+        (
+            3,
+            {**callback("fail", point=IN_VALIDATION_BATCH, rank=0), **AVERAGE},
+            f"in {IN_VALIDATION_BATCH}",
+        ),
+        (0, callback("fail", point="on_epoch 0", rank=1), "in on_epoch 0"),
+        # Of the checkpoint, which each rank writes its part of, and of the best weights.
+        (2, callback("fill_disk", point="step 11 of epoch 0", rank=1), "[Errno 28]"),
+        (
+            3,
+            {
+                **callback("fill_disk", point="on_epoch 0", rank=0),
+                **AVERAGE,
+                "trainer.checkpointer": None,
+            },
+            "[Errno 28]",
+        ),
+        (0, callback("fail", point="on_end", rank=1), "in on_end"),
+    ],
+)
+def test_a_rank_that_raises_ends_all(tmp_path: Path, stage: int, overrides: Config, expected: str):
+    traceback = fails(tagger(stage, overrides), tmp_path)
+    assert MESSAGE in traceback
+    assert expected in traceback
+
+
+def test_a_failing_rank_that_waits_for_the_others_is_ended(tmp_path: Path):
+    config = tagger(2, callback("fail_and_wait", point="step 2 of epoch 0", rank=1))
+    assert f"{MESSAGE} in step 2" in fails(config, tmp_path)
+
+
+def test_a_rank_that_is_stuck_is_ended_when_another_fails(tmp_path: Path):
+    config = tagger(1)
+    config["trainer"]["callbacks"] = [
+        {"type": "be_stuck", "point": "step 2 of epoch 0", "rank": 0},
+        {"type": "fail", "point": "step 2 of epoch 0", "rank": 1},
+    ]
+    assert f"{MESSAGE} in step 2" in fails(config, tmp_path)
+
+
+def test_a_rank_that_is_killed_ends_all_with_their_data_loaders(tmp_path: Path):
+    config = tagger(
+        2,
+        callback("send_signal", point="step 2 of epoch 0", signal_name="SIGKILL", rank=1),
+        {"data_loader": {"batch_size": 6, "num_workers": 1, "max_instances_in_memory": 12}},
+    )
+    assert "process 1 terminated with signal SIGKILL" in fails(config, tmp_path)
+
+
+def test_the_log_has_the_traceback_of_a_rank_that_fails(tmp_path: Path):
+    # With workers that are spawned, as a user's are. Most of the time is for imports.
+    config = tagger(3, callback("fail", point="step 2 of epoch 0", rank=1))
+    assert f"{MESSAGE} in step 2" in fails(
+        config, tmp_path, time_limit=120, command=subprocess_allennlp
+    )
+    for log in ("out.log", "out_worker1.log"):
+        assert f"{MESSAGE} in step 2" in (tmp_path / "out" / log).read_text()
+
+
+TRAINING = "step 3 of epoch 1"
+VALIDATION = "validation batch 2 of epoch 1"
+NO_EPOCH = "step 3 of epoch 0"
+
+
+@pytest.mark.parametrize(
+    "stage, point, signal_name, to",
+    [
+        (0, TRAINING, "SIGTERM", "parent"),
+        (1, TRAINING, "SIGTERM", "worker"),
+        (2, TRAINING, "SIGINT", "session"),
+        (3, TRAINING, "SIGTERM", "session"),
+        (0, VALIDATION, "SIGINT", "session"),
+        (1, VALIDATION, "SIGTERM", "parent"),
+        (2, VALIDATION, "SIGINT", "worker"),
+        (3, VALIDATION, "SIGTERM", "worker"),
+    ],
+)
+def test_a_signal_leaves_an_archive_of_the_best_weights(
+    experiments: Experiments, tmp_path: Path, stage: int, point: str, signal_name: str, to: str
+):
+    signal = callback("send_signal", point=point, signal_name=signal_name, to=to, rank=1)
+    config = tagger(stage, AVERAGE, signal)
+    if to == "session":
+        # The data loaders' processes have the signal too. They shuffle differently each time.
+        config["data_loader"] = {"batch_size": 6, "num_workers": 1, "max_instances_in_memory": 12}
+    run = train(config, tmp_path)
+    assert run.returncode != 0
+    assert f"{signal_name} received: training ends " in run.output
+    assert "Attempting to create a model archive using the current best epoch weights" in run.output
+    one_epoch = {**config, "trainer": {**config["trainer"], "callbacks": [], "num_epochs": 1}}
+    assert_same_weights(
+        Result(tmp_path / "out").weights(), experiments.run(one_epoch).weights(), tolerance=0
+    )
+
+
+def test_ctrl_c_with_spawned_workers(tmp_path: Path):
+    signal = callback("send_signal", point=TRAINING, signal_name="SIGINT", to="session")
+    run = train(tagger(2, signal), tmp_path, command=subprocess_allennlp)
+    assert run.returncode != 0
+    assert "SIGINT received: the workers leave" in run.output
+    assert Result(tmp_path / "out").archive.exists()
+
+
+def test_a_second_signal_ends_a_worker_that_is_stuck(tmp_path: Path):
+    config = tagger(0)
+    config["trainer"]["callbacks"] = [
+        {"type": "be_stuck", "point": NO_EPOCH, "rank": 0},
+        {
+            "type": "send_signal",
+            "point": NO_EPOCH,
+            "signal_name": "SIGTERM",
+            "to": "parent",
+            "rank": 1,
+            "times": 2,
+        },
+    ]
+    run = train(config, tmp_path)
+    assert run.returncode > 0, run.output[-6000:]
+    assert "SigTermReceived" in run.output
+
+
+def test_there_is_no_archive_before_the_first_epoch_is_over(tmp_path: Path):
+    signal = callback("send_signal", point=NO_EPOCH, signal_name="SIGTERM", to="parent")
+    run = train(tagger(3, signal), tmp_path)
+    assert run.returncode != 0
+    assert "no best model has been saved. No model archive created." in run.output
+    assert not Result(tmp_path / "out").archive.exists()
+
+
+@pytest.mark.parametrize("point", [TRAINING, VALIDATION])
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_a_single_process(tmp_path: Path, signal_name: str, point: str):
+    config = tagger(2, callback("send_signal", point=point, signal_name=signal_name), AVERAGE)
+    del config["distributed"]
+    config["trainer"]["checkpointer"] = {"save_on_preemption": True}
+    run = train(config, tmp_path)
+    assert run.returncode != 0
+    exception = "TrainingInterrupted" if signal_name == "SIGTERM" else "KeyboardInterrupt"
+    assert f"{exception}: {signal_name} received: training ends" in run.output
+    result = Result(tmp_path / "out")
+    best = torch.load(result.serialization_dir / "best.th", weights_only=True)
+    assert_same_weights(result.weights(), best, tolerance=0)
+    # The one at the end of the first epoch, and the one at the signal.
+    checkpoints = list(result.serialization_dir.glob("checkpoint_*"))
+    assert len(checkpoints) == (2 if signal_name == "SIGTERM" else 1)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_preempted_run_continues_from_the_step_that_it_was_in(
+    experiments: Experiments, tmp_path: Path, stage: int
+):
+    uninterrupted = tagger(
+        stage,
+        AVERAGE,
+        {
+            "validation_data_loader": {"batch_size": 6},
+            "trainer.callbacks": [],
+            "trainer.checkpointer": {"save_on_preemption": True},
+        },
+    )
+    preempted = {
+        **uninterrupted,
+        "trainer": {
+            **uninterrupted["trainer"],
+            "callbacks": [{"type": "send_signal", "point": TRAINING, "signal_name": "SIGTERM"}],
+        },
+    }
+    assert train(preempted, tmp_path).returncode != 0
+    result = Result(tmp_path / "out")
+    # Of the step after the one whose callbacks it came in.
+    assert (result.serialization_dir / "checkpoint_e1_b4").is_dir()
+    result.archive.unlink()
+    # The callback doesn't come to its step again, which is before the checkpoint.
+    run = train(preempted, tmp_path, "--recover").check()
+    assert "Continuing from the checkpoint in" in run.output
+    assert_same_weights(result.weights(), experiments.run(uninterrupted).weights(), tolerance=0)
+
+
+def test_a_signal_before_a_run_has_caught_up_with_its_checkpoint(tmp_path: Path):
+    config = tagger(3, AVERAGE, {"data_loader": {"type": "signalling_loader", "batch_size": 6}})
+    train(config, tmp_path).check()
+    result = Result(tmp_path / "out")
+    weights = result.weights()
+    result.archive.unlink()
+    # As if it were to go on from the end of the last epoch.
+    run = train(config, tmp_path, "--recover", environment={"SIGNAL_WHILE_LOADING": "1"})
+    assert run.returncode != 0
+    assert "SIGTERM received: training ends before it has caught up" in run.output
+    assert_same_weights(result.weights(), weights, tolerance=0)
