@@ -27,7 +27,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from allennlp_deepspeed import files, serialization, weights
-from allennlp_deepspeed.checkpoint_directory import ENGINE_TAG, UNIVERSAL_TAG
+from allennlp_deepspeed.checkpoint_directory import ENGINE_TAG, UNIVERSAL_TAG, nvme_path
 from allennlp_deepspeed.commit import (
     RECORD_NAME,
     CheckpointError,
@@ -99,6 +99,12 @@ def convert(directory: str) -> str:
     record = CommitRecord.read(directory)
     record.verify(directory)
     checkpoint = ShardedCheckpoint(directory)
+    if os.path.exists(nvme_path(os.path.join(directory, ENGINE_TAG), 0, 0)):
+        raise CheckpointError(
+            f"{directory} is of a training with optimizer states on NVMe, which only the number of "
+            f"workers that wrote it can continue: {record.world_size}. Its weights can be had with "
+            "`allennlp deepspeed export`."
+        )
     universal = path_of(directory)
     unfinished = universal + ".unfinished"
     files.remove(unfinished)

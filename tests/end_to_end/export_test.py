@@ -9,6 +9,7 @@ from typing import Any, Dict, List
 
 import pytest
 import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from allennlp_deepspeed import universal
 from allennlp_deepspeed.commit import CheckpointError
@@ -182,3 +183,27 @@ def test_what_cannot_be_exported_is_refused_by_name(experiments: Experiments, tm
     assert not (copy / "export_e2_b0").exists()
     run = allennlp("deepspeed", "export", copy)
     assert run.returncode != 0 and str(damaged) in run.output
+
+
+@pytest.mark.parametrize("offloaded", [["optimizer"], ["optimizer", "param"]])
+def test_weights_that_were_on_nvme_are_exported_and_not_resized(
+    experiments: Experiments, tmp_path: Path, offloaded: List[str]
+):
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("needs Debian's package libaio-dev")
+    overrides = {
+        # DeepSpeed keeps tensors below a megabyte in memory: here some are.
+        "model.encoder.hidden_size": 200,
+        "trainer.callbacks": ["record_steps"],
+        "trainer.num_epochs": 1,
+    }
+    config = deepspeed(resizable(2, overrides), 3)
+    config["trainer"]["deepspeed_config"]["zero_optimization"].update(
+        {f"offload_{what}": {"device": "nvme"} for what in offloaded}, sub_group_size=300_000
+    )
+    result = experiments.run(config)
+    # After one epoch the best weights are the last.
+    assert_identical(exported(result, tmp_path / "export"), result.weights())
+    run = allennlp("deepspeed", "resize", result.serialization_dir)
+    assert run.returncode != 0
+    assert "only the number of workers that wrote it can continue: 2" in run.output

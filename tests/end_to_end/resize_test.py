@@ -7,9 +7,7 @@ from typing import Any, Dict, List
 
 import pytest
 import torch
-from allennlp.common import Params
 
-from allennlp_deepspeed import recovery
 from tests.command import allennlp
 from tests.experiment import (
     INCLUDED,
@@ -42,7 +40,6 @@ def resizable(workers: int, *overrides: Config, fixture: str = "tagger") -> Conf
             "validation_data_loader": {"batch_size": 1},
             "trainer.callbacks": ["dump_state", "record_loss_curve", "record_steps"],
             "trainer.checkpointer": {
-                "type": "resizing",
                 "save_every_num_batches": 2,
                 "keep_most_recent_by_count": None,
             },
@@ -65,10 +62,9 @@ def recover(result: Result, directory: Path, config: Config, last: str = LAST) -
     for name in ("config.json", "vocabulary", last):
         path = result.serialization_dir / name
         (shutil.copytree if path.is_dir() else shutil.copy)(path, copy.serialization_dir / name)
-    recovery.prepare(Params(json.loads(json.dumps(config))), copy.serialization_dir)
     path = directory / "config.json"
     path.write_text(json.dumps(config))
-    allennlp(
+    run = allennlp(
         "train",
         path,
         "-s",
@@ -77,6 +73,11 @@ def recover(result: Result, directory: Path, config: Config, last: str = LAST) -
         include_packages=("allennlp_deepspeed", INCLUDED),
         time_limit=90,
     ).check()
+    converted = f"Converting {copy.serialization_dir / last} from" in run.output
+    assert converted == (config["trainer"]["deepspeed_config"]["zero_optimization"]["stage"] > 0)
+    # The checkpoint is kept, as the config asks; the conversion only until the next checkpoint.
+    assert (copy.serialization_dir / last).exists()
+    assert not list(copy.serialization_dir.glob("*.universal"))
     return copy
 
 
