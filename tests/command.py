@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -30,10 +30,15 @@ _context.set_forkserver_preload(["tests.preload"])
 
 
 class Run(NamedTuple):
-    """What a command left: its exit code (negative for a signal), and stdout and stderr as one."""
+    """
+    What a command left: its exit code (negative for a signal), stdout and stderr as one, whether it
+    had to be stopped after the time limit, and the number of its processes that outlived it.
+    """
 
     returncode: int
     output: str
+    timed_out: bool = False
+    num_survivors: int = 0
 
     def check(self) -> "Run":
         assert self.returncode == 0, self.output[-6000:]
@@ -57,13 +62,15 @@ def allennlp(
         process = _context.Process(target=_main, args=(argv, output.name, environment or {}))
         process.start()
         process.join(time_limit)
-        if process.is_alive():
+        timed_out = process.is_alive()
+        if timed_out:
             _signal_session(process.pid, signal.SIGUSR1)
             time.sleep(1)
+        num_survivors = 0 if timed_out else _num_survivors(process.pid)
         # Whatever the command has left goes with it.
         _signal_session(process.pid, signal.SIGKILL)
         process.join()
-        return Run(process.exitcode, output.read())
+        return Run(process.exitcode, output.read(), timed_out, num_survivors)
 
 
 def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any) -> Run:
@@ -112,3 +119,28 @@ def _signal_session(pid: Optional[int], signal_number: int) -> None:
         os.killpg(pid, signal_number)
     except (ProcessLookupError, TypeError):
         pass
+
+
+def _num_survivors(session: int, grace_period: float = 5.0) -> int:
+    """
+    The number of processes in the session that don't end within the grace period, in seconds. One
+    that has been killed takes a moment to be gone.
+    """
+    deadline = time.monotonic() + grace_period
+    while (count := sum(map(_is_alive_in(session), Path("/proc").glob("[0-9]*/stat")))) > 0:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return count
+
+
+def _is_alive_in(session: int) -> Callable[[Path], bool]:
+    def is_alive(stat: Path) -> bool:
+        try:
+            # After the name in parentheses: the state, parent, process group and session.
+            state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            return False
+        return int(its_session) == session and state not in "ZX"
+
+    return is_alive
