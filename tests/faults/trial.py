@@ -6,8 +6,7 @@ import functools
 import json
 import re
 from pathlib import Path
-from random import Random
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -43,25 +42,10 @@ _EXPERIMENT = {
 }
 VARIANTS: Dict[str, Dict[str, Any]] = {
     "plain": {},
-    "async": {"trainer.checkpointer.async_save": True},
+    "async": {"trainer.checkpointer": {**_EXPERIMENT["trainer.checkpointer"], "async_save": True}},
     "patience": {"trainer.patience": 1, "trainer.num_epochs": 3},
     "offload": {},
 }
-
-FILE_PHASES = ("save", "commit", "prune", "best_weights")
-LOOP_PHASES = (
-    "forward",
-    "backward",
-    "accumulation",
-    "step",
-    "after_step",
-    "on_batch",
-    "validation",
-    "on_epoch",
-    "finish",
-    "archive",
-)
-RECOVERY_PHASES = ("load", "clean_up", "catching_up")
 
 
 def experiment(stage: int, variant: str) -> Config:
@@ -110,22 +94,8 @@ class Reference(NamedTuple):
     result: Result
     points: List[Point]
 
-    def draw(self, random: Random, phases: Sequence[str]) -> Kill:
-        """A kill in one of the phases."""
-        phase = random.choice([p for p in phases if self.points_of(p)])
-        points = self.points_of(phase)
-        return Kill(random.choice(points), kills_all=random.random() < 0.5)
-
     def points_of(self, phase: str) -> List[Point]:
         return [point for point in self.points if point.phase == phase]
-
-    def before_a_commit(self) -> Kill:
-        """
-        Just before the rename that makes the fourth checkpoint one. Recovery has all its files to
-        remove, and others to load.
-        """
-        renames = [p for p in self.points_of("commit") if p.detail.startswith("rename ")]
-        return Kill(renames[3], kills_all=True)
 
 
 class References:
@@ -274,7 +244,3 @@ def differences(actual: Result, expected: Result) -> List[str]:
 def _metrics(result: Result) -> Dict[str, Any]:
     # The steps are those since the recovery.
     return {k: v for k, v in result.metrics().items() if not k.startswith("optimizer step")}
-
-
-Plan = List[Tuple[int, str, List[Kill]]]
-ReferenceOf = Callable[[int, str], Reference]
