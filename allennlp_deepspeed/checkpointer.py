@@ -13,7 +13,7 @@ from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.trainer import TrainerCheckpoint
 from overrides import overrides
 
-from allennlp_deepspeed import files, serialization
+from allennlp_deepspeed import files, nvme_states, serialization
 from allennlp_deepspeed.background_commit import BackgroundCommit
 from allennlp_deepspeed.checkpoint_directory import (
     BEST_WEIGHTS_NAME,
@@ -165,7 +165,10 @@ class DeepSpeedCheckpointer(Checkpointer):
                 )
         dist.barrier()
         trainer.engine.checkpoint_engine = self._files
-        trainer.engine.save_checkpoint(unfinished, tag=ENGINE_TAG, save_latest=False)
+        with nvme_states.no_swap_files_copied(trainer.engine):
+            trainer.engine.save_checkpoint(unfinished, tag=ENGINE_TAG, save_latest=False)
+        if trainer.engine.zero_nvme_offload_optimizer():
+            nvme_states.save(trainer.engine, os.path.join(unfinished, ENGINE_TAG), self._files.save)
         self._files.save(
             trainer_state, self._checkpoints.training_state_path(unfinished, dist.get_rank())
         )
@@ -326,12 +329,6 @@ class DeepSpeedCheckpointer(Checkpointer):
         path = self._checkpoints.path(point)
         self._check_model(path, record, trainer)
         logger.info("Continuing from the checkpoint in %s", path)
-        if trainer.engine.zero_nvme_offload_optimizer():
-            raise ConfigurationError(
-                f"The training in {self._serialization_dir} can't be continued: DeepSpeed's "
-                "checkpoints lack the optimizer states that are on NVMe. Start it anew, or with "
-                "deepspeed_config.zero_optimization.offload_optimizer.device 'cpu'."
-            )
         if record.world_size != dist.get_world_size() and record.zero_stage > 0:
             raise CheckpointError(
                 f"{path} was written by {record.world_size} workers, and there are "
@@ -339,9 +336,12 @@ class DeepSpeedCheckpointer(Checkpointer):
                 f"{self._serialization_dir}` first."
             )
         trainer.engine.checkpoint_engine = self._files
-        loaded_path, _ = trainer.engine.load_checkpoint(path, tag=ENGINE_TAG)
+        with nvme_states.no_swap_files_copied(trainer.engine):
+            loaded_path, _ = trainer.engine.load_checkpoint(path, tag=ENGINE_TAG)
         if loaded_path is None:
             raise CheckpointError(f"DeepSpeed finds no weights in {path}.")
+        if trainer.engine.zero_nvme_offload_optimizer():
+            nvme_states.load(trainer.engine, os.path.join(path, ENGINE_TAG))
         # With more workers than wrote it, some start from the same state.
         rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))

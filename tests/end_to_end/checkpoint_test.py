@@ -4,11 +4,12 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
 import pytest
+from deepspeed.ops.op_builder import AsyncIOBuilder
 
-from tests.command import allennlp
+from tests.command import Run, allennlp
 from tests.experiment import (
     INCLUDED,
     Config,
@@ -39,7 +40,12 @@ def checkpoints(result: Result) -> List[str]:
 
 
 def recover(
-    result: Result, directory: Path, config: Config, last: str, check: bool = True
+    result: Result,
+    directory: Path,
+    config: Config,
+    last: str,
+    check: bool = True,
+    command: Callable[..., Run] = allennlp,
 ) -> Result:
     """Continues a copy of what a run left, as if it had been killed after the checkpoint `last`."""
     copy = Result(directory / "out")
@@ -50,13 +56,14 @@ def recover(
     copy.archive.unlink()
     path = copy.serialization_dir / "config.json"
     path.write_text(json.dumps(config))
-    run = allennlp(
+    run = command(
         "train",
         path,
         "-s",
         copy.serialization_dir,
         "--recover",
-        include_packages=("allennlp_deepspeed", INCLUDED),
+        "--include-package",
+        INCLUDED,
         time_limit=90,
     )
     if check:
@@ -153,6 +160,31 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one_with_all_of_deepspeed(
         config["trainer"]["optimizer"] = config["trainer"]["learning_rate_scheduler"] = None
     config = deepspeed(config, stage)
     config["trainer"]["deepspeed_config"].update(sections)
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
+    assert_ends_alike(recovered, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "hidden_size, offloaded",
+    # DeepSpeed keeps tensors below a megabyte in memory: with 10 all are, with 200 some.
+    [
+        (10, ["offload_optimizer"]),
+        (200, ["offload_optimizer"]),
+        (200, ["offload_optimizer", "offload_param"]),
+    ],
+)
+def test_a_recovered_run_ends_as_an_uninterrupted_one_with_states_on_nvme(
+    experiments: Experiments, tmp_path: Path, hidden_size: int, offloaded: List[str]
+):
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("needs Debian's package libaio-dev")
+    config = load_config("tagger", CHECKPOINTS, {"model.encoder.hidden_size": hidden_size})
+    del config["trainer"]["moving_average"]  # refused: it needs the weights in memory
+    config = deepspeed(config, 3)
+    config["trainer"]["deepspeed_config"]["zero_optimization"].update(
+        {section: {"device": "nvme"} for section in offloaded}, sub_group_size=300_000
+    )
     uninterrupted = experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
     assert_ends_alike(recovered, uninterrupted)

@@ -13,12 +13,14 @@ import pytest
 from allennlp.common.testing import requires_gpu, requires_multi_gpu
 
 from tests.command import REPOSITORY, Run, subprocess_allennlp
+from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
 from tests.end_to_end.parity_test import TRAINING, check_parity
 from tests.end_to_end.precision_test import AUTOCAST, BF16, EPOCHS
 from tests.experiment import (
     Config,
     Experiments,
     assert_fp32_master_weights,
+    assert_same_weights,
     assert_trains_alike,
     deepspeed,
     load_config,
@@ -103,6 +105,20 @@ def test_precisions_on_two_gpus_train_as_fp32_does(
     gpu_experiments: Experiments, precision: Config, stage: int
 ) -> None:
     check_precision(gpu_experiments, TWO_GPUS, precision, stage)
+
+
+@requires_gpu
+@STAGES
+@PRECISIONS
+def test_a_recovered_run_on_one_gpu_ends_as_an_uninterrupted_one(
+    gpu_experiments: Experiments, tmp_path: Path, precision: Config, stage: int
+) -> None:
+    config = load_config("tagger", CHECKPOINTS, ONE_GPU)
+    del config["distributed"]
+    config = deepspeed(config, stage, **precision)
+    uninterrupted = gpu_experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2", command=run_on_gpu)
+    assert_same_weights(recovered.weights(), uninterrupted.weights(), TOLERANCE)
 
 
 def check_precision(experiments: Experiments, world: Config, precision: Config, stage: int) -> None:
