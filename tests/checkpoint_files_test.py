@@ -174,15 +174,21 @@ def test_a_damaged_record_is_said_to_be(tmp_path: Path, text: str):
         CommitRecord.read(str(tmp_path))
 
 
-@pytest.mark.parametrize("offset", range(0, 400, 7))
-def test_a_record_with_a_changed_byte_is_refused_or_its_files_are(tmp_path: Path, offset: int):
-    path = commit(CheckpointDirectory(str(tmp_path)), PointInTime(0, 2))
-    record = Path(path) / RECORD_NAME
-    content = bytearray(record.read_bytes())
-    offset %= len(content)
-    content[offset] ^= 0x80  # no longer ASCII
-    record.write_bytes(content)
-    assert not is_whole(path)
+@pytest.mark.parametrize("bit", [0, 4, 7])
+def test_a_record_with_a_changed_bit_is_refused(tmp_path: Path, bit: int):
+    path = Path(commit(CheckpointDirectory(str(tmp_path)), PointInTime(0, 2)), RECORD_NAME)
+    content, record = path.read_bytes(), CommitRecord.read(str(path.parent))
+    unnoticed = []
+    for offset in range(len(content)):
+        changed = content[offset] ^ (1 << bit)
+        path.write_bytes(content[:offset] + bytes([changed]) + content[offset + 1 :])
+        try:
+            assert CommitRecord.read(str(path.parent)) == record
+            unnoticed.append(content[offset])
+        except CheckpointError:
+            pass
+    # White space may change into other white space, and there is nothing to notice.
+    assert set(unnoticed) <= set(b" \n")
 
 
 def test_a_record_of_a_later_version_names_the_version_to_continue_with(tmp_path: Path):
