@@ -1,12 +1,13 @@
 """
 Points at which a run can be killed. `--include-package tests.faults.switched_on` puts them into a
-run: every point that one of its processes passes is written to a log, and it is killed with SIGKILL
-at the one that is asked for.
+run: every point that one of its processes passes is written to a log, and at the one that is asked
+for it is killed with SIGKILL, or fails.
 
 The points are the file operations of checkpoints, by what they are part of, and the phases of the
 training loop. A kill at a point is one just before what the point names.
 """
 
+import errno
 import functools
 import json
 import os
@@ -65,22 +66,26 @@ class Fault(NamedTuple):
     log : `str`
         The file to which each point is appended.
     at : `Optional[Point]`, optional (default = `None`)
-        Where to die. `None` for a run that is only logged.
+        Where it happens. `None` for a run that is only logged.
     kills_all : `bool`, optional (default = `False`)
-        Whether every process of the run dies there, or the one that is there.
+        Whether every process of the run is killed there, or the one that is there.
+    error : `Optional[str]`, optional (default = `None`)
+        The name of an error, such as "ENOSPC", to raise there and at every file operation after it,
+        instead of killing anything.
     """
 
     log: str
     at: Optional[Point] = None
     kills_all: bool = False
+    error: Optional[str] = None
 
     def environment(self) -> Dict[str, str]:
         return {ENVIRONMENT_VARIABLE: json.dumps(self)}
 
     @classmethod
     def of_environment(cls) -> "Fault":
-        log, at, kills_all = json.loads(os.environ[ENVIRONMENT_VARIABLE])
-        return cls(log, None if at is None else Point(*at), kills_all)
+        log, at, kills_all, error = json.loads(os.environ[ENVIRONMENT_VARIABLE])
+        return cls(log, None if at is None else Point(*at), kills_all, error)
 
 
 def read_log(path: Path) -> List[Point]:
@@ -89,7 +94,7 @@ def read_log(path: Path) -> List[Point]:
 
 class FaultPoints:
     """
-    Counts the points of this process and kills it at one of them.
+    Counts the points of this process, and has the fault happen at one of them.
 
     # Parameters
 
@@ -101,6 +106,7 @@ class FaultPoints:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._thread = threading.local()
+        self._fails = False
 
     def reach(self, phase: str, detail: str = "") -> None:
         """This process has come to a point."""
@@ -113,13 +119,22 @@ class FaultPoints:
             os.write(descriptor, (json.dumps(point) + "\n").encode())
             os.close(descriptor)
             if self._fault.at is not None and point[:3] == self._fault.at[:3]:
-                if self._fault.kills_all:
-                    os.killpg(0, signal.SIGKILL)
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._fail()
+
+    def _fail(self) -> None:
+        if self._fault.error is not None:
+            self._fails = True
+        elif self._fault.kills_all:
+            os.killpg(0, signal.SIGKILL)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def file_operation(self, operation: str, path: str) -> None:
         """To be put in the place of `files.before_operation`."""
         self.reach(getattr(self._thread, "phase", "other"), f"{operation} {path}")
+        if self._fails and self._fault.error is not None:
+            number = getattr(errno, self._fault.error)
+            raise OSError(number, os.strerror(number), path)
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
