@@ -2,10 +2,11 @@
 What makes a directory a checkpoint: its commit record.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
-from typing import Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 from allennlp.common.checks import ConfigurationError
 
@@ -38,6 +39,7 @@ class FileRecord(NamedTuple):
 class CommitRecord:
     """
     The file `commit.json` of a checkpoint: what was saved, by whom, and a checksum of every file.
+    In the file there is one of itself as well.
 
     # Parameters
 
@@ -80,8 +82,11 @@ class CommitRecord:
         try:
             with open(path, encoding="utf-8") as file:
                 values = json.load(file)
+            checksum = values.pop("sha256", None)
             version = values.get("format_version")
             if version == FORMAT_VERSION:
+                if checksum != _checksum(values):
+                    raise ValueError("its SHA-256 is not the one that was recorded")
                 values["files"] = {k: FileRecord(*v) for k, v in values["files"].items()}
                 return cls(**values)
         except FileNotFoundError:
@@ -98,7 +103,8 @@ class CommitRecord:
     def write(self, directory: str) -> None:
         """Writes the record, flushed to disk. It has to be the last file of the checkpoint."""
         path = os.path.join(directory, RECORD_NAME)
-        files.write(json.dumps(asdict(self), indent=1), path)
+        values = asdict(self)
+        files.write(json.dumps({**values, "sha256": _checksum(values)}, indent=1), path)
         files.flush(path)
 
     def verify(self, directory: str, part: int = 0, num_parts: int = 1) -> None:
@@ -138,6 +144,10 @@ def file_names(directory: str) -> List[str]:
         for parent, _, names in os.walk(directory)
         for name in names
     ]
+
+
+def _checksum(values: Dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _problem(directory: str, name: str, record: FileRecord) -> Optional[str]:

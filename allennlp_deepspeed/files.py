@@ -53,10 +53,15 @@ def flush(path: str) -> None:
 
 
 def link(path: str, new_path: str) -> None:
-    """Gives the file a second name, or copies it where the file system has no hard links."""
+    """
+    Gives the file a second name, or copies it where the file system has no hard links. There must
+    be no file at `new_path`: it could be a link to another one, which a copy would write over.
+    """
     before_operation("link", new_path)
     try:
         os.link(path, new_path)
+    except FileExistsError:
+        raise
     except OSError:
         shutil.copyfile(path, new_path)
 
@@ -65,6 +70,9 @@ def rename(path: str, new_path: str) -> None:
     """Atomic. A file at `new_path` is replaced; a directory there has to be empty."""
     before_operation("rename", path)
     os.replace(path, new_path)
+    # Where both are links to one file, POSIX has a rename leave both.
+    if os.path.lexists(path):
+        remove(path)
 
 
 def remove(path: str) -> None:

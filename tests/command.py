@@ -33,13 +33,15 @@ _context.set_forkserver_preload(["tests.preload"])
 
 class Run(NamedTuple):
     """
-    What a command left: its exit code (negative for a signal), stdout and stderr as one, and the
-    processes of its session that were still there after it.
+    What a command left: its exit code (negative for a signal), stdout and stderr as one, the
+    processes of its session that were still there after it, and whether it had to be stopped after
+    the time limit.
     """
 
     returncode: int
     output: str
     processes: List[str]
+    timed_out: bool = False
 
     def check(self) -> "Run":
         assert self.returncode == 0, self.output[-6000:]
@@ -63,14 +65,15 @@ def allennlp(
         process = _context.Process(target=_main, args=(argv, output.name, environment or {}))
         process.start()
         process.join(time_limit)
-        if process.is_alive():
+        timed_out = process.is_alive()
+        if timed_out:
             _signal_session(process.pid, signal.SIGUSR1)
             time.sleep(1)
         processes = _session(process.pid)
         # Whatever the command has left goes with it.
         _signal_session(process.pid, signal.SIGKILL)
         process.join()
-        return Run(process.exitcode, output.read(), processes)
+        return Run(process.exitcode, output.read(), processes, timed_out)
 
 
 def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any) -> Run:
@@ -124,7 +127,7 @@ def _session(pid: Optional[int]) -> List[str]:
                 processes.append(process)
         except (OSError, psutil.NoSuchProcess):
             pass
-    _, alive = psutil.wait_procs(processes, timeout=2)
+    _, alive = psutil.wait_procs(processes, timeout=5)
     return [str(process) for process in alive]
 
 

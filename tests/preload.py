@@ -8,6 +8,10 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import allennlp.commands  # noqa: E402, F401
 import allennlp.modules.seq2seq_encoders  # noqa: E402, F401
 import deepspeed  # noqa: E402, F401
+
+# Imported when an engine is brought up. It brings PyTorch's compiler with it, and takes longer than
+# anything else that a worker does.
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import torch  # noqa: E402
 
 import allennlp_deepspeed  # noqa: E402, F401

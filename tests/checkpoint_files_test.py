@@ -1,0 +1,457 @@
+"""Of which files checkpoints are made, and what is left of them in which order."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Tuple
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from allennlp_deepspeed import files, serialization
+from allennlp_deepspeed.checkpoint_directory import CheckpointDirectory, PointInTime
+from allennlp_deepspeed.commit import (
+    FORMAT_VERSION,
+    RECORD_NAME,
+    CheckpointError,
+    CommitRecord,
+    FileRecord,
+    file_names,
+)
+
+
+class Crash(Exception):
+    """Takes the place of a SIGKILL."""
+
+
+@pytest.fixture
+def operations(monkeypatch: pytest.MonkeyPatch) -> List[Tuple[str, str]]:
+    """The file operations since the test began."""
+    done: List[Tuple[str, str]] = []
+    monkeypatch.setattr(files, "before_operation", lambda *operation: done.append(operation))
+    return done
+
+
+@pytest.fixture
+def crash_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Has the file operation with that number raise instead of being carried out."""
+
+    def install(number: int) -> None:
+        remaining = [number]
+
+        def crash(operation: str, path: str) -> None:
+            if remaining[0] == 0:
+                raise Crash(f"{operation} {path}")
+            remaining[0] -= 1
+
+        monkeypatch.setattr(files, "before_operation", crash)
+
+    return install
+
+
+def checkpoint_record(point: PointInTime = PointInTime(0, 2), **changes: Any) -> CommitRecord:
+    values: Dict[str, Any] = dict(
+        epochs_completed=point.epochs,
+        batches_in_epoch_completed=point.steps,
+        world_size=2,
+        zero_stage=2,
+        parameters={"weight": [2, 3]},
+    )
+    return CommitRecord(**{**values, **changes})
+
+
+def commit(directory: CheckpointDirectory, point: PointInTime, text: str = "state") -> str:
+    """A checkpoint of two files, one of them in a directory."""
+    unfinished = directory.begin(point)
+    files.make_directory(os.path.join(unfinished, "engine"))
+    record = checkpoint_record(point)
+    for name in ("training_state_w0.th", "engine/model.pt"):
+        path = os.path.join(unfinished, name)
+        files.write(f"{text} of {name}", path)
+        files.flush(path)
+        record.files[name] = FileRecord.of(path)
+    directory.commit(point, record)
+    return directory.path(point)
+
+
+def is_whole(path: str) -> bool:
+    try:
+        CommitRecord.read(path).verify(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+# files
+
+
+def test_a_rename_leaves_one_name_also_of_two_links_to_one_file(tmp_path: Path):
+    best, temporary = tmp_path / "best.th", tmp_path / "best.th.w0.tmp"
+    best.write_text("weights")
+    files.link(str(best), str(temporary))
+    files.rename(str(temporary), str(best))
+    assert os.listdir(tmp_path) == ["best.th"]
+    assert best.read_text() == "weights"
+
+
+def test_a_link_is_a_copy_where_there_are_no_links(tmp_path: Path, monkeypatch: Any):
+    def refuse(*args: Any) -> None:
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "a").write_text("weights")
+    files.link(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (tmp_path / "b").read_text() == "weights"
+
+
+def test_a_link_never_writes_over_a_file(tmp_path: Path):
+    (tmp_path / "a").write_text("new")
+    (tmp_path / "b").write_text("old")
+    with pytest.raises(FileExistsError):
+        files.link(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (tmp_path / "b").read_text() == "old"
+
+
+def test_a_removed_link_leaves_what_it_points_at(tmp_path: Path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("data")
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    (removed / "link").symlink_to(kept, target_is_directory=True)
+    files.remove(str(removed))
+    files.remove(str(removed))  # it is no error if there is nothing to remove
+    assert not removed.exists()
+    assert (kept / "file").read_text() == "data"
+
+
+def test_a_checksum_is_of_all_bytes(tmp_path: Path):
+    content = b"x" * (9 * 1024 * 1024) + b"y"
+    (tmp_path / "file").write_bytes(content)
+    assert files.sha256(str(tmp_path / "file")) == hashlib.sha256(content).hexdigest()
+
+
+# commit records
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path):
+    record = checkpoint_record(
+        files={"a": FileRecord(3, "00ff")}, versions={"torch": "2"}, is_universal=True
+    )
+    record.write(str(tmp_path))
+    assert CommitRecord.read(str(tmp_path)) == record
+
+
+def test_a_directory_without_a_record_is_no_checkpoint(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="commit.json is missing: .* not completed"):
+        CommitRecord.read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "\x00\x00\x00",
+        '{"format_version": 1}',
+        '{"format_version": 1, "files": []}',
+        '{"format_version": 1, "files": {"a": [1]}}',
+        '{"format_version": 1, "files": {"a": 1}, "unknown": 2}',
+    ],
+)
+def test_a_damaged_record_is_said_to_be(tmp_path: Path, text: str):
+    (tmp_path / RECORD_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match="commit.json is damaged"):
+        CommitRecord.read(str(tmp_path))
+
+
+@pytest.mark.parametrize("bit", [0, 4, 7])
+def test_a_record_with_a_changed_bit_is_refused(tmp_path: Path, bit: int):
+    path = Path(commit(CheckpointDirectory(str(tmp_path)), PointInTime(0, 2)), RECORD_NAME)
+    content, record = path.read_bytes(), CommitRecord.read(str(path.parent))
+    unnoticed = []
+    for offset in range(len(content)):
+        changed = content[offset] ^ (1 << bit)
+        path.write_bytes(content[:offset] + bytes([changed]) + content[offset + 1 :])
+        try:
+            assert CommitRecord.read(str(path.parent)) == record
+            unnoticed.append(content[offset])
+        except CheckpointError:
+            pass
+    # White space may change into other white space, and there is nothing to notice.
+    assert set(unnoticed) <= set(b" \n")
+
+
+def test_a_record_of_a_later_version_names_the_version_to_continue_with(tmp_path: Path):
+    checkpoint_record(
+        format_version=FORMAT_VERSION + 1, versions={"allennlp-deepspeed": "9.0"}
+    ).write(str(tmp_path))
+    with pytest.raises(CheckpointError, match="has format version 2.*'allennlp-deepspeed': '9.0'"):
+        CommitRecord.read(str(tmp_path))
+
+
+def _append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def _flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:3] + bytes([content[3] ^ 1]) + content[4:])
+
+
+def _replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _link_out(path: Path) -> None:
+    outside = path.parents[3] / "outside"
+    outside.write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(outside)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (Path.unlink, "is missing"),
+        (_replace_by_directory, "is missing"),
+        (_append, "has 25 bytes instead of 24"),
+        (_flip, "is damaged: its SHA-256 is not the one that was recorded"),
+        (_link_out, "is outside of the checkpoint"),
+    ],
+)
+def test_verifying_names_every_file_that_is_not_as_it_was(
+    tmp_path: Path, damage: Callable[[Path], Any], message: str
+):
+    path = commit(CheckpointDirectory(str(tmp_path / "out")), PointInTime(0, 2))
+    file = Path(path) / "engine" / "model.pt"
+    damage(file)
+    Path(path, "foreign").touch()
+    with pytest.raises(CheckpointError) as error:
+        CommitRecord.read(path).verify(path)
+    assert f"{file} {message}" in str(error.value)
+    assert f"{path}/foreign is not of this checkpoint" in str(error.value)
+
+
+def test_a_recorded_name_that_leads_outside_is_not_read(tmp_path: Path):
+    (tmp_path / "secret").write_text("x")
+    record = checkpoint_record(files={"../secret": FileRecord.of(str(tmp_path / "secret"))})
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(CheckpointError, match="is outside of the checkpoint"):
+        record.verify(str(tmp_path / "checkpoint"))
+
+
+def test_ranks_verify_every_file_between_them(tmp_path: Path):
+    path = commit(CheckpointDirectory(str(tmp_path)), PointInTime(0, 2))
+    record = CommitRecord.read(path)
+    for name in record.files:
+        content = Path(path, name).read_bytes()
+        _append(Path(path, name))
+        failed = 0
+        for part in range(3):
+            try:
+                record.verify(path, part, 3)
+            except CheckpointError:
+                failed += 1
+        assert failed == 1
+        Path(path, name).write_bytes(content)
+
+
+# the directory
+
+
+def test_checkpoints_are_found_newest_first_and_nothing_else_is(tmp_path: Path):
+    directory = CheckpointDirectory(str(tmp_path))
+    assert CheckpointDirectory(str(tmp_path / "nowhere")).find() == []
+    for point in (PointInTime(0, 12), PointInTime(10, 0), PointInTime(2, 5), PointInTime(0, 9)):
+        commit(directory, point)
+    for name in (
+        "checkpoint_e11_b0.unfinished",
+        "checkpoint_e11_b0.removed",
+        "checkpoint_e11_b0.corrupt",
+        "checkpoint_e11_b0.universal",
+        "checkpoint_e_b",
+        "best.th",
+    ):
+        (tmp_path / name).mkdir()
+    assert directory.find() == [(10, 0), (2, 5), (0, 12), (0, 9)]
+
+
+def test_cleaning_up_removes_what_a_crash_leaves_and_nothing_else(tmp_path: Path):
+    directory = CheckpointDirectory(str(tmp_path))
+    commit(directory, PointInTime(0, 2))
+    keep = {"checkpoint_e0_b2", "best.th", "checkpoint_e0_b4.corrupt", "notes.removed"}
+    for name in keep - {"checkpoint_e0_b2"}:
+        (tmp_path / name).touch()
+    for name in ("checkpoint_e0_b4.unfinished", "checkpoint_e0_b1.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    (tmp_path / "checkpoint_e0_b2.universal.unfinished").mkdir()
+    (tmp_path / "best.th.w0.tmp").touch()
+    directory.clean_up()
+    assert set(os.listdir(tmp_path)) == keep
+    assert is_whole(directory.path(PointInTime(0, 2)))
+
+
+def test_a_checkpoint_gets_its_name_after_all_its_files_are_on_disk(
+    tmp_path: Path, operations: List[Tuple[str, str]]
+):
+    directory = CheckpointDirectory(str(tmp_path))
+    path = commit(directory, PointInTime(0, 2))
+    unfinished = directory.unfinished_path(PointInTime(0, 2))
+    rename = operations.index(("rename", unfinished))
+    flushed = {name for operation, name in operations[:rename] if operation == "flush"}
+    expected = {os.path.join(unfinished, name) for name in file_names(path)}
+    assert flushed == expected | {unfinished, os.path.join(unfinished, "engine")}
+    assert operations[rename + 1 :] == [("flush", str(tmp_path))]
+    # The record is the last of the files, and no file is written after it has been flushed.
+    writes = [name for operation, name in operations if operation == "write"]
+    assert writes[-1] == os.path.join(unfinished, RECORD_NAME)
+    for name in writes:
+        assert operations.index(("write", name)) < operations.index(("flush", name))
+
+
+def test_a_crash_before_any_file_operation_leaves_a_whole_checkpoint(
+    tmp_path: Path, operations: List[Tuple[str, str]], crash_before: Callable[[int], None]
+):
+    """Of committing one where there is one already, pruning, setting aside, and cleaning up."""
+
+    def life(directory: CheckpointDirectory) -> None:
+        commit(directory, PointInTime(0, 4), "later")
+        commit(directory, PointInTime(0, 4), "again")
+        directory.prune(1, None)
+        commit(directory, PointInTime(0, 6))
+        directory.set_aside(PointInTime(0, 6))
+        directory.clean_up()
+
+    def start(name: str) -> CheckpointDirectory:
+        (tmp_path / name).mkdir()
+        directory = CheckpointDirectory(str(tmp_path / name))
+        commit(directory, PointInTime(0, 2), "first")
+        return directory
+
+    directory = start("counted")
+    operations.clear()
+    life(directory)
+    assert len(operations) > 30
+    for number in range(len(operations)):
+        crash_before(len(operations))
+        directory = start(str(number))
+        crash_before(number)
+        with pytest.raises(Crash):
+            life(directory)
+        for _ in range(2):
+            assert directory.find()
+            assert all(is_whole(directory.path(point)) for point in directory.find())
+            crash_before(len(operations))
+            directory.clean_up()
+        assert {name.partition(".")[2] for name in os.listdir(tmp_path / str(number))} <= {
+            "",
+            "corrupt",
+        }
+
+
+@pytest.mark.parametrize(
+    "count, age, left",
+    [
+        (None, None, [2, 4, 6, 8]),
+        (2, None, [6, 8]),
+        (1, None, [8]),
+        (0, None, [8]),  # there is always one left
+        (9, None, [2, 4, 6, 8]),
+        (None, 250.0, [4, 6, 8]),
+        (None, 0.0, [8]),
+        (1, 150.0, [6, 8]),
+    ],
+)
+def test_pruning_keeps_what_was_asked_for(tmp_path: Path, count: Any, age: Any, left: List[int]):
+    directory = CheckpointDirectory(str(tmp_path))
+    now = os.stat(tmp_path).st_mtime
+    for steps in (2, 4, 6, 8):
+        path = commit(directory, PointInTime(0, steps))
+        os.utime(path, (now, now - 50 * (8 - steps) - 1))
+    directory.prune(count, age)
+    assert sorted(point.steps for point in directory.find()) == left
+    assert len(os.listdir(tmp_path)) == len(left)
+
+
+def test_a_checkpoint_set_aside_is_kept_and_not_found(tmp_path: Path):
+    directory = CheckpointDirectory(str(tmp_path))
+    commit(directory, PointInTime(0, 2))
+    corrupt = directory.set_aside(PointInTime(0, 2))
+    assert corrupt.endswith("checkpoint_e0_b2.corrupt")
+    assert directory.find() == []
+    directory.clean_up()
+    assert is_whole(corrupt)
+
+
+# the safe loader
+
+
+class Malicious:
+    """Its pickle makes a directory when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._path,)
+
+
+def test_a_malicious_file_runs_no_code(tmp_path: Path):
+    file, evidence = tmp_path / "state.th", tmp_path / "evidence"
+    torch.save({"state": [Malicious(evidence)]}, file)
+    with pytest.raises(pickle.UnpicklingError):
+        serialization.load(str(file))
+    assert not evidence.exists()
+    torch.load(file, weights_only=False)
+    assert evidence.exists()  # so that the test shows something
+
+
+def test_the_safe_loader_loads_what_checkpoints_hold(tmp_path: Path):
+    state = OrderedDict(
+        tensor=torch.arange(6.0, dtype=torch.bfloat16).view(2, 3),
+        array=np.arange(3.0),
+        scalars=[np.float64(0.1), np.int64(3), np.bool_(True), np.float32(2.5)],
+        plain=(1, "two", None, {3, 4}, {(5, "six"): 7.0}, b"eight"),
+        stage=ZeroStageEnum.weights,
+        scaler=LossScaler(2.0),
+    )
+    serialization_path = str(tmp_path / "state.th")
+    torch.save(state, serialization_path)
+    loaded = serialization.load(serialization_path)
+    assert torch.equal(loaded["tensor"], state["tensor"])  # type: ignore[arg-type]
+    assert np.array_equal(loaded["array"], state["array"])  # type: ignore[arg-type]
+    assert loaded["scalars"] == state["scalars"]
+    assert list(map(type, loaded["scalars"])) == list(map(type, state["scalars"]))  # type: ignore
+    assert loaded["plain"] == state["plain"]
+    assert loaded["stage"] is ZeroStageEnum.weights
+    assert loaded["scaler"].cur_scale == 2.0
+    assert serialization.unsafe_classes(state) == []
+
+
+def test_the_safe_loader_is_safe_only_while_it_loads(tmp_path: Path):
+    torch.save({"scaler": LossScaler(2.0)}, tmp_path / "state.th")
+    serialization.load(str(tmp_path / "state.th"))
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "state.th", weights_only=True)
+
+
+def test_classes_that_could_not_be_loaded_are_named_beforehand():
+    assert serialization.unsafe_classes({"a": [checkpoint_record()]}) == [
+        "allennlp_deepspeed.commit.CommitRecord"
+    ]
+    assert (
+        serialization.unsafe_classes({"a": json.dumps(dataclasses.asdict(checkpoint_record()))})
+        == []
+    )

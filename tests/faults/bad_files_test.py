@@ -1,0 +1,440 @@
+"""
+Damaged, missing and foreign files of checkpoints, and disks that can't be written: each ends with
+an error that names the file and says what to do, on all workers, and nothing committed is lost.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+from random import Random
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+
+import pytest
+
+from allennlp_deepspeed.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.commit import CheckpointError, CommitRecord
+from tests.command import Run, allennlp
+from tests.experiment import (
+    INCLUDED,
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    deepspeed,
+    load_config,
+)
+from tests.faults.errors_of_ranks import errors_of_ranks
+from tests.faults.points import Fault, read_log
+from tests.faults.trial import INCLUDED_PACKAGES, References, differences
+
+OLDER, NEWEST = "checkpoint_e1_b2", "checkpoint_e1_b4"
+KEEP_ALL = {"save_every_num_batches": 2, "keep_most_recent_by_count": None}
+
+
+def experiment(stage: int, **changes: Any) -> Config:
+    changes = {"trainer.checkpointer": KEEP_ALL, "model.encoder.num_layers": 2, **changes}
+    return deepspeed(
+        load_config("tagger", TWO_WORKERS, {"model.encoder.dropout": 0.2, **changes}), stage
+    )
+
+
+def interrupted(result: Result, directory: Path) -> Result:
+    """A copy of what a run left, as if it had died after its checkpoint `NEWEST`."""
+    copy = Result(directory / "out")
+    shutil.copytree(result.serialization_dir, copy.serialization_dir)
+    for path in copy.serialization_dir.glob("checkpoint_*"):
+        if path.name not in (OLDER, NEWEST):
+            shutil.rmtree(path)
+    copy.archive.unlink()
+    return copy
+
+
+def recover(result: Result, config: Config) -> Run:
+    # AllenNLP refuses another config than that of before.
+    path = result.serialization_dir / "config.json"
+    path.write_text(json.dumps(config))
+    return allennlp(
+        "train",
+        path,
+        "-s",
+        result.serialization_dir,
+        "--recover",
+        include_packages=("allennlp_deepspeed", INCLUDED, "tests.faults.errors_of_ranks"),
+        time_limit=120,
+    )
+
+
+def assert_refused(result: Result, run: Run, *messages: str) -> None:
+    """On both ranks, with these messages and in time."""
+    assert not run.timed_out and not run.processes
+    assert run.returncode != 0
+    errors = errors_of_ranks(result.serialization_dir)
+    assert len(errors) == 2, run.output[-4000:]
+    for error in errors:
+        assert error.startswith("CheckpointError")
+        for message in messages:
+            assert message in error.replace("\\'", "'").replace('\\"', '"')
+    assert "allennlp_deepspeed.commit.CheckpointError" in run.output
+
+
+def is_whole(checkpoint: Path) -> bool:
+    try:
+        CommitRecord.read(str(checkpoint)).verify(str(checkpoint))
+    except CheckpointError:
+        return False
+    return True
+
+
+def kinds_of_files(checkpoint: Path, stage: int) -> Dict[str, List[Path]]:
+    kinds = {
+        "model states": sorted(checkpoint.glob("engine/*model_states.pt")),
+        "training state": sorted(checkpoint.glob("training_state_w*.th")),
+        "best weights": [checkpoint / "best.th"],
+        "record": [checkpoint / "commit.json"],
+    }
+    if stage > 0:  # at stage 0 the optimizer is in the model's file
+        kinds["optimizer states"] = sorted(checkpoint.glob("engine/*optim_states.pt"))
+    assert all(kinds.values())
+    return kinds
+
+
+def flip(path: Path, random: Random) -> None:
+    """Changes a byte, as a disk may."""
+    content = bytearray(path.read_bytes())
+    offset = random.choice([i for i, byte in enumerate(content) if byte not in b" \n"])
+    content[offset] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+
+
+def truncate(path: Path, random: Random) -> None:
+    os.truncate(path, random.randrange(path.stat().st_size))
+
+
+def delete(path: Path, random: Random) -> None:
+    path.unlink()
+
+
+DAMAGES: Sequence[Callable[[Path, Random], None]] = (flip, truncate, delete)
+KINDS = ("model states", "optimizer states", "training state", "best weights", "record")
+CASES = [
+    # Each kind of file with each stage, and with each kind of damage.
+    (stage, kind, DAMAGES[(stage + i) % len(DAMAGES)])
+    for stage in range(4)
+    for i, kind in enumerate(KINDS)
+    if stage > 0 or kind != "optimizer states"
+]
+CASE_NAMES = [f"stage {stage}, {kind}, {damage.__name__}" for stage, kind, damage in CASES]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_every_damage_of_every_file_is_noticed(
+    experiments: Experiments, tmp_path: Path, stage: int
+):
+    result = interrupted(experiments.run(experiment(stage)), tmp_path)
+    checkpoint = result.serialization_dir / NEWEST
+    random = Random(stage)
+    for paths in kinds_of_files(checkpoint, stage).values():
+        for path in paths:
+            content = path.read_bytes()
+            for damage in [flip] * 10 + [truncate] * 3 + [delete]:
+                damage(path, random)
+                assert not is_whole(checkpoint), f"{damage.__name__} {path.name}"
+                path.write_bytes(content)
+    assert is_whole(checkpoint)
+
+
+@pytest.mark.parametrize("stage, kind, damage", CASES, ids=CASE_NAMES)
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(
+    experiments: Experiments,
+    tmp_path: Path,
+    stage: int,
+    kind: str,
+    damage: Callable[[Path, Random], None],
+):
+    config = experiment(stage)
+    reference = experiments.run(config)
+    result = interrupted(reference, tmp_path)
+    newest, older = (result.serialization_dir / name for name in (NEWEST, OLDER))
+    random = Random(f"{stage} {kind}")
+    path = random.choice(kinds_of_files(newest, stage)[kind])
+    damage(path, random)
+    before = {path: path.read_bytes() for path in newest.rglob("*") if path.is_file()}
+
+    run = recover(result, config)
+    assert_refused(
+        result,
+        run,
+        str(path),
+        "Put the files back",
+        f"continue from {older}, which is intact",
+        '"checkpointer": {"on_corrupt": "previous"}',
+    )
+    assert is_whole(older)
+    assert before == {path: path.read_bytes() for path in newest.rglob("*") if path.is_file()}
+
+    if CASES.index((stage, kind, damage)) % 4 != 1:
+        return  # a recovery takes long, and one at each stage will do
+    config["trainer"]["checkpointer"] = {**KEEP_ALL, "on_corrupt": "previous"}
+    recover(result, config).check()
+    assert differences(result, reference) == []
+    assert (result.serialization_dir / f"{NEWEST}.corrupt").is_dir()
+    assert is_whole(newest)  # the one that was saved after the recovery
+
+
+def test_without_an_older_checkpoint_none_is_offered(experiments: Experiments, tmp_path: Path):
+    config = experiment(2)
+    result = interrupted(experiments.run(config), tmp_path)
+    shutil.rmtree(result.serialization_dir / OLDER)
+    path = result.serialization_dir / NEWEST / "training_state_w1.th"
+    path.unlink()
+    config["trainer"]["checkpointer"] = {**KEEP_ALL, "on_corrupt": "previous"}
+    run = recover(result, config)
+    assert_refused(
+        result,
+        run,
+        f"{path} is missing",
+        "There is no other checkpoint that is intact",
+        "start anew with another serialization directory",
+    )
+    assert (result.serialization_dir / NEWEST).is_dir()
+
+
+def _add_a_shard(checkpoint: Path) -> None:
+    shard = checkpoint / "engine" / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    shutil.copy(checkpoint / "engine" / "zero_pp_rank_1_mp_rank_00_optim_states.pt", shard)
+
+
+def _swap_shards(checkpoint: Path) -> None:
+    first, second = sorted(checkpoint.glob("engine/*optim_states.pt"))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def _link_outside(checkpoint: Path) -> None:
+    path = checkpoint / "training_state_w0.th"
+    path.rename(checkpoint.parent.parent / "elsewhere.th")
+    path.symlink_to(checkpoint.parent.parent / "elsewhere.th")
+
+
+def _take_the_other_engine(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint / "engine")
+    shutil.copytree(checkpoint.parent / OLDER / "engine", checkpoint / "engine")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (_add_a_shard, "zero_pp_rank_2_mp_rank_00_optim_states.pt is not of this checkpoint"),
+        (_swap_shards, "zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged"),
+        (_link_outside, "training_state_w0.th is outside of the checkpoint"),
+        (_take_the_other_engine, "mp_rank_00_model_states.pt is damaged"),
+    ],
+)
+def test_files_of_other_checkpoints_are_refused(
+    experiments: Experiments, tmp_path: Path, change: Callable[[Path], None], message: str
+):
+    config = experiment(2)
+    result = interrupted(experiments.run(config), tmp_path)
+    change(result.serialization_dir / NEWEST)
+    run = recover(result, config)
+    assert_refused(result, run, message, f"continue from {result.serialization_dir / OLDER}")
+
+
+@pytest.mark.parametrize(
+    "stage, changes, messages",
+    [
+        (3, {}, ["was written at ZeRO stage 2, and this is stage 3", 'Write "stage": 2']),
+        (
+            2,
+            {"model.encoder.hidden_size": 9},
+            ["is of another model: encoder._module.bias_hh_l0 is [40] instead of [36]"],
+        ),
+        (
+            2,
+            {"model.encoder.num_layers": 1},
+            ["is of another model: ", "instead of not there", "Write the model that it was"],
+        ),
+        (
+            2,
+            {"distributed": {"cuda_devices": [-1, -1, -1]}},
+            ["was written by 2 workers, and there are 3 now", "allennlp deepspeed resize"],
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused(
+    experiments: Experiments,
+    tmp_path: Path,
+    stage: int,
+    changes: Dict[str, Any],
+    messages: List[str],
+):
+    result = interrupted(experiments.run(experiment(2)), tmp_path)
+    config = experiment(stage, **{k: v for k, v in changes.items() if k != "distributed"})
+    config["distributed"] = changes.get("distributed", config["distributed"])
+    run = recover(result, config)
+    errors = errors_of_ranks(result.serialization_dir)
+    assert run.returncode != 0 and not run.timed_out
+    assert len(errors) == len(config["distributed"]["cuda_devices"])
+    for error in errors:
+        assert error.startswith("CheckpointError")
+        assert str(result.serialization_dir / NEWEST) in error
+        for message in messages:
+            assert message in error
+    assert is_whole(result.serialization_dir / NEWEST)
+
+
+def test_a_checkpoint_of_the_default_trainer_is_refused(experiments: Experiments, tmp_path: Path):
+    plain = load_config("tagger", TWO_WORKERS, {"trainer.checkpointer": {}})
+    result = Result(tmp_path / "out")
+    shutil.copytree(experiments.run(plain).serialization_dir, result.serialization_dir)
+    run = recover(result, deepspeed(plain, 2))
+    assert_refused(
+        result,
+        run,
+        str(result.serialization_dir / "model_state_e1_b0.th"),
+        "is a checkpoint of AllenNLP's own trainer",
+        '"type": "gradient_descent"',
+    )
+    assert (result.serialization_dir / "model_state_e2_b0.th").exists()
+
+
+# disks
+
+
+@pytest.fixture(scope="session")
+def references(session_directory: Path) -> References:
+    return References(session_directory / "references")
+
+
+def train(config: Config, directory: Path, fault: Fault, where: Path) -> Tuple[Result, Run]:
+    (directory / "config.json").write_text(json.dumps(config))
+    run = allennlp(
+        "train",
+        directory / "config.json",
+        "-s",
+        where / "out",
+        include_packages=INCLUDED_PACKAGES,
+        environment=fault.environment(),
+        time_limit=120,
+    )
+    return Result(where / "out"), run
+
+
+def assert_nothing_committed_is_lost(result: Result) -> None:
+    checkpoints = CheckpointDirectory(str(result.serialization_dir))
+    assert checkpoints.find()
+    for point in checkpoints.find():
+        assert is_whole(Path(checkpoints.path(point)))
+
+
+def assert_ended_with(message: str, result: Result, run: Run) -> None:
+    assert not run.timed_out and not run.processes, run.output[-4000:]
+    assert run.returncode != 0
+    assert message in run.output, run.output[-4000:]
+    assert_nothing_committed_is_lost(result)
+
+
+@pytest.mark.parametrize(
+    "phase, operation, rank, error, variant",
+    [
+        ("save", "make_directory", 0, "ENOSPC", "plain"),
+        ("save", "save", 1, "EROFS", "plain"),
+        ("save", "link", 0, "ENOSPC", "plain"),
+        ("commit", "save", 1, "ENOSPC", "async"),
+        ("commit", "flush", 1, "EIO", "plain"),
+        ("commit", "write", 0, "ENOSPC", "plain"),
+        ("commit", "rename", 0, "EROFS", "async"),
+        ("prune", "remove", 0, "EROFS", "plain"),
+        ("best_weights", "save", 0, "ENOSPC", "plain"),
+    ],
+)
+def test_a_file_operation_that_fails_ends_training_on_all_ranks(
+    references: References,
+    tmp_path: Path,
+    phase: str,
+    operation: str,
+    rank: int,
+    error: str,
+    variant: str,
+):
+    reference = references.run(0 if variant == "plain" else 1, variant)
+    points = [
+        point
+        for point in reference.points_of(phase)
+        if point.rank == rank and point.detail.startswith(f"{operation} ")
+    ]
+    point = points[len(points) // 2]
+    fault = Fault(str(tmp_path / "points"), point, error=error)
+    result, run = train(reference.config, tmp_path, fault, tmp_path)
+    message = {"ENOSPC": "No space left on device", "EROFS": "Read-only file system"}.get(
+        error, "Input/output error"
+    )
+    assert_ended_with(message, result, run)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)],
+        capture_output=True,
+        text=True,
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"A small tmpfs can't be mounted here: {mount.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.mark.parametrize("stage, async_save", [(0, False), (2, True), (3, False)])
+def test_a_full_disk_ends_training_and_leaves_what_was_committed(
+    small_disk: Path, tmp_path: Path, stage: int, async_save: bool
+):
+    config = experiment(stage)
+    config["trainer"]["checkpointer"] = {**KEEP_ALL, "async_save": async_save}
+    log = tmp_path / "points"
+    result, run = train(config, tmp_path, Fault(str(log)), small_disk)
+    assert_ended_with("No space left on device", result, run)
+    assert any(point.phase == "committed" for point in read_log(log))
+
+
+def test_a_directory_that_becomes_read_only_ends_training(small_disk: Path, tmp_path: Path):
+    """Root may write in spite of permission bits, but not where the file system says no."""
+    directory = small_disk / "out"
+    config = experiment(2)
+    config["trainer"]["num_epochs"] = 30
+    config["trainer"]["checkpointer"] = {**KEEP_ALL, "keep_most_recent_by_count": 1}
+    problems: List[str] = []
+    done = threading.Event()
+
+    def make_immutable() -> None:
+        while not done.is_set():
+            if (directory / "checkpoint_e0_b4").exists():
+                change = subprocess.run(
+                    ["chattr", "+i", str(directory)], capture_output=True, text=True
+                )
+                if change.returncode != 0:
+                    problems.append(change.stderr.strip())
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=make_immutable)
+    thread.start()
+    try:
+        result, run = train(config, tmp_path, Fault(str(tmp_path / "points")), small_disk)
+    finally:
+        done.set()
+        thread.join()
+        subprocess.run(["chattr", "-i", str(directory)], capture_output=True)
+    if problems:
+        pytest.skip(f"A directory can't be made immutable here: {problems[0]}")
+    assert_ended_with("Operation not permitted", result, run)

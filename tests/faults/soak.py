@@ -1,0 +1,219 @@
+"""
+Kills 200 runs, and writes what has become of them to `benchmarks/results/soak.json` and `.md`.
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from random import Random
+from typing import Any, Dict, List, NamedTuple
+
+import torch
+
+from tests.command import REPOSITORY
+from tests.faults.plan import FILE_PHASES, LOOP_PHASES, RECOVERY_PHASES, draw, draw_each_operation
+from tests.faults.trial import Kill, Outcome, Reference, References, run_trial
+
+logger = logging.getLogger(__name__)
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+PHASES = (*FILE_PHASES, *LOOP_PHASES, *RECOVERY_PHASES)
+VARIANTS_OF_STAGE = (
+    ("plain", "async", "patience"),
+    ("plain", "async", "offload"),
+    ("plain", "async", "offload"),
+    ("plain", "async", "offload", "patience"),
+)
+# The stage at which a run is killed before each file operation of a checkpoint.
+STAGE_OF_EACH_OPERATION = 2
+
+
+class Trial(NamedTuple):
+    stage: int
+    variant: str
+    kills: List[Kill]
+
+
+def plan(references: Dict[Any, Reference], num_kills: int, seed: int) -> List[Trial]:
+    """
+    Each file operation once at one stage, and then all phases in turn, at all stages and in all
+    variants, until there are as many kills as asked for.
+    """
+    random = Random(seed)
+    stage = STAGE_OF_EACH_OPERATION
+    each_operation = draw_each_operation(random, references[stage, "plain"])
+    trials = [Trial(stage, "plain", kills) for kills in each_operation]
+    missing = num_kills - len(trials)
+    while missing > 0:
+        # Of a number of phases that isn't a multiple of 4, so that all of them meet all stages.
+        i = len(trials)
+        stage, phase = i % 4, PHASES[i % len(PHASES)]
+        variant = random.choice(VARIANTS_OF_STAGE[stage])
+        kills = draw(random, references[stage, variant], phase)
+        if len(kills) <= missing:
+            missing -= len(kills)
+            trials.append(Trial(stage, variant, kills))
+        else:
+            trials.append(Trial(stage, variant, draw(random, references[stage, variant], "commit")))
+            missing -= 1
+    return trials
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    start = time.time()
+    root = Path(tempfile.mkdtemp(prefix="soak-"))
+    references = References(root / "references")
+    experiments = [(stage, variant) for stage in range(4) for variant in VARIANTS_OF_STAGE[stage]]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        finished = pool.map(lambda experiment: references.run(*experiment), experiments)
+        by_experiment = dict(zip(experiments, finished))
+        trials = plan(by_experiment, arguments.kills, arguments.seed)
+        logger.info("%d runs in %s", len(trials), root)
+
+        def execute(i: int) -> Outcome:
+            stage, variant, kills = trials[i]
+            directory = root / f"trial_{i}"
+            directory.mkdir()
+            outcome = run_trial(by_experiment[stage, variant], kills, directory)
+            logger.info(
+                "%d: stage %d, %s, %s: %s",
+                i,
+                stage,
+                variant,
+                ", then ".join(map(str, kills)),
+                "; ".join(outcome.problems) or "resumed exactly",
+            )
+            if outcome.is_good:
+                shutil.rmtree(directory)
+            return outcome
+
+        outcomes = list(pool.map(execute, range(len(trials))))
+    summary = summarize(trials, outcomes, arguments.seed, time.time() - start)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "soak.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (RESULTS / "soak.md").write_text(markdown(summary))
+    is_good = all(outcome.is_good for outcome in outcomes)
+    if is_good:
+        shutil.rmtree(root)
+    return is_good
+
+
+def summarize(
+    trials: List[Trial], outcomes: List[Outcome], seed: int, seconds: float
+) -> Dict[str, Any]:
+    kills = [(trial, kill) for trial in trials for kill in trial.kills]
+    return {
+        "kills": len(kills),
+        "runs": len(trials),
+        "resumed_exactly": sum(
+            not outcome.differences and not outcome.failures for outcome in outcomes
+        ),
+        "hangs": sum(outcome.hangs > 0 for outcome in outcomes),
+        "checkpoints_lost": sum(bool(outcome.lost) for outcome in outcomes),
+        "kills_of": {
+            "one process": sum(not kill.kills_all for _, kill in kills),
+            "all processes": sum(kill.kills_all for _, kill in kills),
+        },
+        "kills_in_phase": {
+            phase: [
+                sum(kill.at.phase == phase and trial.stage == stage for trial, kill in kills)
+                for stage in range(4)
+            ]
+            for phase in PHASES
+        },
+        "runs_of_variant": dict(Counter(trial.variant for trial in trials)),
+        "seed": seed,
+        "minutes": round(seconds / 60, 1),
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: metadata.version(name) for name in ("deepspeed", "allennlp")},
+        },
+        "trials": [
+            {
+                "stage": trial.stage,
+                "variant": trial.variant,
+                "kills": list(map(str, trial.kills)),
+                "problems": outcome.problems,
+            }
+            for trial, outcome in zip(trials, outcomes, strict=True)
+        ],
+    }
+
+
+def markdown(summary: Dict[str, Any]) -> str:
+    machine, versions = summary["machine"], summary["versions"]
+    kills_of, runs_of = summary["kills_of"], summary["runs_of_variant"]
+    lines = [
+        "# Soak test of recovery",
+        "",
+        f"{summary['kills']} kills with SIGKILL in {summary['runs']} runs of `allennlp train` on "
+        f"two workers, of which {summary['resumed_exactly']} resumed to the weights and metrics of "
+        f"a run without a fault, bit for bit. {summary['hangs']} hung; "
+        f"{summary['checkpoints_lost']} had at any time no checkpoint that loads, or a damaged "
+        "one, after one had been committed.",
+        "",
+        "Killed: "
+        + ", ".join(f"{who} {count} times" for who, count in kills_of.items())
+        + ". Runs: "
+        + ", ".join(f"{variant} {count}" for variant, count in runs_of.items())
+        + ".",
+        "",
+        "| Killed in | stage 0 | stage 1 | stage 2 | stage 3 |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for phase, counts in summary["kills_in_phase"].items():
+        lines.append(f"| {phase.replace('_', ' ')} | {' | '.join(map(str, counts))} |")
+    lines += [
+        "",
+        f"{machine['cores']} cores, {machine['processor']}, {machine['system']}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + f"; seed {summary['seed']}; {summary['minutes']} minutes. `make soak` runs it again.",
+        "",
+    ]
+    problems = [trial for trial in summary["trials"] if trial["problems"]]
+    if problems:
+        lines += ["## Problems", ""]
+        lines += [
+            f"- stage {t['stage']}, {t['variant']}, {', then '.join(t['kills'])}: "
+            f"{'; '.join(t['problems'])}"
+            for t in problems
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="runs beside one another")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    sys.exit(0 if run(arguments) else 1)
+
+
+if __name__ == "__main__":
+    main()
