@@ -14,11 +14,13 @@ export OMP_NUM_THREADS := 1
 # Nothing here needs a model or a data set from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test lint clean
+.PHONY: help venv demo test soak bench lint clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make test    run the whole test suite"
+	@echo "make soak    kill 200 trainings at random points and recover them (about 20 minutes)"
+	@echo "make bench   measure how long saving a checkpoint takes"
 	@echo "make lint    check style and types with ruff and mypy"
 	@echo "make venv    set up .venv, which the above do if needed"
 	@echo "make clean   remove .venv, the demo's data and output, and caches"
@@ -30,6 +32,13 @@ demo: $(VENV)/installed
 
 test: $(OPS)/FusedAdamBuilder.built $(OPS)/CPUAdamBuilder.built $(OPS)/AsyncIOBuilder.built
 	pytest -n 2 tests
+
+# Outcomes are committed under benchmarks/results.
+soak: $(OPS)/CPUAdamBuilder.built
+	python -m tests.faults.soak
+
+bench: $(VENV)/installed
+	python -m benchmarks.saving
 
 lint: $(VENV)/installed
 	ruff check .
