@@ -2,6 +2,7 @@
 What a model keeps besides its `state_dict`: the metrics it has added up, and counters.
 """
 
+import copy
 import numbers
 from collections import deque
 from typing import Any, Dict, Optional
@@ -68,7 +69,7 @@ def _encode(value: Any, within_metric: bool) -> Optional[State]:
         is_state = not isinstance(value, torch.nn.Parameter) and value.grad_fn is None
         return {"value": value.detach().clone()} if is_state else None
     if isinstance(value, _PLAIN):
-        return {"value": value}
+        return {"value": copy.copy(value)}  # an array is added to in place
     if isinstance(value, Metric):
         attributes = {k: _encode(v, within_metric=True) for k, v in vars(value).items()}
         return {"metric": {k: v for k, v in attributes.items() if v is not None}}
@@ -106,9 +107,10 @@ def _decode(encoded: State, current: Any) -> Any:
     """
     ((kind, saved),) = encoded.items()
     if kind == "value":
-        if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
-            return saved.to(current.device)
-        return saved
+        if isinstance(saved, torch.Tensor):
+            device = current.device if isinstance(current, torch.Tensor) else saved.device
+            return saved.to(device, copy=True)
+        return copy.copy(saved)
     if kind == "metric":
         _load_attributes(current, saved)
         return current
@@ -117,7 +119,7 @@ def _decode(encoded: State, current: Any) -> Any:
             _decode(value, current[key])
         return current
     if kind == "set":
-        return saved if current is None else type(current)(saved)
+        return set(saved) if current is None else type(current)(saved)
     if kind == "dict":
         values = {} if current is None else current
         previous = dict(values)

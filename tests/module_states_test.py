@@ -1,0 +1,301 @@
+"""A model goes on from what `module_states` has kept of it as if it had not stopped."""
+
+import copy
+import io
+from collections import Counter, defaultdict, deque
+from typing import Any, Callable, Dict, List, Tuple
+
+import numpy as np
+import pytest
+import torch
+from allennlp.data import Vocabulary
+from allennlp.modules.seq2seq_encoders import LstmSeq2SeqEncoder
+from allennlp.training.metrics import (
+    BLEU,
+    Auc,
+    Average,
+    BooleanAccuracy,
+    CategoricalAccuracy,
+    Entropy,
+    F1Measure,
+    FBetaMeasure,
+    FBetaMultiLabelMeasure,
+    MeanAbsoluteError,
+    Metric,
+    PearsonCorrelation,
+    Perplexity,
+    SequenceAccuracy,
+    SpanBasedF1Measure,
+    SpearmanCorrelation,
+    UnigramRecall,
+)
+
+from allennlp_deepspeed import serialization
+from allennlp_deepspeed.module_states import load_module_states, module_states
+
+Batch = Tuple[Any, ...]
+
+NUM_CLASSES = 4
+
+
+def vocabulary() -> Vocabulary:
+    vocab = Vocabulary(non_padded_namespaces=["labels"])
+    for label in ("O", "B-PER", "I-PER", "B-LOC"):
+        vocab.add_token_to_namespace(label, "labels")
+    return vocab
+
+
+def classes(generator: torch.Generator) -> Batch:
+    return (
+        torch.rand(8, NUM_CLASSES, generator=generator),
+        torch.randint(NUM_CLASSES, (8,), generator=generator),
+    )
+
+
+def tags(generator: torch.Generator) -> Batch:
+    return (
+        torch.rand(3, 7, NUM_CLASSES, generator=generator),
+        torch.randint(NUM_CLASSES, (3, 7), generator=generator),
+        torch.ones(3, 7, dtype=torch.bool),
+    )
+
+
+def numbers(generator: torch.Generator) -> Batch:
+    return torch.rand(8, generator=generator), torch.rand(8, generator=generator)
+
+
+def binary(generator: torch.Generator) -> Batch:
+    return torch.rand(8, generator=generator), torch.tensor([0, 1] * 4)
+
+
+def many_labels(generator: torch.Generator) -> Batch:
+    return (
+        torch.rand(8, NUM_CLASSES, generator=generator),
+        torch.randint(2, (8, NUM_CLASSES), generator=generator),
+    )
+
+
+def sentences(generator: torch.Generator) -> Batch:
+    return (
+        torch.randint(1, 5, (3, 9), generator=generator),
+        torch.randint(1, 5, (3, 9), generator=generator),
+    )
+
+
+def beams(generator: torch.Generator) -> Batch:
+    return (
+        torch.randint(2, (8, 3, 2), generator=generator),
+        torch.randint(2, (8, 2), generator=generator),
+    )
+
+
+def value(generator: torch.Generator) -> Batch:
+    return (torch.rand((), generator=generator),)
+
+
+def logits(generator: torch.Generator) -> Batch:
+    return (torch.rand(8, NUM_CLASSES, generator=generator),)
+
+
+def number(generator: torch.Generator) -> Batch:
+    return (int(torch.randint(100, (), generator=generator)),)
+
+
+@Metric.register("keeps_everything")
+class KeepsEverything(Metric):
+    """Has attributes of every type that a metric keeps its sums in."""
+
+    def __init__(self) -> None:
+        self.counts: Dict[Any, int] = defaultdict(int)
+        self.lists: Dict[str, List[int]] = defaultdict(list)
+        self.tensors: Dict[str, torch.Tensor] = {}
+        self.counter: Counter[str] = Counter()
+        self.seen: set = set()
+        self.window: deque = deque(maxlen=3)
+        self.array = np.zeros(2)
+        self.scalar = np.float64(0)
+        self.inner = CategoricalAccuracy()
+        self.by_label = {"x": CategoricalAccuracy(), "y": CategoricalAccuracy()}
+        self.function = len  # neither saved nor touched
+
+    def __call__(self, number: int) -> None:  # type: ignore[override]
+        self.counts[number] += 1
+        self.counts["a", number] += 1
+        self.lists[f"of {number % 2}"].append(number)
+        self.tensors[str(number)] = torch.tensor([number])
+        self.counter[str(number)] += 1
+        self.seen |= {number, ("pair", number)}
+        self.window.append(number)
+        self.array += number
+        self.scalar = self.scalar + np.float64(0.1)
+        for metric in (self.inner, *self.by_label.values()):
+            metric(torch.eye(2), torch.tensor([number % 2, 1]))
+
+    def get_metric(self, reset: bool = False) -> Dict[str, Any]:
+        metrics = (self.inner, *self.by_label.values())
+        values = {k: v for k, v in vars(self).items() if k not in ("inner", "by_label", "function")}
+        values["seen"] = sorted(map(str, self.seen))
+        return {**values, "accuracies": [metric.get_metric() for metric in metrics]}
+
+    def reset(self) -> None:
+        KeepsEverything.__init__(self)
+
+
+METRICS: List[Tuple[Callable[[], Metric], Callable[[torch.Generator], Batch]]] = [
+    (CategoricalAccuracy, classes),
+    (lambda: CategoricalAccuracy(top_k=2), classes),
+    (lambda: F1Measure(1), classes),
+    (FBetaMeasure, classes),
+    (lambda: FBetaMeasure(average="micro"), classes),
+    (FBetaMultiLabelMeasure, many_labels),
+    (lambda: SpanBasedF1Measure(vocabulary(), "labels"), tags),
+    (PearsonCorrelation, numbers),
+    (SpearmanCorrelation, numbers),
+    (MeanAbsoluteError, numbers),
+    (Auc, binary),
+    (BLEU, sentences),
+    (SequenceAccuracy, beams),
+    (UnigramRecall, beams),
+    (BooleanAccuracy, lambda g: tuple(x > 0.5 for x in numbers(g))),
+    (Average, value),
+    (Perplexity, value),
+    (Entropy, logits),
+    (KeepsEverything, number),
+]
+METRIC_NAMES = [f"{i}-{type(construct()).__name__}" for i, (construct, _) in enumerate(METRICS)]
+
+
+class ModelWithMetric(torch.nn.Module):
+    """Has the same metric wherever a model may keep one."""
+
+    def __init__(self, construct: Callable[[], Metric]) -> None:
+        super().__init__()
+        self.metric = construct()
+        self._metrics: Dict[str, Any] = {"first": construct(), "nested": [construct()]}
+        self._tuple = (construct(), "a constant")
+        self.child = torch.nn.Module()
+        self.child.metric = construct()
+
+    def metrics(self) -> List[Metric]:
+        nested = self._metrics["nested"]
+        return [self.metric, self._metrics["first"], *nested, self._tuple[0], self.child.metric]
+
+
+def through_a_file(states: Any) -> Any:
+    """Saves the states and loads them, as a checkpoint does."""
+    buffer = io.BytesIO()
+    torch.save(states, buffer)
+    buffer.seek(0)
+    with serialization.safe_globals():
+        return torch.load(buffer, weights_only=True)
+
+
+def same(actual: Any, expected: Any) -> bool:
+    return str(actual) == str(expected)
+
+
+@pytest.mark.parametrize("construct, batch", METRICS, ids=METRIC_NAMES)
+@pytest.mark.parametrize("batches_since", [0, 1])
+def test_a_metric_goes_on_from_where_it_was(
+    construct: Callable[[], Metric],
+    batch: Callable[[torch.Generator], Batch],
+    batches_since: int,
+):
+    generator = torch.Generator().manual_seed(0)
+    model, uninterrupted = ModelWithMetric(construct), construct()
+    for arguments in [batch(generator), batch(generator)]:
+        uninterrupted(*arguments)
+        for metric in model.metrics():
+            metric(*arguments)
+    states = through_a_file(module_states(model))
+
+    # The one that is loaded into may be new, or have gone on with other data.
+    loaded = ModelWithMetric(construct)
+    for _ in range(batches_since):
+        for metric in loaded.metrics():
+            metric(*batch(generator))
+    load_module_states(loaded, states)
+    last = batch(generator)
+    uninterrupted(*last)
+    expected = uninterrupted.get_metric()
+    for metric in loaded.metrics():
+        metric(*last)
+        assert same(metric.get_metric(), expected)
+
+
+@pytest.mark.parametrize("construct, batch", METRICS, ids=METRIC_NAMES)
+def test_a_state_does_not_change_with_its_model(
+    construct: Callable[[], Metric], batch: Callable[[torch.Generator], Batch]
+):
+    generator = torch.Generator().manual_seed(0)
+    model = ModelWithMetric(construct)
+    first, second = batch(generator), batch(generator)
+    for metric in model.metrics():
+        metric(*first)
+    states = module_states(model)
+    expected = copy.deepcopy(model.metric.get_metric())
+    for metric in model.metrics():
+        metric(*second)
+    load_module_states(model, states)
+    for _ in range(2):  # nor when what was loaded goes on
+        assert same(model.metric.get_metric(), expected)
+        model.metric(*second)
+        load_module_states(model, states)
+
+
+def test_containers_stay_what_they_were():
+    model, loaded = (ModelWithMetric(KeepsEverything) for _ in range(2))
+    for metric in model.metrics():
+        for number in range(5):
+            metric(number)
+    load_module_states(loaded, through_a_file(module_states(model)))
+    for metric, expected in zip(loaded.metrics(), model.metrics(), strict=True):
+        for name, attribute in vars(expected).items():
+            assert type(getattr(metric, name)) is type(attribute)
+        for number in (5, 6):  # a missing key still has its default, and the window its length
+            metric(number)
+            expected(number)
+        assert same(metric.get_metric(), expected.get_metric())
+        assert metric.function is len
+
+
+def test_a_stateful_encoder_carries_its_state_on():
+    def encoder() -> LstmSeq2SeqEncoder:
+        torch.manual_seed(0)
+        return LstmSeq2SeqEncoder(3, 4, stateful=True)
+
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    batches = torch.rand(3, 2, 5, 3)
+    model, loaded = encoder(), encoder()
+    for batch in batches[:2]:
+        model(batch, mask)
+    load_module_states(loaded, through_a_file(module_states(model)))
+    assert isinstance(loaded._states, tuple)
+    assert torch.equal(loaded(batches[2], mask), model(batches[2], mask))
+
+
+def test_numbers_and_tensors_of_a_module_are_kept_and_constants_left_alone():
+    class Module(torch.nn.Module):
+        def __init__(self, steps: int, device: str) -> None:
+            super().__init__()
+            self.steps = steps
+            self.history = torch.full((2,), float(steps))
+            self.weight = torch.nn.Parameter(torch.full((2,), float(steps)))
+            self.graph = self.weight * 2  # it belongs to a graph that is gone
+            self.names = {"device": device}  # a constant, as plain containers are taken to be
+            self.vocab = vocabulary()
+
+    model, loaded = Module(5, "old"), Module(0, "new")
+    load_module_states(loaded, through_a_file(module_states(model)))
+    assert loaded.steps == 5
+    assert torch.equal(loaded.history, model.history)
+    assert torch.equal(loaded.weight, torch.zeros(2))
+    assert torch.equal(loaded.graph, torch.zeros(2))
+    assert loaded.names == {"device": "new"}
+
+
+def test_modules_that_are_no_longer_there_are_left_out():
+    model, loaded = torch.nn.Module(), torch.nn.Module()
+    model.child = ModelWithMetric(CategoricalAccuracy)
+    load_module_states(loaded, through_a_file(module_states(model)))
+    assert not list(loaded.children())
