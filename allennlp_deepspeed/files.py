@@ -6,7 +6,8 @@ crash is what a prefix of these operations leaves.
 import hashlib
 import os
 import shutil
-from typing import Any, Callable
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
 
 import torch
 
@@ -24,6 +25,19 @@ in its place to see what is left if a process dies there.
 """
 
 
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Has errors of the operating system, such as a full disk, name the file."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # PyTorch raises one of its own while it closes a file to which writing has failed.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError) or cause.errno is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, path) from error
+
+
 def make_directory(path: str) -> None:
     before_operation("make_directory", path)
     os.makedirs(path, exist_ok=True)
@@ -32,13 +46,15 @@ def make_directory(path: str) -> None:
 def save(value: Any, path: str) -> None:
     """`torch.save`. The file is not on disk before `flush`."""
     before_operation("save", path)
-    torch.save(value, path)
+    # Given the path, PyTorch would not say why it can't be written.
+    with _naming(path), open(path, "wb") as file:
+        torch.save(value, file)
 
 
 def write(text: str, path: str) -> None:
     """The file is not on disk before `flush`."""
     before_operation("write", path)
-    with open(path, "w", encoding="utf-8") as file:
+    with _naming(path), open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -47,7 +63,8 @@ def flush(path: str) -> None:
     before_operation("flush", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with _naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -138,6 +138,30 @@ def test_a_checksum_is_of_all_bytes(tmp_path: Path):
     assert files.sha256(str(tmp_path / "file")) == hashlib.sha256(content).hexdigest()
 
 
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that is opened for writing from now on is as `/dev/full`."""
+
+    def open_full(path: Any, mode: str = "r", **kwargs: Any) -> Any:
+        return open("/dev/full" if mode.startswith("w") else path, mode, **kwargs)
+
+    monkeypatch.setattr(files, "open", open_full, raising=False)
+
+
+@pytest.mark.parametrize("size", [1, 10_000, 3_000_000])
+def test_an_error_of_the_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+):
+    full_disk(monkeypatch)
+    path = str(tmp_path / "state.th")
+    for write in (
+        lambda: files.save({"weights": torch.ones(size)}, path),
+        lambda: files.write("x" * size, path),
+    ):
+        with pytest.raises(OSError) as error:
+            write()
+        assert str(error.value) == f"[Errno 28] No space left on device: '{path}'"
+
+
 # commit records
 
 
