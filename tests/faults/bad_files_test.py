@@ -29,7 +29,7 @@ from tests.experiment import (
 )
 from tests.faults.errors_of_ranks import errors_of_ranks
 from tests.faults.points import Fault, read_log
-from tests.faults.trial import INCLUDED_PACKAGES, References, differences
+from tests.faults.trial import INCLUDED_PACKAGES, Kill, References, differences, run_trial
 
 OLDER, NEWEST = "checkpoint_e1_b2", "checkpoint_e1_b4"
 KEEP_ALL = {"save_every_num_batches": 2, "keep_most_recent_by_count": None}
@@ -339,7 +339,7 @@ def assert_ended_with(message: str, result: Result, run: Run) -> None:
         ("best_weights", "save", 0, "ENOSPC", "plain"),
     ],
 )
-def test_a_file_operation_that_fails_ends_training_on_all_ranks(
+def test_a_file_operation_that_fails_ends_training_until_it_is_recovered(
     references: References,
     tmp_path: Path,
     phase: str,
@@ -354,13 +354,8 @@ def test_a_file_operation_that_fails_ends_training_on_all_ranks(
         for point in reference.points_of(phase)
         if point.rank == rank and point.detail.startswith(f"{operation} ")
     ]
-    point = points[len(points) // 2]
-    fault = Fault(str(tmp_path / "points"), point, error=error)
-    result, run = train(reference.config, tmp_path, fault, tmp_path)
-    message = {"ENOSPC": "No space left on device", "EROFS": "Read-only file system"}.get(
-        error, "Input/output error"
-    )
-    assert_ended_with(message, result, run)
+    failure = Kill(points[len(points) // 2], error=error)
+    run_trial(reference, [failure], tmp_path).check()
 
 
 @pytest.fixture

@@ -57,9 +57,9 @@ def _before_a_commit(reference: Reference) -> Kill:
     return Kill(renames[4], kills_all=True)
 
 
-def draw_each_operation(random: Random, reference: Reference) -> List[List[Kill]]:
+def draw_each_operation(random: Random, reference: Reference) -> List[Point]:
     """
-    One kill before each file operation of a save, a commit and a prune, each at a random one of the
+    Each file operation of a save, a commit and a prune, once, each at a random one of the
     checkpoints.
     """
     alike: Dict[Hashable, List[Point]] = {}
@@ -67,4 +67,4 @@ def draw_each_operation(random: Random, reference: Reference) -> List[List[Kill]
         for point in reference.points_of(phase):
             operation = re.sub(r"checkpoint_e\d+_b\d+", "checkpoint", point.detail)
             alike.setdefault((point.rank, phase, operation), []).append(point)
-    return [[Kill(random.choice(points), random.random() < 0.5)] for points in alike.values()]
+    return [random.choice(points) for points in alike.values()]

@@ -1,5 +1,6 @@
 """
-Kills 200 runs, and writes what has become of them to `benchmarks/results/soak.json` and `.md`.
+Kills 200 runs, fills the disk of others at each file operation, and writes what has become of them
+to `benchmarks/results/soak.json` and `.md`.
 """
 
 import argparse
@@ -34,7 +35,8 @@ VARIANTS_OF_STAGE = (
     ("plain", "async", "offload"),
     ("plain", "async", "offload", "patience"),
 )
-# The stage at which a run is killed before each file operation of a checkpoint.
+# The stage at which a run is killed before each file operation of a checkpoint, and another one has
+# a full disk there.
 STAGE_OF_EACH_OPERATION = 2
 
 
@@ -47,16 +49,17 @@ class Trial(NamedTuple):
 def plan(references: Dict[Any, Reference], num_kills: int, seed: int) -> List[Trial]:
     """
     Each file operation once at one stage, and then all phases in turn, at all stages and in all
-    variants, until there are as many kills as asked for.
+    variants, until there are as many kills as asked for. After these, full disks.
     """
     random = Random(seed)
     stage = STAGE_OF_EACH_OPERATION
     each_operation = draw_each_operation(random, references[stage, "plain"])
-    trials = [Trial(stage, "plain", kills) for kills in each_operation]
+    full_disks = [Trial(stage, "plain", [Kill(at, error="ENOSPC")]) for at in each_operation]
+    trials = [Trial(stage, "plain", [Kill(at, random.random() < 0.5)]) for at in each_operation]
     missing = num_kills - len(trials)
     while missing > 0:
-        # Of a number of phases that isn't a multiple of 4, so that all of them meet all stages.
         i = len(trials)
+        # The number of phases isn't a multiple of 4, so that all of them meet all stages.
         stage, phase = i % 4, PHASES[i % len(PHASES)]
         variant = random.choice(VARIANTS_OF_STAGE[stage])
         kills = draw(random, references[stage, variant], phase)
@@ -66,7 +69,7 @@ def plan(references: Dict[Any, Reference], num_kills: int, seed: int) -> List[Tr
         else:
             trials.append(Trial(stage, variant, draw(random, references[stage, variant], "commit")))
             missing -= 1
-    return trials
+    return trials + full_disks
 
 
 def run(arguments: argparse.Namespace) -> bool:
@@ -111,9 +114,10 @@ def run(arguments: argparse.Namespace) -> bool:
 def summarize(
     trials: List[Trial], outcomes: List[Outcome], seed: int, seconds: float
 ) -> Dict[str, Any]:
-    kills = [(trial, kill) for trial in trials for kill in trial.kills]
+    kills = [(trial, kill) for trial in trials for kill in trial.kills if kill.error is None]
     return {
         "kills": len(kills),
+        "full_disks": sum(kill.error is not None for trial in trials for kill in trial.kills),
         "runs": len(trials),
         "resumed_exactly": sum(
             not outcome.differences and not outcome.failures for outcome in outcomes
@@ -162,17 +166,20 @@ def markdown(summary: Dict[str, Any]) -> str:
     lines = [
         "# Soak test of recovery",
         "",
-        f"{summary['kills']} kills with SIGKILL in {summary['runs']} runs of `allennlp train` on "
-        f"two workers, of which {summary['resumed_exactly']} resumed to the weights and metrics of "
-        f"a run without a fault, bit for bit. {summary['hangs']} hung; "
-        f"{summary['checkpoints_lost']} had at any time no checkpoint that loads, or a damaged "
-        "one, after one had been committed.",
+        f"{summary['kills']} kills with SIGKILL and {summary['full_disks']} full disks in "
+        f"{summary['runs']} runs of `allennlp train` on two workers. {summary['resumed_exactly']} "
+        "of these resumed to the weights and metrics of a run without a fault, bit for bit; "
+        f"{summary['hangs']} hung, or left a process behind; {summary['checkpoints_lost']} had at "
+        "any time no checkpoint, after one had been committed, or a damaged one.",
         "",
         "Killed: "
         + ", ".join(f"{who} {count} times" for who, count in kills_of.items())
         + ". Runs: "
         + ", ".join(f"{variant} {count}" for variant, count in runs_of.items())
         + ".",
+        "",
+        f"At stage {STAGE_OF_EACH_OPERATION}, a run was killed before each file operation of a "
+        "save, a commit and a prune, and another one had a full disk from there on.",
         "",
         "| Killed in | stage 0 | stage 1 | stage 2 | stage 3 |",
         "| --- | --- | --- | --- | --- |",

@@ -1,9 +1,11 @@
 """
-Kills runs of the `allennlp train` command, recovers them, and compares what they end with.
+Ends runs of the `allennlp train` command by faults, recovers them, and compares what they end with.
 """
 
+import errno
 import functools
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
@@ -61,15 +63,18 @@ class Kill(NamedTuple):
     # Parameters
 
     at : `Point`
-    kills_all : `bool`
+    kills_all : `bool`, optional (default = `False`)
         Whether every process is killed there, or the one that passes the point.
+    error : `Optional[str]`, optional (default = `None`)
+        What file operations of that process fail with from there on, instead of a kill.
     """
 
     at: Point
-    kills_all: bool
+    kills_all: bool = False
+    error: Optional[str] = None
 
     def __str__(self) -> str:
-        who = "all processes" if self.kills_all else _who(self.at.rank)
+        who = self.error or ("all processes" if self.kills_all else _who(self.at.rank))
         where = f"{self.at.phase} {self.at.occurrence} of {_who(self.at.rank)}"
         detail = re.sub(r"/\S*/", "", self.at.detail)
         return f"{who} at {where} {detail}".strip()
@@ -127,7 +132,7 @@ class References:
 
 class Outcome(NamedTuple):
     """
-    What became of a run that was killed and recovered.
+    What became of a run that was ended and recovered.
 
     # Parameters
 
@@ -135,7 +140,7 @@ class Outcome(NamedTuple):
     hangs : `int`
         Of the command, at any time, or processes that it left behind.
     lost : `List[str]`
-        What was wrong with the checkpoints in the directory after a kill.
+        What was wrong with the checkpoints in the directory after that.
     differences : `List[str]`
         Of the recovered run from the one without a fault.
     failures : `List[str]`
@@ -180,10 +185,12 @@ def run_trial(reference: Reference, kills: Sequence[Kill], directory: Path) -> O
     result = Result(directory / "out")
     for i, kill in enumerate(kills):
         log = directory / f"points_{i}"
-        run = _train(directory, Fault(str(log), kill.at, kill.kills_all), recover=i > 0)
+        run = _train(directory, Fault(str(log), *kill), recover=i > 0)
         hangs += run.timed_out + len(run.processes)
         if run.returncode == 0:
-            outcome.failures.append(f"The run was not killed at {kill}")
+            outcome.failures.append(f"The run did not end at {kill}")
+        if kill.error is not None and os.strerror(getattr(errno, kill.error)) not in run.output:
+            outcome.failures.append(f"It didn't say {kill.error}:\n{run.output[-4000:]}")
         has_committed |= any(point.phase == COMMITTED for point in read_log(log))
         outcome.lost.extend(_lost(result, has_committed))
     run = _train(directory, Fault(str(directory / "points")), recover=True)
