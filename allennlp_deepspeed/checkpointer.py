@@ -358,14 +358,15 @@ class DeepSpeedCheckpointer(Checkpointer):
     ) -> None:
         if older is None:
             raise CheckpointError(
-                f"{problem} There is no other checkpoint that is intact. Put the files back, or "
-                "start anew with another serialization directory."
+                f"{problem} There is no other checkpoint that is intact. Put the files back as "
+                "they were, or start anew with another serialization directory."
             )
         if self._on_corrupt != "previous":
             raise CheckpointError(
-                f"{problem} Put the files back; or continue from {self._checkpoints.path(older)}, "
-                'which is intact, by writing "checkpointer": {"on_corrupt": "previous"} in the '
-                f"config, or by removing {self._checkpoints.path(point)}."
+                f"{problem} Put the files back as they were; or continue from "
+                f"{self._checkpoints.path(older)}, which is intact, by writing "
+                '"checkpointer": {"on_corrupt": "previous"} in the config, or by removing '
+                f"{self._checkpoints.path(point)}."
             )
 
     def _load(

@@ -27,8 +27,8 @@ from tests.experiment import (
     deepspeed,
     load_config,
 )
-from tests.faults.errors_of_ranks import errors_of_ranks
 from tests.faults.points import Fault, read_log
+from tests.faults.rank_errors import errors_of_ranks
 from tests.faults.trial import INCLUDED_PACKAGES, Kill, References, differences, run_trial
 
 OLDER, NEWEST = "checkpoint_e1_b2", "checkpoint_e1_b4"
@@ -63,7 +63,7 @@ def recover(result: Result, config: Config) -> Run:
         "-s",
         result.serialization_dir,
         "--recover",
-        include_packages=("allennlp_deepspeed", INCLUDED, "tests.faults.errors_of_ranks"),
+        include_packages=("allennlp_deepspeed", INCLUDED, "tests.faults.reporting_errors"),
         time_limit=120,
     )
 
@@ -290,11 +290,6 @@ def test_a_checkpoint_of_the_default_trainer_is_refused(experiments: Experiments
 
 
 # disks
-
-
-@pytest.fixture(scope="session")
-def references(session_directory: Path) -> References:
-    return References(session_directory / "references")
 
 
 def train(config: Config, directory: Path, fault: Fault, where: Path) -> Tuple[Result, Run]:

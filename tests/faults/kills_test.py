@@ -22,11 +22,6 @@ PHASES_OF_STAGE = (
 )
 
 
-@pytest.fixture(scope="session")
-def references(session_directory: Path) -> References:
-    return References(session_directory / "references")
-
-
 @pytest.mark.parametrize(
     "stage, phase", [(stage, phase) for stage in range(4) for phase in PHASES_OF_STAGE[stage]]
 )

@@ -1,5 +1,6 @@
 """
-Writes what each rank fails with to a file. To be included with `--include-package`.
+Writes what each rank fails with to a file, in runs with
+`--include-package tests.faults.reporting_errors`.
 
 The `allennlp` command only shows what the first rank that ended has failed with, and ends the
 others.
@@ -27,7 +28,7 @@ def _path(serialization_dir: Path, rank: int) -> Path:
     return serialization_dir.parent / f"error_of_rank_{rank}"
 
 
-def _install() -> None:
+def install() -> None:
     function = DeepSpeedTrainer.train
 
     @functools.wraps(function)
@@ -47,6 +48,3 @@ def _install() -> None:
             raise
 
     DeepSpeedTrainer.train = train  # type: ignore[method-assign]
-
-
-_install()
