@@ -16,7 +16,7 @@ BEST_WEIGHTS_NAME = "best.th"
 
 _NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 _LEFTOVER = re.compile(
-    r"checkpoint_e\d+_b\d+(\.universal)?\.(unfinished|removed)$"
+    r"checkpoint_e\d+_b\d+(\.universal|\.replaced)?\.(unfinished|removed)$"
     r"|best\.th\.w\d+\.tmp$|config\.json\.n\d+\.unfinished$"
 )
 _REPLACED = re.compile(r"(checkpoint_e\d+_b\d+)\.replaced$")
