@@ -534,11 +534,6 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
     trainer_state["batches_in_epoch_completed"] = now
     if now != before:
         trainer_state.pop("train_metrics", None)  # some steps may be trained again
-    if trainer_state["running_loss"] is not None:
-        # It will be divided by the number of steps.
-        trainer_state["running_loss"] = {
-            name: loss * now / before for name, loss in trainer_state["running_loss"].items()
-        }
 
 
 def _parameter_shapes(trainer: "DeepSpeedTrainer") -> Dict[str, List[int]]:

@@ -75,7 +75,11 @@ class Resumption:
         trainer._total_batches_completed = state["total_batches_completed"]
         trainer._should_validate_this_epoch = state["should_validate_this_epoch"]
         if self._running_loss is not None and state["running_loss"] is not None:
-            self._running_loss.load_state_dict(state["running_loss"])
+            # It will be divided by the number of steps, which may be another now.
+            ratio = trainer._batches_in_epoch_completed / state["steps_of_running_loss"]
+            self._running_loss.load_state_dict(
+                {name: loss * ratio for name, loss in state["running_loss"].items()}
+            )
 
     def finish_epoch(self, metrics: Dict[str, float]) -> Dict[str, float]:
         """
@@ -125,6 +129,7 @@ class Resumption:
             "total_batches_completed": trainer._total_batches_completed,
             "should_validate_this_epoch": trainer._should_validate_this_epoch,
             "running_loss": None if running_loss is None else running_loss.state_dict(),
+            "steps_of_running_loss": trainer._batches_in_epoch_completed,
             "random_states": random_states(),
             "modules": module_states(trainer.model),
         }
