@@ -2,10 +2,13 @@
 Completes checkpoints while training goes on.
 """
 
+import itertools
 import json
+import logging
 import os
 import threading
 import time
+import traceback
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch.distributed as dist
@@ -14,7 +17,16 @@ from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint_directory import CheckpointDirectory, PointInTime
 from allennlp_deepspeed.commit import CommitRecord, FileRecord, file_names
 
+logger = logging.getLogger(__name__)
+
 _POLLING_INTERVAL = 0.02  # seconds
+
+# After that a rank that has not confirmed is taken to be gone. Seconds; PyTorch's own for
+# collectives.
+_TIMEOUT = dist.default_pg_timeout.total_seconds()
+
+# Of all commits of this process: the store keeps the keys of earlier ones.
+_numbers = itertools.count()
 
 
 class BackgroundCommit:
@@ -47,7 +59,6 @@ class BackgroundCommit:
         self._store = dist.distributed_c10d._get_default_store()
         self._thread: Optional[threading.Thread] = None
         self._error: Optional[BaseException] = None
-        self._num_commits = 0
         # By inode, size and time of the last change: hard links to one file are flushed and read
         # once.
         self._known: Dict[Tuple[int, int, int], FileRecord] = {}
@@ -70,12 +81,12 @@ class BackgroundCommit:
         write : `Callable[[], List[str]]`, required.
             Writes what this rank has not written yet, and returns the paths of all its files.
         then : `Callable[[], None]`, required.
-            Called by the rank that commits, after it has.
+            Called by the rank that commits, after the checkpoint has been committed in the
+            directories of all ranks. A failure of the file system in it is only logged.
         """
-        self._num_commits += 1
         self._thread = threading.Thread(
             target=self._run,
-            args=(f"allennlp_deepspeed/checkpoint_{self._num_commits}", point, record, write, then),
+            args=(f"allennlp_deepspeed/checkpoint_{next(_numbers)}", point, record, write, then),
             name="checkpoint",
             daemon=True,  # a rank that waits for one that is gone must be able to exit
         )
@@ -111,7 +122,7 @@ class BackgroundCommit:
             self._commit(key, *args)
         except BaseException as error:
             self._error = error
-            self._store.set(f"{key}/{self._rank}", json.dumps({"error": repr(error)}))
+            self._store.set(f"{key}/{self._rank}", json.dumps({"error": traceback.format_exc()}))
 
     def _commit(
         self,
@@ -127,25 +138,36 @@ class BackgroundCommit:
         if self._rank != self._committing_ranks[0]:
             return
         for rank in range(self._world_size):
-            confirmed = self._confirmation(key, rank)
+            confirmed = self._confirmation(f"{key}/{rank}", rank)
             if rank in self._committing_ranks:
                 record.files.update({n: FileRecord(*r) for n, r in confirmed.items()})
         # What DeepSpeed has written by itself, such as its script for conversions.
         for name in set(file_names(unfinished)) - set(record.files):
             record.files[name] = self._flush(os.path.join(unfinished, name))
         self._directory.commit(point, record)
-        then()
+        self._store.set(f"{key}/{self._rank}/committed", json.dumps({"files": {}}))
+        for rank in range(0, self._world_size, len(self._committing_ranks)):
+            self._confirmation(f"{key}/{rank}/committed", rank)
+        try:
+            then()
+        except OSError:
+            logger.warning("Older checkpoints could not be removed.", exc_info=True)
 
     def _confirmation(self, key: str, rank: int) -> Dict[str, List[Any]]:
-        """Waits for the files of a rank."""
-        key = f"{key}/{rank}"
+        """Waits for what a rank sets in the store, and returns its files."""
+        deadline = time.monotonic() + _TIMEOUT
         while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"A checkpoint was not completed, because worker {rank} has not confirmed "
+                    f"within {_TIMEOUT:.0f} seconds that it has written its files."
+                )
             time.sleep(_POLLING_INTERVAL)
         confirmation = json.loads(self._store.get(key))
         if "error" in confirmation:
             raise RuntimeError(
-                f"A checkpoint was not completed, because worker {rank} failed to write it: "
-                f"{confirmation['error']}"
+                f"A checkpoint was not completed, because worker {rank} failed to write "
+                f"it:\n{confirmation['error']}"
             )
         return confirmation["files"]
 

@@ -16,8 +16,11 @@ BEST_WEIGHTS_NAME = "best.th"
 
 _NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 _LEFTOVER = re.compile(
-    r"checkpoint_e\d+_b\d+(\.universal)?\.(unfinished|removed)$|best\.th\.w\d+\.tmp$"
+    r"checkpoint_e\d+_b\d+(\.universal|\.replaced)?\.(unfinished|removed)$"
+    r"|best\.th\.w\d+\.tmp$|config\.json\.n\d+\.unfinished$"
 )
+_REPLACED = re.compile(r"(checkpoint_e\d+_b\d+)\.replaced$")
+_UNIVERSAL = re.compile(r"(checkpoint_e\d+_b\d+)\.universal$")
 
 
 class PointInTime(NamedTuple):
@@ -33,7 +36,8 @@ class CheckpointDirectory:
     communicates: who may change what is for the caller to know.
 
     `checkpoint_e{epochs}_b{steps}` is a checkpoint. The same name with `.unfinished` is one that is
-    being written, with `.removed` one that is being removed, with `.universal` a conversion for
+    being written, with `.removed` one that is being removed, with `.replaced` one that is being
+    replaced, with `.universal` a conversion for
     another number of workers, and with `.corrupt` one that has been set aside.
 
     # Parameters
@@ -67,9 +71,18 @@ class CheckpointDirectory:
 
     def clean_up(self) -> None:
         """Removes what a crash has left of saving and of pruning."""
-        for name in os.listdir(self._serialization_dir):
-            if _LEFTOVER.match(name):
-                files.remove(os.path.join(self._serialization_dir, name))
+        if not os.path.isdir(self._serialization_dir):
+            return
+        names = os.listdir(self._serialization_dir)
+        for name in names:
+            path = os.path.join(self._serialization_dir, name)
+            replaced, universal = _REPLACED.match(name), _UNIVERSAL.match(name)
+            if replaced and replaced.group(1) not in names:
+                files.rename(path, os.path.join(self._serialization_dir, replaced.group(1)))
+            elif replaced or (universal and universal.group(1) not in names):
+                self._remove(path)
+            elif _LEFTOVER.match(name):
+                files.remove(path)
 
     def begin(self, point: PointInTime) -> str:
         """Makes the directory in which a checkpoint is to be written, and returns its path."""
@@ -87,21 +100,29 @@ class CheckpointDirectory:
         record.write(unfinished)
         for directory, *_ in os.walk(unfinished):
             files.flush(directory)
-        # There is one with this name if recovery has started from an older one.
+        # There is one with this name if recovery has started from an older one. `clean_up` gives
+        # it its name back if it comes to that.
+        replaced = path + ".replaced"
         if os.path.isdir(path):
-            self.remove(point)
+            files.remove(replaced)
+            files.rename(path, replaced)
         files.rename(unfinished, path)
         files.flush(self._serialization_dir)
+        self._remove(replaced)
 
-    def prune(self, count: Optional[int], age: Optional[float]) -> None:
+    def prune(self, newest: PointInTime, count: Optional[int], age: Optional[float]) -> None:
         """
         Removes the checkpoints that are neither among the `count` newest nor younger than `age`
         seconds, and all conversions, which only the recovery of the run before needed. If both are
-        `None`, all checkpoints are kept. The newest always is.
+        `None`, all checkpoints are kept. The one of `newest`, just committed, always is; what comes
+        after it is of a run that this one doesn't continue.
         """
         checkpoints = self.find()
         for point in checkpoints:
             self._remove(self.universal_path(point))
+            if point > newest:
+                self.remove(point)
+        checkpoints = [point for point in checkpoints if point <= newest]
         if count is None and age is None:
             return
         keep = set(checkpoints[: max(1, count or 0)])
@@ -120,6 +141,7 @@ class CheckpointDirectory:
         path = self.path(point) + ".corrupt"
         files.remove(path)
         files.rename(self.path(point), path)
+        files.flush(self._serialization_dir)
         return path
 
     def _remove(self, path: str) -> None:
@@ -128,6 +150,7 @@ class CheckpointDirectory:
             removed = path + ".removed"
             files.remove(removed)
             files.rename(path, removed)
+            files.flush(self._serialization_dir)
             files.remove(removed)
 
 

@@ -212,13 +212,24 @@ class DeepSpeedCheckpointer(Checkpointer):
             self._record(point, trainer),
             self._write_staged,
             then=lambda: self._checkpoints.prune(
-                self._keep_most_recent_by_count, self._keep_most_recent_by_age
+                point, self._keep_most_recent_by_count, self._keep_most_recent_by_age
             ),
         )
 
     def _write_staged(self) -> List[str]:
+        """
+        Writes what has been staged. Returns the files of this rank, the training state at the end.
+        """
         self._files.write_staged()
-        return self._files.take_paths()
+        paths = self._files.take_paths()
+        classes = serialization.unsafe_classes_in(paths[-1])
+        if classes:
+            raise ConfigurationError(
+                f"The training state can't be saved, because it holds {', '.join(classes)}, and "
+                "checkpoints are loaded without running code that is in them. Metrics and the "
+                "states of callbacks are to be tensors, numbers, strings and containers of them."
+            )
+        return paths
 
     def _record(self, point: PointInTime, trainer: "DeepSpeedTrainer") -> CommitRecord:
         return CommitRecord(
@@ -372,7 +383,8 @@ class DeepSpeedCheckpointer(Checkpointer):
             self._load_conversion(trainer.engine, path, record, trainer_state)
         else:
             self._load_engine(trainer.engine, path)
-        self._remember(point)
+        _convert_position(trainer_state, trainer.instances_per_step())
+        self._remember(PointInTime(point.epochs, trainer_state["batches_in_epoch_completed"]))
         if trainer_state["has_best_weights"] and trainer._primary:
             self._restore_best_weights(path)
         return TrainerCheckpoint({}, trainer_state)
@@ -445,6 +457,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._last_save_num_batches_in_epoch_completed = point.steps
 
     def _refuse_allennlp_checkpoints(self) -> None:
+        if not os.path.isdir(self._serialization_dir):
+            return
         for name in sorted(os.listdir(self._serialization_dir)):
             if _ALLENNLP_CHECKPOINT.match(name):
                 raise CheckpointError(
@@ -474,8 +488,9 @@ class DeepSpeedCheckpointer(Checkpointer):
             )
         for point in own:
             if point not in common and dist.get_rank() == ranks_here[0]:
-                logger.warning("Not all workers have %s: removed", self._checkpoints.path(point))
-                self._checkpoints.remove(point)
+                logger.warning("Not all workers have %s", self._checkpoints.path(point))
+                if len(ranks_here) < dist.get_world_size():  # here are only this node's
+                    self._checkpoints.set_aside(point)
         dist.barrier()
         return common
 
@@ -507,6 +522,18 @@ def _of_rank_0(decision: bool) -> bool:
     decisions = [decision]
     dist.broadcast_object_list(decisions, src=0)
     return decisions[0]
+
+
+def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> None:
+    """
+    Gives the training state the number of steps that make the same part of the epoch, if a step has
+    another number of instances now. It is rounded down, so that no instance is left out.
+    """
+    before = trainer_state["batches_in_epoch_completed"]
+    now = before * trainer_state["instances_per_step"] // instances_per_step
+    trainer_state["batches_in_epoch_completed"] = now
+    if now != before:
+        trainer_state.pop("train_metrics", None)  # some steps may be trained again
 
 
 def _parameter_shapes(trainer: "DeepSpeedTrainer") -> Dict[str, List[int]]:

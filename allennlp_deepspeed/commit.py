@@ -93,6 +93,8 @@ class CommitRecord:
             raise CheckpointError(
                 f"{path} is missing: {directory} was not written by this package, or not completed."
             ) from None
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error}.") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}.") from error
         raise CheckpointError(
@@ -157,9 +159,12 @@ def _problem(directory: str, name: str, record: FileRecord) -> Optional[str]:
         return f"{path} is outside of the checkpoint"
     if not os.path.isfile(path):
         return f"{path} is missing"
-    size = os.path.getsize(path)
-    if size != record.bytes:
-        return f"{path} has {size} bytes instead of {record.bytes}"
-    if files.sha256(path) != record.sha256:
+    try:
+        found = FileRecord.of(path)
+    except OSError as error:
+        return f"{path} can't be read: {error}"
+    if found.bytes != record.bytes:
+        return f"{path} has {found.bytes} bytes instead of {record.bytes}"
+    if found.sha256 != record.sha256:
         return f"{path} is damaged: its SHA-256 is not the one that was recorded"
     return None

@@ -139,6 +139,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if regularizer is not None:
             regularizer.gather_with_model()
         _undo_first_step(self.engine)
+        _keep_adagrad(self.engine)
         if config.zero_stage == 0 and config.precision != "fp16":
             # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run. The
             # trainer calls the reduction itself, and without a loss scale there is nothing else to
@@ -266,6 +267,19 @@ def _undo_first_step(engine: DeepSpeedEngine) -> None:
         engine.basic_optimizer.state.clear()
         # From the weights in half precision, which have not changed.
         optimizer.refresh_fp32_params()
+
+
+def _keep_adagrad(engine: DeepSpeedEngine) -> None:
+    """
+    At stages 1 to 3 DeepSpeed makes another Adagrad for its shards, from the defaults and with one
+    group. Learning rate schedules and everything else would act on the one that it was given.
+    """
+    optimizer = getattr(engine.optimizer, "optimizer", None)
+    if isinstance(optimizer, torch.optim.Adagrad) and optimizer is not engine.basic_optimizer:
+        engine.basic_optimizer.state = optimizer.state
+        engine.optimizer.optimizer = engine.basic_optimizer
+        if engine.zero_optimization_stage() < 3:
+            engine.optimizer._link_all_hp_params()  # which it has done for the one group only
 
 
 def _device_index(device: torch.device, local_rank: int) -> int:

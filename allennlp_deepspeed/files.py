@@ -81,6 +81,7 @@ def link(path: str, new_path: str) -> None:
         raise
     except OSError:
         shutil.copyfile(path, new_path)
+        flush(new_path)
 
 
 def rename(path: str, new_path: str) -> None:

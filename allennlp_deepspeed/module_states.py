@@ -3,15 +3,19 @@ What a model keeps besides its `state_dict`: the metrics it has added up, and co
 """
 
 import copy
-import numbers
+import logging
 from collections import deque
 from typing import Any, Dict, Optional
 
 import numpy as np
 import torch
 from allennlp.training.metrics import Metric
+from deepspeed.accelerator import get_accelerator
 
-_PLAIN = (bool, numbers.Number, str, type(None), np.ndarray)
+logger = logging.getLogger(__name__)
+
+# Exactly these, and no classes derived from them, which couldn't be loaded safely.
+_PLAIN = frozenset({bool, int, float, complex, str, type(None), np.ndarray})
 _NOT_OURS = frozenset(vars(torch.nn.Module()))
 # What ZeRO-3 counts in while it gathers and releases parameters.
 _DEEPSPEED_PREFIXES = ("ds_", "applied_pre_backward_ref_cnt")
@@ -67,20 +71,26 @@ def _encode(value: Any, within_metric: bool) -> Optional[State]:
     """
     if isinstance(value, torch.Tensor):
         is_state = not isinstance(value, torch.nn.Parameter) and value.grad_fn is None
-        return {"value": value.detach().clone()} if is_state else None
-    if isinstance(value, _PLAIN):
+        kind = "value" if value.device.type == "cpu" else "device_value"
+        return {kind: value.detach().clone()} if is_state else None
+    if _is_plain(value):
         return {"value": copy.copy(value)}  # an array is added to in place
     if isinstance(value, Metric):
         attributes = {k: _encode(v, within_metric=True) for k, v in vars(value).items()}
         return {"metric": {k: v for k, v in attributes.items() if v is not None}}
     if isinstance(value, set) and within_metric:
-        is_plain = all(isinstance(element, (*_PLAIN, tuple)) for element in value)
-        return {"set": set(value)} if is_plain else None
+        return {"set": set(value)} if all(map(_is_plain, value)) else None
     if type(value) in (list, tuple, deque):
         return _encode_items(type(value).__name__, dict(enumerate(value)), within_metric)
-    if isinstance(value, dict) and all(isinstance(key, (*_PLAIN, tuple)) for key in value):
+    if isinstance(value, dict) and all(map(_is_plain, value)):
         return _encode_items("dict", value, within_metric)
     return None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, np.number)
 
 
 def _encode_items(kind: str, items: Dict[Any, Any], within_metric: bool) -> Optional[State]:
@@ -111,12 +121,21 @@ def _decode(encoded: State, current: Any) -> Any:
             device = current.device if isinstance(current, torch.Tensor) else saved.device
             return saved.to(device, copy=True)
         return copy.copy(saved)
+    if kind == "device_value":
+        return saved.to(get_accelerator().current_device_name())
     if kind == "metric":
-        _load_attributes(current, saved)
+        if isinstance(current, Metric):
+            _load_attributes(current, saved)
+        else:
+            logger.warning(
+                "What a metric had added up before the checkpoint is lost, because the model makes "
+                "it in its forward pass. Make it in the model's constructor."
+            )
         return current
     if kind == "some":
         for key, value in saved.items():
-            _decode(value, current[key])
+            is_there = key in current if isinstance(current, dict) else key < len(current or ())
+            _decode(value, current[key] if is_there else None)
         return current
     if kind == "set":
         return set(saved) if current is None else type(current)(saved)

@@ -25,6 +25,7 @@ def no_swap_files_copied(engine: DeepSpeedEngine) -> Iterator[None]:
     if not engine.zero_nvme_offload_optimizer():
         yield
         return
+    # In the whole process, but nothing else in it copies directories meanwhile.
     with mock.patch.object(shutil, "copytree"):
         yield
 
@@ -43,7 +44,9 @@ def save(engine: DeepSpeedEngine, directory: str, write: Callable[[Any, str], No
     """
     for sub_group in range(_num_sub_groups(engine)):
         with _in_memory(engine, sub_group) as states:
-            write(states, nvme_path(directory, engine.global_rank, sub_group))
+            # Copies, because DeepSpeed reads the next sub-group into the same buffers, and an
+            # asynchronous save takes what is in one buffer for one tensor.
+            write(_copies(states), nvme_path(directory, engine.global_rank, sub_group))
     settings = [
         {key: value for key, value in group.items() if key != "params"}
         for group in engine.basic_optimizer.param_groups
@@ -81,6 +84,10 @@ def _in_memory(engine: DeepSpeedEngine, sub_group: int) -> Iterator[Dict[str, An
     yield {"fp32": shard.data, **engine.basic_optimizer.state[shard]}
     if swappable:
         optimizer._optimizer_states_and_gradient_swap_out(sub_group)
+
+
+def _copies(states: Dict[str, Any]) -> Dict[str, Any]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in states.items()}
 
 
 def _shard(engine: DeepSpeedEngine, sub_group: int) -> torch.Tensor:

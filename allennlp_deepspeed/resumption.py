@@ -30,6 +30,8 @@ class Resumption:
         self._before_validation: Optional[Dict[str, Any]] = None
         # What `load_state_dict` was given, until its point in time is reached.
         self._pending: Optional[Dict[str, Any]] = None
+        # The same, if the checkpoint was saved in a validation, until that begins again.
+        self._interrupted_validation: Optional[Dict[str, Any]] = None
 
     def start_epoch(self, running_loss: RunningLoss) -> None:
         """To be called before the data of the epoch are asked for."""
@@ -51,21 +53,37 @@ class Resumption:
         there = PointInTime(
             trainer._start_after_epochs_completed, trainer._start_after_batches_in_epoch_completed
         )
-        if self._pending is None or here != there:
+        if here == there:
+            self._restore()
+
+    def finish_steps(self) -> None:
+        """To be called when all steps of the epoch are done or skipped."""
+        trainer = self._trainer
+        if trainer._epochs_completed == trainer._start_after_epochs_completed:
+            # With another number of workers it may have fewer steps than were to be skipped.
+            self._restore()
+
+    def _restore(self) -> None:
+        if self._pending is None:
             return
-        state = self._pending
-        if "train_metrics" not in state:  # they are still to come, in `finish_epoch`
-            self._pending = None
+        trainer, state = self._trainer, self._pending
+        self._pending = None
+        if "train_metrics" in state:
+            self._interrupted_validation = state
         set_random_states(state["random_states"])
         load_module_states(trainer.model, state["modules"])
         trainer._total_batches_completed = state["total_batches_completed"]
         trainer._should_validate_this_epoch = state["should_validate_this_epoch"]
         if self._running_loss is not None and state["running_loss"] is not None:
-            self._running_loss.load_state_dict(state["running_loss"])
+            # It will be divided by the number of steps, which may be another now.
+            ratio = trainer._batches_in_epoch_completed / state["steps_of_running_loss"]
+            self._running_loss.load_state_dict(
+                {name: loss * ratio for name, loss in state["running_loss"].items()}
+            )
 
     def finish_epoch(self, metrics: Dict[str, float]) -> Dict[str, float]:
         """
-        To be called when all steps of the epoch are done or skipped.
+        To be called after `finish_steps`.
 
         # Parameters
 
@@ -81,12 +99,11 @@ class Resumption:
         trainer = self._trainer
         if trainer._epochs_completed < trainer._start_after_epochs_completed:
             return metrics
-        if self._pending is not None:
-            # Reading to the end of the data may have changed them.
-            set_random_states(self._pending["random_states"])
-            load_module_states(trainer.model, self._pending["modules"])
-            metrics = self._pending["train_metrics"]
-            self._pending = None
+        if self._interrupted_validation is not None:
+            metrics = self._interrupted_validation["train_metrics"]
+            # Asking for data that are at their end may have changed them.
+            set_random_states(self._interrupted_validation["random_states"])
+            self._interrupted_validation = None
         if trainer._checkpointer is None or not trainer._checkpointer.save_on_preemption:
             return metrics
         self._before_validation = {
@@ -112,6 +129,7 @@ class Resumption:
             "total_batches_completed": trainer._total_batches_completed,
             "should_validate_this_epoch": trainer._should_validate_this_epoch,
             "running_loss": None if running_loss is None else running_loss.state_dict(),
+            "steps_of_running_loss": trainer._batches_in_epoch_completed,
             "random_states": random_states(),
             "modules": module_states(trainer.model),
         }

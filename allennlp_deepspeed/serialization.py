@@ -61,5 +61,10 @@ def unsafe_classes(value: Any) -> List[str]:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
+    return unsafe_classes_in(buffer)
+
+
+def unsafe_classes_in(file: Any) -> List[str]:
+    """The names of what is in a file, or under a path, that `load` would refuse."""
     with safe_globals():
-        return torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+        return torch.serialization.get_unsafe_globals_in_checkpoint(file)

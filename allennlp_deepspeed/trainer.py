@@ -34,6 +34,7 @@ from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.interruption import TrainingInterrupted, TrainingInterruption, interrupted
+from allennlp_deepspeed.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.resumption import Resumption
 from allennlp_deepspeed.running_loss import LossReading, RunningLoss
@@ -187,6 +188,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._ddp_wrapped_model: DeepSpeedWrappedModel
             self._checkpointer: Optional[DeepSpeedCheckpointer]
             self._open_sessions = 0
+            if distributed:
+                self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
             # The last, because others may add to the metrics.
             self._callbacks.append(self._epoch_metrics)
@@ -233,11 +236,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._release_model()
         except BaseException as error:
             if self._open_sessions == 1:
-                if self._checkpointer is not None and isinstance(error, TrainingInterrupted):
-                    self._checkpointer.finish()  # all ranks are here
-                elif self._checkpointer is not None:
-                    self._checkpointer.abandon()
-                self._ddp_wrapped_model.destroy()
+                try:
+                    if self._checkpointer is not None:
+                        # All ranks are here after an interruption, and this is the only one after
+                        # a Ctrl-C.
+                        is_agreed = isinstance(error, (TrainingInterrupted, KeyboardInterrupt))
+                        (self._checkpointer.finish if is_agreed else self._checkpointer.abandon)()
+                finally:
+                    self._ddp_wrapped_model.destroy()
             raise
         finally:
             self._open_sessions -= 1
@@ -344,6 +350,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 continue
             self._train_group(batch_group, running_loss, epoch, batch_groups)
 
+        self._resumption.finish_steps()
         return self._resumption.finish_epoch(
             {**self._training_metrics(running_loss), **memory_metrics}
         )
@@ -530,7 +537,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "callbacks": [callback.state_dict() for callback in self._callbacks],
             "epochs_completed": self._epochs_completed,
             "batches_in_epoch_completed": self._batches_in_epoch_completed,
-            "instances_per_step": self._instances_per_step(),
+            "instances_per_step": self.instances_per_step(),
             "has_best_weights": self._best_model_filename is not None,
             **self._resumption.state_dict(in_validation=self._is_validating),
         }
@@ -551,7 +558,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         for name, part in self._optional_parts().items():
             part.load_state_dict(training_state[name])
         self._start_after_epochs_completed = training_state["epochs_completed"]
-        self._start_after_batches_in_epoch_completed = self._same_position(training_state)
+        self._start_after_batches_in_epoch_completed = training_state["batches_in_epoch_completed"]
         if training_state["has_best_weights"]:
             self._best_model_filename = self._best_weights_path()
         self._resumption.load_state_dict(training_state)
@@ -562,29 +569,18 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             # It had stopped here. AllenNLP's loop would only ask again after one more epoch.
             self._num_epochs = self._start_after_epochs_completed
 
-    def _instances_per_step(self) -> Optional[int]:
-        """Of all ranks; `None` if batches have no fixed size."""
-        micro_batch_size = _micro_batch_size(self.data_loader)
-        if micro_batch_size is None:
-            return None
+    def instances_per_step(self) -> int:
+        """Of all ranks. Micro-batches without a fixed size count as one."""
+        micro_batch_size = _micro_batch_size(self.data_loader) or 1
         return micro_batch_size * self._num_gradient_accumulation_steps * self._world_size
-
-    def _same_position(self, training_state: Dict[str, Any]) -> int:
-        """
-        The number of steps that make the same part of the epoch, if a step has another number of
-        instances now. It is rounded down, so that no instance is left out.
-        """
-        steps = training_state["batches_in_epoch_completed"]
-        before, now = training_state["instances_per_step"], self._instances_per_step()
-        if before is None or now is None or before == now:
-            return steps
-        return steps * before // now
 
     def _optional_parts(self) -> Dict[str, Any]:
         parts = {
             "learning_rate_scheduler": self._learning_rate_scheduler,
             "momentum_scheduler": self._momentum_scheduler,
             "moving_average": self._moving_average,
+            # The loss scale, which DeepSpeed doesn't save at stage 0.
+            "gradient_scaler": self.engine.torch_autocast_z0_gradscaler,
         }
         return {name: part for name, part in parts.items() if part is not None}
 

@@ -353,7 +353,7 @@ def test_a_crash_before_any_file_operation_leaves_a_whole_checkpoint(
     def life(directory: CheckpointDirectory) -> None:
         commit(directory, PointInTime(0, 4), "later")
         commit(directory, PointInTime(0, 4), "again")
-        directory.prune(1, None)
+        directory.prune(PointInTime(0, 4), 1, None)
         commit(directory, PointInTime(0, 6))
         directory.set_aside(PointInTime(0, 6))
         directory.clean_up()
@@ -385,6 +385,41 @@ def test_a_crash_before_any_file_operation_leaves_a_whole_checkpoint(
         }
 
 
+def test_the_only_checkpoint_is_there_at_each_moment_of_its_replacement(
+    tmp_path: Path, operations: List[Tuple[str, str]], crash_before: Callable[[int], None]
+):
+    point = PointInTime(0, 2)
+
+    def start(name: str) -> CheckpointDirectory:
+        (tmp_path / name).mkdir()
+        directory = CheckpointDirectory(str(tmp_path / name))
+        commit(directory, point, "first")
+        return directory
+
+    directory = start("counted")
+    operations.clear()
+    commit(directory, point, "again")
+    for number in range(len(operations)):
+        crash_before(len(operations))
+        directory = start(str(number))
+        crash_before(number)
+        with pytest.raises(Crash):
+            commit(directory, point, "again")
+        crash_before(len(operations))
+        directory.clean_up()
+        assert directory.find() == [point] and is_whole(directory.path(point))
+        assert os.listdir(tmp_path / str(number)) == [os.path.basename(directory.path(point))]
+
+
+def test_pruning_removes_what_comes_after_the_newest_commit(tmp_path: Path):
+    # It is of a run with shorter steps, from the middle of which this one was recovered.
+    directory = CheckpointDirectory(str(tmp_path))
+    for steps in (50, 60, 100):
+        commit(directory, PointInTime(1, steps))
+    directory.prune(PointInTime(1, 60), 2, None)
+    assert directory.find() == [PointInTime(1, 60), PointInTime(1, 50)]
+
+
 @pytest.mark.parametrize(
     "count, age, left",
     [
@@ -404,7 +439,7 @@ def test_pruning_keeps_what_was_asked_for(tmp_path: Path, count: Any, age: Any, 
     for steps in (2, 4, 6, 8):
         path = commit(directory, PointInTime(0, steps))
         os.utime(path, (now, now - 50 * (8 - steps) - 1))
-    directory.prune(count, age)
+    directory.prune(PointInTime(0, 8), count, age)
     assert sorted(point.steps for point in directory.find()) == left
     assert len(os.listdir(tmp_path)) == len(left)
 

@@ -12,7 +12,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.util import create_serialization_dir
 
 from allennlp_deepspeed import files, recovery, universal
-from allennlp_deepspeed.commit import CheckpointError, CommitRecord
+from allennlp_deepspeed.commit import CommitRecord
 from tests.command import allennlp
 from tests.end_to_end.resize_test import on, resizable
 from tests.experiment import Config, Experiments, deepspeed
@@ -89,9 +89,19 @@ def test_a_damaged_checkpoint_is_not_converted(training: Path):
     run = allennlp("deepspeed", "resize", training)
     assert run.returncode != 0
     assert f"{damaged} is damaged" in run.output
-    with pytest.raises(CheckpointError, match=str(damaged)):
-        prepare(training, deepspeed(resizable(4), 2))
+    # Of which checkpoints are damaged, the workers will say more.
+    prepare(training, deepspeed(resizable(4), 2))
     assert conversions(training) == []
+
+
+def test_an_older_checkpoint_is_converted_if_it_is_to_be_taken(training: Path):
+    damaged = next((training / NEWEST / "engine").glob("*rank_1*optim_states.pt"))
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    config = deepspeed(resizable(4), 2)
+    config["trainer"]["checkpointer"]["on_corrupt"] = "previous"
+    prepare(training, config)
+    assert len(conversions(training)) == 1
+    assert not (training / CONVERSION).exists()
 
 
 def test_a_conversion_that_is_damaged_or_of_another_checkpoint_is_made_again(training: Path):

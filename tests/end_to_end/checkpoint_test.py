@@ -96,6 +96,32 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one(
     assert_ends_alike(recover(uninterrupted, tmp_path, config, last), uninterrupted)
 
 
+@pytest.mark.parametrize(
+    "changes, last",
+    [
+        # Of 11 micro-batches, 12 are behind the last step of two.
+        ({"num_gradient_accumulation_steps": 1}, "checkpoint_e1_b6"),
+        # Two steps of before make one, so that new checkpoints have lower numbers.
+        ({"num_gradient_accumulation_steps": 4}, "checkpoint_e1_b4"),
+    ],
+)
+def test_recovery_where_an_epoch_has_another_number_of_steps(
+    experiments: Experiments, tmp_path: Path, changes: Config, last: str
+):
+    config = deepspeed(load_config("tagger", CHECKPOINTS), 2)
+    uninterrupted = experiments.run(config)
+    config["trainer"].update(changes)
+    config["trainer"]["checkpointer"] = {
+        "save_every_num_batches": 1,
+        "keep_most_recent_by_count": 1,
+    }
+    recovered = recover(uninterrupted, tmp_path, config, last)
+    assert checkpoints(recovered) == ["checkpoint_e2_b0"]
+    # What was trained before is in it: it is far from the loss of an epoch's beginning.
+    losses = [epoch["training_loss"] for epoch in uninterrupted.epochs()]
+    assert recovered.epochs()[1]["training_loss"] == pytest.approx(losses[1], abs=0.1)
+
+
 def test_a_run_that_died_after_its_last_checkpoint_ends_as_an_uninterrupted_one(
     experiments: Experiments, tmp_path: Path
 ):

@@ -94,6 +94,25 @@ def test_moving_average(experiments: Experiments, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_adagrad_with_groups_and_a_schedule(experiments: Experiments, stage: int) -> None:
+    # DeepSpeed makes an Adagrad of its own, that knows of neither.
+    adagrad = {
+        "trainer.optimizer": {
+            "type": "adagrad",
+            "lr": 0.1,
+            "parameter_groups": [[["encoder"], {"lr": 0.05}]],
+        },
+        "trainer.learning_rate_scheduler": {
+            "type": "noam",
+            "model_size": 12,
+            "warmup_steps": 4,
+        },
+        "trainer.grad_clipping": 0.01,
+    }
+    check_parity(experiments, load_config("tagger", TWO_WORKERS, adagrad), stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_model_with_a_regularizer(experiments: Experiments, stage: int) -> None:
     regularizer = {
         "model.regularizer": {"regexes": [[".*weight", {"type": "l2", "alpha": 0.01}]]},

@@ -1,0 +1,20 @@
+from typing import Dict
+
+import torch.distributed as dist
+from allennlp.training.metric_tracker import MetricTracker
+from overrides import overrides
+
+
+class AgreedMetricTracker(MetricTracker):
+    """
+    A `MetricTracker` for which the validation metrics of rank 0 count. Which epoch is the best and
+    when training stops has to be the same on all ranks, because they save and load weights
+    together, and a model's metrics may be those of a rank's own share of the data.
+    """
+
+    @overrides
+    def combined_score(self, metrics: Dict[str, float]) -> float:
+        """To be called by every rank."""
+        score = [super().combined_score(metrics)]
+        dist.broadcast_object_list(score, src=0)
+        return score[0]
