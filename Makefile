@@ -36,6 +36,7 @@ test: $(OPS)/FusedAdamBuilder.built $(OPS)/CPUAdamBuilder.built $(OPS)/AsyncIOBu
 # Outcomes are committed under benchmarks/results.
 soak: $(OPS)/CPUAdamBuilder.built
 	python -m tests.faults.soak
+	pytest -n 2 -m soak tests
 
 bench: $(VENV)/installed
 	python -m benchmarks.saving

@@ -143,6 +143,7 @@ DEEPSPEED_OPTIMIZER: Config = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "stage, trainer, sections, zero",
     [
