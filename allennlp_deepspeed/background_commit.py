@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import traceback
+from contextlib import suppress
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch.distributed as dist
@@ -122,7 +123,11 @@ class BackgroundCommit:
             self._commit(key, *args)
         except BaseException as error:
             self._error = error
-            self._store.set(f"{key}/{self._rank}", json.dumps({"error": traceback.format_exc()}))
+            # If the store is gone, so are the ranks that would read it.
+            with suppress(dist.DistError):
+                self._store.set(
+                    f"{key}/{self._rank}", json.dumps({"error": traceback.format_exc()})
+                )
 
     def _commit(
         self,

@@ -37,8 +37,8 @@ class CheckpointDirectory:
 
     `checkpoint_e{epochs}_b{steps}` is a checkpoint. The same name with `.unfinished` is one that is
     being written, with `.removed` one that is being removed, with `.replaced` one that is being
-    replaced, with `.universal` a conversion for
-    another number of workers, and with `.corrupt` one that has been set aside.
+    replaced, with `.universal` a conversion for another number of workers, and with `.corrupt` one
+    that has been set aside.
 
     # Parameters
 
@@ -59,9 +59,6 @@ class CheckpointDirectory:
 
     def path(self, point: PointInTime) -> str:
         return os.path.join(self._serialization_dir, f"checkpoint_e{point.epochs}_b{point.steps}")
-
-    def universal_path(self, point: PointInTime) -> str:
-        return self.path(point) + ".universal"
 
     def unfinished_path(self, point: PointInTime) -> str:
         return self.path(point) + ".unfinished"
@@ -119,7 +116,7 @@ class CheckpointDirectory:
         """
         checkpoints = self.find()
         for point in checkpoints:
-            self._remove(self.universal_path(point))
+            self._remove(universal_path(self.path(point)))
             if point > newest:
                 self.remove(point)
         checkpoints = [point for point in checkpoints if point <= newest]
@@ -152,6 +149,11 @@ class CheckpointDirectory:
             files.rename(path, removed)
             files.flush(self._serialization_dir)
             files.remove(removed)
+
+
+def universal_path(checkpoint: str) -> str:
+    """Where the conversion of a checkpoint is."""
+    return f"{checkpoint}.universal"
 
 
 def nvme_path(engine_directory: str, rank: int, part: Union[int, str]) -> str:

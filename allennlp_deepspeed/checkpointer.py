@@ -3,7 +3,7 @@ import os
 import re
 import time
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import deepspeed
 import torch
@@ -505,14 +505,6 @@ class DeepSpeedCheckpointer(Checkpointer):
             return None
         path = self._checkpoints.path(checkpoints[0])
         return path, self._checkpoints.training_state_path(path, self._rank)
-
-    @overrides
-    def _find_all_checkpoints(self) -> Set[Tuple[int, int]]:
-        return set(self._checkpoints.find())
-
-    @overrides
-    def _remove_checkpoint(self, epochs_completed: int, batches_in_epoch_completed: int) -> None:
-        self._checkpoints.remove(PointInTime(epochs_completed, batches_in_epoch_completed))
 
 
 DeepSpeedCheckpointer.register("deepspeed")(DeepSpeedCheckpointer)

@@ -1,6 +1,7 @@
 """
-The file operations of which checkpoints are made. There are no others: what is on disk after a
-crash is what a prefix of these operations leaves.
+The file operations of which checkpoints are made. But for what DeepSpeed writes into a checkpoint
+that is not finished, there are no others: what is on disk after a crash is what a prefix of them
+leaves.
 """
 
 import hashlib

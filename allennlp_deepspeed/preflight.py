@@ -8,12 +8,21 @@ seam before that, so `install` puts itself in front of `allennlp.commands.train.
 
 import functools
 import inspect
-from typing import Any, Dict, List, Optional
+import json
+from typing import Any, Dict, List, Literal, Optional
 
 import torch
 from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
 
 from allennlp_deepspeed import recovery
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
@@ -90,6 +99,8 @@ def check(params: Params) -> None:
             f"'trainer.checkpointer.type' is '{checkpointer}', but the 'deepspeed' trainer needs a "
             'DeepSpeedCheckpointer: write "deepspeed", or leave out the type.'
         )
+    if checkpointer in (_DEFAULT_TYPE, "deepspeed") and isinstance(trainer["checkpointer"], dict):
+        _check_checkpointer(trainer["checkpointer"])
     deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
     deepspeed_config.resolve(_settings(config, devices, deepspeed_config))
 
@@ -106,6 +117,36 @@ def _check_keys(trainer: Dict[str, Any]) -> None:
             raise ConfigurationError(
                 f"'trainer.{key}' is no key of the 'deepspeed' trainer: {did_you_mean(key, known)}"
             )
+
+
+class _CheckpointerKeys(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: str = "deepspeed"
+    save_completed_epochs: bool = True
+    save_every_num_seconds: Optional[NonNegativeFloat] = None
+    save_every_num_batches: Optional[PositiveInt] = None
+    keep_most_recent_by_count: Optional[NonNegativeInt] = None
+    keep_most_recent_by_age: Optional[NonNegativeFloat] = None
+    save_on_preemption: bool = False
+    async_save: bool = False
+    on_corrupt: Literal["error", "previous"] = "error"
+
+
+def _check_checkpointer(checkpointer: Dict[str, Any]) -> None:
+    try:
+        _CheckpointerKeys.model_validate(checkpointer)
+    except ValidationError as validation_error:
+        error = validation_error.errors()[0]
+        key = ".".join(map(str, error["loc"]))
+        if error["type"] == "extra_forbidden":
+            advice = did_you_mean(key, list(_CheckpointerKeys.model_fields))
+            raise ConfigurationError(
+                f"'trainer.checkpointer.{key}' is no key of the checkpointer: {advice}"
+            ) from None
+        raise ConfigurationError(
+            f"'trainer.checkpointer.{key}' is {json.dumps(error['input'])}: {error['msg']}."
+        ) from None
 
 
 def _devices(config: Dict[str, Any]) -> List[int]:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from typing import Any, Dict, List, Union
+from typing import Any, Dict, List, Optional, Union
 
 from allennlp.common import Params
 from allennlp.models.archival import CONFIG_NAME
@@ -61,11 +61,8 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
     if not all(_MAY_CHANGE.fullmatch(key) for key in differing):
         return
     if node_rank == 0:
-        _convert_newest(
-            serialization_dir,
-            number_of_workers(params),
-            (params.as_dict(quiet=True)["trainer"].get("checkpointer") or {}).get("on_corrupt", ""),
-        )
+        on_corrupt = params.as_flat_dict().get("trainer.checkpointer.on_corrupt")
+        _convert_newest(serialization_dir, number_of_workers(params), on_corrupt)
     if differing:
         _replace_config(path, params, recorded, differing, node_rank)
 
@@ -85,7 +82,7 @@ def _differing_keys(params: Params, recorded: Params) -> List[str]:
     return [key for key in keys if now.get(key, missing) != then.get(key, missing)]
 
 
-def _convert_newest(serialization_dir: str, world_size: int, on_corrupt: str) -> None:
+def _convert_newest(serialization_dir: str, world_size: int, on_corrupt: Optional[str]) -> None:
     """The one that the workers will choose. What is wrong with others they will say."""
     checkpoints = CheckpointDirectory(serialization_dir)
     for point in checkpoints.find():

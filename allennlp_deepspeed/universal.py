@@ -27,7 +27,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from allennlp_deepspeed import files, serialization, weights
-from allennlp_deepspeed.checkpoint_directory import ENGINE_TAG, UNIVERSAL_TAG, nvme_path
+from allennlp_deepspeed.checkpoint_directory import (
+    ENGINE_TAG,
+    UNIVERSAL_TAG,
+    nvme_path,
+    universal_path,
+)
 from allennlp_deepspeed.commit import (
     RECORD_NAME,
     CheckpointError,
@@ -52,17 +57,12 @@ def needs_conversion(record: CommitRecord, world_size: int) -> bool:
     return not record.is_universal and record.zero_stage > 0 and record.world_size != world_size
 
 
-def path_of(directory: str) -> str:
-    """Where the conversion of a checkpoint is."""
-    return f"{directory}.universal"
-
-
 def find(directory: str) -> Optional[str]:
     """
     The conversion of a checkpoint, if there is one that is complete, undamaged and of the
     checkpoint as it is now.
     """
-    universal = path_of(directory)
+    universal = universal_path(directory)
     if not os.path.isdir(universal):
         return None
     try:
@@ -105,7 +105,7 @@ def convert(directory: str) -> str:
             f"workers that wrote it can continue: {record.world_size}. Its weights can be had with "
             "`allennlp deepspeed export`."
         )
-    universal = path_of(directory)
+    universal = universal_path(directory)
     unfinished = universal + ".unfinished"
     files.remove(unfinished)
     files.make_directory(unfinished)

@@ -94,6 +94,13 @@ def test_a_damaged_checkpoint_is_not_converted(training: Path):
     assert conversions(training) == []
 
 
+def test_a_checkpointer_that_is_only_named_is_no_obstacle(training: Path):
+    config = deepspeed(resizable(4), 2)
+    config["trainer"]["checkpointer"] = "deepspeed"
+    prepare(training, config)
+    assert (training / CONVERSION).exists()
+
+
 def test_an_older_checkpoint_is_converted_if_it_is_to_be_taken(training: Path):
     damaged = next((training / NEWEST / "engine").glob("*rank_1*optim_states.pt"))
     damaged.write_bytes(b"x" * damaged.stat().st_size)

@@ -79,6 +79,22 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
             "'trainer.checkpointer.type' is 'default'",
         ),
         (
+            {"trainer.checkpointer": {"on_corupt": "previous"}},
+            'did you mean "on_corrupt"?',
+        ),
+        (
+            {"trainer.checkpointer": {"on_corrupt": "ignore"}},
+            "'trainer.checkpointer.on_corrupt' is \"ignore\": Input should be 'error' or",
+        ),
+        (
+            {"trainer.checkpointer": {"async_save": "yes"}},
+            "'trainer.checkpointer.async_save' is \"yes\": Input should be a valid boolean",
+        ),
+        (
+            {"trainer.checkpointer": {"save_every_num_batches": 0}},
+            "'trainer.checkpointer.save_every_num_batches' is 0: Input should be greater than 0",
+        ),
+        (
             {
                 "distributed": {
                     "cuda_devices": [-1, -1],
