@@ -32,7 +32,9 @@ SAFE_GLOBALS = [
 @contextmanager
 def safe_globals() -> Iterator[None]:
     """Within it `torch.load(..., weights_only=True)` loads the classes of `SAFE_GLOBALS` too."""
-    with torch.serialization.safe_globals(SAFE_GLOBALS):
+    # Torch takes away at the end all that it was given, also what was allowed before.
+    allowed = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([name for name in SAFE_GLOBALS if name not in allowed]):
         yield
 
 

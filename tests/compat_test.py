@@ -12,6 +12,7 @@ from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 
 import allennlp_deepspeed.compat
+from allennlp_deepspeed import serialization
 from tests.command import allennlp
 from tests.experiment import INCLUDED, Experiments, deepspeed, load_config
 
@@ -53,6 +54,12 @@ def test_reduce_on_plateau_takes_a_list_of_minima():
 def test_numpy_scalars_are_loaded_with_weights_only(tmp_path: Path, scalar):
     torch.save({"metric": scalar}, tmp_path / "state.th")
     assert torch.load(tmp_path / "state.th", weights_only=True) == {"metric": scalar}
+
+
+def test_numpy_scalars_are_allowed_after_a_checkpoint_was_loaded_too(tmp_path: Path):
+    torch.save({"metric": np.float64(0.5)}, tmp_path / "state.th")
+    serialization.load(str(tmp_path / "state.th"))
+    assert torch.load(tmp_path / "state.th", weights_only=True) == {"metric": 0.5}
 
 
 def test_gradient_descent_recovers_with_a_numpy_metric(experiments: Experiments, tmp_path: Path):
