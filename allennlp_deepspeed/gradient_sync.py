@@ -122,9 +122,12 @@ class GradientSynchronizer:
         # Which parameters the micro-batch has reduced from inside a backward pass.
         self._is_reduced = bytearray(len(self._parameters))
         self._checksum = 0
-        if not self._waits_for_all:
-            for i, parameter in enumerate(self._parameters):
+        self._is_average_queued = False
+        for i, parameter in enumerate(self._parameters):
+            if not self._waits_for_all:
                 parameter.register_post_accumulate_grad_hook(partial(self._record, i))
+            elif average_each_pass and dist.get_world_size() > 1:
+                parameter.register_post_accumulate_grad_hook(self._average_after_pass)
         for parameter in self._accumulators:
             # After DeepSpeed's own hook, which does nothing while gradients are held.
             parameter.register_post_accumulate_grad_hook(self._move_to_accumulator)
@@ -147,14 +150,17 @@ class GradientSynchronizer:
         needed = gradient_memory.of_whole_gradient(self._parameters, dtype)
         free = gradient_memory.least_left_free(get_accelerator().current_device_name())
         self._mode = BOUNDARY if free >= 2 * needed else MICRO_BATCH
-        logger.info(
-            "'trainer.gradient_synchronization' is \"%s\" from here: a whole gradient takes %d "
-            'bytes, and the first step has left %d bytes free on every rank. (It is "boundary" '
-            "from twice a whole gradient.)",
-            self._mode,
-            needed,
-            free,
-        )
+        if dist.get_rank() == 0:
+            logger.info(
+                "Gradients are reduced at the %s from here on. A whole gradient takes %d bytes, "
+                'and the first step has left %d bytes free on every rank: "auto" is "boundary" '
+                "from twice a whole gradient.",
+                "boundary of each optimizer step"
+                if self._mode == BOUNDARY
+                else "end of each micro-batch",
+                needed,
+                free,
+            )
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -212,20 +218,6 @@ class GradientSynchronizer:
         """
         checksum, self._checksum = self._checksum, 0
         return checksum
-
-    def watch(self, loss: torch.Tensor) -> None:
-        """
-        Has the gradients averaged over the ranks at the end of any backward pass through `loss`
-        outside `no_sync`, whoever calls it, if each pass is to be averaged.
-        """
-        if self._average_each_pass and dist.get_world_size() > 1:
-            loss.register_hook(self._average_after_pass)
-
-    def _average_after_pass(self, _: torch.Tensor) -> None:
-        if not self._is_in_no_sync:
-            # The engine of autograd runs the callback when the whole pass is done, as it does for
-            # DDP.
-            torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
 
     def _parameter_groups(self) -> List[List[torch.nn.Parameter]]:
         """In the order in which DeepSpeed flushes gradients."""
@@ -323,11 +315,19 @@ class GradientSynchronizer:
             else:
                 _set_gradient(parameter, parameter.new_zeros(_shape(parameter)))
 
+    def _average_after_pass(self, _: torch.nn.Parameter) -> None:
+        if not self._is_in_no_sync and not self._is_average_queued:
+            self._is_average_queued = True
+            # The engine of autograd runs the callback when the whole pass is done, as it does for
+            # DDP.
+            torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
+
     def _average_gradients(self) -> None:
         """
         Averages every gradient over the ranks, in one reduction. A parameter that only some ranks
         used counts as zero on the others; one that none used is left without a gradient.
         """
+        self._is_average_queued = False
         device = next(p.grad.device for p in self._parameters if p.grad is not None)
         used = torch.tensor([p.grad is not None for p in self._parameters], device=device).int()
         dist.all_reduce(used, op=dist.ReduceOp.MAX)

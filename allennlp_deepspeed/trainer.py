@@ -373,10 +373,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if not for_training:
             self._leave_if_interrupted("in the validation")
         self._broadcast_buffers()
-        outputs = super().batch_outputs(batch, for_training)
-        if for_training:
-            self._gradients.watch(outputs["loss"])
-        return outputs
+        return super().batch_outputs(batch, for_training)
 
     def _broadcast_buffers(self) -> None:
         """
