@@ -6,7 +6,7 @@ import logging
 import zlib
 from contextlib import contextmanager
 from functools import partial
-from typing import Dict, Iterator, List, Optional
+from typing import Callable, Dict, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from allennlp.common.checks import ConfigurationError
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed import gradient_memory
 
@@ -123,14 +124,23 @@ class GradientSynchronizer:
         self._is_reduced = bytearray(len(self._parameters))
         self._checksum = 0
         self._is_average_queued = False
+        self._hooks: List[RemovableHandle] = []
         for i, parameter in enumerate(self._parameters):
             if not self._waits_for_all:
-                parameter.register_post_accumulate_grad_hook(partial(self._record, i))
+                self._add_hook(parameter, partial(self._record, i))
             elif average_each_pass and dist.get_world_size() > 1:
-                parameter.register_post_accumulate_grad_hook(self._average_after_pass)
+                self._add_hook(parameter, self._average_after_pass)
         for parameter in self._accumulators:
             # After DeepSpeed's own hook, which does nothing while gradients are held.
-            parameter.register_post_accumulate_grad_hook(self._move_to_accumulator)
+            self._add_hook(parameter, self._move_to_accumulator)
+
+    def remove_hooks(self) -> None:
+        """Leaves the parameters as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _add_hook(self, parameter: torch.nn.Parameter, hook: Callable) -> None:
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     @property
     def mode(self) -> Optional[str]:

@@ -235,6 +235,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 several_passes=any(map(_goes_backward, self._callbacks)),
                 average_each_pass=any(map(_reads_gradients, self._callbacks)),
             )
+            ddp_wrapped_model.before_destroying(self._gradients.remove_hooks)
             self._pace = ReadingPace(log_every_num_steps)
             self._has_metric_readers = any(map(_may_read_metrics, self._callbacks))
             # Of the last step, if a callback has kept it.
@@ -410,6 +411,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 continue
             self._train_group(batch_group, running_loss, epoch, batch_groups)
 
+        self._finish_batch_metrics()
         if self._pace.num_unread > 0:
             self._leave_if_agreed(self._read(running_loss, epoch, batch_groups), epoch)
         self._resumption.finish_steps()
