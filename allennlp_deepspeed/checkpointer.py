@@ -117,9 +117,20 @@ class DeepSpeedCheckpointer(Checkpointer):
         trainer: "DeepSpeedTrainer",
         num_epochs_completed: int,
         num_batches_in_epoch_completed: int,
+        is_time: bool = False,
     ) -> bool:
         """
-        Saves a checkpoint if it is time. To be called by every rank.
+        Saves a checkpoint if it is time. To be called by every rank, with the same arguments.
+
+        # Parameters
+
+        trainer : `DeepSpeedTrainer`
+        num_epochs_completed : `int`
+        num_batches_in_epoch_completed : `int`
+            In optimizer steps; 0 at the end of an epoch.
+        is_time : `bool`, optional (default = `False`)
+            Whether the ranks have agreed that `save_every_num_seconds` are over. At the end of an
+            epoch they do so in here.
 
         # Returns
 
@@ -129,7 +140,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         """
         if self._commits is not None:
             self._commits.raise_error()
-        if self._is_time_to_save(num_epochs_completed, num_batches_in_epoch_completed):
+        if num_batches_in_epoch_completed == 0 and self._save_every_num_seconds is not None:
+            is_time |= _of_rank_0(self.is_time_to_save())
+        if is_time or self.is_step_to_save(num_epochs_completed, num_batches_in_epoch_completed):
             self.save_checkpoint(trainer)
         return False
 
@@ -151,19 +164,26 @@ class DeepSpeedCheckpointer(Checkpointer):
         if self.save_on_preemption and now != last_save:
             self.save_checkpoint(trainer)
 
-    def _is_time_to_save(self, num_epochs: int, num_batches_in_epoch: int) -> bool:
+    def is_step_to_save(
+        self, num_epochs_completed: int, num_batches_in_epoch_completed: int
+    ) -> bool:
+        """Whether a checkpoint is to be saved after so many steps. The same on every rank."""
         last_save_num_batches = (
             self._last_save_num_batches_in_epoch_completed
-            if num_epochs == self._last_save_num_epochs_completed
+            if num_epochs_completed == self._last_save_num_epochs_completed
             else 0
         )
-        is_time = num_batches_in_epoch == 0 and self._save_completed_epochs
+        is_step = num_batches_in_epoch_completed == 0 and self._save_completed_epochs
         if self._save_every_num_batches is not None:
-            is_time |= num_batches_in_epoch - last_save_num_batches >= self._save_every_num_batches
-        if self._save_every_num_seconds is not None:
-            elapsed = time.time() - self._last_save_time
-            is_time |= _of_rank_0(elapsed >= self._save_every_num_seconds)
-        return is_time
+            num_batches = num_batches_in_epoch_completed - last_save_num_batches
+            is_step |= num_batches >= self._save_every_num_batches
+        return is_step
+
+    def is_time_to_save(self) -> bool:
+        """Whether `save_every_num_seconds` are over by this rank's clock."""
+        if self._save_every_num_seconds is None:
+            return False
+        return time.time() - self._last_save_time >= self._save_every_num_seconds
 
     @overrides
     def save_checkpoint(self, trainer: "DeepSpeedTrainer") -> None:  # type: ignore[override]

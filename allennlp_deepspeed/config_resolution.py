@@ -66,6 +66,7 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     _drop_remaining_autos(config)
     zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
     _check_zero(zero, grad_norm)
+    _check_gradient_synchronization(settings.gradient_synchronization, zero)
     _check_data_types(config, zero, precision)
     _check_with_deepspeed(config)
     return ResolvedConfig(
@@ -372,6 +373,20 @@ def _check_zero(zero: DeepSpeedZeroConfig, grad_norm: Union[float, bool]) -> Non
         raise ConfigurationError(
             f"{path}.compute_grad_norm is false, but grad_norm (or {ROOT}.gradient_clipping) is "
             f"{json.dumps(grad_norm)}: remove one of them"
+        )
+
+
+def _check_gradient_synchronization(mode: str, zero: DeepSpeedZeroConfig) -> None:
+    if mode not in ("boundary", "micro_batch", AUTO):
+        raise ConfigurationError(
+            f"gradient_synchronization is {json.dumps(mode)}: must be one of 'boundary' (once an "
+            "optimizer step), 'micro_batch' (least memory) and 'auto'"
+        )
+    if mode == "micro_batch" and zero.stage < 2:
+        raise ConfigurationError(
+            f"gradient_synchronization is 'micro_batch', but at ZeRO stage {int(zero.stage)} every "
+            "rank holds whole gradients anyway, and reduces them once: write 'boundary', or "
+            f"{ROOT}.zero_optimization.stage 2 or 3"
         )
 
 

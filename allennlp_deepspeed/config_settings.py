@@ -10,6 +10,7 @@ class TrainerSettings:
     # Parameters
 
     num_gradient_accumulation_steps : `int`, optional (default = `None`)
+    gradient_synchronization : `str`, optional (default = `"auto"`)
     grad_norm : `Union[float, bool]`, optional (default = `None`)
         `False` says no more than `None`.
     use_amp : `bool`, optional (default = `False`)
@@ -34,6 +35,7 @@ class TrainerSettings:
     """
 
     num_gradient_accumulation_steps: Optional[int] = None
+    gradient_synchronization: str = "auto"
     grad_norm: Union[float, bool, None] = None
     use_amp: bool = False
     grad_scaling: bool = True

@@ -175,6 +175,7 @@ def _settings(
     is_cuda = any(device >= 0 for device in devices)
     return TrainerSettings(
         num_gradient_accumulation_steps=trainer.get("num_gradient_accumulation_steps"),
+        gradient_synchronization=trainer.get("gradient_synchronization", "auto"),
         grad_norm=trainer.get("grad_norm"),
         use_amp=trainer.get("use_amp", False),
         grad_scaling=trainer.get("grad_scaling", True),

@@ -4,26 +4,48 @@ import torch
 import torch.distributed as dist
 
 
-class LossReading(NamedTuple):
+class Losses(NamedTuple):
     """
-    Losses of the epoch so far and of the last group of micro-batches, as AllenNLP's metrics want
-    them. The `reg` values are `None` for a model without a regularizer. `has_nan`,
-    `ranks_differ` and `signal_number` are what `agree` has found.
+    Losses of the epoch so far, summed over its steps, and of the last group of micro-batches, as
+    AllenNLP's metrics want them. The `reg` values are `None` for a model without a regularizer.
     """
 
-    has_nan: bool
-    ranks_differ: bool
-    signal_number: int
     train_loss: float
     train_reg_loss: Optional[float]
     batch_loss: float
     batch_reg_loss: Optional[float]
 
 
+class Agreement(NamedTuple):
+    """
+    What some ranks knew, and now all do.
+
+    # Parameters
+
+    nan_step : `int`
+        The first step with a loss of NaN on any rank, counted from 1 after the agreement before; 0
+        if there was none.
+    ranks_differ : `bool`
+        Whether they had different checksums.
+    signal_number : `int`
+        The greatest of all ranks.
+    is_time_to_save : `bool`
+        Whether it is on any rank.
+    seconds_per_step : `float`
+        On the slowest rank.
+    """
+
+    nan_step: int
+    ranks_differ: bool
+    signal_number: int
+    is_time_to_save: bool
+    seconds_per_step: float
+
+
 class RunningLoss:
     """
-    Sums the losses of an epoch on the device, in the order and the precision in which AllenNLP sums
-    them on the host. The host waits for the device once a group, in `read`.
+    Sums the losses of an epoch on the device, in the order in which AllenNLP sums them on the host,
+    and in its precision. The host waits for the device in `agree` and in `read` only.
 
     # Parameters
 
@@ -32,47 +54,62 @@ class RunningLoss:
     """
 
     def __init__(self, device: torch.device, has_regularizer: bool) -> None:
+        self._device = device
         self._has_regularizer = has_regularizer
         # AllenNLP adds Python floats, which are float64.
         self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss = (
             torch.zeros(4, dtype=torch.float64, device=device).unbind()
         )
-        # Whether there was a NaN, a checksum, and its negative, so that one maximum over the ranks
-        # gives both the largest and the smallest checksum. And the number of a signal.
-        self._flags = torch.zeros(4, dtype=torch.float64, device=device)
+        self._num_steps = 0
+        # Since the sum became NaN, which it then stays.
+        self._num_nan_steps = torch.zeros((), dtype=torch.float64, device=device)
 
     def start_group(self) -> None:
         self._batch_loss.zero_()
-        self._batch_reg_loss.zero_()
 
     def add(self, batch_outputs: Dict[str, torch.Tensor], group_size: int) -> None:
         """Adds the losses of one micro-batch of a group of `group_size`."""
-        loss = batch_outputs["loss"].detach()
-        self._flags[0].logical_or_(torch.isnan(loss))
-        self._batch_loss.add_(loss / group_size)
+        self._batch_loss.add_(batch_outputs["loss"].detach() / group_size)
         if "reg_loss" in batch_outputs:
             self._batch_reg_loss.copy_(batch_outputs["reg_loss"].detach() / group_size)
             self._train_reg_loss.add_(self._batch_reg_loss)
 
     def finish_group(self) -> None:
         self._train_loss.add_(self._batch_loss)
+        self._num_nan_steps.add_(self._train_loss.isnan())
+        self._num_steps += 1
 
-    def agree(self, checksum: int, signal_number: int) -> None:
+    def agree(
+        self, checksum: int, signal_number: int, is_time_to_save: bool, seconds_per_step: float
+    ) -> Agreement:
         """
-        Makes known to all ranks whether a loss of any was NaN, whether they have the same checksum,
-        and whether one has been told to leave. To be called by every rank.
+        Makes known to all ranks what each knows of the steps since the last agreement. Waits for
+        the device. To be called by every rank.
 
         # Parameters
 
         checksum : `int`, required.
             Of 32 bits.
         signal_number : `int`, required.
-            Of the signal that this rank has received, or 0. The ranks agree on the greatest.
+            Of the signal that this rank has received, or 0.
+        is_time_to_save : `bool`, required.
+        seconds_per_step : `float`, required.
         """
-        self._flags[1] = checksum
-        self._flags[2] = -checksum
-        self._flags[3] = signal_number
-        dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
+        # The negative checksum as well, so that one maximum over the ranks gives both the largest
+        # and the smallest.
+        known_by_host = [checksum, -checksum, signal_number, is_time_to_save, seconds_per_step]
+        flags = torch.tensor([0.0, *known_by_host], dtype=torch.float64, device=self._device)
+        flags[0] = self._num_nan_steps
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        num_nan_steps, largest, smallest, signal_, is_time, seconds = flags.tolist()
+        num_steps, self._num_steps = self._num_steps, 0
+        return Agreement(
+            nan_step=num_steps - int(num_nan_steps) + 1 if num_nan_steps else 0,
+            ranks_differ=largest != -smallest,
+            signal_number=int(signal_),
+            is_time_to_save=bool(is_time),
+            seconds_per_step=seconds,
+        )
 
     def state_dict(self) -> Dict[str, torch.Tensor]:
         """The losses of the epoch so far."""
@@ -82,21 +119,11 @@ class RunningLoss:
         self._train_loss.copy_(state_dict["train_loss"])
         self._train_reg_loss.copy_(state_dict["reg_loss"])
 
-    def read(self) -> LossReading:
+    def read(self) -> Losses:
         """Waits for the device and returns the losses."""
-        losses = [self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss]
-        has_nan, largest, smallest, signal_number, *values = torch.cat(
-            [self._flags, torch.stack(losses)]
+        train_loss, train_reg_loss, batch_loss, batch_reg_loss = torch.stack(
+            [self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss]
         ).tolist()
-        train_loss, train_reg_loss, batch_loss, batch_reg_loss = values
         if not self._has_regularizer:
             train_reg_loss = batch_reg_loss = None
-        return LossReading(
-            bool(has_nan),
-            largest != -smallest,
-            int(signal_number),
-            train_loss,
-            train_reg_loss,
-            batch_loss,
-            batch_reg_loss,
-        )
+        return Losses(train_loss, train_reg_loss, batch_loss, batch_reg_loss)

@@ -3,8 +3,9 @@ import math
 import os
 import re
 import signal
+import weakref
 from contextlib import contextmanager
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 import torch
 from allennlp.common import Lazy, Tqdm
@@ -16,7 +17,7 @@ from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpAccelerator, DdpWrappedModel, TorchDdpAccelerator
 from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
-from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.callbacks import ConfidenceChecksCallback, TrainerCallback
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.momentum_schedulers import MomentumScheduler
@@ -27,6 +28,7 @@ from overrides import overrides
 
 from allennlp_deepspeed import files, weights, worker_failure
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
+from allennlp_deepspeed.batch_metrics import BatchMetrics
 from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
@@ -36,8 +38,9 @@ from allennlp_deepspeed.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.interruption import TrainingInterrupted, TrainingInterruption, interrupted
 from allennlp_deepspeed.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.moving_average import ShardedMovingAverage
+from allennlp_deepspeed.reading_pace import ReadingPace
 from allennlp_deepspeed.resumption import Resumption
-from allennlp_deepspeed.running_loss import LossReading, RunningLoss
+from allennlp_deepspeed.running_loss import Agreement, RunningLoss
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,18 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         As in AllenNLP; `None` if `deepspeed_config` has an `"optimizer"` section.
     num_gradient_accumulation_steps : `int`, optional (default = `None`)
         `None` takes DeepSpeed's `gradient_accumulation_steps`, which is 1 if it isn't set either.
+    gradient_synchronization : `str`, optional (default = `"auto"`)
+        When gradients are reduced across the ranks, if an optimizer step has several micro-batches.
+        `"boundary"`: once a step, at every ZeRO stage; each rank holds a whole gradient until then.
+        `"micro_batch"`, for stages 2 and 3: after each micro-batch, which holds a shard only, and
+        has as many times the traffic as there are micro-batches. `"auto"`: `"boundary"` if the
+        first step has left twice the memory of a whole gradient free on every rank, otherwise
+        `"micro_batch"`. The numbers are the same.
+    log_every_num_steps : `int`, optional (default = `None`)
+        After how many optimizer steps the host waits for the device to read the losses. At these
+        steps the progress bar is updated, the ranks tell each other of a signal or a NaN, which
+        ends training, and `save_every_num_seconds` is asked. `None` for about once a second. The
+        metrics of an epoch, and those that callbacks look into, are the same with any number.
     grad_norm : `Union[float, bool]`, optional (default = `False`)
         A number is DeepSpeed's `gradient_clipping`. A number or `True` has `batch_grad_norm`
         reported to callbacks, the norm of the whole gradient over all ranks before clipping.
@@ -111,6 +126,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         local_rank: int = 0,
         world_size: int = 1,
         num_gradient_accumulation_steps: Optional[int] = None,
+        gradient_synchronization: str = "auto",
+        log_every_num_steps: Optional[int] = None,
         use_amp: bool = False,
         enable_default_callbacks: bool = True,
         run_confidence_checks: bool = True,
@@ -126,6 +143,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 DeepSpeedConfig.of(deepspeed_config).resolve(
                     TrainerSettings(
                         num_gradient_accumulation_steps=num_gradient_accumulation_steps,
+                        gradient_synchronization=gradient_synchronization,
                         grad_norm=grad_norm,
                         use_amp=use_amp,
                         grad_scaling=grad_scaling,
@@ -211,14 +229,57 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
             self._gradients = GradientSynchronizer(
                 self.engine,
+                mode=gradient_synchronization,
+                num_micro_batches=self._num_gradient_accumulation_steps,
                 find_unused_parameters=ddp_wrapped_model.find_unused_parameters,
+                several_passes=any(map(_goes_backward, self._callbacks)),
                 average_each_pass=any(map(_reads_gradients, self._callbacks)),
             )
+            self._pace = ReadingPace(log_every_num_steps)
+            self._has_metric_readers = any(map(_may_read_metrics, self._callbacks))
+            # Of the last step, if a callback has kept it.
+            self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
 
     @property
     def engine(self):
         """The `DeepSpeedEngine` around the model."""
         return self._ddp_wrapped_model.engine
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """
+        Within it backward passes leave their gradients on this rank: they are added up, whole, and
+        reduced across the ranks with the next pass outside of it, or at the end of the optimizer
+        step. For models and callbacks that go backward several times in a step, at every ZeRO
+        stage; as
+        [`DistributedDataParallel.no_sync`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+
+        ```python
+        class BackwardInChunks(TrainerCallback):
+            reads_gradients = False
+
+            def on_backward(self, trainer, batch_outputs, backward_called, **kwargs) -> bool:
+                *losses, last_loss = batch_outputs["chunk_losses"]
+                with trainer.no_sync():
+                    for loss in losses:
+                        trainer.engine.backward(loss, scale_wrt_gas=False)
+                trainer.engine.backward(last_loss, scale_wrt_gas=False)
+                return True
+        ```
+
+        To be entered by every rank, during a step. Unlike with `DistributedDataParallel` the
+        forward pass may be outside; at ZeRO stage 3 both gather parameters, so that every rank must
+        make the same passes. Until gradients are reduced, each rank holds them whole. Where a model
+        goes backward in its own forward pass, all of that is to be within `no_sync`. It may be
+        nested.
+
+        A callback with `on_backward` may read gradients after any pass outside `no_sync`, and finds
+        them averaged over the ranks, which costs a reduction for each such pass. One that doesn't
+        read them says so with the class attribute `reads_gradients = False`: then there is one
+        reduction, at the end.
+        """
+        with self._gradients.no_sync():
+            yield
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -252,7 +313,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def train(self) -> Dict[str, Any]:
         """
         Trains the model. To be called by every rank. After a SIGTERM or Ctrl-C on any rank, every
-        rank leaves after the optimizer step or the validation batch that it is in.
+        rank leaves after the validation batch that it is in, or after the optimizer step in which
+        they next read the losses (`log_every_num_steps`).
 
         # Raises
 
@@ -341,6 +403,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         logger.info("Training")
         self._resumption.start_epoch(running_loss)
         batch_groups = self._batch_groups()
+        self._pace.start_epoch()
         for batch_group in batch_groups:
             if self._is_before_checkpoint():
                 self._leave_if_interrupted("before it has caught up with the checkpoint")
@@ -350,6 +413,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 continue
             self._train_group(batch_group, running_loss, epoch, batch_groups)
 
+        if self._pace.num_unread > 0:
+            self._leave_if_agreed(self._read(running_loss, epoch, batch_groups), epoch)
         self._resumption.finish_steps()
         return self._resumption.finish_epoch(
             {**self._training_metrics(running_loss), **memory_metrics}
@@ -363,15 +428,16 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         progress: Any,
     ) -> None:
         """One optimizer step: forward and backward of each micro-batch, then the step."""
+        self._finish_batch_metrics()
         running_loss.start_group()
         batch_group_outputs = []
         with self._gradients.accumulate():
             for i, batch in enumerate(batch_group.batches):
-                self._gradients.micro_batch(is_last=i == len(batch_group.batches) - 1)
-                batch_outputs = self.batch_outputs(batch, for_training=True)
-                batch_group_outputs.append(batch_outputs)
-                running_loss.add(batch_outputs, batch_group.size)
-                self._backward(batch_outputs, batch_group.size)
+                with self._gradients.micro_batch(is_last=i == len(batch_group.batches) - 1):
+                    batch_outputs = self.batch_outputs(batch, for_training=True)
+                    batch_group_outputs.append(batch_outputs)
+                    running_loss.add(batch_outputs, batch_group.size)
+                    self._backward(batch_outputs, batch_group.size)
         running_loss.finish_group()
 
         if self._learning_rate_scheduler:
@@ -381,25 +447,82 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         batch_grad_norm = self._step(len(batch_group.batches))
         if self._moving_average is not None:
             self._moving_average.apply(self._total_batches_completed + 1)
+        self._gradients.find_mode()
 
         self._batches_in_epoch_completed += 1
         self._total_batches_completed += 1
-        losses = self._report(
-            batch_group.batches, batch_group_outputs, running_loss, batch_grad_norm, epoch, progress
+        agreement = None
+        # What is NaN is not to be saved.
+        if self._pace.finish_step() or self._is_step_to_save():
+            agreement = self._read(running_loss, epoch, progress)
+        self._call_on_batch(
+            batch_group.batches, batch_group_outputs, running_loss, batch_grad_norm, epoch
         )
         if self._checkpointer is not None:
             self._checkpointer.maybe_save_checkpoint(
-                self, self._epochs_completed, self._batches_in_epoch_completed
+                self,
+                self._epochs_completed,
+                self._batches_in_epoch_completed,
+                is_time=agreement is not None and agreement.is_time_to_save,
             )
-        if losses.signal_number:
-            self._leave_after_step(losses.signal_number, epoch)
+        if agreement is not None:
+            self._leave_if_agreed(agreement, epoch)
 
-    def _leave_after_step(self, signal_number: int, epoch: int) -> None:
-        """To be called by every rank, with the signal that they have agreed on."""
-        error = interrupted(
-            signal_number, f"after step {self._batches_in_epoch_completed} of epoch {epoch}"
+    def _is_step_to_save(self) -> bool:
+        return self._checkpointer is not None and self._checkpointer.is_step_to_save(
+            self._epochs_completed, self._batches_in_epoch_completed
         )
-        if signal_number == signal.SIGTERM and self._checkpointer is not None:
+
+    def _read(self, running_loss: RunningLoss, epoch: int, progress: Any) -> Agreement:
+        """
+        Waits for the device, brings the progress bar up to date, and has the ranks agree on what
+        they have to know of each other. To be called by every rank.
+
+        # Raises
+
+        `ValueError`
+            On every rank, if the loss of any rank was NaN.
+        `RuntimeError`
+            On every rank, if they used different parameters where that makes gradients wrong.
+        """
+        num_steps = self._pace.num_unread
+        agreement = running_loss.agree(
+            self._gradients.used_parameters_checksum(),
+            self._interruption.signal_number,
+            is_time_to_save=self._checkpointer is not None
+            and torch.distributed.get_rank() == 0
+            and self._checkpointer.is_time_to_save(),
+            seconds_per_step=self._pace.seconds_per_step(),
+        )
+        if agreement.nan_step:
+            steps_since = num_steps - agreement.nan_step
+            raise ValueError(
+                "nan loss encountered at step "
+                f"{self._batches_in_epoch_completed - steps_since} of epoch {epoch} "
+                f"(optimizer step {self._total_batches_completed - steps_since} of the run)"
+            )
+        if agreement.ranks_differ:
+            raise RuntimeError(
+                f"In one of the last {num_steps} steps the workers used different parameters of "
+                "the model, whose gradients DeepSpeed can't reduce as they come. Write "
+                '"distributed": {"ddp_accelerator": {"type": "torch", "find_unused_parameters": '
+                "true}, ...}."
+            )
+        description = training_util.description_from_metrics(self._metrics_so_far(running_loss))
+        if self._primary:
+            progress.set_description(description, refresh=False)
+        self._pace.finish_reading(agreement.seconds_per_step)
+        return agreement
+
+    def _leave_if_agreed(self, agreement: Agreement, epoch: int) -> None:
+        """To be called by every rank, after what is to be done with the step."""
+        if not agreement.signal_number:
+            return
+        error = interrupted(
+            agreement.signal_number,
+            f"after step {self._batches_in_epoch_completed} of epoch {epoch}",
+        )
+        if agreement.signal_number == signal.SIGTERM and self._checkpointer is not None:
             self._checkpointer.maybe_save_on_preemption(
                 self, self._epochs_completed, self._batches_in_epoch_completed
             )
@@ -412,7 +535,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if not backward_called:
             self.engine.backward(batch_outputs["loss"] / group_size, scale_wrt_gas=False)
 
-    def _step(self, num_micro_batches: int) -> Optional[float]:
+    def _step(self, num_micro_batches: int) -> Union[torch.Tensor, float, None]:
         """
         Steps the optimizer and returns the norm of the gradient if `grad_norm` asks for it.
         """
@@ -430,50 +553,21 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self.engine.global_samples += (num_micro_batches - 1) * self.engine.train_batch_size()
         if not reports_norm:
             return None
-        return float(self.engine.get_global_grad_norm() if norm is None else norm)
+        return self.engine.get_global_grad_norm() if norm is None else norm
 
-    def _report(
+    def _call_on_batch(
         self,
         batch_group: List[TensorDict],
         batch_group_outputs: List[Dict[str, torch.Tensor]],
         running_loss: RunningLoss,
-        batch_grad_norm: Optional[float],
+        batch_grad_norm: Union[torch.Tensor, float, None],
         epoch: int,
-        progress: Any,
-    ) -> LossReading:
-        """
-        Tells the callbacks and the progress bar about the group, and returns its losses.
-
-        # Raises
-
-        `ValueError`
-            On every rank, if the loss of any rank was NaN.
-        `RuntimeError`
-            On every rank, if they used different parameters where that makes gradients wrong.
-        """
-        running_loss.agree(
-            self._gradients.used_parameters_checksum(), self._interruption.signal_number
-        )
-        losses = running_loss.read()
-        if losses.has_nan:
-            raise ValueError(
-                f"nan loss encountered at step {self._batches_in_epoch_completed} of epoch {epoch} "
-                f"(optimizer step {self._total_batches_completed} of the run)"
-            )
-        if losses.ranks_differ:
-            raise RuntimeError(
-                "In this step the workers used different parameters of the model, whose gradients "
-                'DeepSpeed can\'t reduce as they come. Write "distributed": {"ddp_accelerator": '
-                '{"type": "torch", "find_unused_parameters": true}, ...}.'
-            )
-        metrics = training_util.get_metrics(
-            self.model,
-            losses.train_loss,
-            losses.train_reg_loss,
-            losses.batch_loss,
-            losses.batch_reg_loss,
-            self._batches_in_epoch_completed,
-        )
+    ) -> None:
+        model: Any = self.model
+        if self._has_metric_readers:
+            # On every rank, because a metric may be computed by all together.
+            model = _MetricsNow(self.model.get_metrics())
+        metrics = BatchMetrics(lambda: self._metrics_so_far(running_loss, model))
         for callback in self._callbacks:
             callback.on_batch(
                 self,
@@ -484,12 +578,21 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._batches_in_epoch_completed,
                 is_training=True,
                 is_primary=self._primary,
-                batch_grad_norm=batch_grad_norm,
+                batch_grad_norm=batch_grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
             )
-        if self._primary:
-            description = training_util.description_from_metrics(metrics)
-            progress.set_description(description, refresh=False)
-        return losses
+        self._batch_metrics = weakref.ref(metrics)
+
+    def _finish_batch_metrics(self) -> None:
+        """If a callback has kept the metrics of the last step, reads them before they change."""
+        metrics = self._batch_metrics()
+        if metrics is not None:
+            metrics.load()
+
+    def _metrics_so_far(self, running_loss: RunningLoss, model: Any = None) -> Dict[str, Any]:
+        losses = running_loss.read()
+        return training_util.get_metrics(
+            model or self.model, *losses, num_batches=self._batches_in_epoch_completed
+        )
 
     def _training_metrics(self, running_loss: RunningLoss) -> Dict[str, float]:
         """
@@ -539,6 +642,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "batches_in_epoch_completed": self._batches_in_epoch_completed,
             "instances_per_step": self.instances_per_step(),
             "has_best_weights": self._best_model_filename is not None,
+            "gradient_synchronization": self._gradients.mode,
             **self._resumption.state_dict(in_validation=self._is_validating),
         }
         for name, part in self._optional_parts().items():
@@ -561,6 +665,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._start_after_batches_in_epoch_completed = training_state["batches_in_epoch_completed"]
         if training_state["has_best_weights"]:
             self._best_model_filename = self._best_weights_path()
+        self._gradients.restore_mode(training_state.get("gradient_synchronization"))
         self._resumption.load_state_dict(training_state)
         if (
             self._start_after_batches_in_epoch_completed == 0
@@ -668,6 +773,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         distributed: bool = False,
         world_size: int = 1,
         num_gradient_accumulation_steps: Optional[int] = None,
+        gradient_synchronization: str = "auto",
+        log_every_num_steps: Optional[int] = None,
         use_amp: bool = False,
         no_grad: List[str] = None,
         optimizer: Optional[Lazy[Optimizer]] = None,
@@ -710,6 +817,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         config = deepspeed_config.resolve(
             TrainerSettings(
                 num_gradient_accumulation_steps=num_gradient_accumulation_steps,
+                gradient_synchronization=gradient_synchronization,
                 grad_norm=grad_norm,
                 use_amp=use_amp,
                 grad_scaling=grad_scaling,
@@ -785,6 +893,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 world_size=world_size,
                 enable_default_callbacks=enable_default_callbacks,
                 run_confidence_checks=run_confidence_checks,
+                gradient_synchronization=gradient_synchronization,
+                log_every_num_steps=log_every_num_steps,
                 ddp_wrapped_model=wrapped_model,
                 **kwargs,
             )
@@ -848,8 +958,27 @@ def _with_all_groups(
             sharded_optimizer._clear_fp32_optimizer_param_groups()
 
 
-def _reads_gradients(callback: TrainerCallback) -> bool:
+class _MetricsNow:
+    """In the place of a model, for AllenNLP's function that adds the losses to its metrics."""
+
+    def __init__(self, metrics: Dict[str, float]) -> None:
+        self._metrics = metrics
+
+    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
+        return self._metrics
+
+
+def _may_read_metrics(callback: TrainerCallback) -> bool:
+    overrides_on_batch = type(callback).on_batch is not TrainerCallback.on_batch
+    return overrides_on_batch and not isinstance(callback, ConfidenceChecksCallback)
+
+
+def _goes_backward(callback: TrainerCallback) -> bool:
     return type(callback).on_backward is not TrainerCallback.on_backward
+
+
+def _reads_gradients(callback: TrainerCallback) -> bool:
+    return _goes_backward(callback) and getattr(callback, "reads_gradients", True)
 
 
 def _clip_values(limit: float):

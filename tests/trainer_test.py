@@ -3,8 +3,9 @@
 import copy
 import os
 import signal
+import sys
 from pathlib import Path
-from typing import Any, Dict, List, Tuple, Union
+from typing import Any, Dict, List, Union
 from unittest import mock
 
 import pytest
@@ -220,41 +221,54 @@ class _LossOnly(Model):
         return {"loss": self._embedding(tokens["tokens"]["tokens"]).pow(2).mean()}
 
 
-def test_the_host_does_not_wait_for_the_device_inside_a_group(tmp_path: Path):
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("log_every_num_steps", [1, 3])
+def test_the_host_waits_for_the_device_only_where_it_reads_the_losses(
+    tmp_path: Path, stage: int, log_every_num_steps: int
+):
     task = Task()
     task.model = _LossOnly(task.model.vocab)
     task.optimizer = torch.optim.Adam(task.model.parameters())
-    trainer = DeepSpeedTrainer(
-        **task.arguments(tmp_path),
-        num_gradient_accumulation_steps=4,
-        run_confidence_checks=False,
-        deepspeed_config={"zero_optimization": {"stage": 0}},
-    )
+    waits_of_steps: List[int] = []
     num_waits = 0
-    waits_before: List[Tuple[int, bool]] = []
+
+    class CountWaits(TrainerCallback):
+        """Doesn't look into the metrics."""
+
+        def on_batch(self, *args: Any, is_training: bool, **kwargs: Any) -> None:
+            if is_training:
+                waits_of_steps.append(num_waits)
+
+    trainer = DeepSpeedTrainer(
+        **{**task.arguments(tmp_path), "num_epochs": 1, "validation_data_loader": None},
+        num_gradient_accumulation_steps=4,
+        log_every_num_steps=log_every_num_steps,
+        callbacks=[CountWaits(str(tmp_path))],
+        deepspeed_config={"zero_optimization": {"stage": stage}},
+    )
 
     def counting(method: str):
         original = getattr(torch.Tensor, method)
 
         def counted(tensor: torch.Tensor):
             nonlocal num_waits
-            num_waits += 1
+            num_waits += _is_called_by_the_loop()
             return original(tensor)
 
         return mock.patch.object(torch.Tensor, method, counted)
 
-    announce = trainer._gradients.micro_batch
-
-    def micro_batch(is_last: bool) -> None:
-        waits_before.append((num_waits, is_last))
-        announce(is_last)
-
     with counting("item"), counting("tolist"), counting("__bool__"), counting("__float__"):
-        with mock.patch.object(trainer._gradients, "micro_batch", micro_batch):
-            trainer.train()
-    assert num_waits > 0
-    for (waits, was_last), (next_waits, _) in zip(waits_before, waits_before[1:]):
-        assert was_last or next_waits == waits
+        trainer.train()
+    waits = [after - before for before, after in zip([0, *waits_of_steps], waits_of_steps)]
+    assert len(waits) > 4
+    for step, num_waits_of_step in enumerate(waits, start=1):
+        assert (num_waits_of_step > 0) == (step % log_every_num_steps == 0)
+
+
+def _is_called_by_the_loop() -> bool:
+    """What DeepSpeed's step and PyTorch's optimizers wait for, they do in any loop."""
+    caller = Path(sys._getframe(2).f_code.co_filename)
+    return not {"deepspeed", "optim"} & set(caller.parts)
 
 
 def test_allennlp_optimizers_are_taken(tmp_path: Path, reference: Dict[str, torch.Tensor]):

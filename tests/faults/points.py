@@ -177,7 +177,7 @@ def install(points: FaultPoints) -> None:
     before(DeepSpeedTrainer, "batch_outputs", "forward")
     before(DeepSpeedTrainer, "_backward", "backward")
     before(DeepSpeedTrainer, "_step", "step")
-    before(DeepSpeedTrainer, "_report", "after_step")
+    before(DeepSpeedTrainer, "_call_on_batch", "after_step")
     before(EpochMetricsCallback, "on_epoch", "on_epoch")
     before(DeepSpeedCheckpointer, "finish", "finish")
     before(tarfile.TarFile, "add", "archive")

@@ -1,0 +1,40 @@
+"""
+What it takes to hold a whole gradient on every rank, and whether there is room for it.
+"""
+
+import os
+import resource
+from typing import Iterable
+
+import psutil
+import torch
+import torch.distributed as dist
+
+
+def of_whole_gradient(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> int:
+    """The bytes of a gradient in `dtype` for all elements of the parameters, on one rank."""
+    # `ds_numel` is of the whole parameter, where ZeRO-3 has left a shard.
+    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters) * dtype.itemsize
+
+
+def least_left_free(device: torch.device) -> int:
+    """
+    The bytes that no rank has used so far, at its peak, of the memory it could have: that of its
+    GPU, or its share of the node's. To be called by every rank; all get the same.
+    """
+    device = torch.device(device)
+    left_free = torch.tensor(_left_free(device), dtype=torch.int64, device=device)
+    dist.all_reduce(left_free, op=dist.ReduceOp.MIN)
+    return int(left_free)
+
+
+def _left_free(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What PyTorch keeps for later is free too, but for what the peak needed.
+        reserved = torch.cuda.memory_reserved(device)
+        return free + reserved - torch.cuda.max_memory_allocated(device)
+    workers_here = int(os.environ.get("ALLENNLP_PROCS_PER_NODE", dist.get_world_size()))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # given in KiB
+    above_now = max(0, peak - psutil.Process().memory_info().rss)
+    return psutil.virtual_memory().available // workers_here - above_now
