@@ -23,6 +23,7 @@ import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
 from benchmarks import workload
 from benchmarks.contenders import CONTENDERS, Job, Unavailable
@@ -192,6 +193,8 @@ def _work(
 ) -> None:
     """What a worker does, from its start to its end."""
     os.setsid()
+    # Dies with the command, however that ends, instead of waiting for its turn for ever.
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     with open(directory / f"output{rank}.txt", "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

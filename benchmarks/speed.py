@@ -27,7 +27,7 @@ from benchmarks.workload import TASKS, Cell
 
 # A variant of ours that only answers one question, which NOTES.md tells of, is left out.
 DEFAULT_CONTENDERS = [name for name in CONTENDERS if name != "ours-flush"]
-WARMUP_STEPS = 3
+MIN_WARMUP_STEPS = 3
 TIME_LIMIT = 600.0  # seconds, for all contenders of one cell
 # Relative. Adam divides by the root of small numbers, which magnifies the order of summation.
 LOSS_TOLERANCE = 1e-4
@@ -72,7 +72,8 @@ def measure(cell: Cell, settings: Settings, world_size: int, data: Path) -> List
         If the losses differ.
     """
     steps = settings.steps or max(1, TASKS[cell.model].steps // cell.accumulation)
-    plan = Plan(WARMUP_STEPS, settings.pairs, steps)
+    # As long as a segment, for what a loop finds out in its first second.
+    plan = Plan(max(MIN_WARMUP_STEPS, steps), settings.pairs, steps)
     skipped: Dict[str, str] = {}
     trees: Dict[str, ProcessTree] = {}
     with ExitStack() as stack:

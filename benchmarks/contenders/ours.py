@@ -24,7 +24,7 @@ class Ours(Contender):
             {
                 "type": "deepspeed",
                 "deepspeed_config": workload.deepspeed_config(job.cell, job.world_size),
-                # "gradient_synchronization": self.gradient_synchronization,
+                "gradient_synchronization": self.gradient_synchronization,
             },
             callbacks=self.callbacks,
         )
