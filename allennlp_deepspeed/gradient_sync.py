@@ -201,7 +201,8 @@ class GradientSynchronizer:
         """
         self._is_due = is_last or self._mode != BOUNDARY
         self._is_reduced[:] = bytes(len(self._is_reduced))
-        self._engine.set_gradient_accumulation_boundary(is_last)
+        if self._engine.is_gradient_accumulation_boundary() != is_last:
+            self._engine.set_gradient_accumulation_boundary(is_last)
         self._prepare_pass()
         yield
         if self._is_due:
@@ -255,7 +256,10 @@ class GradientSynchronizer:
         if not self._is_reduced_at_once:
             self._engine.optimizer._coalesce_grad_reduction = not reduces
         # A pass after some that were held is finished in `_reduce_held` instead.
-        self._engine.inside_no_sync_ctxt = not reduces or self._has_held
+        waits = not reduces or self._has_held
+        # Setting an attribute of a module takes long.
+        if self._engine.inside_no_sync_ctxt != waits:
+            self._engine.inside_no_sync_ctxt = waits
 
     def _record(self, index: int, parameter: torch.nn.Parameter) -> None:
         if not self._engine.optimizer._coalesce_grad_reduction:

@@ -1,4 +1,6 @@
-from typing import Dict, NamedTuple, Optional
+import itertools
+import math
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -44,8 +46,8 @@ class Agreement(NamedTuple):
 
 class RunningLoss:
     """
-    Sums the losses of an epoch on the device, in the order in which AllenNLP sums them on the host,
-    and in its precision. The host waits for the device in `agree` and in `read` only.
+    Sums the losses of an epoch, as AllenNLP does, but without waiting for the device after each
+    micro-batch: they stay there until somebody wants to know.
 
     # Parameters
 
@@ -53,31 +55,38 @@ class RunningLoss:
     has_regularizer : `bool`, required.
     """
 
+    # Micro-batches whose losses may stay on the device; each takes a block of its memory.
+    most_unread = 1000
+
     def __init__(self, device: torch.device, has_regularizer: bool) -> None:
         self._device = device
         self._has_regularizer = has_regularizer
-        # AllenNLP adds Python floats, which are float64.
-        self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss = (
-            torch.zeros(4, dtype=torch.float64, device=device).unbind()
-        )
+        self._losses = Losses(0.0, 0.0, 0.0, 0.0)
+        # For each group the loss and the regularization loss of each micro-batch, and the group's
+        # size.
+        self._unread: List[Tuple[List[torch.Tensor], List[torch.Tensor], int]] = []
+        self._num_unread = 0
         self._num_steps = 0
-        # Since the sum became NaN, which it then stays.
-        self._num_nan_steps = torch.zeros((), dtype=torch.float64, device=device)
+        self._nan_step = 0
 
-    def start_group(self) -> None:
-        self._batch_loss.zero_()
+    def start_group(self, size: int) -> None:
+        """
+        # Parameters
 
-    def add(self, batch_outputs: Dict[str, torch.Tensor], group_size: int) -> None:
-        """Adds the losses of one micro-batch of a group of `group_size`."""
-        self._batch_loss.add_(batch_outputs["loss"].detach() / group_size)
+        size : `int`, required.
+            The number of micro-batches by which the losses are divided.
+        """
+        if self._num_unread > self.most_unread:
+            self.read()
+        self._unread.append(([], [], size))
+
+    def add(self, batch_outputs: Dict[str, torch.Tensor]) -> None:
+        """Adds the losses of one micro-batch of the group."""
+        losses, reg_losses, _ = self._unread[-1]
+        losses.append(batch_outputs["loss"].detach())
         if "reg_loss" in batch_outputs:
-            self._batch_reg_loss.copy_(batch_outputs["reg_loss"].detach() / group_size)
-            self._train_reg_loss.add_(self._batch_reg_loss)
-
-    def finish_group(self) -> None:
-        self._train_loss.add_(self._batch_loss)
-        self._num_nan_steps.add_(self._train_loss.isnan())
-        self._num_steps += 1
+            reg_losses.append(batch_outputs["reg_loss"].detach())
+        self._num_unread += 1
 
     def agree(
         self, checksum: int, signal_number: int, is_time_to_save: bool, seconds_per_step: float
@@ -95,35 +104,72 @@ class RunningLoss:
         is_time_to_save : `bool`, required.
         seconds_per_step : `float`, required.
         """
-        # The negative checksum as well, so that one maximum over the ranks gives both the largest
-        # and the smallest.
-        known_by_host = [checksum, -checksum, signal_number, is_time_to_save, seconds_per_step]
-        flags = torch.tensor([0.0, *known_by_host], dtype=torch.float64, device=self._device)
-        flags[0] = self._num_nan_steps
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        num_nan_steps, largest, smallest, signal_, is_time, seconds = flags.tolist()
+        self.read()
         num_steps, self._num_steps = self._num_steps, 0
+        nan_step, self._nan_step = self._nan_step, 0
+        # One maximum over the ranks: of the steps from the first NaN on, and of the checksum and
+        # its negative, which gives the largest and the smallest.
+        flags = torch.tensor(
+            [
+                num_steps + 1 - nan_step if nan_step else 0,
+                checksum,
+                -checksum,
+                signal_number,
+                is_time_to_save,
+                seconds_per_step,
+            ],
+            dtype=torch.float64,
+            device=self._device,
+        )
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        since_nan, largest, smallest, signal_, is_time, seconds = flags.tolist()
         return Agreement(
-            nan_step=num_steps - int(num_nan_steps) + 1 if num_nan_steps else 0,
+            nan_step=num_steps + 1 - int(since_nan) if since_nan else 0,
             ranks_differ=largest != -smallest,
             signal_number=int(signal_),
             is_time_to_save=bool(is_time),
             seconds_per_step=seconds,
         )
 
-    def state_dict(self) -> Dict[str, torch.Tensor]:
-        """The losses of the epoch so far."""
-        return {"train_loss": self._train_loss.clone(), "reg_loss": self._train_reg_loss.clone()}
+    def state_dict(self) -> Dict[str, float]:
+        """The losses of the epoch so far. Waits for the device."""
+        losses = self.read()
+        return {"train_loss": losses.train_loss, "reg_loss": losses.train_reg_loss or 0.0}
 
-    def load_state_dict(self, state_dict: Dict[str, torch.Tensor]) -> None:
-        self._train_loss.copy_(state_dict["train_loss"])
-        self._train_reg_loss.copy_(state_dict["reg_loss"])
+    def load_state_dict(self, state_dict: Dict[str, float]) -> None:
+        self._losses = self._losses._replace(
+            train_loss=float(state_dict["train_loss"]), train_reg_loss=float(state_dict["reg_loss"])
+        )
 
     def read(self) -> Losses:
         """Waits for the device and returns the losses."""
-        train_loss, train_reg_loss, batch_loss, batch_reg_loss = torch.stack(
-            [self._train_loss, self._train_reg_loss, self._batch_loss, self._batch_reg_loss]
-        ).tolist()
+        unread = [
+            loss
+            for losses, reg_losses, _ in self._unread
+            for loss in itertools.chain(losses, reg_losses)
+        ]
+        if unread:
+            values = iter(torch.cat([loss.reshape(1) for loss in unread]).tolist())
+            for losses, reg_losses, size in self._unread:
+                self._add_group(
+                    [next(values) for _ in losses], [next(values) for _ in reg_losses], size
+                )
+        self._unread.clear()
+        self._num_unread = 0
         if not self._has_regularizer:
-            train_reg_loss = batch_reg_loss = None
-        return Losses(train_loss, train_reg_loss, batch_loss, batch_reg_loss)
+            return self._losses._replace(train_reg_loss=None, batch_reg_loss=None)
+        return self._losses
+
+    def _add_group(self, losses: List[float], reg_losses: List[float], size: int) -> None:
+        # In AllenNLP's order: sums of floats depend on it.
+        train_loss, train_reg_loss, _, batch_reg_loss = self._losses
+        batch_loss = 0.0
+        for loss in losses:
+            batch_loss += loss / size
+        for reg_loss in reg_losses:
+            batch_reg_loss = reg_loss / size
+            train_reg_loss += batch_reg_loss  # type: ignore[operator]
+        self._losses = Losses(train_loss + batch_loss, train_reg_loss, batch_loss, batch_reg_loss)
+        self._num_steps += 1
+        if math.isnan(batch_loss) and not self._nan_step:
+            self._nan_step = self._num_steps

@@ -5,10 +5,11 @@ import re
 import signal
 import weakref
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from allennlp.common import Lazy, Tqdm
+from allennlp.common import logging as common_logging
 from allennlp.common import util as common_util
 from allennlp.common.checks import ConfigurationError, check_for_gpu
 from allennlp.common.util import int_to_device
@@ -17,7 +18,11 @@ from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpAccelerator, DdpWrappedModel, TorchDdpAccelerator
 from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
-from allennlp.training.callbacks import ConfidenceChecksCallback, TrainerCallback
+from allennlp.training.callbacks import (
+    ConfidenceChecksCallback,
+    ConsoleLoggerCallback,
+    TrainerCallback,
+)
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.momentum_schedulers import MomentumScheduler
@@ -44,6 +49,7 @@ from allennlp_deepspeed.running_loss import Agreement, RunningLoss
 
 logger = logging.getLogger(__name__)
 
+_PROGRESS_INTERVAL = 1.0  # seconds
 _BROADCAST_BUCKET_SIZE = 250 * 1024 * 1024  # bytes, as in DistributedDataParallel
 
 
@@ -400,20 +406,24 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         logger.info("Training")
         self._resumption.start_epoch(running_loss)
-        batch_groups = self._batch_groups()
+        batch_groups = BatchGroups(
+            self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
+        )
         self._pace.start_epoch()
-        for batch_group in batch_groups:
-            if self._is_before_checkpoint():
-                self._leave_if_interrupted("before it has caught up with the checkpoint")
-                self._batches_in_epoch_completed += 1
-                self._total_batches_completed += 1
-                self._resumption.restore_if_reached()
-                continue
-            self._train_group(batch_group, running_loss, epoch, batch_groups)
+        with self._progress_bar(batch_groups.expected_length) as progress:
+            for batch_group in batch_groups:
+                if self._is_before_checkpoint():
+                    self._leave_if_interrupted("before it has caught up with the checkpoint")
+                    self._batches_in_epoch_completed += 1
+                    self._total_batches_completed += 1
+                    self._resumption.restore_if_reached()
+                else:
+                    self._train_group(batch_group, running_loss, epoch, progress)
+                progress.update()
 
-        self._finish_batch_metrics()
-        if self._pace.num_unread > 0:
-            self._leave_if_agreed(self._read(running_loss, epoch, batch_groups), epoch)
+            self._finish_batch_metrics()
+            if self._pace.num_unread > 0:
+                self._leave_if_agreed(self._read(running_loss, epoch, progress), epoch)
         self._resumption.finish_steps()
         return self._resumption.finish_epoch(
             {**self._training_metrics(running_loss), **memory_metrics}
@@ -428,16 +438,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     ) -> None:
         """One optimizer step: forward and backward of each micro-batch, then the step."""
         self._finish_batch_metrics()
-        running_loss.start_group()
+        running_loss.start_group(batch_group.size)
         batch_group_outputs = []
         with self._gradients.accumulate():
             for i, batch in enumerate(batch_group.batches):
                 with self._gradients.micro_batch(is_last=i == len(batch_group.batches) - 1):
                     batch_outputs = self.batch_outputs(batch, for_training=True)
                     batch_group_outputs.append(batch_outputs)
-                    running_loss.add(batch_outputs, batch_group.size)
+                    running_loss.add(batch_outputs)
                     self._backward(batch_outputs, batch_group.size)
-        running_loss.finish_group()
 
         if self._learning_rate_scheduler:
             self._learning_rate_scheduler.step_batch(self._total_batches_completed + 1)
@@ -508,8 +517,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 "true}, ...}."
             )
         description = training_util.description_from_metrics(self._metrics_so_far(running_loss))
-        if self._primary:
-            progress.set_description(description, refresh=False)
+        progress.set_description(description, refresh=False)
         self._pace.finish_reading(agreement.seconds_per_step)
         return agreement
 
@@ -611,14 +619,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             reset=True,
         )
 
-    def _batch_groups(self) -> Iterable[BatchGroup]:
-        """The groups of the epoch, behind a progress bar on the primary."""
-        groups = BatchGroups(
-            self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
+    def _progress_bar(self, num_steps: Optional[int]) -> Any:
+        """AllenNLP's, which only the primary shows."""
+        # Drawn as often as there is news, because drawing takes as long as a small step.
+        interval = (
+            2 * _PROGRESS_INTERVAL if common_logging.FILE_FRIENDLY_LOGGING else _PROGRESS_INTERVAL
         )
-        if not self._primary:
-            return groups
-        return Tqdm.tqdm(groups, total=groups.expected_length)
+        return Tqdm.tqdm(total=num_steps, mininterval=interval, disable=not self._primary)
 
     def _is_before_checkpoint(self) -> bool:
         """Whether the checkpoint that training continues from has seen the next group."""
@@ -968,8 +975,10 @@ class _MetricsNow:
 
 
 def _may_read_metrics(callback: TrainerCallback) -> bool:
+    if isinstance(callback, (ConfidenceChecksCallback, ConsoleLoggerCallback)):
+        return False
     overrides_on_batch = type(callback).on_batch is not TrainerCallback.on_batch
-    return overrides_on_batch and not isinstance(callback, ConfidenceChecksCallback)
+    return overrides_on_batch and getattr(callback, "reads_metrics", True)
 
 
 def _goes_backward(callback: TrainerCallback) -> bool:

@@ -265,6 +265,21 @@ def test_gradients_are_accumulated_in_the_type_that_the_config_names(
     assert task.model.weight.tolist() == pytest.approx(8 * [-expected], abs=0)
 
 
+def test_the_progress_bar_ends_with_the_metrics_of_the_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    descriptions = []
+    for trainer_class in (GradientDescentTrainer, DeepSpeedTrainer):
+        task = Task()
+        arguments = {**task.arguments(tmp_path), "num_epochs": 1, "validation_data_loader": None}
+        trainer_class(**arguments).train()
+        bars = capsys.readouterr().err.split("\r")
+        (last,) = {bar.split("||: 100%")[0] for bar in bars if "||: 100%" in bar}
+        descriptions.append(last)
+    assert "loss: " in descriptions[0]
+    assert descriptions[0] == descriptions[1]
+
+
 def test_metrics_that_a_callback_keeps_stay_those_of_their_step(tmp_path: Path):
     kept: List[Dict[str, float]] = []
     expected: List[Dict[str, float]] = []

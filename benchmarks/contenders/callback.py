@@ -9,6 +9,8 @@ from benchmarks.stopwatch import Stopwatch
 class RecordSteps(TrainerCallback):
     """Tells a `Stopwatch` of each optimizer step of one of AllenNLP's trainers."""
 
+    reads_metrics = False
+
     def __init__(self, serialization_dir: str, stopwatch: Stopwatch) -> None:
         super().__init__(serialization_dir)
         self._stopwatch = stopwatch
