@@ -31,6 +31,7 @@ from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
 from allennlp_deepspeed.batch_metrics import BatchMetrics
 from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.communication_callback import CommunicationCallback
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
@@ -211,6 +212,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
             # The last, because others may add to the metrics.
             self._callbacks.append(self._epoch_metrics)
+            self._communication = [
+                c for c in self._callbacks if isinstance(c, CommunicationCallback)
+            ]
             self._resumption = Resumption(self)
             self._is_validating = False  # when a checkpoint is saved
             # Epochs completed when the best weights were saved last.
@@ -429,6 +433,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     ) -> None:
         """One optimizer step: forward and backward of each micro-batch, then the step."""
         self._finish_batch_metrics()
+        for callback in self._communication:
+            callback.on_step_start()
         running_loss.start_group()
         batch_group_outputs = []
         with self._gradients.accumulate():
@@ -602,7 +608,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._epochs_completed < self._start_after_epochs_completed:
             return {}
         losses = running_loss.read()
-        return training_util.get_metrics(
+        metrics = training_util.get_metrics(
             self.model,
             dist_reduce_sum(losses.train_loss),
             None if losses.train_reg_loss is None else dist_reduce_sum(losses.train_reg_loss),
@@ -611,6 +617,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             num_batches=dist_reduce_sum(self._batches_in_epoch_completed),
             reset=True,
         )
+        for callback in self._communication:
+            metrics.update(callback.finish_epoch())
+        return metrics
 
     def _batch_groups(self) -> Iterable[BatchGroup]:
         """The groups of the epoch, behind a progress bar on the primary."""
@@ -970,7 +979,9 @@ class _MetricsNow:
 
 def _may_read_metrics(callback: TrainerCallback) -> bool:
     overrides_on_batch = type(callback).on_batch is not TrainerCallback.on_batch
-    return overrides_on_batch and not isinstance(callback, ConfidenceChecksCallback)
+    return overrides_on_batch and not isinstance(
+        callback, (ConfidenceChecksCallback, CommunicationCallback)
+    )
 
 
 def _goes_backward(callback: TrainerCallback) -> bool:
