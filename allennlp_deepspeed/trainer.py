@@ -93,6 +93,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         names a precision. On CPU too.
     checkpointer : `DeepSpeedCheckpointer`, optional (default = `None`)
         `None` saves no checkpoints. In a config file the default is a `DeepSpeedCheckpointer`.
+    shard_within : `Union[int, str]`, optional (default = `None`)
+        At ZeRO stage 3: `"node"`, or a number of ranks that divides the world size. Once gathered
+        from all ranks in an optimizer step, parameters stay sharded over so many neighbouring ranks
+        until the step ends, and gathering them again stays among these. Fills DeepSpeed's
+        `zero_hpz_partition_size` (hpZ of [ZeRO++](https://arxiv.org/abs/2306.10209), section 3.2).
     moving_average : `MovingAverage`, optional (default = `None`)
         Kept on the fp32 weights, each rank on its shard.
     ddp_wrapped_model : `DeepSpeedWrappedModel`, optional (default = `None`)
@@ -135,6 +140,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         grad_scaling: bool = True,
         ddp_wrapped_model: Optional[DdpWrappedModel] = None,
         deepspeed_config: Union[str, Dict[str, Any], DeepSpeedConfig, None] = None,
+        shard_within: Union[int, str, None] = None,
         **kwargs,
     ) -> None:
         if ddp_wrapped_model is None:
@@ -157,6 +163,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                         world_size=world_size,
                         **_capabilities(device),
                         serialization_dir=_path(serialization_dir),
+                        shard_within=shard_within,
+                        workers_per_node=_workers_per_node(world_size),
                     )
                 ),
                 device=device,
@@ -797,6 +805,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         grad_scaling: bool = True,
         ddp_accelerator: Optional[DdpAccelerator] = None,
         deepspeed_config: Optional[DeepSpeedConfig] = None,
+        shard_within: Union[int, str, None] = None,
         **kwargs,
     ) -> "DeepSpeedTrainer":
         """
@@ -839,6 +848,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 world_size=world_size,
                 **_capabilities(device),
                 serialization_dir=serialization_dir,
+                shard_within=shard_within,
+                workers_per_node=_workers_per_node(world_size),
             )
         )
         empty_groups = _empty_groups(optimizer_)
@@ -924,6 +935,14 @@ def _device(cuda_device: Optional[Union[int, torch.device]]) -> torch.device:
         cuda_device = 0 if torch.cuda.device_count() > 0 else -1
     check_for_gpu(cuda_device)
     return int_to_device(cuda_device)
+
+
+def _workers_per_node(world_size: int) -> Optional[int]:
+    """What AllenNLP tells its workers, or torchrun; `None` if neither has started them."""
+    if world_size == 1:
+        return 1
+    names = ("ALLENNLP_PROCS_PER_NODE", "LOCAL_WORLD_SIZE")
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
 
 
 def _capabilities(device: torch.device) -> Dict[str, Any]:
