@@ -3,6 +3,7 @@ Fills DeepSpeed's configuration from what the AllenNLP side of a config file say
 two where they contradict each other.
 """
 
+import importlib.util
 import json
 import logging
 import math
@@ -52,6 +53,7 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     _resolve_scheduler(config, settings, num_gradient_accumulation_steps)
     _resolve_nvme_paths(config, settings)
     _resolve_shard_within(config, settings)
+    _resolve_reports(config, settings)
     # AllenNLP's optimizers are subclasses that DeepSpeed has not listed as tested with ZeRO, and
     # offloading works with any optimizer, if slower than with DeepSpeed's own.
     _fill_if_open(config, "zero_allow_untested_optimizer", True)
@@ -376,6 +378,40 @@ def _num_ranks_within(within: Union[int, str], settings: TrainerSettings) -> Tup
             f'shard_within is {json.dumps(within)}: must be "node" or a number of workers'
         )
     return within, str(within)
+
+
+def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings) -> None:
+    for section, package in _MONITOR_PACKAGES.items():
+        if not _is_enabled(config, section):
+            continue
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigurationError(
+                f"{ROOT}.{section}.enabled is true, but the package '{package}' isn't installed: "
+                "install it, or remove the section"
+            )
+        if section in _MONITORS_WITH_FILES and settings.serialization_dir is not None:
+            folder = os.path.join(settings.serialization_dir, "log")
+            for key, value in (("output_path", folder), ("job_name", "deepspeed")):
+                if _said(config, f"{section}.{key}") is None:
+                    _fill(config, f"{section}.{key}", value, "in the serialization directory")
+    if not _is_enabled(config, "comms_logger"):
+        config.pop("comms_logger", None)  # DeepSpeed turns it on where the section is there at all
+    if _said(config, "dump_state") and _said(config, "log_level") is None:
+        _fill(config, "log_level", "info", "to log what dump_state asks for")
+    if _said(config, "timers.throughput.enabled") is None:
+        # Nothing else reports it, and DeepSpeed waits for the device to time it.
+        reports = _said(config, "steps_per_print") is not None
+        _fill(config, "timers.throughput.enabled", reports, "from steps_per_print")
+
+
+# What DeepSpeed imports for each of its monitors.
+_MONITOR_PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "csv_monitor": None,
+    "comet": "comet_ml",
+}
+_MONITORS_WITH_FILES = ("tensorboard", "csv_monitor")
 
 
 def _drop_remaining_autos(section: Dict[str, Any], path: str = "") -> None:

@@ -33,6 +33,7 @@ from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.communication_callback import CommunicationCallback
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
@@ -220,6 +221,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
             # The last, because others may add to the metrics.
             self._callbacks.append(self._epoch_metrics)
+            if self.engine._config.comms_config.comms_logger_enabled:
+                self._callbacks.append(CommsSummaryCallback(self._serialization_dir))
             self._communication = [
                 c for c in self._callbacks if isinstance(c, CommunicationCallback)
             ]
@@ -562,9 +565,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
             if self.engine.torch_autocast_z0_gradscaler is not None:
                 norm = norm / self.engine.torch_autocast_z0_gradscaler.get_scale()
-        self.engine.step()
-        # The engine counts one micro-batch a step, because the groups are the trainer's.
+        # The engine counts one micro-batch a step, because the groups are the trainer's. The others
+        # come first, because it is in the step that it reports how many samples it has seen.
         self.engine.global_samples += (num_micro_batches - 1) * self.engine.train_batch_size()
+        self.engine.step()
         if not reports_norm:
             return None
         return self.engine.get_global_grad_norm() if norm is None else norm

@@ -816,6 +816,37 @@ class TestShardWithin:
         assert "can't keep the second copy of parameters on NVMe" in message
 
 
+class TestReports:
+    @pytest.mark.parametrize("section", ["csv_monitor", "tensorboard"])
+    def test_monitors_write_to_the_serialization_directory(self, section, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+        config = {section: {"enabled": True}}
+        monitor = resolve(config, serialization_dir="out").engine_config[section]
+        assert monitor == {"enabled": True, "output_path": "out/log", "job_name": "deepspeed"}
+        said = {"enabled": True, "output_path": "elsewhere", "job_name": "mine"}
+        assert resolve({section: said}, serialization_dir="out").engine_config[section] == said
+
+    @pytest.mark.parametrize(
+        "section, package",
+        [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")],
+    )
+    def test_a_monitor_without_its_package_is_refused(self, section, package, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        assert f"the package '{package}' isn't installed" in refusal({section: {"enabled": True}})
+        assert resolve({section: {"enabled": False}})
+
+    def test_a_communication_logger_that_is_off_is_off(self):
+        # DeepSpeed turns it on where the section is there.
+        assert "comms_logger" not in resolve({"comms_logger": {"enabled": False}}).engine_config
+        assert "comms_logger" in resolve({"comms_logger": {"enabled": True}}).engine_config
+
+    @pytest.mark.parametrize("steps_per_print, expected", [(None, False), (10, True)])
+    def test_throughput_is_timed_only_where_it_is_reported(self, steps_per_print, expected):
+        config = {} if steps_per_print is None else {"steps_per_print": steps_per_print}
+        timers = resolve(config).engine_config["timers"]
+        assert timers["throughput"]["enabled"] is expected
+
+
 class TestAPastedConfiguration:
     def test_what_cannot_be_known_is_asked_for(self):
         message = refusal(HUGGING_FACE_CONFIG, **HUGGING_FACE_SETTINGS)
