@@ -8,7 +8,7 @@ import logging
 import os
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Dict, Optional, Set
+from typing import Callable, Dict, Optional, Set
 
 import deepspeed
 import torch
@@ -165,6 +165,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         stages 1 to 3 this rank's shard of the fp32 weights.
         """
         return self.engine.basic_optimizer
+
+    def before_destroying(self, undo: Callable[[], None]) -> None:
+        """Has `undo` called before the engine is taken down."""
+        self._undo.callback(undo)
 
     def destroy(self) -> None:
         """

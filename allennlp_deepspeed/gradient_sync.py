@@ -6,7 +6,7 @@ import logging
 import zlib
 from contextlib import contextmanager
 from functools import partial
-from typing import Dict, Iterator, List, Optional
+from typing import Callable, Dict, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from allennlp.common.checks import ConfigurationError
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed import gradient_memory
 
@@ -122,12 +123,24 @@ class GradientSynchronizer:
         # Which parameters the micro-batch has reduced from inside a backward pass.
         self._is_reduced = bytearray(len(self._parameters))
         self._checksum = 0
-        if not self._waits_for_all:
-            for i, parameter in enumerate(self._parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._record, i))
+        self._is_average_queued = False
+        self._hooks: List[RemovableHandle] = []
+        for i, parameter in enumerate(self._parameters):
+            if not self._waits_for_all:
+                self._add_hook(parameter, partial(self._record, i))
+            elif average_each_pass and dist.get_world_size() > 1:
+                self._add_hook(parameter, self._average_after_pass)
         for parameter in self._accumulators:
             # After DeepSpeed's own hook, which does nothing while gradients are held.
-            parameter.register_post_accumulate_grad_hook(self._move_to_accumulator)
+            self._add_hook(parameter, self._move_to_accumulator)
+
+    def remove_hooks(self) -> None:
+        """Leaves the parameters as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _add_hook(self, parameter: torch.nn.Parameter, hook: Callable) -> None:
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     @property
     def mode(self) -> Optional[str]:
@@ -147,14 +160,17 @@ class GradientSynchronizer:
         needed = gradient_memory.of_whole_gradient(self._parameters, dtype)
         free = gradient_memory.least_left_free(get_accelerator().current_device_name())
         self._mode = BOUNDARY if free >= 2 * needed else MICRO_BATCH
-        logger.info(
-            "'trainer.gradient_synchronization' is \"%s\" from here: a whole gradient takes %d "
-            'bytes, and the first step has left %d bytes free on every rank. (It is "boundary" '
-            "from twice a whole gradient.)",
-            self._mode,
-            needed,
-            free,
-        )
+        if dist.get_rank() == 0:
+            logger.info(
+                "Gradients are reduced at the %s from here on. A whole gradient takes %d bytes, "
+                'and the first step has left %d bytes free on every rank: "auto" is "boundary" '
+                "from twice a whole gradient.",
+                "boundary of each optimizer step"
+                if self._mode == BOUNDARY
+                else "end of each micro-batch",
+                needed,
+                free,
+            )
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -212,20 +228,6 @@ class GradientSynchronizer:
         """
         checksum, self._checksum = self._checksum, 0
         return checksum
-
-    def watch(self, loss: torch.Tensor) -> None:
-        """
-        Has the gradients averaged over the ranks at the end of any backward pass through `loss`
-        outside `no_sync`, whoever calls it, if each pass is to be averaged.
-        """
-        if self._average_each_pass and dist.get_world_size() > 1:
-            loss.register_hook(self._average_after_pass)
-
-    def _average_after_pass(self, _: torch.Tensor) -> None:
-        if not self._is_in_no_sync:
-            # The engine of autograd runs the callback when the whole pass is done, as it does for
-            # DDP.
-            torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
 
     def _parameter_groups(self) -> List[List[torch.nn.Parameter]]:
         """In the order in which DeepSpeed flushes gradients."""
@@ -323,11 +325,19 @@ class GradientSynchronizer:
             else:
                 _set_gradient(parameter, parameter.new_zeros(_shape(parameter)))
 
+    def _average_after_pass(self, _: torch.nn.Parameter) -> None:
+        if not self._is_in_no_sync and not self._is_average_queued:
+            self._is_average_queued = True
+            # The engine of autograd runs the callback when the whole pass is done, as it does for
+            # DDP.
+            torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
+
     def _average_gradients(self) -> None:
         """
         Averages every gradient over the ranks, in one reduction. A parameter that only some ranks
         used counts as zero on the others; one that none used is left without a gradient.
         """
+        self._is_average_queued = False
         device = next(p.grad.device for p in self._parameters if p.grad is not None)
         used = torch.tensor([p.grad is not None for p in self._parameters], device=device).int()
         dist.all_reduce(used, op=dist.ReduceOp.MAX)

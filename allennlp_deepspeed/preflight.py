@@ -28,6 +28,7 @@ from allennlp_deepspeed import recovery
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config_schema import did_you_mean
+from allennlp_deepspeed.reading_pace import ReadingPace
 from allennlp_deepspeed.supervision import supervised_workers
 from allennlp_deepspeed.trainer import DeepSpeedTrainer
 
@@ -81,6 +82,7 @@ def check(params: Params) -> None:
     if not isinstance(trainer, dict) or trainer_type != "deepspeed":
         return
     _check_keys(trainer)
+    ReadingPace(trainer.get("log_every_num_steps"))  # raises
     devices = _devices(config)
     if len(devices) > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
         raise ConfigurationError(

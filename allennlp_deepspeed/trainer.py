@@ -250,6 +250,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 several_passes=any(map(_goes_backward, self._callbacks)),
                 average_each_pass=any(map(_reads_gradients, self._callbacks)),
             )
+            ddp_wrapped_model.before_destroying(self._gradients.remove_hooks)
             self._pace = ReadingPace(log_every_num_steps)
             self._has_metric_readers = any(map(_may_read_metrics, self._callbacks))
             # Of the last step, if a callback has kept it.
@@ -388,10 +389,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if not for_training:
             self._leave_if_interrupted("in the validation")
         self._broadcast_buffers()
-        outputs = super().batch_outputs(batch, for_training)
-        if for_training:
-            self._gradients.watch(outputs["loss"])
-        return outputs
+        return super().batch_outputs(batch, for_training)
 
     def _broadcast_buffers(self) -> None:
         """
@@ -428,6 +426,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 continue
             self._train_group(batch_group, running_loss, epoch, batch_groups)
 
+        self._finish_batch_metrics()
         if self._pace.num_unread > 0:
             self._leave_if_agreed(self._read(running_loss, epoch, batch_groups), epoch)
         self._resumption.finish_steps()

@@ -101,7 +101,7 @@ def test_the_model_is_plain_again_after_training(
     assert not dist.is_initialized()
     assert dict(os.environ) == environment
     assert {p.dtype for p in task.model.parameters()} == {torch.float32}
-    assert not any(vars(p) for p in task.model.parameters())
+    assert not any(vars(p) or p._post_accumulate_grad_hooks for p in task.model.parameters())
     assert "forward" not in vars(task.model)
     assert all(type(m._parameters) is dict for m in task.model.modules())
     assert not any(
@@ -219,6 +219,71 @@ class _LossOnly(Model):
 
     def forward(self, tokens, label) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         return {"loss": self._embedding(tokens["tokens"]["tokens"]).pow(2).mean()}
+
+
+class _Weight(Model):
+    """A single weight, whose gradient is what it is multiplied with."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.weight = torch.nn.Parameter(torch.zeros(8))
+
+    def forward(self, gradient: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": (self.weight * gradient).sum()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["boundary", "micro_batch"])
+@pytest.mark.parametrize("accumulation_type, expected", [("bf16", 1.0), ("fp32", 1.015625)])
+def test_gradients_are_accumulated_in_the_type_that_the_config_names(
+    tmp_path: Path, stage: int, mode: str, accumulation_type: str, expected: float
+):
+    if stage == 1 and mode == "micro_batch":
+        mode = "boundary"  # the only one at this stage
+    task = Task()
+    task.model = _Weight(task.model.vocab)
+    task.optimizer = torch.optim.SGD(task.model.parameters(), lr=1.0)
+    trainer = DeepSpeedTrainer(
+        **task.arguments(tmp_path),
+        num_gradient_accumulation_steps=9,
+        gradient_synchronization=mode,
+        deepspeed_config={
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": accumulation_type},
+        },
+    )
+    # Each of the small ones is lost when it is added to 1 in bf16. Together they are not.
+    gradients = [1.0] + 8 * [2.0**-9]
+    with trainer.session():
+        with trainer._gradients.accumulate():
+            for i, gradient in enumerate(gradients):
+                with trainer._gradients.micro_batch(is_last=i == len(gradients) - 1):
+                    loss = trainer.engine(torch.full((8,), gradient))["loss"]
+                    trainer.engine.backward(loss, scale_wrt_gas=False)
+        trainer.engine.step()
+    assert task.model.weight.tolist() == pytest.approx(8 * [-expected], abs=0)
+
+
+def test_metrics_that_a_callback_keeps_stay_those_of_their_step(tmp_path: Path):
+    kept: List[Dict[str, float]] = []
+    expected: List[Dict[str, float]] = []
+
+    class Keep(TrainerCallback):
+        def on_batch(self, trainer, batch_inputs, batch_outputs, batch_metrics, *args, **kwargs):
+            if kwargs["is_training"]:
+                kept.append(batch_metrics)
+
+    class Look(TrainerCallback):
+        def on_batch(self, trainer, batch_inputs, batch_outputs, batch_metrics, *args, **kwargs):
+            if kwargs["is_training"]:
+                expected.append(dict(batch_metrics))
+
+    for callback in (Keep, Look):
+        task = Task()
+        DeepSpeedTrainer(**task.arguments(tmp_path), callbacks=[callback(str(tmp_path))]).train()
+    assert len(kept) > 4 and len({metrics["loss"] for metrics in expected}) > 4
+    assert kept == expected
 
 
 @pytest.mark.parametrize("stage", [0, 2])

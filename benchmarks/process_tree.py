@@ -1,0 +1,259 @@
+"""
+One contender in worker processes of its own.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import deque
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Deque, Dict, List, NamedTuple
+
+import deepspeed
+
+# Imported when an engine is brought up. It brings PyTorch's compiler with it, and takes longer than
+# anything else that a worker does.
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import _prctl_pr_set_pdeathsig
+
+from benchmarks import workload
+from benchmarks.contenders import CONTENDERS, Job, Unavailable
+from benchmarks.memory import PeakMemory
+from benchmarks.stopwatch import Plan, Stopwatch
+from benchmarks.workload import Cell
+
+# Forked workers start at once, with everything imported. A GPU can't be used by forked ones.
+_context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+
+
+class Outcome(NamedTuple):
+    """
+    What a worker tells at its end.
+
+    # Parameters
+
+    losses : `List[float]`
+        Of its micro-batches.
+    traffic : `Dict[str, Any]`
+        Calls and bytes by the collective, in the counted steps.
+    gradient_bytes : `int`
+        In the counted steps.
+    peak_memory : `int`
+        In bytes.
+    """
+
+    losses: List[float]
+    traffic: Dict[str, Any]
+    gradient_bytes: int
+    peak_memory: int
+
+
+class WorkerError(NamedTuple):
+    """What a worker tells if it fails."""
+
+    traceback: str
+
+
+class ProcessTree:
+    """
+    A contender's workers. They start at once and wait after their warm-up, and after each timed
+    segment, for their turn. To be used as a context manager: at its end none of them is left.
+
+    # Parameters
+
+    contender : `str`
+        Its name.
+    cell : `Cell`
+    plan : `Plan`
+    world_size : `int`
+    data : `Path`
+        The directory that `workload.prepare` has written to.
+    time_limit : `float`
+        In seconds, for all that the workers do.
+    """
+
+    def __init__(
+        self,
+        contender: str,
+        cell: Cell,
+        plan: Plan,
+        world_size: int,
+        data: Path,
+        time_limit: float,
+    ) -> None:
+        self._name = f"{contender} ({cell})"
+        self._deadline = time.monotonic() + time_limit
+        self._directory = tempfile.TemporaryDirectory(prefix="benchmark-")
+        self._processes = []
+        self._connections: List[Connection] = []
+        self._inboxes: List[Deque[Any]] = [deque() for _ in range(world_size)]
+        for rank in range(world_size):
+            here, there = _context.Pipe()
+            process = _context.Process(
+                target=_work,
+                args=(
+                    contender,
+                    cell,
+                    plan,
+                    rank,
+                    world_size,
+                    data,
+                    Path(self._directory.name),
+                    there,
+                    time_limit,
+                ),
+            )
+            process.start()
+            there.close()
+            self._connections.append(here)
+            self._processes.append(process)
+        self._open = {connection: rank for rank, connection in enumerate(self._connections)}
+
+    def wait_until_warm(self) -> None:
+        """
+        # Raises
+
+        `Unavailable`
+            If the contender can't do what it is asked for here.
+        """
+        self._receive()
+
+    def time_segment(self) -> float:
+        """Has the workers make the steps of one segment. Returns the seconds they took."""
+        self._connections[0].send("go")
+        return self._receive()
+
+    def finish(self) -> List[Outcome]:
+        """Has the workers make the counted steps and end. Returns what each tells."""
+        self._connections[0].send("go")
+        return [self._receive(rank) for rank in range(len(self._connections))]
+
+    def _receive(self, rank: int = 0) -> Any:
+        """The next message of a rank. Raises the error of any, for which the others may wait."""
+        while not self._inboxes[rank]:
+            timeout = max(0.0, self._deadline - time.monotonic())
+            ready = wait(self._open, timeout)
+            if not ready:
+                raise TimeoutError(f"{self._name} was not done in time.\n{self._output()}")
+            for connection in ready:
+                self._inboxes[self._open[connection]].append(self._read(connection))
+        return self._inboxes[rank].popleft()
+
+    def _read(self, connection: Connection) -> Any:
+        try:
+            message = connection.recv()
+        except EOFError:
+            raise RuntimeError(f"A worker of {self._name} has died.\n{self._output()}") from None
+        if isinstance(message, Unavailable):
+            raise message
+        if isinstance(message, WorkerError):
+            raise RuntimeError(f"{self._name} failed.\n{message.traceback}\n{self._output()}")
+        if isinstance(message, Outcome):
+            del self._open[connection]  # It is the last message.
+        return message
+
+    def _output(self) -> str:
+        paths = sorted(Path(self._directory.name).glob("output*"))
+        return "\n".join(path.read_text(errors="replace")[-3000:] for path in paths)
+
+    def __enter__(self) -> "ProcessTree":
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        for process in self._processes:
+            process.join(0 if args[0] is not None else 30)
+            try:
+                # Each worker leads a process group; what it has started goes with it.
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.join()
+        self._directory.cleanup()
+
+
+def _work(
+    contender: str,
+    cell: Cell,
+    plan: Plan,
+    rank: int,
+    world_size: int,
+    data: Path,
+    directory: Path,
+    connection: Connection,
+    time_limit: float,
+) -> None:
+    """What a worker does, from its start to its end."""
+    os.setsid()
+    # Dies with the command, however that ends, instead of waiting for its turn for ever.
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    with open(directory / f"output{rank}.txt", "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # In good time before the process is killed.
+    faulthandler.dump_traceback_later(0.9 * time_limit, file=sys.__stderr__)
+    try:
+        connection.send(
+            _train(contender, cell, plan, rank, world_size, data, directory, connection, time_limit)
+        )
+    except Unavailable as reason:
+        connection.send(reason)
+    except BaseException:
+        connection.send(WorkerError(traceback.format_exc()))
+
+
+def _train(
+    contender: str,
+    cell: Cell,
+    plan: Plan,
+    rank: int,
+    world_size: int,
+    data: Path,
+    directory: Path,
+    connection: Connection,
+    time_limit: float,
+) -> Outcome:
+    torch.set_num_threads(1)
+    device = workload.device(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # An all-reduce for inference on CPUs, which DeepSpeed would compile now.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # What a launcher sets, and DeepSpeed reads.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{directory / 'store'}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=time_limit),
+    )
+    data_loader = workload.build_data_loader(cell.model, data, plan.total * cell.accumulation)
+    data_loader.set_target_device(device)
+    memory = PeakMemory(device)
+    stopwatch = Stopwatch(
+        plan, cell.accumulation, device, memory, turns=connection if rank == 0 else None
+    )
+    CONTENDERS[contender].train(
+        Job(
+            cell=cell,
+            model=workload.build_model(cell.model, data),
+            data_loader=data_loader,
+            stopwatch=stopwatch,
+            device=device,
+            rank=rank,
+            world_size=world_size,
+            directory=directory / "out",
+        )
+    )
+    return Outcome(
+        stopwatch.losses(), stopwatch.traffic(), stopwatch.gradient_bytes(), memory.bytes
+    )

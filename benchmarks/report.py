@@ -1,0 +1,233 @@
+"""
+The benchmark's figures as JSON, as tables and as a plot.
+"""
+
+import json
+import os
+import platform
+import statistics
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contenders import BARE
+from benchmarks.plot import plot
+from benchmarks.process_tree import Outcome
+from benchmarks.stopwatch import Plan
+from benchmarks.workload import TASKS, Cell
+
+RESULTS = Path(__file__).parent / "results"
+
+_PACKAGES = ("torch", "deepspeed", "allennlp", "accelerate", "lightning", "fairscale")
+_HEADINGS = (
+    "accumulation",
+    "stage",
+    "contender",
+    "samples/s against bare",
+    "quartiles",
+    "ms/step",
+    "peak MB",
+    "MB/step",
+    "gradients against accumulation 1",
+    "calls/step (MB)",
+)
+
+
+def row(
+    cell: Cell,
+    contender: str,
+    plan: Plan,
+    world_size: int,
+    outcomes: Sequence[Outcome],
+    seconds: Sequence[Tuple[float, float]],
+    loss_difference: float,
+) -> Dict[str, Any]:
+    """
+    The figures of one contender.
+
+    # Parameters
+
+    cell : `Cell`
+    contender : `str`
+    plan : `Plan`
+    world_size : `int`
+    outcomes : `Sequence[Outcome]`
+        One for each rank.
+    seconds : `Sequence[Tuple[float, float]]`
+        What the bare loop and this contender took for the segments of each pair.
+    loss_difference : `float`
+        The largest, relative to the bare loop's loss.
+    """
+    seconds_per_step = statistics.median(own for _, own in seconds) / plan.steps
+    samples_per_step = TASKS[cell.model].batch_size * cell.accumulation * world_size
+    ratios = [bare / own for bare, own in seconds]
+    return {
+        **_key(cell, contender),
+        "samples_per_second": samples_per_step / seconds_per_step,
+        "seconds_per_step": seconds_per_step,
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": _quartiles(ratios),
+        "seconds_of_pairs": [list(pair) for pair in seconds],
+        "steps_in_segment": plan.steps,
+        "peak_memory_bytes": [outcome.peak_memory for outcome in outcomes],
+        "traffic_per_step": {
+            name: {
+                "calls": traffic.calls / plan.counted,
+                "bytes": traffic.bytes / plan.counted,
+            }
+            for name, traffic in outcomes[0].traffic.items()
+        },
+        "gradient_bytes_per_step": outcomes[0].gradient_bytes / plan.counted,
+        # The bare loop, which is in every pair, makes more steps than the others.
+        "final_loss": outcomes[0].losses[plan.total * cell.accumulation - 1],
+        "loss_difference": loss_difference,
+    }
+
+
+def skipped_row(cell: Cell, contender: str, reason: str) -> Dict[str, Any]:
+    return {**_key(cell, contender), "skipped": reason}
+
+
+class Report:
+    """
+    Collects rows, and writes them to `directory` as they come: `speed.json`, `speed.md` and
+    `speed.png`.
+    """
+
+    def __init__(self, directory: Path, world_size: int) -> None:
+        self._directory = directory
+        self._world_size = world_size
+        self._rows: List[Dict[str, Any]] = []
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def add(self, rows: List[Dict[str, Any]]) -> None:
+        self._rows += rows
+        self._compare_gradient_bytes()
+        data = {
+            "machine": _machine(),
+            "world_size": self._world_size,
+            "versions": _versions(),
+            "rows": self._rows,
+        }
+        (self._directory / "speed.json").write_text(json.dumps(data, indent=1) + "\n")
+        (self._directory / "speed.md").write_text(self._markdown())
+        plot([r for r in self._rows if "skipped" not in r], self._directory / "speed.png")
+
+    def print(self) -> None:
+        """Prints the tables."""
+        console = Console(width=None if Console().is_terminal else 160)
+        for model, rows in self._by_model().items():
+            table = Table(*_HEADINGS, title=model)
+            for r in rows:
+                table.add_row(*_cells(r))
+            console.print(table)
+
+    def _compare_gradient_bytes(self) -> None:
+        """With those of the same contender, or of the bare loop, at accumulation 1."""
+        at_one = {
+            (r["model"], r["zero_stage"], r["contender"]): r["gradient_bytes_per_step"]
+            for r in self._rows
+            if r["accumulation"] == 1 and "skipped" not in r
+        }
+        for r in self._rows:
+            if "skipped" in r:
+                continue
+            expected = at_one.get(
+                (r["model"], r["zero_stage"], r["contender"]),
+                at_one.get((r["model"], r["zero_stage"], BARE)),
+            )
+            r["gradient_bytes_ratio"] = (
+                r["gradient_bytes_per_step"] / expected if expected else None
+            )
+
+    def _markdown(self) -> str:
+        versions = ", ".join(f"{name} {number}" for name, number in _versions().items())
+        lines = [
+            "# Speed, memory and traffic",
+            "",
+            f"{_machine()}, {self._world_size} workers. {versions}.",
+            "How the figures are made: [NOTES.md](../NOTES.md).",
+        ]
+        for model, rows in self._by_model().items():
+            lines += ["", f"## {model}", "", _line(_HEADINGS), _line(["---"] * len(_HEADINGS))]
+            lines += [_line(_cells(r)) for r in rows]
+        return "\n".join(lines) + "\n"
+
+    def _by_model(self) -> Dict[str, List[Dict[str, Any]]]:
+        models: Dict[str, List[Dict[str, Any]]] = {}
+        for r in self._rows:
+            models.setdefault(r["model"], []).append(r)
+        return models
+
+
+def _key(cell: Cell, contender: str) -> Dict[str, Any]:
+    return {
+        "model": cell.model,
+        "zero_stage": cell.stage,
+        "accumulation": cell.accumulation,
+        "contender": contender,
+    }
+
+
+def _cells(r: Dict[str, Any]) -> List[str]:
+    key = [str(r["accumulation"]), str(r["zero_stage"]), r["contender"]]
+    if "skipped" in r:
+        return [*key, r["skipped"], *[""] * (len(_HEADINGS) - 4)]
+    traffic = r["traffic_per_step"]
+    low, high = r["ratio_quartiles"]
+    return [
+        *key,
+        f"{r['ratio']:.2f}",
+        f"{low:.2f} to {high:.2f}",
+        f"{1000 * r['seconds_per_step']:.1f}",
+        _megabytes(max(r["peak_memory_bytes"])),
+        _megabytes(sum(kind["bytes"] for kind in traffic.values())),
+        _ratio(r["gradient_bytes_ratio"]),
+        ", ".join(
+            f"{name} {kind['calls']:g} ({_megabytes(kind['bytes'])})"
+            for name, kind in traffic.items()
+        ),
+    ]
+
+
+def _ratio(value: Optional[float]) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.2f}"
+
+
+def _quartiles(values: Sequence[float]) -> List[float]:
+    if len(values) < 2:
+        return [values[0], values[0]]
+    return statistics.quantiles(values, n=4, method="inclusive")[::2]
+
+
+def _machine() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{os.cpu_count()} cores ({models[0] if models else platform.machine()})"
+
+
+def _versions() -> Dict[str, str]:
+    versions = {"Python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            pass
+    return versions

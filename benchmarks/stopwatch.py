@@ -1,0 +1,119 @@
+"""
+Times and counts a contender's steps from within, at the same moments for all of them.
+"""
+
+import time
+from multiprocessing.connection import Connection
+from typing import Dict, List, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+from allennlp_deepspeed.communication import CommunicationCounter, Traffic
+from benchmarks.gradient_traffic import GradientTraffic
+from benchmarks.memory import PeakMemory
+
+
+class Plan(NamedTuple):
+    """
+    How many optimizer steps a contender makes: `warmup`, then `num_segments` times `steps` that are
+    timed, then `counted` in which its collectives and its memory are measured, out of the timing.
+    """
+
+    warmup: int
+    num_segments: int
+    steps: int
+    counted: int = 2
+
+    def segments(self) -> List[int]:
+        return [self.warmup, *[self.steps] * self.num_segments, self.counted]
+
+    @property
+    def total(self) -> int:
+        return sum(self.segments())
+
+
+class Stopwatch:
+    """
+    Every contender calls `record` with the loss of each micro-batch, after the optimizer step for
+    the last of a step. Between two segments the contender waits, without using a core, until it is
+    its turn again.
+
+    # Parameters
+
+    plan : `Plan`
+    accumulation : `int`
+        Micro-batches in an optimizer step.
+    device : `torch.device`
+    memory : `PeakMemory`
+    turns : `Connection`, optional (default = `None`)
+        On rank 0, what a segment took is sent there in seconds, and whatever comes back begins the
+        next. The other ranks wait for rank 0.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        accumulation: int,
+        device: torch.device,
+        memory: PeakMemory,
+        turns: Optional[Connection],
+    ) -> None:
+        self.plan = plan
+        self._accumulation = accumulation
+        self._device = device
+        self._memory = memory
+        self._turns = turns
+        self._losses: List[torch.Tensor] = []
+        self._counter = CommunicationCounter()
+        self._gradients = GradientTraffic()
+        segments = plan.segments()
+        # The numbers of micro-batches after which a segment ends.
+        self._ends = {sum(segments[: i + 1]) * accumulation: i for i in range(len(segments))}
+        self._start = time.perf_counter()
+
+    def record(self, loss: torch.Tensor) -> None:
+        self._losses.append(loss.detach())
+        segment = self._ends.get(len(self._losses))
+        if segment is not None:
+            self._end_segment(segment)
+
+    def _end_segment(self, segment: int) -> None:
+        self._wait_for_all()
+        seconds = time.perf_counter() - self._start
+        if segment == self.plan.num_segments + 1:
+            self._counter.stop()
+            self._gradients.stop()
+            self._memory.stop()
+            return
+        if self._turns is not None:
+            self._turns.send(seconds)
+            self._turns.recv()
+        if segment == self.plan.num_segments:
+            self._memory.start()
+        self._wait_for_all()
+        if segment == self.plan.num_segments:
+            self._counter.start()
+            self._gradients.start()
+        self._start = time.perf_counter()
+
+    def _wait_for_all(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        dist.barrier()
+
+    def losses(self) -> List[float]:
+        """Of this rank's micro-batches."""
+        return torch.stack(self._losses).tolist()
+
+    def traffic(self) -> Dict[str, Traffic]:
+        """Of the counted steps, by the collective. The barrier that ends them isn't counted."""
+        traffic = self._counter.read()
+        calls, num_bytes = traffic.pop("barrier", Traffic(0, 0))
+        if calls > 1:
+            traffic["barrier"] = Traffic(calls - 1, num_bytes)
+        return traffic
+
+    def gradient_bytes(self) -> int:
+        """Of the counted steps."""
+        return self._gradients.bytes

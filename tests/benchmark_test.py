@@ -1,0 +1,66 @@
+"""
+The benchmark measures what it says, on one small case.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+
+from tests.command import REPOSITORY
+
+CONTENDERS = ["bare", "ours", "ours-micro-batch", "ours-flush", "gradient-descent"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the benchmark has written."""
+    directory = tmp_path_factory.mktemp("benchmark")
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.speed", "--models", "tagger", "--stages", "2"]
+        + ["--accumulation", "2", "--pairs", "1", "--steps", "2", "--output", directory]
+        + ["--contenders", *CONTENDERS],
+        cwd=REPOSITORY,
+        timeout=120,
+        check=True,
+    )
+    return directory
+
+
+@pytest.fixture
+def rows(directory: Path) -> Dict[str, Any]:
+    """The rows by the contender."""
+    results = json.loads((directory / "speed.json").read_text())
+    assert results["world_size"] == 2
+    return {row["contender"]: row for row in results["rows"]}
+
+
+def test_all_contenders_are_measured_and_have_the_same_losses(rows: Dict[str, Any]) -> None:
+    assert sorted(rows) == sorted(CONTENDERS)
+    for row in rows.values():
+        assert (row["model"], row["zero_stage"], row["accumulation"]) == ("tagger", 2, 2)
+        assert row["loss_difference"] < 1e-4
+        assert row["final_loss"] == pytest.approx(rows["bare"]["final_loss"], rel=1e-4)
+        assert row["ratio"] > 0
+        assert len(row["seconds_of_pairs"]) == (len(CONTENDERS) - 1 if row is rows["bare"] else 1)
+        assert len(row["peak_memory_bytes"]) == 2
+
+
+def test_gradients_are_counted_apart_from_metrics(rows: Dict[str, Any]) -> None:
+    once = rows["ours"]["gradient_bytes_per_step"]
+    # SimpleTagger's weights, in fp32.
+    assert once > 4 * 500 * 64
+    assert rows["ours-flush"]["gradient_bytes_per_step"] == once
+    for name in ("bare", "ours-micro-batch", "gradient-descent"):
+        assert rows[name]["gradient_bytes_per_step"] == 2 * once
+        # Two metrics of two numbers each, in each micro-batch.
+        assert rows[name]["traffic_per_step"]["all_reduce"]["calls"] >= 2 + 2 * 4
+
+
+def test_tables_and_plot_are_written(directory: Path) -> None:
+    table = (directory / "speed.md").read_text()
+    assert all(f"| {name} |" in table for name in CONTENDERS)
+    assert (directory / "speed.png").read_bytes().startswith(b"\x89PNG")

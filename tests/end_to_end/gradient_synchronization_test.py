@@ -1,0 +1,270 @@
+"""
+How often gradients cross the network, counted, and that the numbers are the same in each case.
+"""
+
+import json
+import math
+import re
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+
+from tests.end_to_end.checkpoint_test import recover
+from tests.experiment import (
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    assert_same_metrics,
+    assert_same_run,
+    assert_same_weights,
+    assert_trains_alike,
+    deepspeed,
+    load_config,
+)
+
+MODES = [(0, "boundary"), (1, "boundary")] + [
+    (stage, mode) for stage in (2, 3) for mode in ("boundary", "micro_batch")
+]
+# Without metrics, so that only training communicates. One worker has 12 micro-batches and the other
+# 11, so that three make a group and the last group is short.
+CHUNKED: Config = {
+    **TWO_WORKERS,
+    "model": {"type": "chunked_classifier", "embedding_dim": 11},
+    "trainer.validation_metric": "-loss",
+    "trainer.num_epochs": 2,
+}
+GROUP_SIZES = [3, 3, 3, 2]
+
+# What a step reduces besides gradients: their norm, and whether one is infinite.
+BYTES_OF_NORM = {0: 0, 1: 4, 2: 4, 3: 8}
+
+Traffic = Dict[str, List[int]]
+
+
+def chunked(steps: int = 1, *changes: Config) -> Config:
+    """With `gradient_descent`, and as many gradient accumulation steps."""
+    accumulation: Config = {"trainer.num_gradient_accumulation_steps": steps}
+    return load_config("classifier", CHUNKED, accumulation, *changes)
+
+
+def counted(config: Config, stage: int, mode: str = "auto", **sections: Any) -> Config:
+    """With DeepSpeed, and the collectives of each step counted."""
+    config = deepspeed(config, stage, **sections)
+    config["trainer"].update(
+        gradient_synchronization=mode,
+        # Nothing but the steps themselves.
+        log_every_num_steps=1000,
+        callbacks=[*config["trainer"]["callbacks"], "count_communication"],
+    )
+    return config
+
+
+def traffic(result: Result, rank: int = 0) -> List[Traffic]:
+    """Calls and bytes by collective, for each step but the first, which also sets things up."""
+    path = result.serialization_dir / f"communication_{rank}.json"
+    return json.loads(path.read_text())[1:]
+
+
+def reduced(step: Traffic) -> Tuple[int, int]:
+    """Calls and bytes of what is reduced."""
+    counts = [step.get(name, [0, 0]) for name in ("all_reduce", "reduce", "reduce_scatter")]
+    calls, num_bytes = map(sum, zip(*counts))
+    return calls, num_bytes
+
+
+def gradient_bytes(result: Result, stage: int, itemsize: int = 4) -> int:
+    sizes = [tensor.numel() for tensor in result.weights().values()]
+    if stage == 3:  # each parameter is padded to equal shards
+        sizes = [2 * math.ceil(size / 2) for size in sizes]
+    return sum(sizes) * itemsize
+
+
+@pytest.mark.parametrize("stage, mode", MODES)
+def test_gradients_are_reduced_as_often_as_the_mode_says(
+    experiments: Experiments, stage: int, mode: str
+):
+    config = chunked(3)
+    result = experiments.run(counted(config, stage, mode))
+    whole = gradient_bytes(result, stage)
+    for rank in range(2):
+        for i, step in enumerate(traffic(result, rank), start=1):
+            times = GROUP_SIZES[i % len(GROUP_SIZES)] if mode == "micro_batch" else 1
+            if i % len(GROUP_SIZES) == 0:
+                continue  # the epoch before it was validated
+            _, num_bytes = reduced(step)
+            assert num_bytes == times * whole + BYTES_OF_NORM[stage]
+    assert_same_run(result, experiments.run(config))
+
+
+@pytest.mark.parametrize("stage, mode", MODES)
+def test_at_the_boundary_accumulation_costs_no_communication(
+    experiments: Experiments, stage: int, mode: str
+):
+    """Without accumulation, both modes are what DeepSpeed does by itself."""
+    config = chunked(1)
+    result = experiments.run(counted(config, stage, mode))
+    accumulated = experiments.run(counted(chunked(3), stage, "boundary"))
+    step, accumulated_step = traffic(result)[1], traffic(accumulated)[1]
+    assert reduced(step) == reduced(accumulated_step)
+    assert reduced(step)[1] == gradient_bytes(result, stage) + BYTES_OF_NORM[stage]
+    assert_same_run(result, experiments.run(config))
+
+
+@pytest.mark.parametrize("stage, mode", MODES[1:])  # stage 0 has no such settings
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"zero_optimization": {"overlap_comm": True}}, id="overlap_comm"),
+        pytest.param({"zero_optimization": {"contiguous_gradients": False}}, id="scattered"),
+        pytest.param({"zero_optimization": {"reduce_bucket_size": 200}}, id="small buckets"),
+        pytest.param({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, id="offload"),
+    ],
+)
+def test_the_numbers_are_the_same_with(
+    experiments: Experiments, stage: int, mode: str, sections: Dict[str, Any]
+):
+    config = chunked(3, {"trainer.grad_norm": 0.05})
+    with_sections = counted(config, stage, mode)
+    with_sections["trainer"]["deepspeed_config"]["zero_optimization"].update(
+        sections["zero_optimization"]
+    )
+    assert_same_run(experiments.run(with_sections), experiments.run(config))
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    "stage, mode, sections",
+    [
+        pytest.param(stage, mode, sections, id=f"{name}, {stage}, {mode}")
+        for name, first_stage, sections in [
+            ("bf16", 0, BF16),
+            ("fp32 accumulation", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
+            ("fp32 reduction", 0, {**BF16, "communication_data_type": "fp32"}),
+            ("autocast", 0, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+        ]
+        for stage, mode in MODES
+        if stage >= first_stage
+    ],
+)
+def test_lower_precision_trains_as_fp32_does(
+    experiments: Experiments, stage: int, mode: str, sections: Dict[str, Any]
+):
+    config = chunked(3, {"trainer.num_epochs": 5})
+    actual = experiments.run(counted(config, stage, mode, **sections))
+    assert_trains_alike(actual, experiments.run(config))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_that_only_the_first_micro_batch_uses(experiments: Experiments, stage: int):
+    config = load_config(
+        "classifier",
+        TWO_WORKERS,
+        {
+            "model": {"type": "either_of_two_embedders", "embedding_dim": 8, "turns": 3},
+            "trainer.num_gradient_accumulation_steps": 3,
+            "trainer.num_epochs": 1,
+        },
+    )
+    reference = {**config, "distributed": {**config["distributed"], **FIND_UNUSED}}
+    held = deepspeed(config, stage)
+    held["trainer"]["gradient_synchronization"] = "boundary"
+    held["trainer"]["deepspeed_config"]["zero_optimization"]["overlap_comm"] = True
+    assert_same_run(experiments.run(held), experiments.run(reference))
+
+
+FIND_UNUSED: Config = {"ddp_accelerator": {"type": "torch", "find_unused_parameters": True}}
+
+
+@pytest.mark.parametrize("mode", ["boundary", "micro_batch"])
+def test_parameters_that_only_one_worker_uses(experiments: Experiments, mode: str):
+    config = load_config(
+        "classifier",
+        TWO_WORKERS,
+        {
+            "distributed": {**TWO_WORKERS["distributed"], **FIND_UNUSED},
+            "model": {"type": "either_of_two_embedders", "embedding_dim": 8},
+            "trainer.num_gradient_accumulation_steps": 3,
+            "trainer.num_epochs": 1,
+            # One that a zero gradient doesn't move.
+            "trainer.optimizer": {"type": "sgd", "lr": 0.1},
+        },
+    )
+    actual = deepspeed(config, 2)
+    actual["trainer"]["gradient_synchronization"] = mode
+    assert_same_run(experiments.run(actual), experiments.run(config))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "callback, reductions_in_a_step",
+    [("backward_in_chunks", 1), ("backward_in_chunks_and_read", 2)],
+)
+def test_a_callback_goes_backward_in_chunks(
+    experiments: Experiments, stage: int, callback: str, reductions_in_a_step: int
+):
+    config = chunked()
+    in_chunks = counted(config, stage)
+    in_chunks["trainer"]["callbacks"].append(callback)
+    result = experiments.run(in_chunks)
+    assert_same_run(result, experiments.run(config))
+    # To be read by the callback, gradients are averaged once more, after the last pass.
+    average = (reductions_in_a_step - 1) * gradient_bytes(result, stage=0)
+    if average:
+        average += 4 * len(result.weights())  # which of them there are
+    expected = gradient_bytes(result, stage) + BYTES_OF_NORM[stage] + average
+    assert reduced(traffic(result)[1])[1] == expected
+
+
+@pytest.mark.parametrize("stage, mode", MODES)
+def test_a_model_goes_backward_in_chunks(experiments: Experiments, stage: int, mode: str):
+    in_chunks = counted(
+        chunked(1, {"model": {**CHUNKED["model"], "goes_backward": True}}), stage, mode
+    )
+    in_chunks["trainer"]["callbacks"].append("give_no_sync")
+    in_chunks["trainer"]["callbacks"].remove("record_steps")  # the loss is only that of a chunk
+    result = experiments.run(in_chunks)
+    assert_same_weights(result.weights(), experiments.run(chunked()).weights())
+    step = traffic(result)[1]
+    assert reduced(step)[1] == gradient_bytes(result, stage) + BYTES_OF_NORM[stage]
+
+
+CHECKPOINTS = {"save_every_num_batches": 2, "keep_most_recent_by_count": None}
+
+
+class TestAuto:
+    """`"gradient_synchronization": "auto"`"""
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    @pytest.mark.parametrize("is_little", [False, True])
+    def test_depends_on_the_memory_that_the_first_step_leaves(
+        self, experiments: Experiments, stage: int, is_little: bool
+    ):
+        config = chunked(3)
+        auto = counted(config, stage)
+        if is_little:
+            auto["trainer"]["callbacks"].append("little_memory_on_rank_1")
+        result = experiments.run(auto)
+        mode = "micro_batch" if is_little else "boundary"
+        same = experiments.run(counted(config, stage, mode))
+        assert reduced(traffic(result)[0]) == reduced(traffic(same)[0])
+        assert_same_run(result, experiments.run(config))
+        log = (result.serialization_dir / "out_worker0.log").read_text()
+        (line,) = re.findall(r"Gradients are reduced at .*", log)
+        assert ("micro-batch" if is_little else "boundary of each") in line
+        whole = gradient_bytes(result, stage=0)
+        assert f"A whole gradient takes {whole} bytes" in line
+        free = int(re.search(r"left (\d+) bytes free", line)[1])  # type: ignore[index]
+        assert (free >= 2 * whole) != is_little
+
+    def test_goes_on_after_recovery_as_before(self, experiments: Experiments, tmp_path):
+        config = deepspeed(chunked(3, {"trainer.checkpointer": CHECKPOINTS}), 2)
+        result = experiments.run(config)
+        config["trainer"]["callbacks"].append("little_memory_on_rank_1")
+        recovered = recover(result, tmp_path, config, "checkpoint_e0_b2")
+        assert_same_metrics(recovered.metrics_of_epochs(), result.metrics_of_epochs(), tolerance=0)
+        assert_same_weights(recovered.weights(), result.weights(), tolerance=0)
+        torch.testing.assert_close(recovered.weights(), result.weights(), rtol=0, atol=0)
