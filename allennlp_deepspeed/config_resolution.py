@@ -3,6 +3,7 @@ Fills DeepSpeed's configuration from what the AllenNLP side of a config file say
 two where they contradict each other.
 """
 
+import importlib.util
 import json
 import logging
 import math
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 PRECISIONS = ("bf16", "fp16", "torch_autocast")
+_PARTITION_SIZE = "zero_optimization.zero_hpz_partition_size"
 
 
 def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig:
@@ -50,6 +52,8 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     _resolve_optimizer(config, settings)
     _resolve_scheduler(config, settings, num_gradient_accumulation_steps)
     _resolve_nvme_paths(config, settings)
+    _resolve_shard_within(config, settings)
+    _resolve_reports(config, settings)
     # AllenNLP's optimizers are subclasses that DeepSpeed has not listed as tested with ZeRO, and
     # offloading works with any optimizer, if slower than with DeepSpeed's own.
     _fill_if_open(config, "zero_allow_untested_optimizer", True)
@@ -67,6 +71,7 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
     _check_zero(zero, grad_norm)
     _check_gradient_synchronization(settings.gradient_synchronization, zero)
+    _check_partition_size(zero, settings)
     _check_data_types(config, zero, precision)
     _check_with_deepspeed(config)
     return ResolvedConfig(
@@ -325,6 +330,90 @@ def _resolve_nvme_paths(config: Dict[str, Any], settings: TrainerSettings) -> No
         _fill(config, path, folder, "in the serialization directory")
 
 
+def _resolve_shard_within(config: Dict[str, Any], settings: TrainerSettings) -> None:
+    within = settings.shard_within
+    if within is None:
+        return
+    num_ranks, description = _num_ranks_within(within, settings)
+    stage = lookup(config, "zero_optimization.stage") or 0
+    if stage != 3:
+        raise ConfigurationError(
+            f"shard_within is {description}, but parameters are sharded only at ZeRO stage 3, and "
+            f'{ROOT}.zero_optimization.stage is {stage}: write "stage": 3, or remove shard_within'
+        )
+    said = _said(config, _PARTITION_SIZE)
+    if said is not None and said != num_ranks:
+        raise ConfigurationError(
+            f"shard_within is {description}, but {ROOT}.{_PARTITION_SIZE} is {json.dumps(said)}: "
+            "remove one of them, or give both the same value"
+        )
+    if num_ranks == settings.world_size:
+        logger.info(
+            "shard_within is %s, which are all: it changes nothing, since parameters are sharded "
+            "over all workers anyway",
+            description,
+        )
+        return
+    if num_ranks < 2 or settings.world_size % num_ranks:
+        raise ConfigurationError(
+            f"shard_within is {description}, but must be at least 2 and divide the number of "
+            f"workers, which is {settings.world_size}: write another number, or remove the key"
+        )
+    if said is None:
+        _fill(config, _PARTITION_SIZE, num_ranks, "from shard_within")
+
+
+def _num_ranks_within(within: Union[int, str], settings: TrainerSettings) -> Tuple[int, str]:
+    """The number, and how to say it in a message."""
+    if within == "node":
+        if settings.workers_per_node is None:
+            raise ConfigurationError(
+                'shard_within is "node", but nothing says how many workers there are on one, as '
+                "the allennlp command does: write the number"
+            )
+        num_ranks = settings.workers_per_node
+        return num_ranks, f'"node" ({num_ranks} worker{"s" if num_ranks > 1 else ""})'
+    if isinstance(within, bool) or not isinstance(within, int):
+        raise ConfigurationError(
+            f'shard_within is {json.dumps(within)}: must be "node" or a number of workers'
+        )
+    return within, str(within)
+
+
+def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings) -> None:
+    for section, package in _MONITOR_PACKAGES.items():
+        if not _is_enabled(config, section):
+            continue
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigurationError(
+                f"{ROOT}.{section}.enabled is true, but the package '{package}' isn't installed: "
+                "install it, or remove the section"
+            )
+        if section in _MONITORS_WITH_FILES and settings.serialization_dir is not None:
+            folder = os.path.join(settings.serialization_dir, "log")
+            for key, value in (("output_path", folder), ("job_name", "deepspeed")):
+                if _said(config, f"{section}.{key}") is None:
+                    _fill(config, f"{section}.{key}", value, "in the serialization directory")
+    if not _is_enabled(config, "comms_logger"):
+        config.pop("comms_logger", None)  # DeepSpeed turns it on where the section is there at all
+    if _said(config, "dump_state") and _said(config, "log_level") is None:
+        _fill(config, "log_level", "info", "to log what dump_state asks for")
+    if _said(config, "timers.throughput.enabled") is None:
+        # Nothing else reports it, and DeepSpeed waits for the device to time it.
+        reports = _said(config, "steps_per_print") is not None
+        _fill(config, "timers.throughput.enabled", reports, "from steps_per_print")
+
+
+# What DeepSpeed imports for each of its monitors.
+_MONITOR_PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "csv_monitor": None,
+    "comet": "comet_ml",
+}
+_MONITORS_WITH_FILES = ("tensorboard", "csv_monitor")
+
+
 def _drop_remaining_autos(section: Dict[str, Any], path: str = "") -> None:
     """
     An "auto" that nothing fills is DeepSpeed's default, which is what DeepSpeed makes of it too,
@@ -387,6 +476,28 @@ def _check_gradient_synchronization(mode: str, zero: DeepSpeedZeroConfig) -> Non
             f"gradient_synchronization is 'micro_batch', but at ZeRO stage {int(zero.stage)} every "
             "rank holds whole gradients anyway, and reduces them once: write 'boundary', or "
             f"{ROOT}.zero_optimization.stage 2 or 3"
+        )
+
+
+def _check_partition_size(zero: DeepSpeedZeroConfig, settings: TrainerSettings) -> None:
+    size = zero.zero_hpz_partition_size
+    if size <= 1:
+        return
+    path = f"{ROOT}.{_PARTITION_SIZE}"
+    if zero.stage != 3:
+        raise ConfigurationError(
+            f"{path} is {size}, but parameters are sharded only at stage 3, and "
+            f"{ROOT}.zero_optimization.stage is {int(zero.stage)}: remove the key"
+        )
+    if settings.world_size % size:
+        raise ConfigurationError(
+            f"{path} is {size}, but must divide the number of workers, which is "
+            f"{settings.world_size}"
+        )
+    if zero.offload_param is not None and zero.offload_param.device == "nvme":
+        raise ConfigurationError(
+            f"{path} is {size}, but DeepSpeed can't keep the second copy of parameters on NVMe: "
+            'write "cpu" for zero_optimization.offload_param.device, or shard over all workers'
         )
 
 

@@ -32,6 +32,10 @@ class TrainerSettings:
     bf16_supported : `bool`, optional (default = `True`)
         Whether the device computes in bf16.
     serialization_dir : `str`, optional (default = `None`)
+    shard_within : `Union[int, str]`, optional (default = `None`)
+        "node" or a number of workers.
+    workers_per_node : `int`, optional (default = `None`)
+        `None` if it is not known, which only matters to a `shard_within` of "node".
     """
 
     num_gradient_accumulation_steps: Optional[int] = None
@@ -49,6 +53,8 @@ class TrainerSettings:
     device_type: str = "cpu"
     bf16_supported: bool = True
     serialization_dir: Optional[str] = None
+    shard_within: Union[int, str, None] = None
+    workers_per_node: Optional[int] = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from overrides import overrides
 
+from allennlp_deepspeed import deepspeed_logging
 from allennlp_deepspeed.config import ResolvedConfig
 from allennlp_deepspeed.one_process import as_one_process
 from allennlp_deepspeed.regularization import PartitionedRegularizer
@@ -103,6 +104,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         local_rank: int,
         optimizer: Optional[torch.optim.Optimizer],
     ) -> None:
+        self._undo.enter_context(deepspeed_logging.logged_by_allennlp())
         if not dist.is_initialized():
             _init_group_of_one(device)
             self._undo.callback(_destroy_process_group)
@@ -133,6 +135,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo.callback(_remove_attributes, added)
         # Before the process group: a worker can abort if the group goes away under a live engine.
         self._undo.callback(_destroy_engine, self.engine)
+        self._undo.enter_context(deepspeed_logging.mended_reports(self.engine))
         if local_rank == 0 and self.engine.use_node_local_storage():
             # DeepSpeed asks for the index of the device instead, which may start at any.
             self.engine.save_non_zero_checkpoint = True

@@ -190,6 +190,8 @@ def _settings(
         world_size=len(devices),
         device_type="cuda" if is_cuda else "cpu",
         serialization_dir="",
+        shard_within=trainer.get("shard_within"),
+        workers_per_node=len(devices) // (config.get("distributed") or {}).get("num_nodes", 1),
     )
 
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _MAY_CHANGE = re.compile(
     r"distributed(\..*)?"
     r"|trainer\.checkpointer(\..*)?"
-    r"|trainer\.(cuda_device|num_gradient_accumulation_steps)"
+    r"|trainer\.(cuda_device|num_gradient_accumulation_steps|shard_within)"
     r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
     r"|trainer\.deepspeed_config\."
     r"(train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps)"

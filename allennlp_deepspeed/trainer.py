@@ -36,7 +36,9 @@ from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
 from allennlp_deepspeed.batch_metrics import BatchMetrics
 from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.communication_callback import CommunicationCallback
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
@@ -98,6 +100,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         names a precision. On CPU too.
     checkpointer : `DeepSpeedCheckpointer`, optional (default = `None`)
         `None` saves no checkpoints. In a config file the default is a `DeepSpeedCheckpointer`.
+    shard_within : `Union[int, str]`, optional (default = `None`)
+        At ZeRO stage 3: `"node"`, or a number of ranks that divides the world size. Once gathered
+        from all ranks in an optimizer step, parameters stay sharded over so many neighbouring ranks
+        until the step ends, and gathering them again stays among these. Fills DeepSpeed's
+        `zero_hpz_partition_size` (hpZ of [ZeRO++](https://arxiv.org/abs/2306.10209), section 3.2).
     moving_average : `MovingAverage`, optional (default = `None`)
         Kept on the fp32 weights, each rank on its shard.
     ddp_wrapped_model : `DeepSpeedWrappedModel`, optional (default = `None`)
@@ -140,6 +147,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         grad_scaling: bool = True,
         ddp_wrapped_model: Optional[DdpWrappedModel] = None,
         deepspeed_config: Union[str, Dict[str, Any], DeepSpeedConfig, None] = None,
+        shard_within: Union[int, str, None] = None,
         **kwargs,
     ) -> None:
         if ddp_wrapped_model is None:
@@ -162,6 +170,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                         world_size=world_size,
                         **_capabilities(device),
                         serialization_dir=_path(serialization_dir),
+                        shard_within=shard_within,
+                        workers_per_node=_workers_per_node(world_size),
                     )
                 ),
                 device=device,
@@ -217,6 +227,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
             # The last, because others may add to the metrics.
             self._callbacks.append(self._epoch_metrics)
+            if self.engine._config.comms_config.comms_logger_enabled:
+                self._callbacks.append(CommsSummaryCallback(self._serialization_dir))
+            self._communication = [
+                c for c in self._callbacks if isinstance(c, CommunicationCallback)
+            ]
             self._resumption = Resumption(self)
             self._is_validating = False  # when a checkpoint is saved
             # Epochs completed when the best weights were saved last.
@@ -438,6 +453,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     ) -> None:
         """One optimizer step: forward and backward of each micro-batch, then the step."""
         self._finish_batch_metrics()
+        for callback in self._communication:
+            callback.on_step_start()
         running_loss.start_group(batch_group.size)
         batch_group_outputs = []
         with self._gradients.accumulate():
@@ -555,9 +572,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
             if self.engine.torch_autocast_z0_gradscaler is not None:
                 norm = norm / self.engine.torch_autocast_z0_gradscaler.get_scale()
-        self.engine.step()
-        # The engine counts one micro-batch a step, because the groups are the trainer's.
+        # The engine counts one micro-batch a step, because the groups are the trainer's. The others
+        # come first, because it is in the step that it reports how many samples it has seen.
         self.engine.global_samples += (num_micro_batches - 1) * self.engine.train_batch_size()
+        self.engine.step()
         if not reports_norm:
             return None
         return self.engine.get_global_grad_norm() if norm is None else norm
@@ -609,7 +627,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._epochs_completed < self._start_after_epochs_completed:
             return {}
         losses = running_loss.read()
-        return training_util.get_metrics(
+        metrics = training_util.get_metrics(
             self.model,
             dist_reduce_sum(losses.train_loss),
             None if losses.train_reg_loss is None else dist_reduce_sum(losses.train_reg_loss),
@@ -618,6 +636,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             num_batches=dist_reduce_sum(self._batches_in_epoch_completed),
             reset=True,
         )
+        for callback in self._communication:
+            metrics.update(callback.finish_epoch())
+        return metrics
 
     def _progress_bar(self, num_steps: Optional[int]) -> Any:
         """AllenNLP's, which only the primary shows."""
@@ -794,6 +815,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         grad_scaling: bool = True,
         ddp_accelerator: Optional[DdpAccelerator] = None,
         deepspeed_config: Optional[DeepSpeedConfig] = None,
+        shard_within: Union[int, str, None] = None,
         **kwargs,
     ) -> "DeepSpeedTrainer":
         """
@@ -836,6 +858,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 world_size=world_size,
                 **_capabilities(device),
                 serialization_dir=serialization_dir,
+                shard_within=shard_within,
+                workers_per_node=_workers_per_node(world_size),
             )
         )
         empty_groups = _empty_groups(optimizer_)
@@ -921,6 +945,14 @@ def _device(cuda_device: Optional[Union[int, torch.device]]) -> torch.device:
         cuda_device = 0 if torch.cuda.device_count() > 0 else -1
     check_for_gpu(cuda_device)
     return int_to_device(cuda_device)
+
+
+def _workers_per_node(world_size: int) -> Optional[int]:
+    """What AllenNLP tells its workers, or torchrun; `None` if neither has started them."""
+    if world_size == 1:
+        return 1
+    names = ("ALLENNLP_PROCS_PER_NODE", "LOCAL_WORLD_SIZE")
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
 
 
 def _capabilities(device: torch.device) -> Dict[str, Any]:

@@ -747,6 +747,106 @@ class TestOffloading:
         assert resolve({"zero_optimization": {"stage": 1, **offload}}).zero_stage == 1
 
 
+class TestShardWithin:
+    ZERO_3 = {"zero_optimization": {"stage": 3}}
+
+    @pytest.mark.parametrize(
+        "shard_within, said, expected",
+        [
+            ("node", None, 4),
+            ("node", "auto", 4),
+            ("node", 4, 4),
+            (2, None, 2),
+            (2, 2, 2),
+            (None, 2, 2),
+            (None, None, 1),
+            # All of them: as without the key.
+            (8, None, 1),
+        ],
+    )
+    def test_it_is_deepspeeds_partition_size(self, shard_within, said, expected):
+        zero = {"stage": 3} if said is None else {"stage": 3, "zero_hpz_partition_size": said}
+        resolved = resolve(
+            {"zero_optimization": zero}, shard_within=shard_within, workers_per_node=4, world_size=8
+        )
+        zero_config = EngineConfig({**resolved.engine_config, "train_batch_size": 1}).zero_config
+        assert zero_config.zero_hpz_partition_size == expected
+
+    @pytest.mark.parametrize("shard_within, shown", [("node", '"node" (4 workers)'), (4, "4")])
+    def test_different_sizes_are_refused_with_both_keys_and_values(self, shard_within, shown):
+        message = refusal(
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+            shard_within=shard_within,
+            workers_per_node=4,
+            world_size=8,
+        )
+        assert f"shard_within is {shown}, but" in message
+        assert "deepspeed_config.zero_optimization.zero_hpz_partition_size is 2" in message
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_without_sharded_parameters_it_is_refused(self, stage):
+        config = {"zero_optimization": {"stage": stage}}
+        assert 'write "stage": 3' in refusal(config, shard_within=2, world_size=4)
+        config["zero_optimization"]["zero_hpz_partition_size"] = 2
+        assert "zero_hpz_partition_size is 2, but" in refusal(config, world_size=4)
+
+    @pytest.mark.parametrize("size", [-2, 0, 1, 3, 16])
+    def test_a_number_that_does_not_divide_the_workers_is_refused(self, size):
+        message = refusal(self.ZERO_3, shard_within=size, world_size=8)
+        assert f"shard_within is {size}, but must be at least 2 and divide" in message
+
+    def test_a_size_of_deepspeeds_that_does_not_divide_the_workers_is_refused(self):
+        config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
+        assert "must divide the number of workers, which is 8" in refusal(config, world_size=8)
+
+    def test_one_worker_on_each_of_several_nodes_is_refused(self):
+        message = refusal(self.ZERO_3, shard_within="node", workers_per_node=1, world_size=4)
+        assert 'shard_within is "node" (1 worker), but must be at least 2' in message
+
+    @pytest.mark.parametrize("shard_within", ["rack", 2.0, True, [2]])
+    def test_what_is_neither_a_node_nor_a_number_is_refused(self, shard_within):
+        message = refusal(self.ZERO_3, shard_within=shard_within, world_size=4)
+        assert 'must be "node" or a number of workers' in message
+
+    def test_a_node_of_unknown_size_is_asked_for(self):
+        assert "write the number" in refusal(self.ZERO_3, shard_within="node", world_size=4)
+
+    def test_the_second_copy_cannot_lie_on_nvme(self):
+        message = refusal("zero_3_nvme", shard_within=2, world_size=4, serialization_dir="out")
+        assert "can't keep the second copy of parameters on NVMe" in message
+
+
+class TestReports:
+    @pytest.mark.parametrize("section", ["csv_monitor", "tensorboard"])
+    def test_monitors_write_to_the_serialization_directory(self, section, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+        config = {section: {"enabled": True}}
+        monitor = resolve(config, serialization_dir="out").engine_config[section]
+        assert monitor == {"enabled": True, "output_path": "out/log", "job_name": "deepspeed"}
+        said = {"enabled": True, "output_path": "elsewhere", "job_name": "mine"}
+        assert resolve({section: said}, serialization_dir="out").engine_config[section] == said
+
+    @pytest.mark.parametrize(
+        "section, package",
+        [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")],
+    )
+    def test_a_monitor_without_its_package_is_refused(self, section, package, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        assert f"the package '{package}' isn't installed" in refusal({section: {"enabled": True}})
+        assert resolve({section: {"enabled": False}})
+
+    def test_a_communication_logger_that_is_off_is_off(self):
+        # DeepSpeed turns it on where the section is there.
+        assert "comms_logger" not in resolve({"comms_logger": {"enabled": False}}).engine_config
+        assert "comms_logger" in resolve({"comms_logger": {"enabled": True}}).engine_config
+
+    @pytest.mark.parametrize("steps_per_print, expected", [(None, False), (10, True)])
+    def test_throughput_is_timed_only_where_it_is_reported(self, steps_per_print, expected):
+        config = {} if steps_per_print is None else {"steps_per_print": steps_per_print}
+        timers = resolve(config).engine_config["timers"]
+        assert timers["throughput"]["enabled"] is expected
+
+
 class TestAPastedConfiguration:
     def test_what_cannot_be_known_is_asked_for(self):
         message = refusal(HUGGING_FACE_CONFIG, **HUGGING_FACE_SETTINGS)

@@ -67,6 +67,16 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
             "deepspeed_config.optimizer.params.lr is left open",
         ),
         (
+            {
+                "trainer.deepspeed_config": {
+                    "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}
+                },
+                "trainer.shard_within": 2,
+                "distributed": {"cuda_devices": [-1, -1, -1, -1]},
+            },
+            "shard_within is 2, but deepspeed_config.zero_optimization.zero_hpz_partition_size is",
+        ),
+        (
             {"trainer.deepspeed_confg": "zero_3"},
             'did you mean "deepspeed_config"?',
         ),

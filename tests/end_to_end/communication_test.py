@@ -1,0 +1,156 @@
+"""The "deepspeed_communication" callback counts optimizer steps, and nothing else."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from tests.command import allennlp
+from tests.end_to_end.checkpoint_test import CHECKPOINTS, assert_ends_alike, recover
+from tests.experiment import (
+    INCLUDED,
+    ONE_PROCESS,
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    assert_same_run,
+    deepspeed,
+    load_config,
+)
+
+COUNTED: Config = {
+    "trainer.callbacks": ["deepspeed_communication", "record_steps"],
+    # Otherwise the ranks agree on their losses about once a second.
+    "trainer.log_every_num_steps": 1,
+}
+# The tagger's, in fp32, none of which ZeRO pads.
+MODEL_BYTES = 4 * 2604
+STEPS = 11  # in an epoch of the tagger with two workers
+
+
+def communication(result: Result, epoch: int) -> Dict[str, float]:
+    prefix = f"metrics_epoch_{epoch}.json: training_communication_"
+    metrics = result.metrics_of_epochs()
+    return {key[len(prefix) :]: metrics[key] for key in metrics if key.startswith(prefix)}
+
+
+@pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 2])
+def test_stage_0_reduces_each_gradient_once_a_step(
+    experiments: Experiments, num_gradient_accumulation_steps: int
+):
+    accumulation = {"trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps}
+    config = deepspeed(load_config("tagger", TWO_WORKERS, COUNTED, accumulation), 0)
+    steps = -(-STEPS // num_gradient_accumulation_steps)
+    for epoch in range(2):
+        counts = communication(experiments.run(config), epoch)
+        # Beside the gradients there are a few numbers: losses, and what the metrics add up.
+        assert 0 < counts["all_reduce_bytes"] - steps * MODEL_BYTES < steps * 100
+        assert counts["all_reduce_bytes_per_step"] == counts["all_reduce_bytes"] / steps
+        assert counts["all_reduce_calls_per_step"] == counts["all_reduce_calls"] / steps
+
+
+def test_stage_3_gathers_parameters_and_scatters_gradients(experiments: Experiments):
+    config = deepspeed(load_config("tagger", TWO_WORKERS, COUNTED), 3)
+    counts = communication(experiments.run(config), 1)
+    assert counts["all_gather_bytes_per_step"] == MODEL_BYTES
+    assert counts["reduce_scatter_bytes_per_step"] == MODEL_BYTES
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_validation_and_saving_are_not_counted(experiments: Experiments, stage: int):
+    config = deepspeed(load_config("tagger", TWO_WORKERS, COUNTED), stage)
+    config["trainer"]["checkpointer"] = {"save_every_num_batches": 1}
+    alone = deepspeed(load_config("tagger", TWO_WORKERS, COUNTED), stage)
+    alone["trainer"]["checkpointer"] = None
+    del alone["validation_data_path"], alone["trainer"]["validation_metric"]
+    for epoch in range(2):
+        counts = communication(experiments.run(config), epoch)
+        assert counts == communication(experiments.run(alone), epoch) != {}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_counting_changes_nothing(experiments: Experiments, stage: int):
+    counted = experiments.run(deepspeed(load_config("tagger", TWO_WORKERS, COUNTED), stage))
+    plain = experiments.run(deepspeed(load_config("tagger", TWO_WORKERS), stage))
+    counted.metrics = lambda: {  # type: ignore[method-assign]
+        key: value for key, value in Result.metrics(counted).items() if "communication" not in key
+    }
+    assert_same_run(counted, plain, tolerance=0)
+
+
+@pytest.mark.parametrize("callback_is_first", [True, False])
+def test_tensorboard_has_every_step_and_every_epoch(
+    experiments: Experiments, callback_is_first: bool
+):
+    callbacks: List[Any] = [
+        {"type": "deepspeed_communication", "summary_interval": 5},
+        {"type": "tensorboard", "summary_interval": 1000},
+    ]
+    config = load_config("tagger", TWO_WORKERS, COUNTED, {"trainer.callbacks": callbacks})
+    if not callback_is_first:
+        config["trainer"]["callbacks"].reverse()
+    config["trainer"]["callbacks"].append("record_steps")
+    result = experiments.run(deepspeed(config, 0))
+    scalars = tensorboard_scalars(result.serialization_dir / "log" / "train")
+    steps = scalars["train/batch_communication_all_reduce_bytes"]
+    # AllenNLP adds one to the number of steps.
+    assert [step for step, _ in steps] == [6, 11, 16, 21]
+    assert all(MODEL_BYTES < value < MODEL_BYTES + 100 for _, value in steps)
+    epochs = scalars["train/communication_all_reduce_bytes"]
+    assert epochs == [
+        (epoch + 1, communication(result, epoch)["all_reduce_bytes"]) for epoch in range(2)
+    ]
+
+
+def tensorboard_scalars(directory: Path) -> Dict[str, List[Tuple[int, float]]]:
+    """Steps and values by tag, from records as TensorFlow writes them."""
+    scalars: Dict[str, List[Tuple[int, float]]] = {}
+    for path in directory.glob("events.*"):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])  # and 4 bytes of checksum, twice
+            event = Event.FromString(data[12 : 12 + length])
+            for value in event.summary.value:
+                scalars.setdefault(value.tag, []).append((event.step, value.simple_value))
+            data = data[16 + length :]
+    return scalars
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("last", ["checkpoint_e1_b2", "checkpoint_e1_b0"])
+def test_the_sums_of_an_interrupted_epoch_go_on(
+    experiments: Experiments, tmp_path: Path, stage: int, last: str
+):
+    config = deepspeed(load_config("tagger", CHECKPOINTS, COUNTED), stage)
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, last)
+    assert communication(recovered, 1) == communication(uninterrupted, 1) != {}
+    assert_ends_alike(recovered, uninterrupted)
+
+
+def test_recovery_at_stage_3_counts_that_the_order_of_parameters_is_recorded_again(
+    experiments: Experiments, tmp_path: Path
+):
+    config = deepspeed(load_config("tagger", CHECKPOINTS, COUNTED), 3)
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
+    counts, expected = communication(recovered, 1), communication(uninterrupted, 1)
+    assert expected["broadcast_calls"] == 0 < counts["broadcast_calls"]
+    assert counts["reduce_scatter_bytes"] == expected["reduce_scatter_bytes"]
+
+
+def test_one_process_counts_too(experiments: Experiments):
+    config = deepspeed(load_config("tagger", ONE_PROCESS, COUNTED), 1)
+    assert communication(experiments.run(config), 1)
+
+
+def test_the_callback_needs_the_deepspeed_trainer(tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(load_config("tagger", ONE_PROCESS, COUNTED)))
+    run = allennlp("train", path, "-s", tmp_path / "out", "--include-package", INCLUDED)
+    assert run.returncode != 0
+    assert "The callback 'deepspeed_communication' needs the 'deepspeed' trainer" in run.output

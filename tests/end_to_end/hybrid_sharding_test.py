@@ -1,0 +1,135 @@
+"""`shard_within` changes which ranks parameters come from, and nothing else."""
+
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+
+from tests.command import allennlp
+from tests.end_to_end.checkpoint_test import CHECKPOINTS, assert_ends_alike, recover
+from tests.end_to_end.communication_test import COUNTED, MODEL_BYTES, communication
+from tests.end_to_end.export_test import exported
+from tests.experiment import (
+    Config,
+    Experiments,
+    Result,
+    assert_same_metrics,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+FOUR_WORKERS: Config = {"distributed": {"cuda_devices": [-1, -1, -1, -1]}}
+# As with a model of more parameters than DeepSpeed keeps whole from the forward pass to the
+# backward, 10^9 if nothing is said.
+LARGE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+
+
+def sharded(config: Config, within: Any = None, **zero: Any) -> Config:
+    """At stage 3, over all workers and within so many of them."""
+    config = deepspeed(config, 3)
+    config["trainer"]["deepspeed_config"]["zero_optimization"].update(LARGE, **zero)
+    if within is not None:
+        config["trainer"]["shard_within"] = within
+    return config
+
+
+def metrics(result: Result) -> Dict[str, Any]:
+    """All but those of communication."""
+    return {key: value for key, value in result.metrics().items() if "communication" not in key}
+
+
+@pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 2])
+def test_training_is_that_of_gradient_descent(
+    experiments: Experiments, num_gradient_accumulation_steps: int
+):
+    accumulation = {"trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps}
+    config = load_config("tagger", FOUR_WORKERS, accumulation)
+    reference = experiments.run(config)
+    config = load_config("tagger", FOUR_WORKERS, accumulation, COUNTED)
+    result = experiments.run(sharded(config, within=2))
+    assert_same_metrics(metrics(result), metrics(reference))
+    assert_same_weights(result.weights(), reference.weights())
+
+
+@pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 2])
+def test_parameters_come_from_all_ranks_once_a_step(
+    experiments: Experiments, num_gradient_accumulation_steps: int
+):
+    accumulation = {"trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps}
+    config = load_config("tagger", FOUR_WORKERS, accumulation, COUNTED)
+    # After the first epoch, in which DeepSpeed records the order of the parameters.
+    over_all = communication(experiments.run(sharded(config)), 1)
+    within_two = communication(experiments.run(sharded(config, within=2)), 1)
+    # Each forward and each backward pass gathers them.
+    passes = 2 * num_gradient_accumulation_steps
+    assert over_all["all_gather_bytes_per_step"] == passes * MODEL_BYTES
+    assert within_two["all_gather_bytes_per_step"] == MODEL_BYTES
+    assert within_two["all_gather_2_ranks_bytes_per_step"] == (passes - 1) * MODEL_BYTES
+    # Gradients go where they always go.
+    assert within_two["reduce_scatter_bytes"] == over_all["reduce_scatter_bytes"]
+
+
+@pytest.mark.parametrize(
+    "overrides, zero",
+    [
+        pytest.param({}, {"stage3_param_persistence_threshold": 100}, id="small ones kept whole"),
+        pytest.param({"trainer.moving_average": {"decay": 0.9}}, {}, id="moving average"),
+        pytest.param({"trainer.no_grad": ["bias"]}, {}, id="frozen parameters"),
+        pytest.param(
+            {},
+            {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+            id="offload",
+        ),
+    ],
+)
+def test_weights_are_those_of_plain_stage_3(
+    experiments: Experiments, overrides: Config, zero: Dict[str, Any]
+):
+    config = load_config("tagger", FOUR_WORKERS, overrides)
+    actual = experiments.run(sharded(config, within=2, **zero))
+    expected = experiments.run(sharded(config, **zero))
+    assert actual.metrics() == expected.metrics()
+    assert_same_weights(actual.weights(), expected.weights(), tolerance=0)
+
+
+def test_all_workers_of_one_node_are_plain_stage_3(experiments: Experiments):
+    config = load_config("tagger", FOUR_WORKERS, COUNTED)
+    result = experiments.run(sharded(config, within="node"))
+    counts = communication(result, 1)
+    assert counts == communication(experiments.run(sharded(config)), 1)
+    log = (result.serialization_dir / "out_worker0.log").read_text()
+    assert 'shard_within is "node" (4 workers), which are all: it changes nothing' in log
+
+
+@pytest.mark.parametrize("last", ["checkpoint_e1_b2", "checkpoint_e1_b0"])
+def test_a_recovered_run_ends_as_an_uninterrupted_one(
+    experiments: Experiments, tmp_path: Path, last: str
+):
+    config = sharded(load_config("tagger", CHECKPOINTS, FOUR_WORKERS), within=2)
+    uninterrupted = experiments.run(config)
+    assert_ends_alike(recover(uninterrupted, tmp_path, config, last), uninterrupted)
+
+
+def test_a_checkpoint_is_continued_by_fewer_workers_than_a_node_had(
+    experiments: Experiments, tmp_path: Path
+):
+    config = sharded(load_config("tagger", CHECKPOINTS, FOUR_WORKERS), within=2)
+    uninterrupted = experiments.run(config)
+    config["distributed"] = {"cuda_devices": [-1, -1]}
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e2_b0")
+    assert_same_weights(recovered.weights(), uninterrupted.weights(), tolerance=0)
+
+
+def test_weights_are_exported(experiments: Experiments, tmp_path: Path):
+    config = sharded(load_config("tagger", FOUR_WORKERS), within=2)
+    config["trainer"]["checkpointer"] = {"type": "deepspeed"}
+    result = experiments.run(config)
+    final = exported(result, tmp_path / "exported")
+    if result.final_metrics()["best_epoch"] == 1:
+        assert_same_weights(final, result.weights(), tolerance=0)
+    data = config["validation_data_path"]
+    allennlp(
+        "evaluate", result.archive, data, "--output-file", tmp_path / "metrics.json",
+        include_packages=(),
+    ).check()  # fmt: skip

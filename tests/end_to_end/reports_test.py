@@ -1,0 +1,172 @@
+"""What DeepSpeed reports of a training is in AllenNLP's log, and true."""
+
+import csv
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any, Dict, List
+
+import deepspeed
+import pytest
+
+from allennlp_deepspeed import DeepSpeedTrainer
+from tests.command import allennlp
+from tests.end_to_end.parity_test import train_in_python
+from tests.experiment import (
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    assert_same_run,
+    load_config,
+)
+from tests.experiment import deepspeed as with_deepspeed
+
+REPORTS: Dict[str, Any] = {
+    "steps_per_print": 2,
+    "wall_clock_breakdown": True,
+    "comms_logger": {"enabled": True, "verbose": True},
+    "flops_profiler": {"enabled": True, "profile_step": 2},
+    "csv_monitor": {"enabled": True},
+}
+# Of 11 or 12 micro-batches in an epoch of the tagger, in steps of 2.
+ACCUMULATION: Config = {"trainer.num_gradient_accumulation_steps": 2}
+STEPS = 6
+
+
+def log(result: Result, rank: int = 0) -> str:
+    return (result.serialization_dir / f"out_worker{rank}.log").read_text()
+
+
+@pytest.fixture(scope="module", params=range(4))
+def result(request, experiments: Experiments) -> Result:
+    """Of two epochs with all reports, at each stage."""
+    return experiments.run(
+        with_deepspeed(load_config("tagger", TWO_WORKERS, ACCUMULATION), request.param, **REPORTS)
+    )
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_reports_change_nothing(experiments: Experiments, stage: int):
+    config = load_config("tagger", TWO_WORKERS, ACCUMULATION)
+    reporting = experiments.run(with_deepspeed(config, stage, **REPORTS))
+    assert_same_run(reporting, experiments.run(with_deepspeed(config, stage)), tolerance=0)
+
+
+def test_each_record_is_logged_once_with_the_rank_that_allennlp_gives_it(result: Result):
+    steps = re.findall(
+        r"^0 \| .* - INFO - DeepSpeed - .* step=(\d+), skipped=0", log(result), re.MULTILINE
+    )
+    # The number 0 is of before training, at a level that isn't asked for.
+    assert steps == ["2", "4", "6", "8", "10", "12"]
+
+
+def test_every_worker_logs_its_own_records(experiments: Experiments):
+    config = with_deepspeed(load_config("tagger", TWO_WORKERS), 2, log_level="info")
+    result = experiments.run(config)
+    for rank in range(2):
+        assert re.search(
+            rf"^{rank} \| .* - INFO - DeepSpeed - Flattening param group 0",
+            log(result, rank),
+            re.MULTILINE,
+        )
+
+
+def test_times_are_logged_for_each_step(result: Result):
+    times = re.findall(r"time \(ms\) \| fwd: ([\d.]+) \| bwd: ([\d.]+)", log(result))
+    assert len(times) == 2 * STEPS
+    assert all(float(time) > 0 for step in times for time in step)
+
+
+def test_memory_is_logged(experiments: Experiments):
+    config = load_config("tagger", TWO_WORKERS, {"data_loader.batches_per_epoch": 1})
+    result = experiments.run(with_deepspeed(config, 1, memory_breakdown=True))
+    assert re.search("INFO - allennlp_deepspeed.deepspeed_logging - MA ", log(result))
+
+
+def test_collectives_are_logged_one_by_one_and_summed_up_after_each_epoch(result: Result):
+    assert re.search(r"INFO - DeepSpeed - \[Rank 0\] comm op: ", log(result))
+    assert log(result).count("Comm. Op            Message Size        Count") == 2
+    assert "Comm. Op  " not in log(result, rank=1)
+
+
+def test_samples_are_those_of_all_micro_batches(result: Result):
+    path = result.serialization_dir / "log" / "deepspeed" / "Train_Samples_lr.csv"
+    with open(path) as file:
+        header, *rows = csv.reader(file)
+    assert header == ["step", "lr"]
+    # Two workers have micro-batches of 6. The last step of an epoch has one, the others have two.
+    assert [int(samples) for samples, _ in rows] == [
+        24, 48, 72, 96, 120, 132, 156, 180, 204, 228, 252, 264,
+    ]  # fmt: skip
+
+
+def test_throughput_is_that_of_whole_steps(result: Result):
+    rates: List[str] = re.findall(r"CurrSamplesPerSec=([\d.]+)", log(result))
+    assert len(rates) == 5  # the first two steps aren't timed
+    times = re.findall(r"fwd: ([\d.]+) \| bwd: ([\d.]+) .*\| step: ([\d.]+)", log(result))
+    for step, rate in zip((4, 6, 8, 10, 12), rates):
+        samples = 12 if step % STEPS == 0 else 24
+        seconds = sum(map(float, times[step - 1])) / 1000
+        # What is between the passes is in it too.
+        assert 0.2 * samples / seconds < float(rate) < 1.1 * samples / seconds
+
+
+def test_the_flops_profile_is_one_record(result: Result):
+    (profile,) = re.findall(
+        r"INFO - allennlp_deepspeed.deepspeed_logging - \n(-+ DeepSpeed Flops Profiler -.*?)\n0 \|",
+        log(result),
+        re.DOTALL,
+    )
+    assert re.search(r"params per GPU: +2.6 K", profile)
+    # With the LSTM, which reads a packed sequence.
+    flops = re.search(r"fwd flops per GPU: +([\d.]+) K", profile)
+    assert flops is not None and float(flops[1]) > 50
+    latency = re.search(r"SimpleTagger': '([\d.]+) ms'", profile)
+    assert latency is not None and 0 < float(latency[1]) < 10_000
+    # The times of the step are those of two micro-batches, the operations those of one.
+    assert "bwd latency: " not in profile
+
+
+def test_a_flops_profile_of_a_step_of_one_micro_batch_has_the_times_of_the_step(
+    experiments: Experiments,
+):
+    reports = {key: REPORTS[key] for key in ("wall_clock_breakdown", "flops_profiler")}
+    config = with_deepspeed(load_config("classifier", TWO_WORKERS), 2, **reports)
+    assert "bwd latency: " in log(experiments.run(config))
+
+
+def test_a_flops_profile_in_a_file_is_named_in_the_log(experiments: Experiments, tmp_path: Path):
+    profiler = {"enabled": True, "output_file": str(tmp_path / "profile.txt")}
+    config = load_config("transformer", TWO_WORKERS)
+    result = experiments.run(with_deepspeed(config, 3, flops_profiler=profiler))
+    assert f"DeepSpeed's flops profile is in {tmp_path / 'profile.txt'}" in log(result)
+    assert "DeepSpeed Flops Profiler" in (tmp_path / "profile.txt").read_text()
+    assert "DeepSpeed Flops Profiler -" not in log(result)
+
+
+def test_the_console_has_each_record_once(tmp_path: Path):
+    reports = {"steps_per_print": 5, "flops_profiler": {"enabled": True}}
+    config = with_deepspeed(load_config("classifier", {"trainer.num_epochs": 1}), 1, **reports)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    run = allennlp(
+        "train", path, "-s", tmp_path / "out", "--include-package", "tests.fixtures"
+    ).check()
+    for output in (run.output, (tmp_path / "out" / "out.log").read_text()):
+        assert output.count("step=5, skipped=0") == 1
+        assert output.count("DeepSpeed Flops Profiler -") == 1
+        assert output.count("fwd MACs per GPU:") == 1
+
+
+def test_deepspeeds_logger_is_as_it_was_when_the_engine_is_gone(caplog):
+    logger = deepspeed.utils.logger
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    reports = {"steps_per_print": 5, "comms_logger": {"enabled": True}}
+    with caplog.at_level(logging.INFO):
+        train_in_python(DeepSpeedTrainer, deepspeed_config={"zero_optimization": {}, **reports})
+    assert "step=5, skipped=0" in caplog.text
+    assert (list(logger.handlers), logger.level, logger.propagate) == before
+    assert not deepspeed.comm.comm.comms_logger.enabled
+    assert "print" not in vars(deepspeed.utils.logging)
