@@ -252,6 +252,8 @@ def test_a_preempted_run_ends_as_an_uninterrupted_one(
             "validation_data_loader": {"batch_size": 6, "shuffle": True},
             "trainer.callbacks": [],
             "trainer.checkpointer": {"save_on_preemption": True},
+            # So that it is known at which step they agree to leave.
+            "trainer.log_every_num_steps": 1,
         },
     )
     preempted = {
