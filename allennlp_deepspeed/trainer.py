@@ -13,7 +13,13 @@ from allennlp.common import logging as common_logging
 from allennlp.common import util as common_util
 from allennlp.common.checks import ConfigurationError, check_for_gpu
 from allennlp.common.util import int_to_device
-from allennlp.data.data_loaders import DataLoader, TensorDict
+from allennlp.data.data_loaders import (
+    DataLoader,
+    MultiProcessDataLoader,
+    MultiTaskDataLoader,
+    SimpleDataLoader,
+    TensorDict,
+)
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpAccelerator, DdpWrappedModel, TorchDdpAccelerator
 from allennlp.nn.util import dist_reduce_sum
@@ -39,6 +45,7 @@ from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.communication_callback import CommunicationCallback
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.deepspeed_logging import CommsSummaryCallback
+from allennlp_deepspeed.device_transfer import to_device
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
@@ -50,6 +57,9 @@ from allennlp_deepspeed.resumption import Resumption
 from allennlp_deepspeed.running_loss import Agreement, RunningLoss
 
 logger = logging.getLogger(__name__)
+
+# Which move batches to their `cuda_device`, if they have one.
+_LOADERS_OF_ALLENNLP = (MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader)
 
 _PROGRESS_INTERVAL = 1.0  # seconds
 _BROADCAST_BUCKET_SIZE = 250 * 1024 * 1024  # bytes, as in DistributedDataParallel
@@ -257,6 +267,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 average_each_pass=any(map(_reads_gradients, self._callbacks)),
             )
             ddp_wrapped_model.before_destroying(self._gradients.remove_hooks)
+            if isinstance(data_loader, _LOADERS_OF_ALLENNLP):
+                # They would wait for the device with each batch. `batch_outputs` doesn't.
+                data_loader.cuda_device = None
             self._pace = ReadingPace(log_every_num_steps)
             self._has_metric_readers = any(map(_may_read_metrics, self._callbacks))
             # Of the last step, if a callback has kept it.
@@ -395,6 +408,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if not for_training:
             self._leave_if_interrupted("in the validation")
         self._broadcast_buffers()
+        if for_training and self.cuda_device.type != "cpu":
+            batch = to_device(batch, self.cuda_device)
         return super().batch_outputs(batch, for_training)
 
     def _broadcast_buffers(self) -> None:
@@ -456,10 +471,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         for callback in self._communication:
             callback.on_step_start()
         running_loss.start_group(batch_group.size)
+        batches = batch_group.batches
         batch_group_outputs = []
         with self._gradients.accumulate():
-            for i, batch in enumerate(batch_group.batches):
-                with self._gradients.micro_batch(is_last=i == len(batch_group.batches) - 1):
+            for i, batch in enumerate(batches):
+                with self._gradients.micro_batch(is_last=i == len(batches) - 1):
                     batch_outputs = self.batch_outputs(batch, for_training=True)
                     batch_group_outputs.append(batch_outputs)
                     running_loss.add(batch_outputs)
@@ -469,7 +485,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._learning_rate_scheduler.step_batch(self._total_batches_completed + 1)
         if self._momentum_scheduler:
             self._momentum_scheduler.step_batch(self._total_batches_completed + 1)
-        batch_grad_norm = self._step(len(batch_group.batches))
+        batch_grad_norm = self._step(len(batches))
         if self._moving_average is not None:
             self._moving_average.apply(self._total_batches_completed + 1)
         self._gradients.find_mode()
@@ -480,9 +496,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         # What is NaN is not to be saved.
         if self._pace.finish_step() or self._is_step_to_save():
             agreement = self._read(running_loss, epoch, progress)
-        self._call_on_batch(
-            batch_group.batches, batch_group_outputs, running_loss, batch_grad_norm, epoch
-        )
+        self._call_on_batch(batches, batch_group_outputs, running_loss, batch_grad_norm, epoch)
         if self._checkpointer is not None:
             self._checkpointer.maybe_save_checkpoint(
                 self,
@@ -589,10 +603,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         epoch: int,
     ) -> None:
         model: Any = self.model
+        metrics = BatchMetrics(lambda: self._metrics_so_far(running_loss, model))
         if self._has_metric_readers:
             # On every rank, because a metric may be computed by all together.
             model = _MetricsNow(self.model.get_metrics())
-        metrics = BatchMetrics(lambda: self._metrics_so_far(running_loss, model))
+            if batch_grad_norm is not None:
+                batch_grad_norm = float(batch_grad_norm)
         for callback in self._callbacks:
             callback.on_batch(
                 self,
