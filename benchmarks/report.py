@@ -92,27 +92,44 @@ def skipped_row(cell: Cell, contender: str, reason: str) -> Dict[str, Any]:
     return {**_key(cell, contender), "skipped": reason}
 
 
+def _cell(r: Dict[str, Any]) -> Tuple[int, int, int]:
+    return list(TASKS).index(r["model"]), r["accumulation"], r["zero_stage"]
+
+
 class Report:
     """
     Collects rows, and writes them to `directory` as they come: `speed.json`, `speed.md` and
     `speed.png`.
+
+    # Parameters
+
+    directory : `Path`
+    world_size : `int`
+    keep : `bool`, optional (default = `False`)
+        Whether to begin with the rows that are there, if they are of the same machine, world size
+        and versions. Those of a combination that is added again are dropped.
     """
 
-    def __init__(self, directory: Path, world_size: int) -> None:
+    def __init__(self, directory: Path, world_size: int, keep: bool = False) -> None:
         self._directory = directory
+        self._heading = {
+            "machine": _machine(),
+            "world_size": world_size,
+            "versions": _versions(),
+        }
         self._world_size = world_size
         self._rows: List[Dict[str, Any]] = []
         directory.mkdir(parents=True, exist_ok=True)
+        if keep and (directory / "speed.json").exists():
+            data = json.loads((directory / "speed.json").read_text())
+            if all(data[key] == value for key, value in self._heading.items()):
+                self._rows = data["rows"]
 
     def add(self, rows: List[Dict[str, Any]]) -> None:
-        self._rows += rows
+        cells = {_cell(r) for r in rows}
+        self._rows = sorted([r for r in self._rows if _cell(r) not in cells] + rows, key=_cell)
         self._compare_gradient_bytes()
-        data = {
-            "machine": _machine(),
-            "world_size": self._world_size,
-            "versions": _versions(),
-            "rows": self._rows,
-        }
+        data = {**self._heading, "rows": self._rows}
         (self._directory / "speed.json").write_text(json.dumps(data, indent=1) + "\n")
         (self._directory / "speed.md").write_text(self._markdown())
         plot([r for r in self._rows if "skipped" not in r], self._directory / "speed.png")

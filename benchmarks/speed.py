@@ -29,8 +29,10 @@ from benchmarks.workload import TASKS, Cell
 DEFAULT_CONTENDERS = [name for name in CONTENDERS if name != "ours-flush"]
 MIN_WARMUP_STEPS = 3
 TIME_LIMIT = 600.0  # seconds, for all contenders of one cell
-# Relative. Adam divides by the root of small numbers, which magnifies the order of summation.
-LOSS_TOLERANCE = 1e-4
+# Relative, of each loss of the first steps, and of all. Sums in another order are rounded
+# otherwise, and the difference grows with every step: Adam divides by the root of small numbers.
+FIRST_STEPS, FIRST_TOLERANCE = 20, 1e-4
+TOLERANCE = 1e-2
 
 
 class Settings(argparse.Namespace):
@@ -43,6 +45,7 @@ class Settings(argparse.Namespace):
     pairs: int
     steps: Optional[int]
     output: Path
+    keep: bool
 
 
 def main(arguments: Optional[List[str]] = None) -> None:
@@ -50,7 +53,7 @@ def main(arguments: Optional[List[str]] = None) -> None:
     # AllenNLP's loggers tell of each object that is constructed.
     logging.getLogger().setLevel(logging.ERROR)
     world_size = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    results = report.Report(settings.output, world_size)
+    results = report.Report(settings.output, world_size, keep=settings.keep)
     for model in settings.models:
         with tempfile.TemporaryDirectory() as directory:
             data = Path(directory)
@@ -139,16 +142,21 @@ def _compare_losses(cell: Cell, outcomes: Dict[str, List[Outcome]]) -> Dict[str,
     """
     differences = {}
     for name, ranks in outcomes.items():
-        differences[name] = max(
-            abs(loss - expected) / abs(expected)
-            for rank, bare_rank in zip(ranks, outcomes[BARE])
-            for loss, expected in zip(rank.losses, bare_rank.losses)
-        )
+        by_time = [
+            max(
+                abs(rank.losses[i] - bare_rank.losses[i]) / abs(bare_rank.losses[i])
+                for rank, bare_rank in zip(ranks, outcomes[BARE])
+            )
+            for i in range(len(ranks[0].losses))
+        ]
+        first = max(by_time[: FIRST_STEPS * cell.accumulation])
+        differences[name] = max(by_time)
         # Not a number is not less than anything.
-        if not differences[name] <= LOSS_TOLERANCE:
+        if not (first <= FIRST_TOLERANCE and differences[name] <= TOLERANCE):
             raise RuntimeError(
                 f"{cell}: the losses of '{name}' differ from those of '{BARE}' by up to "
-                f"{differences[name]:.1e}, more than {LOSS_TOLERANCE:.0e}. They don't do the same."
+                f"{first:.1e} in the first {FIRST_STEPS} steps and {differences[name]:.1e} in all, "
+                f"more than {FIRST_TOLERANCE:.0e} and {TOLERANCE:.0e}. They don't do the same."
             )
     return differences
 
@@ -175,6 +183,11 @@ def _parse(arguments: Optional[List[str]]) -> Settings:
         "--steps", type=int, help="optimizer steps in a segment, instead of about a second's worth"
     )
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="a directory")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep the other results that are in the output, of the same machine and versions",
+    )
     return parser.parse_args(arguments, namespace=Settings())
 
 
