@@ -44,7 +44,10 @@ class BatchMetrics(dict):
         self._read = read
 
     def load(self) -> None:
-        """Reads the metrics, if that hasn't been done, as they are now."""
+        """
+        Reads the metrics, if that hasn't been done, as they are now. The trainer does so before
+        they change, if somebody has kept them.
+        """
         if self._read is not None:
             read, self._read = self._read, None  # type: ignore[assignment]
             dict.clear(self)

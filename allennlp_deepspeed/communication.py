@@ -49,7 +49,7 @@ class CommunicationCounter:
 
     def start(self) -> None:
         """Starts counting, in every process group that this rank is in now."""
-        self._groups = list(_process_groups())
+        self._groups = list(process_groups())
         for group in self._groups:
             if not hasattr(group, "register_pre_hook"):
                 raise ConfigurationError(
@@ -96,13 +96,15 @@ class _Count:
         name = args.name.name.lower()
         counts = self._traffic[_NAMES.get(name, name) + self._suffix]
         counts[0] += 1
-        counts[1] += max(_num_bytes(args.input_tensors), _num_bytes(args.output_tensors))
+        counts[1] += max(num_bytes(args.input_tensors), num_bytes(args.output_tensors))
 
 
-def _num_bytes(tensors: Optional[List[torch.Tensor]]) -> int:
+def num_bytes(tensors: Optional[List[torch.Tensor]]) -> int:
+    """Of all elements."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors or [])
 
 
-def _process_groups() -> Set[dist.ProcessGroup]:
+def process_groups() -> Set[dist.ProcessGroup]:
+    """All that this rank is in."""
     # PyTorch has no public list of them.
     return set(dist.distributed_c10d._world.pg_map)

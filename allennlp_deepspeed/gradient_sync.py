@@ -6,7 +6,7 @@ import logging
 import zlib
 from contextlib import contextmanager
 from functools import partial
-from typing import Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from allennlp.common.checks import ConfigurationError
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import z3_leaf_parameter
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed import gradient_memory
@@ -81,11 +82,14 @@ class GradientSynchronizer:
         self._average_each_pass = average_each_pass
         # These accumulate in buffers of their own, where no gradient is ever missing.
         has_own_buffers = isinstance(engine.optimizer, BF16_Optimizer)
-        if average_each_pass and has_own_buffers:
+        self._groups = self._parameter_groups()
+        self._parameters = [parameter for group in self._groups for parameter in group]
+        if average_each_pass and self._accumulation_dtype_differs():
             raise ConfigurationError(
-                "A callback with 'on_backward' needs gradients that stay on the parameters, which "
-                "they don't with deepspeed_config.data_types.grad_accum_dtype 'fp32' at stage 1 in "
-                'bf16. Remove that key, or write "stage": 2.'
+                "A callback with 'on_backward' needs gradients that stay on the parameters, and "
+                "deepspeed_config.data_types.grad_accum_dtype has them accumulated elsewhere, in "
+                "another precision. Remove that key, or say in the callback's class that it does "
+                "not read gradients: `reads_gradients = False`."
             )
         if average_each_pass and mode == MICRO_BATCH:
             raise ConfigurationError(
@@ -95,19 +99,14 @@ class GradientSynchronizer:
             )
         # At stage 0, and from buffers of its own, the engine reduces all gradients at once.
         self._is_reduced_at_once = self._stage == 0 or has_own_buffers
-        self._groups = self._parameter_groups()
-        self._parameters = [parameter for group in self._groups for parameter in group]
         self._waits_for_all = (
             self._is_reduced_at_once
+            or (self._stage == 1 and not engine.optimizer.overlap_comm)
             or several_passes
             or average_each_pass
-            or (
-                dist.get_world_size() > 1
-                and (
-                    find_unused_parameters
-                    or (self._stage == 1 and not engine.optimizer.overlap_comm)
-                )
-            )
+            or (find_unused_parameters and dist.get_world_size() > 1)
+            # DeepSpeed reduces these from a hook of their module, also those without a gradient.
+            or any(map(z3_leaf_parameter, self._parameters))
         )
         # The sums of what is held, where DeepSpeed is to accumulate in another precision than that
         # of the gradients; at stage 1 it does so itself.
@@ -116,7 +115,9 @@ class GradientSynchronizer:
             dtype = engine.optimizer.gradient_accumulation_dtype
             self._accumulators = {p: None for p in self._parameters if p.dtype != dtype}
 
-        self._mode = self._only_sensible_mode(num_micro_batches) if mode == AUTO else mode
+        self._num_micro_batches = num_micro_batches
+        self._mode = self._only_sensible_mode() if mode == AUTO else mode
+        self._found_mode: Optional[Dict[str, Any]] = None
         self._is_due = True
         self._is_in_no_sync = False
         self._has_held = False
@@ -142,15 +143,22 @@ class GradientSynchronizer:
     def _add_hook(self, parameter: torch.nn.Parameter, hook: Callable) -> None:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    @property
-    def mode(self) -> Optional[str]:
-        """`"boundary"`, `"micro_batch"`, or `None` while the first step is still to show."""
-        return self._mode
+    def state_dict(self) -> Optional[Dict[str, Any]]:
+        """The mode that `find_mode` has found and where, `None` if it hasn't."""
+        return self._found_mode
 
-    def restore_mode(self, mode: Optional[str]) -> None:
-        """Takes what the training before an interruption has found, if this one is still to."""
-        if self._mode is None:
-            self._mode = mode
+    def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
+        """
+        Takes what the training before an interruption has found, if this one is still to, and
+        divides the work in the same way.
+        """
+        if self._mode is None and state is not None and state["where"] == self._where():
+            self._mode = state["mode"]
+            self._found_mode = state
+            logger.info("'gradient_synchronization' is \"%s\", as before.", self._mode)
+
+    def _where(self) -> List[int]:
+        return [dist.get_world_size(), self._num_micro_batches]
 
     def find_mode(self) -> None:
         """Finds the mode after the first step, if it isn't known. To be called by every rank."""
@@ -160,6 +168,7 @@ class GradientSynchronizer:
         needed = gradient_memory.of_whole_gradient(self._parameters, dtype)
         free = gradient_memory.least_left_free(get_accelerator().current_device_name())
         self._mode = BOUNDARY if free >= 2 * needed else MICRO_BATCH
+        self._found_mode = {"mode": self._mode, "where": self._where()}
         if dist.get_rank() == 0:
             logger.info(
                 "Gradients are reduced at the %s from here on. A whole gradient takes %d bytes, "
@@ -178,15 +187,15 @@ class GradientSynchronizer:
         Surrounds the micro-batches of one optimizer step. When it ends, the gradients of the step
         are reduced. To be entered by every rank.
         """
+        if self._stage == 3:
+            # DeepSpeed adds to what a parameter has there from the step before if it isn't used in
+            # the first micro-batch, and steps with that if it isn't used at all.
+            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
         try:
             yield
-        except BaseException:
-            # Reduce nothing on the way out: the other ranks may not come to this reduction.
-            self._engine.zero_grad()
-            self._accumulators = dict.fromkeys(self._accumulators)
-            self._has_held = False
-            raise
         finally:
+            # Nothing is reduced in here after an exception: the other ranks may not come to it.
+            self._has_held = False
             self._tell_deepspeed(reduces=True)
 
     @contextmanager
@@ -236,11 +245,16 @@ class GradientSynchronizer:
         groups = getattr(self._engine.optimizer, name, [list(self._engine.module.parameters())])
         return [[parameter for parameter in group if parameter.requires_grad] for group in groups]
 
-    def _only_sensible_mode(self, num_micro_batches: int) -> Optional[str]:
+    def _accumulation_dtype_differs(self) -> bool:
+        dtype = getattr(self._engine.optimizer, "gradient_accumulation_dtype", None)
+        is_own = isinstance(self._engine.optimizer, BF16_Optimizer)
+        return is_own or (dtype is not None and any(p.dtype != dtype for p in self._parameters))
+
+    def _only_sensible_mode(self) -> Optional[str]:
         if self._stage < 2 or self._average_each_pass:
             return BOUNDARY
         # Where both would communicate the same, the one that holds nothing.
-        return MICRO_BATCH if num_micro_batches == 1 or dist.get_world_size() == 1 else None
+        return MICRO_BATCH if self._num_micro_batches == 1 or dist.get_world_size() == 1 else None
 
     def _prepare_pass(self) -> None:
         """Has DeepSpeed reduce gradients in the next backward pass, or hold them."""
@@ -262,8 +276,14 @@ class GradientSynchronizer:
             self._engine.inside_no_sync_ctxt = waits
 
     def _record(self, index: int, parameter: torch.nn.Parameter) -> None:
-        if not self._engine.optimizer._coalesce_grad_reduction:
-            self._is_reduced[index] = 1
+        if self._engine.optimizer._coalesce_grad_reduction:
+            return
+        if self._is_reduced[index]:
+            raise RuntimeError(
+                "A second backward pass of the same micro-batch would reduce gradients again, and "
+                "the first would be lost. Put all passes but the last into `trainer.no_sync()`."
+            )
+        self._is_reduced[index] = 1
 
     def _move_to_accumulator(self, parameter: torch.nn.Parameter) -> None:
         if not self._engine.optimizer._coalesce_grad_reduction:

@@ -83,9 +83,10 @@ class RunningLoss:
     def add(self, batch_outputs: Dict[str, torch.Tensor]) -> None:
         """Adds the losses of one micro-batch of the group."""
         losses, reg_losses, _ = self._unread[-1]
-        losses.append(batch_outputs["loss"].detach())
+        # Copies, because the tensors are the model's and the callbacks' to change.
+        losses.append(batch_outputs["loss"].detach().clone())
         if "reg_loss" in batch_outputs:
-            reg_losses.append(batch_outputs["reg_loss"].detach())
+            reg_losses.append(batch_outputs["reg_loss"].detach().clone())
         self._num_unread += 1
 
     def agree(
@@ -161,7 +162,7 @@ class RunningLoss:
         return self._losses
 
     def _add_group(self, losses: List[float], reg_losses: List[float], size: int) -> None:
-        # In AllenNLP's order: sums of floats depend on it.
+        # In AllenNLP's order, so that only the rounding of the division is another.
         train_loss, train_reg_loss, _, batch_reg_loss = self._losses
         batch_loss = 0.0
         for loss in losses:

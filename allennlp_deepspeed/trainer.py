@@ -5,6 +5,7 @@ import re
 import signal
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
@@ -269,7 +270,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             ddp_wrapped_model.before_destroying(self._gradients.remove_hooks)
             if isinstance(data_loader, _LOADERS_OF_ALLENNLP):
                 # They would wait for the device with each batch. `batch_outputs` doesn't.
+                ddp_wrapped_model.before_destroying(
+                    partial(setattr, data_loader, "cuda_device", data_loader.cuda_device)
+                )
                 data_loader.cuda_device = None
+            # The number of micro-batches by which the losses of the step are divided. For callbacks
+            # that go backward themselves.
+            self.group_size = self._num_gradient_accumulation_steps
             self._pace = ReadingPace(log_every_num_steps)
             self._has_metric_readers = any(map(_may_read_metrics, self._callbacks))
             # Of the last step, if a callback has kept it.
@@ -284,9 +291,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def no_sync(self) -> Iterator[None]:
         """
         Within it backward passes leave their gradients on this rank: they are added up, whole, and
-        reduced across the ranks with the next pass outside of it, or at the end of the optimizer
-        step. For models and callbacks that go backward several times in a step, at every ZeRO
-        stage; as
+        reduced across the ranks with the next pass outside of it that reduces, at the latest at the
+        end of the optimizer step. For models and callbacks that go backward several times in a
+        step, at every ZeRO stage; as
         [`DistributedDataParallel.no_sync`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
         ```python
@@ -294,13 +301,17 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             reads_gradients = False
 
             def on_backward(self, trainer, batch_outputs, backward_called, **kwargs) -> bool:
-                *losses, last_loss = batch_outputs["chunk_losses"]
+                *losses, last_loss = [
+                    loss / trainer.group_size for loss in batch_outputs["chunk_losses"]
+                ]
                 with trainer.no_sync():
                     for loss in losses:
                         trainer.engine.backward(loss, scale_wrt_gas=False)
                 trainer.engine.backward(last_loss, scale_wrt_gas=False)
                 return True
         ```
+
+        `trainer.group_size` is the number of micro-batches of the step.
 
         To be entered by every rank, during a step. Unlike with `DistributedDataParallel` the
         forward pass may be outside; at ZeRO stage 3 both gather parameters, so that every rank must
@@ -408,7 +419,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if not for_training:
             self._leave_if_interrupted("in the validation")
         self._broadcast_buffers()
-        if for_training and self.cuda_device.type != "cpu":
+        if self.cuda_device.type != "cpu":
             batch = to_device(batch, self.cuda_device)
         return super().batch_outputs(batch, for_training)
 
@@ -471,6 +482,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         for callback in self._communication:
             callback.on_step_start()
         running_loss.start_group(batch_group.size)
+        self.group_size = batch_group.size
         batches = batch_group.batches
         batch_group_outputs = []
         with self._gradients.accumulate():
@@ -685,7 +697,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "batches_in_epoch_completed": self._batches_in_epoch_completed,
             "instances_per_step": self.instances_per_step(),
             "has_best_weights": self._best_model_filename is not None,
-            "gradient_synchronization": self._gradients.mode,
+            "gradient_synchronization": self._gradients.state_dict(),
             **self._resumption.state_dict(in_validation=self._is_validating),
         }
         for name, part in self._optional_parts().items():
@@ -708,7 +720,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._start_after_batches_in_epoch_completed = training_state["batches_in_epoch_completed"]
         if training_state["has_best_weights"]:
             self._best_model_filename = self._best_weights_path()
-        self._gradients.restore_mode(training_state.get("gradient_synchronization"))
+        self._gradients.load_state_dict(training_state.get("gradient_synchronization"))
         self._resumption.load_state_dict(training_state)
         if (
             self._start_after_batches_in_epoch_completed == 0
@@ -1023,10 +1035,9 @@ class _MetricsNow:
 
 
 def _may_read_metrics(callback: TrainerCallback) -> bool:
-    if isinstance(callback, (ConfidenceChecksCallback, ConsoleLoggerCallback)):
-        return False
-    overrides_on_batch = type(callback).on_batch is not TrainerCallback.on_batch
-    return overrides_on_batch and getattr(callback, "reads_metrics", True)
+    not_reading = (TrainerCallback, ConfidenceChecksCallback, ConsoleLoggerCallback)
+    may_read = type(callback).on_batch not in [kind.on_batch for kind in not_reading]
+    return may_read and getattr(callback, "reads_metrics", True)
 
 
 def _goes_backward(callback: TrainerCallback) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, List
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.communication import _num_bytes, _process_groups
+from allennlp_deepspeed.communication import num_bytes, process_groups
 
 _HOOK_IDS = itertools.count(2**33)
 _REDUCTIONS = {"ALLREDUCE", "REDUCE", "REDUCE_SCATTER", "_REDUCE_SCATTER_BASE"}
@@ -29,7 +29,7 @@ class GradientTraffic:
         self._groups: List[dist.ProcessGroup] = []
 
     def start(self) -> None:
-        self._groups = list(_process_groups())
+        self._groups = list(process_groups())
         for group in self._groups:
             group.register_pre_hook(self._hook_id, self._count)
 
@@ -42,6 +42,6 @@ class GradientTraffic:
         if args.name.name not in _REDUCTIONS:
             return
         tensors: List[torch.Tensor] = args.input_tensors or []
-        num_bytes = max(_num_bytes(tensors), _num_bytes(args.output_tensors))
-        if num_bytes >= _MIN_BYTES and all(tensor.is_floating_point() for tensor in tensors):
-            self.bytes += num_bytes
+        size = max(num_bytes(tensors), num_bytes(args.output_tensors))
+        if size >= _MIN_BYTES and all(tensor.is_floating_point() for tensor in tensors):
+            self.bytes += size

@@ -31,7 +31,7 @@ MIN_WARMUP_STEPS = 3
 TIME_LIMIT = 600.0  # seconds, for all contenders of one cell
 # Relative, of each loss of the first steps, and of all. Sums in another order are rounded
 # otherwise, and the difference grows with every step: Adam divides by the root of small numbers.
-FIRST_STEPS, FIRST_TOLERANCE = 20, 1e-4
+FIRST_STEPS, FIRST_TOLERANCE = 10, 1e-4
 TOLERANCE = 1e-2
 
 

@@ -221,6 +221,29 @@ class _LossOnly(Model):
         return {"loss": self._embedding(tokens["tokens"]["tokens"]).pow(2).mean()}
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["auto", "boundary"])
+def test_one_process_accumulates_gradients(tmp_path: Path, stage: int, offload: str, mode: str):
+    if stage == 0 and offload == "cpu":
+        offload = "none"  # there is nothing to offload
+    weights = []
+    for trainer_class in (GradientDescentTrainer, DeepSpeedTrainer):
+        task = Task()
+        arguments = {**task.arguments(tmp_path), "num_gradient_accumulation_steps": 3}
+        if trainer_class is DeepSpeedTrainer:
+            zero = {
+                "stage": stage,
+                "stage3_param_persistence_threshold": 0,
+                "offload_optimizer": {"device": offload},
+            }
+            arguments["deepspeed_config"] = {"zero_optimization": zero}
+            arguments["gradient_synchronization"] = mode
+        trainer_class(**arguments).train()
+        weights.append(task.model.state_dict())
+    assert_same_weights(weights[1], weights[0])
+
+
 class _Weight(Model):
     """A single weight, whose gradient is what it is multiplied with."""
 
