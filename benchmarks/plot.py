@@ -46,7 +46,8 @@ def plot(rows: List[Dict[str, Any]], path: Path) -> None:
                         label=contender,
                     )
                     axis.set_xticks([x for x, _ in points])
-            axis.set_ylim(bottom=0)
+        # Last, because it ends the scaling, of all that share the axis.
+        axes[i_row, 0].set_ylim(bottom=0)
     for axis in axes[-1]:
         axis.set_xlabel("accumulation steps")
     handles = {
