@@ -126,7 +126,7 @@ def test_two_counters_count_beside_each_other(tmp_path: Path):
 
 def test_a_pytorch_without_hooks_is_refused():
     group = SimpleNamespace(size=lambda: 1)
-    with mock.patch.object(communication, "_process_groups", lambda: [group]):
+    with mock.patch.object(communication, "process_groups", lambda: [group]):
         with pytest.raises(ConfigurationError, match="no hooks. Install a newer one"):
             CommunicationCounter().start()
 
