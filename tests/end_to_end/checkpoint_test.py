@@ -258,7 +258,9 @@ def test_the_clock_of_one_rank_decides_for_all(experiments: Experiments):
             },
         },
     )
-    result = experiments.run(deepspeed(config, 2))
+    config = deepspeed(config, 2)
+    config["trainer"]["log_every_num_steps"] = 1  # where the clock is asked
+    result = experiments.run(config)
     counts = json.loads((result.serialization_dir / "agreements_0.json").read_text())
     # One after each step, and the one of the epoch.
     assert len(checkpoints(result)) == counts["groups"] + 1
