@@ -33,6 +33,7 @@ from allennlp_deepspeed.supervision import supervised_workers
 from allennlp_deepspeed.trainer import DeepSpeedTrainer
 
 _DEFAULT_TYPE = "of the default type"
+_OWN_KEYS = ("deepspeed_config", "gradient_synchronization", "log_every_num_steps", "shard_within")
 
 
 def install() -> None:
@@ -79,7 +80,10 @@ def check(params: Params) -> None:
             f"The top-level 'type' is 'deepspeed', but 'trainer.type' is {trainer_type}: write "
             '"deepspeed" for both, or leave out the first.'
         )
-    if not isinstance(trainer, dict) or trainer_type != "deepspeed":
+    if not isinstance(trainer, dict):
+        return
+    if trainer_type != "deepspeed":
+        _check_no_own_keys(trainer, trainer_type)
         return
     _check_keys(trainer)
     ReadingPace(trainer.get("log_every_num_steps"))  # raises
@@ -105,6 +109,19 @@ def check(params: Params) -> None:
         _check_checkpointer(trainer["checkpointer"])
     deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
     deepspeed_config.resolve(_settings(config, devices, deepspeed_config))
+
+
+def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> None:
+    """AllenNLP's own trainer would drop them in silence."""
+    if trainer_type not in (_DEFAULT_TYPE, "gradient_descent"):
+        return
+    for key in _OWN_KEYS:
+        if key in trainer:
+            raise ConfigurationError(
+                f"'trainer.{key}' is given, but the trainer is AllenNLP's own: add "
+                '"type": "deepspeed" to the trainer. (With -o, "trainer.num_epochs" changes a key '
+                'of it, and "trainer" replaces all of it.)'
+            )
 
 
 def _check_keys(trainer: Dict[str, Any]) -> None:

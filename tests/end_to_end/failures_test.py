@@ -117,6 +117,22 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
             {"trainer.deepspeed_config": {"train_batch_size": 8}, **WORKERS},
             "6 instances in a micro-batch x 1 gradient accumulation steps x 2 workers are 12",
         ),
+        (
+            {"trainer.type": "gradient_descent", "trainer.gradient_synchronization": "boundary"},
+            "'trainer.gradient_synchronization' is given, but the trainer is AllenNLP's own",
+        ),
+        (
+            {
+                "trainer.deepspeed_config": "zero_1",
+                "trainer.gradient_synchronization": "micro_batch",
+            },
+            "gradient_synchronization is 'micro_batch', but at ZeRO stage 1",
+        ),
+        (
+            {"trainer.gradient_synchronization": "bondary"},
+            "must be one of 'boundary' (once an optimizer step), 'micro_batch' (least memory)",
+        ),
+        ({"trainer.log_every_num_steps": 0}, "'trainer.log_every_num_steps' is 0: write a number"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused_before_data_is_read(
