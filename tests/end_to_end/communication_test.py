@@ -150,7 +150,8 @@ def test_one_process_counts_too(experiments: Experiments):
 
 def test_the_callback_needs_the_deepspeed_trainer(tmp_path: Path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(load_config("tagger", ONE_PROCESS, COUNTED)))
+    callback: Config = {"trainer.callbacks": ["deepspeed_communication"]}
+    path.write_text(json.dumps(load_config("tagger", ONE_PROCESS, callback)))
     run = allennlp("train", path, "-s", tmp_path / "out", "--include-package", INCLUDED)
     assert run.returncode != 0
     assert "The callback 'deepspeed_communication' needs the 'deepspeed' trainer" in run.output
