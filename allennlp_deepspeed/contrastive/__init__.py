@@ -1,0 +1,7 @@
+"""
+Contrastive training of text encoders.
+"""
+
+from allennlp_deepspeed.contrastive.text_pairs_reader import TextPairsReader
+
+__all__ = ["TextPairsReader"]

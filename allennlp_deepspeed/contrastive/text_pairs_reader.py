@@ -1,0 +1,260 @@
+import hashlib
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional, Union
+
+import torch
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import DatasetReader, Field, Instance, Token, TokenIndexer, Tokenizer
+from allennlp.data.dataset_readers.dataset_reader import PathOrStr
+from allennlp.data.fields import LabelField, ListField, TensorField, TextField
+from allennlp.data.token_indexers import SingleIdTokenIndexer
+from allennlp.data.tokenizers import SpacyTokenizer
+from overrides import overrides
+
+from allennlp_deepspeed.contrastive.text_files import Line, read_lines
+
+Id = Union[int, str]
+
+
+@DatasetReader.register("text_pairs")
+class TextPairsReader(DatasetReader):
+    """
+    Reads pairs of a query and a document that is relevant to it, and optionally documents that
+    look relevant and aren't ("hard negatives"). The file is UTF-8 with a pair a line, and its
+    ending says in which format:
+
+    * `.jsonl` or `.json`: JSON objects such as
+
+          {"query": "how high is K2", "document": "K2 is 8611 m high.",
+           "negatives": ["K2 is a boat.", "K2 was first climbed in 1954."],
+           "query_id": 17, "document_id": "d4", "negative_ids": ["d9", "d2"]}
+
+      in one line, of which only `query` and `document` are required. Ids are integers or strings.
+      Other keys are passed over.
+    * `.tsv`: columns of the query, the document, and any number of negatives, without a header and
+      without quoting.
+
+    Queries, and documents, with the same id are taken to be the same: by the loss, which doesn't
+    count a relevant document as wrong because it belongs to another pair too, and by the metric.
+    Where the file gives no id, it is the text that makes the id. So a file that gives a
+    `document_id` should give `negative_ids` as well, or no negative is known to be the document of
+    another pair.
+
+    Registered as a `DatasetReader` with name "text_pairs".
+
+    # Parameters
+
+    tokenizer : `Tokenizer`, optional (default = `SpacyTokenizer()`)
+    token_indexers : `Dict[str, TokenIndexer]`, optional (default = `{"tokens": SingleIdTokenIndexer()}`)
+    document_tokenizer : `Tokenizer`, optional (default = `None`)
+        For documents and negatives, if they are to be read otherwise than queries.
+    document_token_indexers : `Dict[str, TokenIndexer]`, optional (default = `None`)
+        Likewise.
+    num_negatives : `int`, optional (default = `0`)
+        How many negatives of a pair are read at most: its first. If this is more than 0, all
+        instances that are read have the fields for negatives.
+    max_query_tokens : `int`, optional (default = `None`)
+        Cuts off what is longer, counting what the tokenizer gives. The tokenizer of a transformer
+        should be given a `max_length` instead, with which it keeps its special tokens.
+    max_document_tokens : `int`, optional (default = `None`)
+        Likewise, for documents and negatives.
+
+    # Raises
+
+    `ConfigurationError`
+        When it is constructed, if a number is out of range. When it reads, if the file has another
+        ending, or if a line isn't as described: with the file, the line's number, and what is
+        expected.
+    """  # noqa: E501
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer = None,
+        token_indexers: Dict[str, TokenIndexer] = None,
+        document_tokenizer: Tokenizer = None,
+        document_token_indexers: Dict[str, TokenIndexer] = None,
+        num_negatives: int = 0,
+        max_query_tokens: int = None,
+        max_document_tokens: int = None,
+        **kwargs,
+    ) -> None:
+        super().__init__(
+            manual_distributed_sharding=True, manual_multiprocess_sharding=True, **kwargs
+        )
+        if num_negatives < 0:
+            raise ConfigurationError(
+                f"'num_negatives' of the reader is {num_negatives}. Give the number of negatives "
+                "to read for each pair, 0 for none."
+            )
+        for key, limit in (
+            ("max_query_tokens", max_query_tokens),
+            ("max_document_tokens", max_document_tokens),
+        ):
+            if limit is not None and limit < 1:
+                raise ConfigurationError(
+                    f"'{key}' of the reader is {limit}. Give a number of tokens that is at least "
+                    "1, or leave the key out for no limit."
+                )
+        self._tokenizer = tokenizer or SpacyTokenizer()
+        self._token_indexers = token_indexers or {"tokens": SingleIdTokenIndexer()}
+        self._document_tokenizer = document_tokenizer or self._tokenizer
+        self._document_token_indexers = document_token_indexers or self._token_indexers
+        self._num_negatives = num_negatives
+        self._max_query_tokens = max_query_tokens
+        self._max_document_tokens = max_document_tokens
+
+    @overrides
+    def _read(self, file_path: PathOrStr) -> Iterator[Instance]:
+        suffix = Path(file_path).suffix
+        if suffix not in _PARSERS:
+            raise ConfigurationError(
+                f"The file '{file_path}' ends in '{suffix}', which says nothing about its format. "
+                f"Give one that ends in {', '.join(_PARSERS)}."
+            )
+        parse = _PARSERS[suffix]
+        for line in self.shard_iterable(read_lines(file_path)):
+            yield self.text_to_instance(**parse(line))
+
+    @overrides(check_signature=False)
+    def text_to_instance(
+        self,
+        query: str = None,
+        document: str = None,
+        negatives: List[str] = None,
+        query_id: Id = None,
+        document_id: Id = None,
+        negative_ids: List[Id] = None,
+    ) -> Instance:
+        """
+        # Parameters
+
+        query : `str`, optional (default = `None`)
+        document : `str`, optional (default = `None`)
+        negatives : `List[str]`, optional (default = `None`)
+        query_id : `Union[int, str]`, optional (default = `None`)
+        document_id : `Union[int, str]`, optional (default = `None`)
+        negative_ids : `List[Union[int, str]]`, optional (default = `None`)
+            As many as there are negatives.
+
+        # Returns
+
+        An `Instance` with these fields, of which there are those for what is given:
+
+        query : `TextField`
+        query_id : `LabelField`
+            An integer that isn't 0. In a batch: int64 of shape `(batch_size,)`.
+        document : `TextField`
+        document_id : `LabelField`
+            Likewise.
+        negatives : `ListField[TextField]`
+            Only if the reader's `num_negatives` isn't 0. A pair without any has an empty text.
+        negative_ids : `TensorField`
+            With `negatives`. In a batch: int64 of shape `(batch_size, num_negatives)`, with the
+            number of the pair that has most. It is 0 exactly where there is no negative.
+        """
+        fields: Dict[str, Field] = {}
+        if query is not None:
+            tokens = self._tokenizer.tokenize(query)[: self._max_query_tokens]
+            fields["query"] = TextField(tokens)
+            fields["query_id"] = _id_field(query, query_id)
+        if document is not None:
+            fields["document"] = self._document_field(document)
+            fields["document_id"] = _id_field(document, document_id)
+        if negatives is not None and self._num_negatives:
+            negatives = negatives[: self._num_negatives]
+            ids = [stable_hash(i) for i in (negative_ids or negatives)[: self._num_negatives]]
+            texts: List[Field] = [self._document_field(negative) for negative in negatives]
+            fields["negatives"] = ListField(texts or [TextField([])])
+            fields["negative_ids"] = TensorField(torch.tensor(ids or [0]), padding_value=0)
+        return Instance(fields)
+
+    def _document_field(self, text: str) -> TextField:
+        tokens: List[Token] = self._document_tokenizer.tokenize(text)
+        return TextField(tokens[: self._max_document_tokens])
+
+    @overrides
+    def apply_token_indexers(self, instance: Instance) -> None:
+        fields: Dict[str, Any] = instance.fields  # type: ignore[assignment]
+        if "query" in fields:
+            fields["query"].token_indexers = self._token_indexers
+        if "document" in fields:
+            fields["document"].token_indexers = self._document_token_indexers
+        for negative in fields.get("negatives", []):
+            negative.token_indexers = self._document_token_indexers
+
+
+def stable_hash(value: Id) -> int:
+    """
+    # Returns
+
+    `int`
+        Positive and below `2 ** 63`, the same in every process. Two values have the same hash by
+        chance in 1 of `2 ** 63` cases. An integer has that of its digits.
+    """
+    # A string out of JSON can hold half of a surrogate pair.
+    content = str(value).encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1 or 1
+
+
+def _id_field(text: str, given_id: Optional[Id]) -> LabelField:
+    return LabelField(stable_hash(text if given_id is None else given_id), skip_indexing=True)
+
+
+def _parse_json(line: Line) -> Dict[str, Any]:
+    record = line.parse_json()
+    arguments: Dict[str, Any] = {}
+    for key in ("query", "document"):
+        if key not in record:
+            raise line.error(f"Expected the keys 'query' and 'document'. There is no '{key}'.")
+        arguments[key] = line.check_text(record[key], f"'{key}'")
+        arguments[f"{key}_id"] = _check_id(line, record.get(f"{key}_id"), f"'{key}_id'")
+    negatives = _check_list(line, record, "negatives") or []
+    arguments["negatives"] = [line.check_text(text, "each of 'negatives'") for text in negatives]
+    negative_ids = _check_list(line, record, "negative_ids")
+    if negative_ids is not None:
+        if len(negative_ids) != len(negatives) or None in negative_ids:
+            raise line.error(
+                f"Expected as many 'negative_ids' as 'negatives', {len(negatives)}, and not "
+                f"{negative_ids!r}."
+            )
+        arguments["negative_ids"] = [
+            _check_id(line, negative_id, "each of 'negative_ids'") for negative_id in negative_ids
+        ]
+    return arguments
+
+
+def _check_id(line: Line, value: Any, name: str) -> Optional[Id]:
+    if value is not None and type(value) not in (int, str):  # a `bool` is an `int` too
+        raise line.error(f"Expected {name} to be an integer or a string, and not {value!r}.")
+    return value
+
+
+def _check_list(line: Line, record: Dict[str, Any], key: str) -> Optional[List[Any]]:
+    value = record.get(key)
+    if value is not None and not isinstance(value, list):
+        raise line.error(f"Expected '{key}' to be a list, and not {value!r}.")
+    return value
+
+
+def _parse_tsv(line: Line) -> Dict[str, Any]:
+    columns = line.parse_tsv()
+    if len(columns) < 2:
+        raise line.error(
+            "Expected a query and a document, and perhaps negatives, with tabs between them. "
+            "There is no tab."
+        )
+    query, document, *negatives = columns
+    return {
+        "query": line.check_text(query, "the query, the first column,"),
+        "document": line.check_text(document, "the document, the second column,"),
+        # Programs that write tables give all lines as many columns.
+        "negatives": [negative for negative in negatives if negative.strip()],
+    }
+
+
+_PARSERS: Dict[str, Callable[[Line], Dict[str, Any]]] = {
+    ".jsonl": _parse_json,
+    ".json": _parse_json,
+    ".tsv": _parse_tsv,
+}

@@ -1,0 +1,72 @@
+"""
+Runs a function in several processes with `torch.distributed` between them, under a time limit and
+without leaving any.
+"""
+
+import faulthandler
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, List
+
+import torch.distributed as dist
+
+TIME_LIMIT = 50  # seconds
+
+
+def run_workers(world_size: int, function: Callable[[int], Any]) -> List[Any]:
+    """
+    # Parameters
+
+    world_size : `int`
+    function : `Callable[[int], Any]`
+        Called with the rank. It isn't pickled, but what it returns is.
+
+    # Returns
+
+    `List[Any]`
+        What it has returned in each worker, by rank. If one fails, the test does. After the time
+        limit every worker prints its stacks and ends.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as directory:
+        receivers, processes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_work, args=(rank, world_size, Path(directory), function, sender)
+            )
+            process.start()
+            sender.close()  # so that the pipe ends with the worker
+            receivers.append(receiver)
+            processes.append(process)
+        try:
+            results = [_receive(receiver) for receiver in receivers]
+        finally:
+            for process in processes:
+                process.join(TIME_LIMIT)
+                process.kill()  # if it hasn't ended
+                process.join()
+    assert [process.exitcode for process in processes] == [0] * world_size
+    return results
+
+
+def _receive(receiver: Any) -> Any:
+    try:
+        return receiver.recv()
+    except EOFError:  # its exit code tells
+        return None
+
+
+def _work(
+    rank: int, world_size: int, directory: Path, function: Callable[[int], Any], sender: Any
+) -> None:
+    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=sys.__stderr__)
+    store = dist.FileStore(str(directory / "store"), world_size)  # needs no port
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        sender.send(function(rank))
+    finally:
+        dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
