@@ -2,7 +2,7 @@
 Trains any AllenNLP model on DeepSpeed's engine, from the config file.
 """
 
-from allennlp_deepspeed import compat, preflight
+from allennlp_deepspeed import compat, contrastive, preflight
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.communication_callback import CommunicationCallback
@@ -17,6 +17,7 @@ __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedTrainModel",
     "DeepSpeedTrainer",
+    "contrastive",
 ]
 
 compat.apply()

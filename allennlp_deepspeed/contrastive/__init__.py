@@ -1,8 +1,17 @@
 """
-Contrastive training of text encoders.
+Contrastive training: gradient caching, and a model with its reader, metrics and predictors.
 """
 
+from allennlp_deepspeed.contrastive.bi_encoder import BiEncoder
+from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
+from allennlp_deepspeed.contrastive.in_batch_accuracy import InBatchAccuracy
 from allennlp_deepspeed.contrastive.retrieval_metric import RetrievalMetric
 from allennlp_deepspeed.contrastive.text_pairs_reader import TextPairsReader
 
-__all__ = ["RetrievalMetric", "TextPairsReader"]
+__all__ = [
+    "BiEncoder",
+    "ContrastiveModel",
+    "InBatchAccuracy",
+    "RetrievalMetric",
+    "TextPairsReader",
+]

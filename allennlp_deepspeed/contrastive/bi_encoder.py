@@ -1,0 +1,268 @@
+import math
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import TextFieldTensors, Vocabulary
+from allennlp.models import Model
+from allennlp.modules import Seq2VecEncoder, TextFieldEmbedder
+from allennlp.nn import InitializerApplicator, RegularizerApplicator
+from allennlp.nn.util import get_text_field_mask
+from overrides import overrides
+
+from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
+from allennlp_deepspeed.contrastive.in_batch_accuracy import InBatchAccuracy
+from allennlp_deepspeed.contrastive.info_nce import info_nce
+from allennlp_deepspeed.contrastive.retrieval_metric import RetrievalMetric
+from allennlp_deepspeed.contrastive.text_encoder import TextEncoder
+
+
+@Model.register("bi_encoder")
+class BiEncoder(ContrastiveModel):
+    """
+    Embeds queries and documents so that those that belong together have a large dot product. For
+    the fields of the "text_pairs" reader.
+
+    In training each query's document is told from all other documents of the global batch, and from
+    the hard negatives of all queries, by InfoNCE. Pairs with the same query or the same document
+    are positives of each other; a hard negative with the text of a query's own document is left
+    out. The metrics of validation are those of retrieval from all its documents.
+
+    Registered as a `Model` with name "bi_encoder".
+
+    # Parameters
+
+    vocab : `Vocabulary`, required.
+    text_field_embedder : `TextFieldEmbedder`, required.
+    seq2vec_encoder : `Seq2VecEncoder`, required.
+    document_text_field_embedder : `TextFieldEmbedder`, optional (default = `None`)
+        `None` embeds documents and negatives with `text_field_embedder`.
+    document_seq2vec_encoder : `Seq2VecEncoder`, optional (default = `None`)
+        `None` encodes them with `seq2vec_encoder`. With neither, one encoder has both sides;
+        otherwise each has a projection of its own.
+    projection_dim : `int`, optional (default = `None`)
+        The dimension of the representations, by a linear layer after the encoder. `None` takes the
+        encoder's.
+    dropout : `float`, optional (default = `0.0`)
+        Of the embedded tokens.
+    normalize : `bool`, optional (default = `True`)
+        Whether representations have a length of 1, so that dot products are cosines.
+    temperature : `float`, optional (default = `0.05`)
+        Of the softmax over similarities.
+    learn_temperature : `bool`, optional (default = `False`)
+        Whether that is only where it starts.
+    bidirectional : `bool`, optional (default = `False`)
+        If `True`, each document's query is also told from all other queries, and the loss is the
+        mean of both directions.
+    negatives : `str`, optional (default = `"global"`)
+        As in `ContrastiveModel`.
+    recall_at : `List[int]`, optional (default = `[1, 10, 100]`)
+        The k of the metrics "recall@k". The others are "mrr@10" and "ndcg@10".
+    initializer : `InitializerApplicator`, optional
+    regularizer : `RegularizerApplicator`, optional (default = `None`)
+    """
+
+    validates_whole_set = True
+    default_predictor = "text_embedder"
+
+    def __init__(
+        self,
+        vocab: Vocabulary,
+        text_field_embedder: TextFieldEmbedder,
+        seq2vec_encoder: Seq2VecEncoder,
+        document_text_field_embedder: Optional[TextFieldEmbedder] = None,
+        document_seq2vec_encoder: Optional[Seq2VecEncoder] = None,
+        projection_dim: Optional[int] = None,
+        dropout: float = 0.0,
+        normalize: bool = True,
+        temperature: float = 0.05,
+        learn_temperature: bool = False,
+        bidirectional: bool = False,
+        negatives: str = "global",
+        recall_at: Optional[List[int]] = None,
+        initializer: InitializerApplicator = InitializerApplicator(),
+        regularizer: Optional[RegularizerApplicator] = None,
+        **kwargs,
+    ) -> None:
+        super().__init__(vocab, negatives, regularizer, **kwargs)
+        if temperature <= 0:
+            raise ConfigurationError(
+                f"'model.temperature' is {temperature}: must be above 0, 0.05 for example."
+            )
+        self._query_encoder = TextEncoder(
+            text_field_embedder, seq2vec_encoder, projection_dim, dropout, normalize
+        )
+        self._document_encoder: Optional[TextEncoder] = None
+        if document_text_field_embedder is not None or document_seq2vec_encoder is not None:
+            self._document_encoder = TextEncoder(
+                document_text_field_embedder or text_field_embedder,
+                document_seq2vec_encoder or seq2vec_encoder,
+                projection_dim,
+                dropout,
+                normalize,
+            )
+            dims = [e.get_output_dim() for e in (self._query_encoder, self._document_encoder)]
+            if dims[0] != dims[1]:
+                raise ConfigurationError(
+                    f"Queries are encoded in {dims[0]} dimensions and documents in {dims[1]}: give "
+                    "'model.projection_dim', or encoders with the same output dimension."
+                )
+        # A logarithm, so that no step can make the temperature negative.
+        log_scale = torch.tensor([-math.log(temperature)])
+        self._log_scale = torch.nn.Parameter(log_scale, requires_grad=learn_temperature)
+        self._bidirectional = bidirectional
+        self._in_batch_accuracy = InBatchAccuracy()
+        self._retrieval = RetrievalMetric(recall_at or [1, 10, 100])
+        initializer(self)
+
+    @overrides(check_signature=False)
+    def forward(self, **inputs: Any) -> Dict[str, torch.Tensor]:
+        """
+        With both a query and a document, the loss. Otherwise, for prediction, the representations
+        of what there is.
+
+        # Parameters
+
+        inputs : `Any`
+            The arguments of `encode` and of `contrastive_loss`.
+        """
+        if "query" in inputs and "document" in inputs:
+            return super().forward(**inputs)
+        return self.encode(**self.encoder_inputs(inputs))
+
+    @overrides(check_signature=False)
+    def encode(
+        self,
+        query: Optional[TextFieldTensors] = None,
+        document: Optional[TextFieldTensors] = None,
+        negatives: Optional[TextFieldTensors] = None,
+    ) -> Dict[str, torch.Tensor]:
+        """
+        # Parameters
+
+        query : `TextFieldTensors`, optional (default = `None`)
+            Of shape (batch_size, num_tokens).
+        document : `TextFieldTensors`, optional (default = `None`)
+            Of shape (batch_size, num_tokens).
+        negatives : `TextFieldTensors`, optional (default = `None`)
+            Of shape (batch_size, num_negatives, num_tokens).
+
+        # Returns
+
+        `Dict[str, torch.Tensor]`
+            By the same names, "query" and "document" of shape (batch_size, dim), "negatives" of
+            shape (batch_size, num_negatives, dim).
+        """
+        document_encoder = self._document_encoder or self._query_encoder
+        representations = {}
+        if query is not None:
+            representations["query"] = self._query_encoder(query)
+        if document is not None:
+            representations["document"] = document_encoder(document)
+        if negatives is not None:
+            num_lists, num_texts, _ = get_text_field_mask(negatives, num_wrapping_dims=1).shape
+            encoded = document_encoder(_flat_texts(negatives))
+            representations["negatives"] = encoded.view(num_lists, num_texts, -1)
+        return representations
+
+    @overrides(check_signature=False)
+    def contrastive_loss(
+        self,
+        representations: Dict[str, torch.Tensor],
+        query_id: Optional[torch.Tensor] = None,
+        document_id: Optional[torch.Tensor] = None,
+        negative_ids: Optional[torch.Tensor] = None,
+    ) -> Dict[str, torch.Tensor]:
+        """
+        # Parameters
+
+        representations : `Dict[str, torch.Tensor]`, required.
+            As `encode` returns them.
+        query_id : `torch.Tensor`, optional (default = `None`)
+            Of shape (batch_size,), the same for the same query. Without it each is another.
+        document_id : `torch.Tensor`, optional (default = `None`)
+            Of shape (batch_size,), the same for the same document.
+        negative_ids : `torch.Tensor`, optional (default = `None`)
+            Of shape (batch_size, num_negatives), ids of documents, 0 where there is none. To be
+            given with negatives.
+
+        # Returns
+
+        `Dict[str, torch.Tensor]`
+            With a scalar "loss".
+        """
+        queries, documents = representations["query"], representations["document"]
+        indices = torch.arange(len(queries), device=queries.device)
+        pairs = _Pairs(
+            indices if query_id is None else query_id,
+            indices if document_id is None else document_id,
+        )
+        candidates = documents
+        if "negatives" in representations:
+            assert negative_ids is not None
+            pairs.negative_ids = negative_ids.flatten()
+            candidates = torch.cat([documents, representations["negatives"].flatten(0, 1)])
+        scale = self._log_scale.exp()[0]
+        loss, num_correct = info_nce(queries, candidates, scale, pairs.relate_query)
+        if self._bidirectional:
+            backwards = info_nce(documents, queries, scale, pairs.relate_document)
+            loss = (loss + backwards.loss) / 2
+        if self.training:
+            self._in_batch_accuracy(num_correct, len(queries))
+        else:
+            self._retrieval(queries, documents, pairs.query_ids, pairs.document_ids)
+        return {"loss": loss}
+
+    @overrides
+    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
+        """With `reset`, to be called by every rank."""
+        return {
+            **self._in_batch_accuracy.get_metric(reset),
+            **self._retrieval.get_metric(reset),
+        }
+
+
+class _Pairs:
+    """
+    Which of a batch's pairs belong together.
+
+    # Parameters
+
+    query_ids : `torch.Tensor`, required.
+        Of shape (batch_size,).
+    document_ids : `torch.Tensor`, required.
+        Of shape (batch_size,).
+    """
+
+    def __init__(self, query_ids: torch.Tensor, document_ids: torch.Tensor) -> None:
+        self.query_ids = query_ids
+        self.document_ids = document_ids
+        # Of shape (num_negatives,), 0 where there is none.
+        self.negative_ids = document_ids.new_zeros(0)
+
+    def relate_query(self, start: int, stop: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        """`Relation` of queries to documents and then negatives."""
+        is_positive, is_left_out = self.relate_document(start, stop)
+        if len(self.negative_ids) == 0:
+            return is_positive, is_left_out
+        own_documents = self.document_ids[start:stop, None]
+        is_no_negative = (self.negative_ids == 0) | (self.negative_ids == own_documents)
+        return (
+            torch.cat([is_positive, torch.zeros_like(is_no_negative)], dim=1),
+            torch.cat([is_left_out, is_no_negative], dim=1),
+        )
+
+    def relate_document(self, start: int, stop: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        """`Relation` of documents to queries."""
+        same_query = self.query_ids[start:stop, None] == self.query_ids
+        same_document = self.document_ids[start:stop, None] == self.document_ids
+        is_positive = same_query | same_document
+        return is_positive, torch.zeros_like(is_positive)
+
+
+def _flat_texts(texts: TextFieldTensors) -> TextFieldTensors:
+    """Of shape (batch_size * num_texts, num_tokens) instead of (batch_size, num_texts, ...)."""
+    return {
+        indexer: {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
+        for indexer, tensors in texts.items()
+    }

@@ -1,0 +1,141 @@
+import inspect
+from typing import Any, Dict, Optional, Set
+
+import torch
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from allennlp.nn import RegularizerApplicator
+from overrides import overrides
+
+from allennlp_deepspeed.contrastive.gathering import gather_examples
+
+
+class ContrastiveModel(Model):
+    """
+    A model whose loss compares each example with all others, in the two parts that gradient caching
+    needs apart: `encode`, which sees each example alone, and `contrastive_loss`, which sees the
+    representations of all. `forward` is one after the other, so that the model also trains without
+    gradient caching, with any trainer, validates and predicts.
+
+    Which inputs go to which part is said by the names of their arguments. An input that both name
+    goes to both.
+
+    # Parameters
+
+    vocab : `Vocabulary`, required.
+    negatives : `str`, optional (default = `"global"`)
+        What the loss sees in training with several workers: `"global"`, the batches of all of them
+        as one, or `"local"`, those of its own worker.
+    regularizer : `RegularizerApplicator`, optional (default = `None`)
+    """
+
+    validates_whole_set = False
+    """
+    Whether the metrics of validation are those of all examples together, each counted once also if
+    it comes twice. The "deepspeed" trainer then leaves none out where workers have different
+    amounts.
+    """
+
+    def __init__(
+        self,
+        vocab: Vocabulary,
+        negatives: str = "global",
+        regularizer: Optional[RegularizerApplicator] = None,
+        **kwargs,
+    ) -> None:
+        super().__init__(vocab, regularizer, **kwargs)
+        if negatives not in ("global", "local"):
+            raise ConfigurationError(
+                f"'model.negatives' is {negatives!r}: write \"global\" for those of all workers' "
+                'batches, or "local" for those of each worker\'s own.'
+            )
+        self.negatives = negatives
+
+    def encode(self, **inputs: Any) -> Dict[str, torch.Tensor]:
+        """
+        Must neither update metrics nor compute anything across examples: with gradient caching it
+        runs twice, and on a few examples at a time. A model for which the trainer is to have chunks
+        of different sizes for each of its inputs must take any of them alone.
+
+        # Returns
+
+        `Dict[str, torch.Tensor]`
+            Representations by name, each of shape (batch_size, ...).
+        """
+        raise NotImplementedError
+
+    def contrastive_loss(
+        self, representations: Dict[str, torch.Tensor], **inputs: torch.Tensor
+    ) -> Dict[str, torch.Tensor]:
+        """
+        Every worker computes the same, if negatives are global.
+
+        # Parameters
+
+        representations : `Dict[str, torch.Tensor]`
+            Of the whole global batch, in the order of the ranks; in evaluation, or where
+            `negatives` is "local", of the worker's own.
+        inputs : `torch.Tensor`
+            Those that this method names, of the same examples. Where workers have different sizes
+            in other dimensions than the first, they are padded with zeros.
+
+        # Returns
+
+        `Dict[str, torch.Tensor]`
+            With a scalar `"loss"`.
+        """
+        raise NotImplementedError
+
+    @overrides(check_signature=False)
+    def forward(self, **inputs: Any) -> Dict[str, torch.Tensor]:
+        """With several workers and global negatives, every one must call it in training."""
+        return self.loss_over_ranks(
+            self.encode(**self.encoder_inputs(inputs)), self.loss_inputs(inputs)
+        )
+
+    def loss_over_ranks(
+        self, representations: Dict[str, torch.Tensor], loss_inputs: Dict[str, torch.Tensor]
+    ) -> Dict[str, torch.Tensor]:
+        """
+        `contrastive_loss` of what all ranks have given. Each goes back into its own
+        representations, which get the gradient of the one loss.
+        """
+        if self.training and self.negatives == "global":
+            # Names of inputs and representations may be the same.
+            joined = {
+                **{f"r {name}": tensor for name, tensor in representations.items()},
+                **{f"i {name}": tensor for name, tensor in loss_inputs.items()},
+            }
+            gathered = gather_examples(joined)
+            representations = {name: gathered[f"r {name}"] for name in representations}
+            loss_inputs = {name: gathered[f"i {name}"] for name in loss_inputs}
+        return self.contrastive_loss(representations, **loss_inputs)
+
+    def encoder_inputs(self, inputs: Dict[str, Any]) -> Dict[str, Any]:
+        """
+        # Raises
+
+        `ConfigurationError`
+            If there is an input for neither part.
+        """
+        names = self.encoder_names()
+        known = names | self._loss_names()
+        for name in inputs:
+            if name not in known:
+                raise ConfigurationError(
+                    f"The data has '{name}', but neither `encode` nor `contrastive_loss` of "
+                    f"{type(self).__name__} has an argument of that name."
+                )
+        return {name: value for name, value in inputs.items() if name in names}
+
+    def loss_inputs(self, inputs: Dict[str, Any]) -> Dict[str, torch.Tensor]:
+        names = self._loss_names()
+        return {name: value for name, value in inputs.items() if name in names}
+
+    def encoder_names(self) -> Set[str]:
+        """The names of `encode`'s arguments."""
+        return set(inspect.signature(self.encode).parameters)
+
+    def _loss_names(self) -> Set[str]:
+        return set(inspect.signature(self.contrastive_loss).parameters)

@@ -1,0 +1,48 @@
+from typing import Dict, Optional
+
+import torch
+import torch.distributed as dist
+from allennlp.training.metrics import Metric
+from overrides import overrides
+
+from allennlp_deepspeed.contrastive.gathering import world_size
+
+
+@Metric.register("in_batch_accuracy")
+class InBatchAccuracy(Metric):
+    """
+    The share of anchors that are more similar to one of their positives than to any negative of
+    their batch. Counted on the device, which is waited for when the metric is asked for.
+    """
+
+    def __init__(self) -> None:
+        # Of anchors: how many are correct, and how many there were.
+        self._counts: Optional[torch.Tensor] = None
+
+    @overrides(check_signature=False)
+    def __call__(self, num_correct: torch.Tensor, num_anchors: int) -> None:
+        counts = torch.stack([num_correct, torch.full_like(num_correct, num_anchors)])
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    @overrides(check_signature=False)
+    def get_metric(self, reset: bool = False) -> Dict[str, float]:
+        """
+        # Returns
+
+        `Dict[str, float]`
+            Empty if there was no anchor. With `reset` it is over all ranks, and to be called by
+            all of them.
+        """
+        counts = self._counts
+        if reset:
+            self.reset()
+            if counts is not None and world_size() > 1:
+                dist.all_reduce(counts)
+        if counts is None:
+            return {}
+        num_correct, num_anchors = counts.tolist()
+        return {"in_batch_accuracy": num_correct / num_anchors}
+
+    @overrides
+    def reset(self) -> None:
+        self._counts = None

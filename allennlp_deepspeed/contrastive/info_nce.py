@@ -1,0 +1,97 @@
+"""
+The InfoNCE loss without the matrix of similarities.
+"""
+
+from typing import Callable, NamedTuple, Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+Relation = Callable[[int, int], Tuple[torch.Tensor, torch.Tensor]]
+"""
+For the anchors from one index to before another, which candidates are their positives, and which
+are neither positives nor negatives: two boolean tensors of shape (stop - start, num_candidates).
+"""
+
+_BLOCK_ELEMENTS = 2**20  # similarities that exist at a time
+
+
+class InfoNCE(NamedTuple):
+    """
+    # Parameters
+
+    loss : `torch.Tensor`
+        A scalar.
+    num_correct : `torch.Tensor`
+        A scalar: for how many anchors the most similar candidate is a positive.
+    """
+
+    loss: torch.Tensor
+    num_correct: torch.Tensor
+
+
+def info_nce(
+    anchors: torch.Tensor, candidates: torch.Tensor, scale: torch.Tensor, relation: Relation
+) -> InfoNCE:
+    """
+    InfoNCE of [van den Oord et al., 2018](https://arxiv.org/abs/1807.03748), section 2.3, averaged
+    over the anchors. An anchor with several positives has the average over them, as in L_out of
+    [Khosla et al., 2020](https://arxiv.org/abs/2004.11362), equation 2.
+
+    Similarities are computed for a few anchors at a time, and so are the gradients, in the forward
+    pass: the loss is a scalar, and whatever comes back only scales them. So the memory is that of
+    the arguments, twice.
+
+    # Parameters
+
+    anchors : `torch.Tensor`, required.
+        Of shape (num_anchors, dim). As the candidates, it is converted to fp32.
+    candidates : `torch.Tensor`, required.
+        Of shape (num_candidates, dim).
+    scale : `torch.Tensor`, required.
+        A scalar that the dot products are multiplied by, the inverse of the temperature.
+    relation : `Relation`, required.
+        Every anchor has at least one positive.
+    """
+    tensors = (anchors.float(), candidates.float(), scale.float())
+    if not torch.is_grad_enabled():
+        tensors = tuple(tensor.detach() for tensor in tensors)
+    return InfoNCE(*_InfoNCE.apply(*tensors, relation))
+
+
+class _InfoNCE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchors, candidates, scale, relation):
+        with torch.autocast(anchors.device.type, enabled=False):
+            block_size = max(1, _BLOCK_ELEMENTS // len(candidates))
+            loss = anchors.new_zeros(())
+            num_correct = torch.zeros((), dtype=torch.int64, device=anchors.device)
+            has_gradients = any(ctx.needs_input_grad)
+            gradients = [torch.zeros_like(tensor) for tensor in (anchors, candidates, scale)]
+            for start in range(0, len(anchors), block_size):
+                rows = slice(start, min(start + block_size, len(anchors)))
+                # Shape: (block_size, num_candidates), as all tensors of the block.
+                similarities = anchors[rows] @ candidates.T
+                is_positive, is_left_out = relation(rows.start, rows.stop)
+                logits = (similarities * scale).masked_fill_(is_left_out, -torch.inf)
+                log_sum = logits.logsumexp(dim=1, keepdim=True)
+                num_positives = is_positive.sum(dim=1, keepdim=True)
+                positives = torch.where(is_positive, logits, 0).sum(dim=1) / num_positives[:, 0]
+                loss += (log_sum[:, 0] - positives).sum()
+                num_correct += is_positive.gather(1, logits.argmax(dim=1, keepdim=True)).sum()
+                if has_gradients:
+                    # What the loss of a row is differentiated by each of its logits.
+                    by_logits = logits.sub_(log_sum).exp_().sub_(is_positive / num_positives)
+                    gradients[2] += similarities.mul_(by_logits).sum()
+                    by_similarities = by_logits.mul_(scale)
+                    gradients[0][rows] = by_similarities @ candidates
+                    gradients[1].addmm_(by_similarities.T, anchors[rows])
+        if has_gradients:
+            ctx.save_for_backward(*(gradient.div_(len(anchors)) for gradient in gradients))
+        ctx.mark_non_differentiable(num_correct)
+        return loss / len(anchors), num_correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, by_loss, _):
+        return (*(by_loss * gradient for gradient in ctx.saved_tensors), None)
