@@ -6,9 +6,9 @@ process group.
 
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Callable, Dict, Optional, Set
+from typing import Callable, Dict, Iterator, Optional, Set
 
 import deepspeed
 import torch
@@ -88,6 +88,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             )
         # Undone in the reverse order, by `destroy` or if anything fails in here.
         self._undo = ExitStack()
+        self._autocast: Callable[[Callable], Callable] = lambda function: function
         with ExitStack() as undo_if_failed:
             undo_if_failed.callback(self.destroy)
             self._bring_up(model, config, device, local_rank, optimizer)
@@ -116,8 +117,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
-            autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
-            model.forward = autocast(model.forward)  # type: ignore[method-assign]
+            self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
+            model.forward = self._autocast(model.forward)  # type: ignore[method-assign]
             self._undo.callback(delattr, model, "forward")
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
@@ -165,6 +166,27 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         stages 1 to 3 this rank's shard of the fp32 weights.
         """
         return self.engine.basic_optimizer
+
+    @contextmanager
+    def forward_is(self, function: Callable) -> Iterator[None]:
+        """
+        Within it `function` is the model's forward pass, with all that DeepSpeed does around one:
+        at ZeRO stage 3 its parameters are gathered.
+
+        # Parameters
+
+        function : `Callable`, required.
+            One that computes with the model.
+        """
+        model = self.engine.module
+        forward = vars(model).get("forward")
+        model.forward = self._autocast(function)
+        try:
+            yield
+        finally:
+            del model.forward
+            if forward is not None:
+                model.forward = forward
 
     def before_destroying(self, undo: Callable[[], None]) -> None:
         """Has `undo` called before the engine is taken down."""

@@ -28,12 +28,19 @@ from allennlp_deepspeed import recovery
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config_schema import did_you_mean
+from allennlp_deepspeed.contrastive.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.reading_pace import ReadingPace
 from allennlp_deepspeed.supervision import supervised_workers
 from allennlp_deepspeed.trainer import DeepSpeedTrainer
 
 _DEFAULT_TYPE = "of the default type"
-_OWN_KEYS = ("deepspeed_config", "gradient_synchronization", "log_every_num_steps", "shard_within")
+_OWN_KEYS = (
+    "deepspeed_config",
+    "grad_cache",
+    "gradient_synchronization",
+    "log_every_num_steps",
+    "shard_within",
+)
 
 
 def install() -> None:
@@ -87,6 +94,8 @@ def check(params: Params) -> None:
         return
     _check_keys(trainer)
     ReadingPace(trainer.get("log_every_num_steps"))  # raises
+    if trainer.get("grad_cache") is not None:
+        GradCacheSettings(trainer["grad_cache"])  # raises
     devices = _devices(config)
     if len(devices) > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
         raise ConfigurationError(

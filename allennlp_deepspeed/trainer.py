@@ -45,10 +45,13 @@ from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.communication_callback import CommunicationCallback
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.contrastive.grad_cache import GradCache
+from allennlp_deepspeed.contrastive.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.device_transfer import to_device
 from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
+from allennlp_deepspeed.even_batches import EvenBatches
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.interruption import TrainingInterrupted, TrainingInterruption, interrupted
 from allennlp_deepspeed.metric_tracker import AgreedMetricTracker
@@ -95,6 +98,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         has as many times the traffic as there are micro-batches. `"auto"`: `"boundary"` if the
         first step has left twice the memory of a whole gradient free on every rank, otherwise
         `"micro_batch"`. The numbers are the same.
+    grad_cache : `Dict[str, Any]`, optional (default = `None`)
+        Trains a [`ContrastiveModel`](./contrastive/contrastive_model.py) on batches whose
+        activations don't fit into memory, with the gradient of the whole batch: `{"chunk_size":
+        32}` encodes as many examples at a time, on each rank. A number for each argument of
+        `encode`, as `{"query": 64, "document": 16}`, or `"auto"`, the largest that fits. See
+        [`GradCache`](./contrastive/grad_cache.py).
     log_every_num_steps : `int`, optional (default = `None`)
         After how many optimizer steps the host waits for the device to read the losses. At these
         steps the progress bar is updated, the ranks tell each other of a signal or a NaN, which
@@ -151,6 +160,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         world_size: int = 1,
         num_gradient_accumulation_steps: Optional[int] = None,
         gradient_synchronization: str = "auto",
+        grad_cache: Optional[Dict[str, Any]] = None,
         log_every_num_steps: Optional[int] = None,
         use_amp: bool = False,
         enable_default_callbacks: bool = True,
@@ -259,15 +269,28 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._moving_average = ShardedMovingAverage(self._moving_average, self.engine)
             if self._grad_clipping is not None:
                 self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
+            grad_cache_settings = self._grad_cache_settings(grad_cache)
+            # Each chunk is a micro-batch to DeepSpeed.
+            num_chunks = 1 if grad_cache_settings is None else 2
             self._gradients = GradientSynchronizer(
                 self.engine,
                 mode=gradient_synchronization,
-                num_micro_batches=self._num_gradient_accumulation_steps,
+                num_micro_batches=num_chunks * self._num_gradient_accumulation_steps,
                 find_unused_parameters=ddp_wrapped_model.find_unused_parameters,
-                several_passes=any(map(_goes_backward, self._callbacks)),
+                several_passes=any(map(_goes_backward, self._callbacks))
+                # A chunk may use a part of the parameters, and with offload DeepSpeed forgets those
+                # that the last micro-batch doesn't use.
+                or (grad_cache_settings is not None and self.engine.zero_cpu_offload()),
                 average_each_pass=any(map(_reads_gradients, self._callbacks)),
             )
             ddp_wrapped_model.before_destroying(self._gradients.remove_hooks)
+            self._grad_cache: Optional[GradCache] = None
+            if grad_cache_settings is not None:
+                self._grad_cache = GradCache(
+                    grad_cache_settings, ddp_wrapped_model, self._gradients, self.batch_outputs
+                )
+            if distributed and getattr(model, "validates_whole_set", False):
+                self._validate_whole_set()
             if isinstance(data_loader, _LOADERS_OF_ALLENNLP):
                 # They would wait for the device with each batch. `batch_outputs` doesn't.
                 ddp_wrapped_model.before_destroying(
@@ -281,6 +304,28 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._has_metric_readers = any(map(_may_read_metrics, self._callbacks))
             # Of the last step, if a callback has kept it.
             self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
+
+    def _grad_cache_settings(
+        self, grad_cache: Optional[Dict[str, Any]]
+    ) -> Optional[GradCacheSettings]:
+        if grad_cache is None:
+            return None
+        settings = GradCacheSettings(grad_cache)
+        GradCache.check(settings, self.model)
+        for callback in self._callbacks:
+            if _goes_backward(callback):
+                raise ConfigurationError(
+                    f"The callback {type(callback).__name__} has 'on_backward', but with "
+                    "'trainer.grad_cache' there is no graph to go back through: remove one of them."
+                )
+        return settings
+
+    def _validate_whole_set(self) -> None:
+        """AllenNLP's loop leaves out what one rank has more than another."""
+        if self._validation_data_loader is not None:
+            self._validation_data_loader = EvenBatches(  # type: ignore[assignment]
+                self._validation_data_loader, self.cuda_device
+            )
 
     @property
     def engine(self):
@@ -481,17 +526,17 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._finish_batch_metrics()
         for callback in self._communication:
             callback.on_step_start()
-        running_loss.start_group(batch_group.size)
-        self.group_size = batch_group.size
         batches = batch_group.batches
+        # A contrastive loss is one of all ranks, which therefore divide it by the same number.
+        self.group_size = batch_group.size if self._grad_cache is None else len(batches)
+        running_loss.start_group(self.group_size)
         batch_group_outputs = []
         with self._gradients.accumulate():
             for i, batch in enumerate(batches):
-                with self._gradients.micro_batch(is_last=i == len(batches) - 1):
-                    batch_outputs = self.batch_outputs(batch, for_training=True)
-                    batch_group_outputs.append(batch_outputs)
-                    running_loss.add(batch_outputs)
-                    self._backward(batch_outputs, batch_group.size)
+                is_last = i == len(batches) - 1
+                batch_outputs = self._forward_backward(batch, is_last)
+                batch_group_outputs.append(batch_outputs)
+                running_loss.add(batch_outputs)
 
         if self._learning_rate_scheduler:
             self._learning_rate_scheduler.step_batch(self._total_batches_completed + 1)
@@ -578,12 +623,22 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
         raise error
 
-    def _backward(self, batch_outputs: Dict[str, torch.Tensor], group_size: int) -> None:
+    def _forward_backward(self, batch: TensorDict, is_last: bool) -> Dict[str, torch.Tensor]:
+        if self._grad_cache is not None:
+            if self.cuda_device.type != "cpu":
+                batch = to_device(batch, self.cuda_device)
+            return self._grad_cache.train_on(batch, self.group_size, is_last)
+        with self._gradients.micro_batch(is_last):
+            batch_outputs = self.batch_outputs(batch, for_training=True)
+            self._backward(batch_outputs)
+        return batch_outputs
+
+    def _backward(self, batch_outputs: Dict[str, torch.Tensor]) -> None:
         backward_called = False
         for callback in self._callbacks:
             backward_called |= callback.on_backward(self, batch_outputs, backward_called)
         if not backward_called:
-            self.engine.backward(batch_outputs["loss"] / group_size, scale_wrt_gas=False)
+            self.engine.backward(batch_outputs["loss"] / self.group_size, scale_wrt_gas=False)
 
     def _step(self, num_micro_batches: int) -> Union[torch.Tensor, float, None]:
         """
@@ -698,6 +753,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "instances_per_step": self.instances_per_step(),
             "has_best_weights": self._best_model_filename is not None,
             "gradient_synchronization": self._gradients.state_dict(),
+            "grad_cache": None if self._grad_cache is None else self._grad_cache.state_dict(),
             **self._resumption.state_dict(in_validation=self._is_validating),
         }
         for name, part in self._optional_parts().items():
@@ -721,6 +777,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if training_state["has_best_weights"]:
             self._best_model_filename = self._best_weights_path()
         self._gradients.load_state_dict(training_state.get("gradient_synchronization"))
+        if self._grad_cache is not None:
+            self._grad_cache.load_state_dict(training_state.get("grad_cache"))
         self._resumption.load_state_dict(training_state)
         if (
             self._start_after_batches_in_epoch_completed == 0
@@ -829,6 +887,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         world_size: int = 1,
         num_gradient_accumulation_steps: Optional[int] = None,
         gradient_synchronization: str = "auto",
+        grad_cache: Optional[Dict[str, Any]] = None,
         log_every_num_steps: Optional[int] = None,
         use_amp: bool = False,
         no_grad: List[str] = None,
@@ -952,6 +1011,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 enable_default_callbacks=enable_default_callbacks,
                 run_confidence_checks=run_confidence_checks,
                 gradient_synchronization=gradient_synchronization,
+                grad_cache=grad_cache,
                 log_every_num_steps=log_every_num_steps,
                 ddp_wrapped_model=wrapped_model,
                 **kwargs,

@@ -1,0 +1,88 @@
+"""
+Finds the largest chunk that fits into memory.
+"""
+
+import logging
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils._pytree import tree_leaves
+
+from allennlp_deepspeed import gradient_memory
+from allennlp_deepspeed.contrastive.gathering import gather_numbers
+
+logger = logging.getLogger(__name__)
+
+# A backward pass needs more than what the forward pass has saved for it: gradients of activations,
+# and what is only there inside an operation.
+_SAFETY = 2
+
+
+def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepSpeedEngine) -> int:
+    """
+    Encodes more and more examples, twice as many each time, and measures what the graph holds,
+    until the next would not fit, or all did. What fits in between is by proportion: a batch is
+    padded to one length, so that all examples cost the same. To be called by every rank; all get
+    the same.
+
+    # Parameters
+
+    encode : `Callable[[int], Any]`, required.
+        Runs the model on so many examples, or on all if there are fewer.
+    batch_size : `int`, required.
+        This rank's examples.
+    engine : `DeepSpeedEngine`, required.
+        Whose gradients need memory too.
+
+    # Returns
+
+    `int`
+        A number of examples.
+    """
+    most = max(size for (size,) in gather_numbers([batch_size], engine.device))
+    # Held whole until they are reduced, and once more while they are.
+    gradient = gradient_memory.of_whole_gradient(
+        (p for p in engine.module.parameters() if p.requires_grad), torch.float32
+    )
+    budget = (gradient_memory.least_left_free(engine.device) - 2 * gradient) // _SAFETY
+    size = 1
+    while True:
+        needed = _agreed_maximum(_bytes_saved(encode, size, engine), engine.device)
+        if 2 * needed > budget or size >= most:
+            break
+        size *= 2
+    fitting = min(most, max(1, size * budget // max(needed, 1)))
+    if dist.get_rank() == 0:
+        logger.info(
+            "'grad_cache.chunk_size' is %d from here on, of %d examples on a rank: %d of them take "
+            "%d bytes of activations, and %d are free on every rank, of which half may be used.",
+            fitting,
+            most,
+            size,
+            needed,
+            budget * _SAFETY,
+        )
+    return fitting
+
+
+def _bytes_saved(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) -> int:
+    """By the forward pass for the backward pass, besides parameters, and of its results."""
+    own = {p.untyped_storage()._cdata for p in engine.module.parameters()}
+    storages = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        results = encode(size)
+    for tensor in tree_leaves(results):
+        count(tensor)
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+
+
+def _agreed_maximum(value: int, device: torch.device) -> int:
+    return max(number for (number,) in gather_numbers([value], device))

@@ -1,0 +1,60 @@
+import json
+from typing import Any, Dict, List, Union
+
+from allennlp.common.checks import ConfigurationError
+
+AUTO = "auto"
+
+
+class GradCacheSettings:
+    """
+    The trainer's `grad_cache`.
+
+    # Parameters
+
+    settings : `Dict[str, Any]`, required.
+        With `"chunk_size"`: examples to encode at a time, on each rank. A number; a number for each
+        argument of the model's `encode`, which is then called for one at a time, as in
+        `{"query": 64, "document": 16}`; or `"auto"`, the largest number that fits.
+
+    # Raises
+
+    `ConfigurationError`
+        If it is anything else.
+    """
+
+    def __init__(self, settings: Dict[str, Any]) -> None:
+        expected = 'write {"chunk_size": 32}, for example.'
+        if not isinstance(settings, dict):
+            raise ConfigurationError(f"'trainer.grad_cache' is {json.dumps(settings)}: {expected}")
+        for key in settings:
+            if key == "negatives":
+                raise ConfigurationError(
+                    "'trainer.grad_cache.negatives' is given, but it is the model that needs to "
+                    "know, without gradient caching too: move it to 'model.negatives'."
+                )
+            if key != "chunk_size":
+                raise ConfigurationError(f"'trainer.grad_cache.{key}' is no key of it: {expected}")
+        if "chunk_size" not in settings:
+            raise ConfigurationError(f"'trainer.grad_cache' has no 'chunk_size': {expected}")
+        self.chunk_size: Union[int, str, Dict[str, int]] = settings["chunk_size"]
+        if not self._is_valid():
+            raise ConfigurationError(
+                f"'trainer.grad_cache.chunk_size' is {json.dumps(self.chunk_size)}: write a number "
+                'of examples, at least 1, or one for each encoder, as {"query": 64, "document": '
+                '16}, or "auto".'
+            )
+
+    @property
+    def names(self) -> List[str]:
+        """Arguments of `encode`, if they are chunked apart."""
+        return list(self.chunk_size) if isinstance(self.chunk_size, dict) else []
+
+    def _is_valid(self) -> bool:
+        if isinstance(self.chunk_size, dict):
+            return bool(self.chunk_size) and all(map(_is_size, self.chunk_size.values()))
+        return self.chunk_size == AUTO or _is_size(self.chunk_size)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

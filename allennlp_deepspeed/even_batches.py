@@ -1,0 +1,53 @@
+from typing import Iterator, List, Optional
+
+import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+from allennlp.data.data_loaders import DataLoader, TensorDict
+
+
+class EvenBatches:
+    """
+    Batches for a validation that leaves nothing out: a rank with fewer than others repeats its last
+    one, for a model whose metrics count each example once (`validates_whole_set`). To be iterated
+    over by every rank.
+
+    # Parameters
+
+    data_loader : `DataLoader`, required.
+    device : `torch.device`, required.
+        Where the process group communicates.
+
+    # Raises
+
+    `ConfigurationError`
+        On every rank, if one has no batch at all.
+    """
+
+    def __init__(self, data_loader: DataLoader, device: torch.device) -> None:
+        self._data_loader = data_loader
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._data_loader)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        batches = iter(self._data_loader)
+        last: Optional[TensorDict] = None
+        while True:
+            batch = next(batches, None)
+            last = last if batch is None else batch
+            num_with_batch, num_without_any = self._sum([batch is not None, last is None])
+            if num_with_batch == 0:
+                return
+            if num_without_any > 0 or last is None:
+                raise ConfigurationError(
+                    "A worker has no validation data: use fewer workers, or more instances."
+                )
+            yield last
+
+    def _sum(self, values: List[bool]) -> List[int]:
+        """For how many ranks each is true."""
+        tensor = torch.tensor(values, dtype=torch.int32, device=self._device)
+        dist.all_reduce(tensor)
+        return tensor.tolist()

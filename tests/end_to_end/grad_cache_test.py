@@ -1,0 +1,349 @@
+"""
+Gradient caching gives the weights of the whole batch in one piece, at every ZeRO stage.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+import pytest
+
+from tests.end_to_end.checkpoint_test import recover
+from tests.end_to_end.failures_test import train
+from tests.end_to_end.gradient_synchronization_test import (
+    BYTES_OF_NORM,
+    MODES,
+    counted,
+    gradient_bytes,
+    reduced,
+    traffic,
+)
+from tests.experiment import (
+    ONE_PROCESS,
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    assert_same_metrics,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+STAGES = [0, 1, 2, 3]
+GLOBAL_BATCH_SIZE = 16  # of 55 pairs, so that 7 are left for the last step of an epoch
+
+# With two workers these are 4 and 3, and with four 2, 2, 2 and 1.
+WORKERS: Dict[int, Config] = {
+    1: ONE_PROCESS,
+    2: TWO_WORKERS,
+    4: {"distributed": {"cuda_devices": [-1] * 4}},
+}
+
+EVERYTHING: Config = {
+    "dataset_reader.num_negatives": 3,
+    "model.learn_temperature": True,
+    "model.bidirectional": True,
+    "model.document_seq2vec_encoder": {
+        "type": "bag_of_embeddings",
+        "embedding_dim": 12,
+        "averaged": True,
+    },
+    "trainer.num_gradient_accumulation_steps": 3,
+    "trainer.grad_norm": 0.5,
+}
+
+
+def in_one_piece(*changes: Config) -> Config:
+    """With `gradient_descent`, in one process."""
+    return load_config(
+        "bi_encoder", ONE_PROCESS, {"data_loader.batch_size": GLOBAL_BATCH_SIZE}, *changes
+    )
+
+
+def divided(num_workers: int, *changes: Config) -> Config:
+    """The same global batches."""
+    batch_size = {"data_loader.batch_size": GLOBAL_BATCH_SIZE // num_workers}
+    return load_config("bi_encoder", WORKERS[num_workers], batch_size, *changes)
+
+
+def cached(config: Config, stage: int, chunk_size: Any = 3, **sections: Any) -> Config:
+    config = deepspeed(config, stage, **sections)
+    config["trainer"]["grad_cache"] = {"chunk_size": chunk_size}
+    return config
+
+
+def assert_same(actual: Result, expected: Result) -> None:
+    """The same weights and metrics, but for the validation loss, which is one of batches."""
+    assert_same_weights(actual.weights(), expected.weights())
+    metrics, expected_metrics = (
+        {
+            key: value
+            for key, value in result.metrics_of_epochs().items()
+            if not re.search("validation_loss|best_epoch", key)
+        }
+        for result in (actual, expected)
+    )
+    assert len(expected_metrics) > 20
+    assert_same_metrics(metrics, expected_metrics)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_the_weights_are_those_of_one_piece(experiments: Experiments, num_workers: int, stage: int):
+    chunk_size = {"query": 3, "document": 5, "negatives": 2}
+    config = cached(divided(num_workers, EVERYTHING), stage, chunk_size)
+    assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
+
+
+@pytest.mark.parametrize("stage, mode", MODES)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_gradients_are_reduced_as_often_as_the_mode_says(
+    experiments: Experiments, stage: int, mode: str, num_micro_batches: int
+):
+    accumulation = {"trainer.num_gradient_accumulation_steps": num_micro_batches}
+    config = counted(divided(2, accumulation), stage, mode)
+    config["trainer"]["grad_cache"] = {"chunk_size": 3}
+    result = experiments.run(config)
+    # The second step of an epoch has one micro-batch of 8, or one of 8 and one of 4 and 3.
+    num_chunks = {1: 3, 2: 3 + 2}[num_micro_batches]
+    times = num_chunks if mode == "micro_batch" else 1
+    _, num_bytes = reduced(traffic(result)[0])
+    # The temperature isn't trained.
+    gradient = gradient_bytes(result, stage) - 4 * (2 if stage == 3 else 1)
+    assert num_bytes == times * gradient + BYTES_OF_NORM[stage]
+    assert_same(result, experiments.run(in_one_piece(accumulation)))
+
+
+def test_representations_are_gathered_once_a_micro_batch(experiments: Experiments):
+    config = counted(divided(2, {"trainer.num_gradient_accumulation_steps": 2}), 0)
+    config["trainer"]["grad_cache"] = {"chunk_size": 3}
+    calls, num_bytes = traffic(experiments.run(config))[0]["all_gather"]
+    # Each of the two micro-batches gathers how many examples there are, shapes of four tensors, and
+    # their contents: of 8 and 4 pairs two vectors of 10 numbers and two ids.
+    assert calls == 2 * 3
+    contents = (8 + 4) * (2 * 10 * 4 + 2 * 8)
+    assert num_bytes == 2 * (contents + 2 * 8 * (1 + 6))
+
+
+@pytest.mark.parametrize("trainer", ["gradient_descent", 0, 3])
+def test_the_same_model_trains_without_caching(experiments: Experiments, trainer: Any):
+    config = divided(2, EVERYTHING)
+    if trainer != "gradient_descent":
+        config = deepspeed(config, trainer)
+    result, expected = experiments.run(config), experiments.run(in_one_piece(EVERYTHING))
+    assert_same_weights(result.weights(), expected.weights())
+    if trainer != "gradient_descent":  # which drops what one worker has more for validation
+        assert_same(result, expected)
+
+
+@pytest.mark.parametrize("num_workers, stage", [(1, 2), (2, 1), (2, 3)])
+def test_dropout_is_the_same_in_both_passes(experiments: Experiments, num_workers: int, stage: int):
+    """The other run encodes the same chunks with a graph, which it holds until it goes backward."""
+    dropout = {"model.dropout": 0.3}
+    in_chunks = {"model.type": "bi_encoder_in_chunks", "model.chunk_size": 3}
+    result = experiments.run(cached(divided(num_workers, dropout), stage))
+    expected = experiments.run(deepspeed(divided(num_workers, dropout, in_chunks), 0))
+    assert_same(result, expected)
+    without = experiments.run(in_one_piece()).weights()
+    with pytest.raises(AssertionError):
+        assert_same_weights(result.weights(), without, tolerance=0.01)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_local_negatives(experiments: Experiments, stage: int):
+    local = {"model.negatives": "local", "dataset_reader.num_negatives": 2}
+    expected = experiments.run(divided(2, local))  # AllenNLP averages the workers' gradients
+    result = experiments.run(cached(divided(2, local), stage))
+    assert_same_weights(result.weights(), expected.weights())
+    with pytest.raises(AssertionError):
+        assert_same_weights(
+            result.weights(),
+            experiments.run(in_one_piece({"dataset_reader.num_negatives": 2})).weights(),
+            tolerance=0.01,
+        )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_offload_where_a_chunk_uses_only_one_encoder(
+    experiments: Experiments, num_workers: int, stage: int
+):
+    config = cached(
+        divided(num_workers, EVERYTHING), stage, {"query": 3, "document": 5, "negatives": 2}
+    )
+    config["trainer"]["deepspeed_config"]["zero_optimization"]["offload_optimizer"] = {
+        "device": "cpu"
+    }
+    config["trainer"]["gradient_synchronization"] = "micro_batch"
+    assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_regularizer_counts_once(experiments: Experiments, stage: int):
+    regularizer = {"model.regularizer": {"regexes": [[".*weight", {"type": "l2", "alpha": 0.01}]]}}
+    result = experiments.run(cached(divided(2, regularizer), stage))
+    assert_same(result, experiments.run(in_one_piece(regularizer)))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"bf16": {"enabled": True}},
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lower_precision_trains_as_fp32_does(
+    experiments: Experiments, stage: int, sections: Dict[str, Any]
+):
+    longer = {"trainer.num_epochs": 8, "trainer.optimizer": {"type": "adam", "lr": 0.01}}
+    result = experiments.run(cached(divided(2, longer), stage, **sections))
+    losses, expected = (
+        [epoch["training_loss"] for epoch in run.epochs()]
+        for run in (result, experiments.run(in_one_piece(longer)))
+    )
+    assert expected[0] - expected[-1] > 0.25
+    # As in `assert_trains_alike`: 8 significant bits, over 32 steps.
+    assert losses == pytest.approx(expected, abs=0.05)
+
+
+class TestAuto:
+    """`"chunk_size": "auto"`"""
+
+    @pytest.mark.parametrize(
+        "free, chunk_size",
+        [(None, 8), (100, 1), (30_000, None)],
+        ids=["plenty", "too_little", "some"],
+    )
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_is_what_fits_on_every_rank(
+        self, experiments: Experiments, stage: int, free: Optional[int], chunk_size: Optional[int]
+    ):
+        config = cached(divided(2), stage, "auto")
+        if free is not None:
+            callback = {"type": "little_memory_on_rank_1", "num_bytes": free}
+            config["trainer"]["callbacks"].append(callback)
+        result = experiments.run(config)
+        log = (result.serialization_dir / "out_worker0.log").read_text()
+        (found,) = re.findall(r"'grad_cache.chunk_size' is (\d+) from here on", log)
+        if chunk_size is not None:
+            assert int(found) == chunk_size
+        else:
+            assert 1 < int(found) < 8
+        assert_same(result, experiments.run(in_one_piece()))
+
+    def test_and_random_states_go_on_after_recovery(self, experiments: Experiments, tmp_path: Path):
+        checkpoints = {
+            "model.dropout": 0.3,
+            "trainer.checkpointer": {
+                "save_every_num_batches": 2,
+                "keep_most_recent_by_count": None,
+            },
+        }
+        config = cached(divided(2, checkpoints), 2, "auto")
+        result = experiments.run(config)
+        config["trainer"]["callbacks"].append("little_memory_on_rank_1")
+        recovered = recover(result, tmp_path, config, "checkpoint_e0_b2")
+        assert_same_metrics(recovered.metrics_of_epochs(), result.metrics_of_epochs(), tolerance=0)
+        assert_same_weights(recovered.weights(), result.weights(), tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        pytest.param(
+            {"trainer.grad_cache": {"chunk_size": 0}},
+            "'trainer.grad_cache.chunk_size' is 0: write a number of examples, at least 1",
+            id="chunk size below 1",
+        ),
+        pytest.param(
+            {"trainer.grad_cache": {"chunk_size": {"document": -1, "query": 4}}},
+            """'trainer.grad_cache.chunk_size' is {"document": -1, "query": 4}: write a number""",
+            id="one of several below 1",
+        ),
+        pytest.param(
+            {"trainer.grad_cache": {"chunk_size": "most"}},
+            """'trainer.grad_cache.chunk_size' is "most": write a number""",
+            id="no number",
+        ),
+        pytest.param(
+            {"trainer.grad_cache": {}},
+            "'trainer.grad_cache' has no 'chunk_size'",
+            id="no chunk size",
+        ),
+        pytest.param(
+            {"trainer.grad_cache": 32},
+            "'trainer.grad_cache' is 32: write {\"chunk_size\": 32}",
+            id="not a dictionary",
+        ),
+        pytest.param(
+            {"trainer.grad_cache": {"chunk_size": 4, "size": 1}},
+            "'trainer.grad_cache.size' is no key of it",
+            id="unknown key",
+        ),
+        pytest.param(
+            {"trainer.grad_cache": {"chunk_size": 4, "negatives": "local"}},
+            "move it to 'model.negatives'",
+            id="negatives in the wrong place",
+        ),
+        pytest.param(
+            {"trainer.grad_cache": {"chunk_size": {"query": 4, "documents": 4}}},
+            "'trainer.grad_cache.chunk_size.documents' is no argument of `encode` of BiEncoder, "
+            "which has document, negatives, query",
+            id="unknown encoder",
+        ),
+        pytest.param(
+            {"trainer.grad_cache": {"chunk_size": {"query": 4}}},
+            "'trainer.grad_cache.chunk_size' has no 'document', which is in the data",
+            id="encoder without a chunk size",
+        ),
+        pytest.param(
+            {"model.type": "normalizing_bi_encoder"},
+            "can't be used with BatchNorm1d ('norm'), whose statistics would be those of a chunk",
+            id="batch normalization",
+        ),
+        pytest.param(
+            {"model.type": "bi_encoder_without_mean"},
+            "The loss of BiEncoderWithoutMean has shape (8,), but 'trainer.grad_cache' needs a "
+            "scalar",
+            id="loss that is no scalar",
+        ),
+        pytest.param(
+            {"trainer.callbacks": ["change_gradients"]},
+            "The callback ChangeGradients has 'on_backward'",
+            id="callback that goes backward",
+        ),
+        pytest.param(
+            {"model.negatives": "all"},
+            "'model.negatives' is 'all': write \"global\"",
+            id="unknown negatives",
+        ),
+    ],
+)
+def test_is_refused(tmp_path: Path, changes: Config, message: str):
+    config = cached(load_config("bi_encoder", ONE_PROCESS), 2)
+    for key, value in changes.items():
+        section, name = key.split(".")
+        config[section][name] = value
+    run = train(config, tmp_path)
+    assert run.returncode != 0
+    assert "ConfigurationError" in run.output
+    assert message in run.output
+
+
+def test_a_model_without_the_interface_is_refused(tmp_path: Path):
+    run = train(cached(load_config("classifier", ONE_PROCESS), 2), tmp_path)
+    assert run.returncode != 0
+    assert (
+        "'trainer.grad_cache' needs a model with `encode` and `contrastive_loss`, and "
+        "BasicClassifier has none" in run.output
+    )
+
+
+def test_it_is_a_key_of_this_trainer_alone(tmp_path: Path):
+    config = load_config("bi_encoder", ONE_PROCESS)
+    config["trainer"]["grad_cache"] = {"chunk_size": 3}
+    run = train(json.loads(json.dumps(config)), tmp_path)
+    assert "'trainer.grad_cache' is given, but the trainer is AllenNLP's own" in run.output
