@@ -6,12 +6,16 @@ from allennlp_deepspeed.contrastive.bi_encoder import BiEncoder
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.contrastive.in_batch_accuracy import InBatchAccuracy
 from allennlp_deepspeed.contrastive.retrieval_metric import RetrievalMetric
+from allennlp_deepspeed.contrastive.text_embedder import TextEmbedderPredictor
 from allennlp_deepspeed.contrastive.text_pairs_reader import TextPairsReader
+from allennlp_deepspeed.contrastive.text_search import TextSearchPredictor
 
 __all__ = [
     "BiEncoder",
     "ContrastiveModel",
     "InBatchAccuracy",
     "RetrievalMetric",
+    "TextEmbedderPredictor",
     "TextPairsReader",
+    "TextSearchPredictor",
 ]
