@@ -23,6 +23,7 @@ _MAY_CHANGE = re.compile(
     r"|trainer\.checkpointer(\..*)?"
     r"|trainer\.(cuda_device|num_gradient_accumulation_steps|shard_within)"
     r"|trainer\.(gradient_synchronization|log_every_num_steps)"
+    r"|trainer\.grad_cache(\..*)?"
     r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
     r"|trainer\.deepspeed_config\."
     r"(train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps)"

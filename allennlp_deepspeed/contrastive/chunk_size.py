@@ -23,9 +23,9 @@ _SAFETY = 2
 def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepSpeedEngine) -> int:
     """
     Encodes more and more examples, twice as many each time, and measures what the graph holds,
-    until the next would not fit, or all did. What fits in between is by proportion: a batch is
-    padded to one length, so that all examples cost the same. To be called by every rank; all get
-    the same.
+    until the next would not fit, or all did. What fits in between follows from what one example
+    more has cost: a batch is padded to one length, so that all cost the same. To be called by every
+    rank; all get the same.
 
     # Parameters
 
@@ -47,13 +47,15 @@ def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepS
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
     budget = (gradient_memory.least_left_free(engine.device) - 2 * gradient) // _SAFETY
-    size = 1
-    while True:
-        needed = _agreed_maximum(_bytes_saved(encode, size, engine), engine.device)
-        if 2 * needed > budget or size >= most:
-            break
+    size, needed = 1, _agreed_maximum(_bytes_saved(encode, 1, engine), engine.device)
+    # Bytes of one example more. Some are needed for any number.
+    slope = 0
+    while size < most and needed + size * slope <= budget:
         size *= 2
-    fitting = min(most, max(1, size * budget // max(needed, 1)))
+        before, needed = needed, _agreed_maximum(_bytes_saved(encode, size, engine), engine.device)
+        slope = max(1, (needed - before) // (size // 2))
+    fitting = size + (budget - needed) // slope if slope else size
+    fitting = min(most, max(1, fitting))
     if dist.get_rank() == 0:
         logger.info(
             "'grad_cache.chunk_size' is %d from here on, of %d examples on a rank: %d of them take "

@@ -3,7 +3,7 @@ Gradient caching: contrastive training with batches of any size, in the memory o
 """
 
 import logging
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -137,8 +137,7 @@ class GradCache:
         if self._chunk_size == AUTO:
             self._find_chunk_size(batch)
         chunks = self._split(batch)
-        states: List[Dict[str, Any]] = []
-        representations = self.forward_no_graph(chunks, states)
+        representations, states = self.forward_no_graph(chunks)
         for representation in representations.values():
             representation.requires_grad_(representation.is_floating_point())
         outputs: Dict[str, torch.Tensor] = {}
@@ -154,21 +153,15 @@ class GradCache:
         set_random_states(state_after)
         return outputs
 
-    def forward_no_graph(
-        self, chunks: List[Chunk], states: List[Dict[str, Any]]
-    ) -> Representations:
+    def forward_no_graph(self, chunks: List[Chunk]) -> Tuple[Representations, List[Dict[str, Any]]]:
         """
-        # Parameters
-
-        chunks : `List[Chunk]`, required.
-        states : `List[Dict[str, Any]]`, required.
-            The random states before each chunk are appended to it.
-
         # Returns
 
-        `Dict[str, torch.Tensor]`
-            Each of shape (batch_size, ...), in fp32 if it was in half precision.
+        `Tuple[Dict[str, torch.Tensor], List[Dict[str, Any]]]`
+            Representations, each of shape (batch_size, ...), in fp32 if they were in half
+            precision, and the random states before each chunk.
         """
+        states: List[Dict[str, Any]] = []
         parts: Dict[str, List[torch.Tensor]] = {}
         for chunk in chunks:
             states.append(random_states())
@@ -181,7 +174,7 @@ class GradCache:
             for name, representation in representations.items():
                 # The gradient is to be in full precision, whatever comes before it.
                 parts.setdefault(name, []).append(_in_fp32(representation))
-        return {name: torch.cat(parts_) for name, parts_ in parts.items()}
+        return {name: torch.cat(parts_) for name, parts_ in parts.items()}, states
 
     def build_cache(
         self, representations: Representations, batch: TensorDict, num_micro_batches: int
