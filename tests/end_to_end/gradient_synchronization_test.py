@@ -116,8 +116,16 @@ def test_at_the_boundary_accumulation_costs_no_communication(
     "sections",
     [
         pytest.param({"zero_optimization": {"overlap_comm": True}}, id="overlap_comm"),
-        pytest.param({"zero_optimization": {"contiguous_gradients": False}}, id="scattered"),
-        pytest.param({"zero_optimization": {"reduce_bucket_size": 200}}, id="small buckets"),
+        pytest.param(
+            {"zero_optimization": {"contiguous_gradients": False}},
+            id="scattered",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            {"zero_optimization": {"reduce_bucket_size": 200}},
+            id="small buckets",
+            marks=pytest.mark.soak,
+        ),
         pytest.param({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, id="offload"),
     ],
 )
@@ -133,17 +141,18 @@ def test_the_numbers_are_the_same_with(
 
 
 BF16 = {"bf16": {"enabled": True}}
+SOAK = [pytest.mark.soak]  # by `make soak`: they differ from the others in little
 
 
 @pytest.mark.parametrize(
     "stage, mode, sections",
     [
-        pytest.param(stage, mode, sections, id=f"{name}, {stage}, {mode}")
-        for name, first_stage, sections in [
-            ("bf16", 0, BF16),
-            ("fp32 accumulation", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
-            ("fp32 reduction", 0, {**BF16, "communication_data_type": "fp32"}),
-            ("autocast", 0, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+        pytest.param(stage, mode, sections, id=f"{name}, {stage}, {mode}", marks=marks)
+        for name, first_stage, sections, marks in [
+            ("bf16", 0, BF16, []),
+            ("fp32 accumulation", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, []),
+            ("fp32 reduction", 0, {**BF16, "communication_data_type": "fp32"}, SOAK),
+            ("autocast", 0, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, SOAK),
         ]
         for stage, mode in MODES
         if stage >= first_stage
