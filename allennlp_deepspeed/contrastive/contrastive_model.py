@@ -1,5 +1,5 @@
 import inspect
-from typing import Any, Dict, Optional, Set
+from typing import Any, Callable, Dict, NamedTuple, Optional, Set
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -19,7 +19,7 @@ class ContrastiveModel(Model):
     gradient caching, with any trainer, validates and predicts.
 
     Which inputs go to which part is said by the names of their arguments. An input that both name
-    goes to both.
+    goes to both; `**inputs` takes what the other part doesn't name, that of `encode` first.
 
     # Parameters
 
@@ -114,28 +114,44 @@ class ContrastiveModel(Model):
 
     def encoder_inputs(self, inputs: Dict[str, Any]) -> Dict[str, Any]:
         """
+        Those for `encode`.
+
         # Raises
 
         `ConfigurationError`
             If there is an input for neither part.
         """
-        names = self.encoder_names()
-        known = names | self._loss_names()
         for name in inputs:
-            if name not in known:
+            if not self.encodes(name) and not self._compares(name):
                 raise ConfigurationError(
                     f"The data has '{name}', but neither `encode` nor `contrastive_loss` of "
                     f"{type(self).__name__} has an argument of that name."
                 )
-        return {name: value for name, value in inputs.items() if name in names}
+        return {name: value for name, value in inputs.items() if self.encodes(name)}
 
     def loss_inputs(self, inputs: Dict[str, Any]) -> Dict[str, torch.Tensor]:
-        names = self._loss_names()
-        return {name: value for name, value in inputs.items() if name in names}
+        """Those for `contrastive_loss`."""
+        return {name: value for name, value in inputs.items() if self._compares(name)}
 
-    def encoder_names(self) -> Set[str]:
-        """The names of `encode`'s arguments."""
-        return set(inspect.signature(self.encode).parameters)
+    def encodes(self, name: str) -> bool:
+        """Whether an input of that name is for `encode`."""
+        of_encode, of_loss = _arguments(self.encode), _arguments(self.contrastive_loss)
+        return name in of_encode.names or (of_encode.others and name not in of_loss.names)
 
-    def _loss_names(self) -> Set[str]:
-        return set(inspect.signature(self.contrastive_loss).parameters)
+    def _compares(self, name: str) -> bool:
+        of_loss = _arguments(self.contrastive_loss)
+        return name in of_loss.names or (of_loss.others and not self.encodes(name))
+
+
+class _Arguments(NamedTuple):
+    names: Set[str]
+    others: bool
+
+
+def _arguments(function: Callable) -> _Arguments:
+    """The names of a function's arguments, and whether it takes others."""
+    parameters = inspect.signature(function).parameters.values()
+    return _Arguments(
+        {p.name for p in parameters if p.kind is not p.VAR_KEYWORD},
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )

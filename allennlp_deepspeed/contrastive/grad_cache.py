@@ -2,6 +2,7 @@
 Gradient caching: contrastive training with batches of any size, in the memory of a chunk.
 """
 
+import inspect
 import logging
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
@@ -99,12 +100,12 @@ class GradCache:
                 f"{type(model).__name__} has none: derive it from "
                 "`allennlp_deepspeed.contrastive.ContrastiveModel`, or remove 'grad_cache'."
             )
-        known = sorted(model.encoder_names())
         for name in settings.names:
-            if name not in known:
+            if not model.encodes(name):
+                arguments = ", ".join(inspect.signature(model.encode).parameters)
                 raise ConfigurationError(
                     f"'trainer.grad_cache.chunk_size.{name}' is no argument of `encode` of "
-                    f"{type(model).__name__}, which has {', '.join(known)}."
+                    f"{type(model).__name__}, which has {arguments}."
                 )
         for name, module in model.named_modules():
             if _has_batch_statistics(module):

@@ -137,6 +137,18 @@ def test_the_same_model_trains_without_caching(experiments: Experiments, trainer
         assert_same(result, expected)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_any_model_with_the_interface(experiments: Experiments, stage: int):
+    model = {"type": "plain_bi_encoder"}
+    for key in ("text_field_embedder", "seq2vec_encoder"):
+        model[key] = in_one_piece()["model"][key]
+    config = cached(divided(2, {"model": model}), stage, {"query": 3, "document": 4})
+    result, expected = experiments.run(config), experiments.run(in_one_piece({"model": model}))
+    assert_same_weights(result.weights(), expected.weights())
+    key = "training_loss"
+    assert result.final_metrics()[key] == pytest.approx(expected.final_metrics()[key], rel=1e-5)
+
+
 @pytest.mark.parametrize("num_workers, stage", [(1, 2), (2, 1), (2, 3)])
 def test_dropout_is_the_same_in_both_passes(experiments: Experiments, num_workers: int, stage: int):
     """The other run encodes the same chunks with a graph, which it holds until it goes backward."""
@@ -289,7 +301,7 @@ class TestAuto:
         pytest.param(
             {"trainer.grad_cache": {"chunk_size": {"query": 4, "documents": 4}}},
             "'trainer.grad_cache.chunk_size.documents' is no argument of `encode` of BiEncoder, "
-            "which has document, negatives, query",
+            "which has query, document, negatives",
             id="unknown encoder",
         ),
         pytest.param(
