@@ -45,6 +45,7 @@ from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.communication_callback import CommunicationCallback
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.contrastive.grad_cache import GradCache
 from allennlp_deepspeed.contrastive.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.deepspeed_logging import CommsSummaryCallback
@@ -289,7 +290,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._grad_cache = GradCache(
                     grad_cache_settings, ddp_wrapped_model, self._gradients, self.batch_outputs
                 )
-            if distributed and getattr(model, "validates_whole_set", False):
+            self._has_global_loss = (
+                isinstance(model, ContrastiveModel) and model.negatives == "global"
+            )
+            if distributed and isinstance(model, ContrastiveModel) and model.validates_whole_set:
                 self._validate_whole_set()
             if isinstance(data_loader, _LOADERS_OF_ALLENNLP):
                 # They would wait for the device with each batch. `batch_outputs` doesn't.
@@ -527,8 +531,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         for callback in self._communication:
             callback.on_step_start()
         batches = batch_group.batches
-        # A contrastive loss is one of all ranks, which therefore divide it by the same number.
-        self.group_size = batch_group.size if self._grad_cache is None else len(batches)
+        # A loss of all ranks they all divide by the same number.
+        self.group_size = len(batches) if self._has_global_loss else batch_group.size
         running_loss.start_group(self.group_size)
         batch_group_outputs = []
         with self._gradients.accumulate():
