@@ -14,7 +14,7 @@ from collections import deque
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Deque, Dict, List, NamedTuple
+from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Tuple
 
 import deepspeed
 
@@ -26,10 +26,9 @@ import torch.distributed as dist
 from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
 from benchmarks import workload
-from benchmarks.contenders import CONTENDERS, Job, Unavailable
+from benchmarks.contenders import Unavailable
 from benchmarks.memory import PeakMemory
 from benchmarks.stopwatch import Plan, Stopwatch
-from benchmarks.workload import Cell
 
 # Forked workers start at once, with everything imported. A GPU can't be used by forked ones.
 _context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
@@ -57,6 +56,70 @@ class Outcome(NamedTuple):
     peak_memory: int
 
 
+class Worker:
+    """
+    What one of the processes is given to train with. The process group is there, and the launcher's
+    environment variables are set.
+
+    # Parameters
+
+    plan : `Plan`
+        How many steps to make.
+    device : `torch.device`
+    rank : `int`
+        All ranks are on one node.
+    world_size : `int`
+    directory : `Path`
+        For what a trainer may want to write. It doesn't exist yet.
+    turns : `Connection`, optional (default = `None`)
+        As `Stopwatch` takes it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        directory: Path,
+        turns: Optional[Connection],
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.rank = rank
+        self.world_size = world_size
+        self.directory = directory
+        self._turns = turns
+        self._stopwatch: Optional[Stopwatch] = None
+
+    def start_stopwatch(self, accumulation: int = 1) -> Stopwatch:
+        """
+        To be called once, after the data are loaded and before the model is constructed: memory is
+        what there is more from here on.
+
+        # Parameters
+
+        accumulation : `int`, optional (default = `1`)
+            Micro-batches in an optimizer step.
+        """
+        self._stopwatch = Stopwatch(
+            self.plan, accumulation, self.device, PeakMemory(self.device), turns=self._turns
+        )
+        return self._stopwatch
+
+    def outcome(self) -> Outcome:
+        assert self._stopwatch is not None
+        return Outcome(
+            self._stopwatch.losses(),
+            self._stopwatch.traffic(),
+            self._stopwatch.gradient_bytes(),
+            self._stopwatch.peak_memory(),
+        )
+
+
+Train = Callable[[Worker], None]
+
+
 class WorkerError(NamedTuple):
     """What a worker tells if it fails."""
 
@@ -70,27 +133,20 @@ class ProcessTree:
 
     # Parameters
 
-    contender : `str`
-        Its name.
-    cell : `Cell`
+    name : `str`
+        As messages call it.
+    train : `Train`
+        What each worker does. A function of a module, or a `partial` of one.
     plan : `Plan`
     world_size : `int`
-    data : `Path`
-        The directory that `workload.prepare` has written to.
     time_limit : `float`
         In seconds, for all that the workers do.
     """
 
     def __init__(
-        self,
-        contender: str,
-        cell: Cell,
-        plan: Plan,
-        world_size: int,
-        data: Path,
-        time_limit: float,
+        self, name: str, train: Train, plan: Plan, world_size: int, time_limit: float
     ) -> None:
-        self._name = f"{contender} ({cell})"
+        self._name = name
         self._deadline = time.monotonic() + time_limit
         self._directory = tempfile.TemporaryDirectory(prefix="benchmark-")
         self._processes = []
@@ -101,12 +157,10 @@ class ProcessTree:
             process = _context.Process(
                 target=_work,
                 args=(
-                    contender,
-                    cell,
+                    train,
                     plan,
                     rank,
                     world_size,
-                    data,
                     Path(self._directory.name),
                     there,
                     time_limit,
@@ -180,13 +234,19 @@ class ProcessTree:
         self._directory.cleanup()
 
 
+def time_pair(one: ProcessTree, other: ProcessTree, one_first: bool) -> Tuple[float, float]:
+    """The seconds that each takes for a segment, in the order of the arguments."""
+    if one_first:
+        return one.time_segment(), other.time_segment()
+    seconds = other.time_segment()
+    return one.time_segment(), seconds
+
+
 def _work(
-    contender: str,
-    cell: Cell,
+    train: Train,
     plan: Plan,
     rank: int,
     world_size: int,
-    data: Path,
     directory: Path,
     connection: Connection,
     time_limit: float,
@@ -201,26 +261,23 @@ def _work(
     # In good time before the process is killed.
     faulthandler.dump_traceback_later(0.9 * time_limit, file=sys.__stderr__)
     try:
-        connection.send(
-            _train(contender, cell, plan, rank, world_size, data, directory, connection, time_limit)
-        )
+        worker = _set_up(plan, rank, world_size, directory, connection, time_limit)
+        train(worker)
+        connection.send(worker.outcome())
     except Unavailable as reason:
         connection.send(reason)
     except BaseException:
         connection.send(WorkerError(traceback.format_exc()))
 
 
-def _train(
-    contender: str,
-    cell: Cell,
+def _set_up(
     plan: Plan,
     rank: int,
     world_size: int,
-    data: Path,
     directory: Path,
     connection: Connection,
     time_limit: float,
-) -> Outcome:
+) -> Worker:
     torch.set_num_threads(1)
     device = workload.device(rank)
     if device.type == "cuda":
@@ -236,24 +293,11 @@ def _train(
         world_size=world_size,
         timeout=timedelta(seconds=time_limit),
     )
-    data_loader = workload.build_data_loader(cell.model, data, plan.total * cell.accumulation)
-    data_loader.set_target_device(device)
-    memory = PeakMemory(device)
-    stopwatch = Stopwatch(
-        plan, cell.accumulation, device, memory, turns=connection if rank == 0 else None
-    )
-    CONTENDERS[contender].train(
-        Job(
-            cell=cell,
-            model=workload.build_model(cell.model, data),
-            data_loader=data_loader,
-            stopwatch=stopwatch,
-            device=device,
-            rank=rank,
-            world_size=world_size,
-            directory=directory / "out",
-        )
-    )
-    return Outcome(
-        stopwatch.losses(), stopwatch.traffic(), stopwatch.gradient_bytes(), memory.bytes
+    return Worker(
+        plan,
+        device,
+        rank,
+        world_size,
+        directory / "out",
+        turns=connection if rank == 0 else None,
     )

@@ -3,24 +3,25 @@ The benchmark's figures as JSON, as tables and as a plot.
 """
 
 import json
-import os
-import platform
 import statistics
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contenders import BARE
+from benchmarks.figures import (
+    describe,
+    heading,
+    markdown_table,
+    megabytes,
+    quartiles,
+)
 from benchmarks.plot import plot
 from benchmarks.process_tree import Outcome
 from benchmarks.stopwatch import Plan
 from benchmarks.workload import TASKS, Cell
-
-RESULTS = Path(__file__).parent / "results"
 
 _PACKAGES = ("torch", "deepspeed", "allennlp", "accelerate", "lightning", "fairscale")
 _HEADINGS = (
@@ -70,7 +71,7 @@ def row(
         "samples_per_second": samples_per_step / seconds_per_step,
         "seconds_per_step": seconds_per_step,
         "ratio": statistics.median(ratios),
-        "ratio_quartiles": _quartiles(ratios),
+        "ratio_quartiles": quartiles(ratios),
         "seconds_of_pairs": [list(pair) for pair in seconds],
         "steps_in_segment": plan.steps,
         "peak_memory_bytes": [outcome.peak_memory for outcome in outcomes],
@@ -112,12 +113,7 @@ class Report:
 
     def __init__(self, directory: Path, world_size: int, keep: bool = False) -> None:
         self._directory = directory
-        self._heading = {
-            "machine": _machine(),
-            "world_size": world_size,
-            "versions": _versions(),
-        }
-        self._world_size = world_size
+        self._heading = heading(world_size, _PACKAGES)
         self._rows: List[Dict[str, Any]] = []
         directory.mkdir(parents=True, exist_ok=True)
         if keep and (directory / "speed.json").exists():
@@ -162,16 +158,14 @@ class Report:
             )
 
     def _markdown(self) -> str:
-        versions = ", ".join(f"{name} {number}" for name, number in _versions().items())
         lines = [
             "# Speed, memory and traffic",
             "",
-            f"{_machine()}, {self._world_size} workers. {versions}.",
+            describe(self._heading),
             "How the figures are made: [NOTES.md](../NOTES.md).",
         ]
         for model, rows in self._by_model().items():
-            lines += ["", f"## {model}", "", _line(_HEADINGS), _line(["---"] * len(_HEADINGS))]
-            lines += [_line(_cells(r)) for r in rows]
+            lines += ["", f"## {model}", "", *markdown_table(_HEADINGS, map(_cells, rows))]
         return "\n".join(lines) + "\n"
 
     def _by_model(self) -> Dict[str, List[Dict[str, Any]]]:
@@ -201,11 +195,11 @@ def _cells(r: Dict[str, Any]) -> List[str]:
         f"{r['ratio']:.2f}",
         f"{low:.2f} to {high:.2f}",
         f"{1000 * r['seconds_per_step']:.1f}",
-        _megabytes(max(r["peak_memory_bytes"])),
-        _megabytes(sum(kind["bytes"] for kind in traffic.values())),
+        megabytes(max(r["peak_memory_bytes"])),
+        megabytes(sum(kind["bytes"] for kind in traffic.values())),
         _ratio(r["gradient_bytes_ratio"]),
         ", ".join(
-            f"{name} {kind['calls']:g} ({_megabytes(kind['bytes'])})"
+            f"{name} {kind['calls']:g} ({megabytes(kind['bytes'])})"
             for name, kind in traffic.items()
         ),
     ]
@@ -213,38 +207,3 @@ def _cells(r: Dict[str, Any]) -> List[str]:
 
 def _ratio(value: Optional[float]) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.2f}"
-
-
-def _quartiles(values: Sequence[float]) -> List[float]:
-    if len(values) < 2:
-        return [values[0], values[0]]
-    return statistics.quantiles(values, n=4, method="inclusive")[::2]
-
-
-def _machine() -> str:
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{os.cpu_count()} cores ({models[0] if models else platform.machine()})"
-
-
-def _versions() -> Dict[str, str]:
-    versions = {"Python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            pass
-    return versions

@@ -14,14 +14,17 @@ import argparse
 import logging
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
 from benchmarks import report, workload
-from benchmarks.contenders import BARE, CONTENDERS, Unavailable
-from benchmarks.process_tree import Outcome, ProcessTree
+from benchmarks.contenders import BARE, CONTENDERS, Job, Unavailable
+from benchmarks.figures import RESULTS
+from benchmarks.losses import largest_difference
+from benchmarks.process_tree import ProcessTree, Worker, time_pair
 from benchmarks.stopwatch import Plan
 from benchmarks.workload import TASKS, Cell
 
@@ -29,10 +32,6 @@ from benchmarks.workload import TASKS, Cell
 DEFAULT_CONTENDERS = [name for name in CONTENDERS if name != "ours-flush"]
 MIN_WARMUP_STEPS = 3
 TIME_LIMIT = 600.0  # seconds, for all contenders of one cell
-# Relative, of each loss of the first steps, and of all. Sums in another order are rounded
-# otherwise, and the difference grows with every step: Adam divides by the root of small numbers.
-FIRST_STEPS, FIRST_TOLERANCE = 10, 1e-4
-TOLERANCE = 1e-2
 
 
 class Settings(argparse.Namespace):
@@ -82,7 +81,9 @@ def measure(cell: Cell, settings: Settings, world_size: int, data: Path) -> List
     with ExitStack() as stack:
 
         def start(name: str, plan: Plan) -> ProcessTree:
-            return stack.enter_context(ProcessTree(name, cell, plan, world_size, data, TIME_LIMIT))
+            task = partial(train, name, cell, data)
+            tree = ProcessTree(f"{name} ({cell})", task, plan, world_size, TIME_LIMIT)
+            return stack.enter_context(tree)
 
         for name in settings.contenders:
             contender = CONTENDERS[name]
@@ -106,12 +107,19 @@ def measure(cell: Cell, settings: Settings, world_size: int, data: Path) -> List
         seconds: Dict[str, List[Tuple[float, float]]] = {name: [] for name in trees}
         for pair in range(settings.pairs):
             for name, tree in trees.items():
-                seconds[name].append(_time_pair(bare, tree, bare_first=pair % 2 == 0))
+                seconds[name].append(time_pair(bare, tree, one_first=pair % 2 == 0))
         if not trees:
             seconds = {BARE: [(s, s) for s in (bare.time_segment() for _ in range(settings.pairs))]}
         outcomes = {name: tree.finish() for name, tree in {BARE: bare, **trees}.items()}
 
-    differences = _compare_losses(cell, outcomes)
+    # The bare loop makes more steps than the others.
+    losses = {name: [rank.losses for rank in ranks] for name, ranks in outcomes.items()}
+    differences = {
+        name: largest_difference(
+            f"{name} ({cell})", losses[name], losses[BARE], BARE, cell.accumulation
+        )
+        for name in outcomes
+    }
     pairs_of_bare = [(first, first) for pairs in seconds.values() for first, _ in pairs]
     return [
         report.row(
@@ -127,38 +135,25 @@ def measure(cell: Cell, settings: Settings, world_size: int, data: Path) -> List
     ] + [report.skipped_row(cell, name, reason) for name, reason in skipped.items()]
 
 
-def _time_pair(bare: ProcessTree, other: ProcessTree, bare_first: bool) -> Tuple[float, float]:
-    """The seconds that each takes for a segment, the bare loop's first."""
-    if bare_first:
-        return bare.time_segment(), other.time_segment()
-    seconds = other.time_segment()
-    return bare.time_segment(), seconds
-
-
-def _compare_losses(cell: Cell, outcomes: Dict[str, List[Outcome]]) -> Dict[str, float]:
-    """
-    The largest relative difference of a contender's losses, on any rank, from the bare loop's,
-    which makes more steps.
-    """
-    differences = {}
-    for name, ranks in outcomes.items():
-        by_time = [
-            max(
-                abs(rank.losses[i] - bare_rank.losses[i]) / abs(bare_rank.losses[i])
-                for rank, bare_rank in zip(ranks, outcomes[BARE])
-            )
-            for i in range(len(ranks[0].losses))
-        ]
-        first = max(by_time[: FIRST_STEPS * cell.accumulation])
-        differences[name] = max(by_time)
-        # Not a number is not less than anything.
-        if not (first <= FIRST_TOLERANCE and differences[name] <= TOLERANCE):
-            raise RuntimeError(
-                f"{cell}: the losses of '{name}' differ from those of '{BARE}' by up to "
-                f"{first:.1e} in the first {FIRST_STEPS} steps and {differences[name]:.1e} in all, "
-                f"more than {FIRST_TOLERANCE:.0e} and {TOLERANCE:.0e}. They don't do the same."
-            )
-    return differences
+def train(contender: str, cell: Cell, data: Path, worker: Worker) -> None:
+    """What each worker of a contender does."""
+    data_loader = workload.build_data_loader(
+        cell.model, data, worker.plan.total * cell.accumulation
+    )
+    data_loader.set_target_device(worker.device)
+    stopwatch = worker.start_stopwatch(cell.accumulation)
+    CONTENDERS[contender].train(
+        Job(
+            cell=cell,
+            model=workload.build_model(cell.model, data),
+            data_loader=data_loader,
+            stopwatch=stopwatch,
+            device=worker.device,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            directory=worker.directory,
+        )
+    )
 
 
 def _parse(arguments: Optional[List[str]]) -> Settings:
@@ -182,7 +177,7 @@ def _parse(arguments: Optional[List[str]]) -> Settings:
     parser.add_argument(
         "--steps", type=int, help="optimizer steps in a segment, instead of about a second's worth"
     )
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="a directory")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="a directory")
     parser.add_argument(
         "--keep",
         action="store_true",

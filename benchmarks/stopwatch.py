@@ -117,3 +117,7 @@ class Stopwatch:
     def gradient_bytes(self) -> int:
         """Of the counted steps."""
         return self._gradients.bytes
+
+    def peak_memory(self) -> int:
+        """Of the counted steps, in bytes."""
+        return self._memory.bytes

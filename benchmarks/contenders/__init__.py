@@ -7,7 +7,7 @@ from typing import Dict
 from benchmarks.contenders.accelerate import Accelerate
 from benchmarks.contenders.allennlp import FairScale, GradientDescent
 from benchmarks.contenders.bare import Bare
-from benchmarks.contenders.contender import Contender, Job, Unavailable
+from benchmarks.contenders.contender import Contender, Job, Participant, Unavailable
 from benchmarks.contenders.lightning import Lightning
 from benchmarks.contenders.ours import Ours, OursFlush, OursMicroBatch
 
@@ -24,4 +24,4 @@ CONTENDERS: Dict[str, Contender] = {
     "fairscale": FairScale(),
 }
 
-__all__ = ["BARE", "CONTENDERS", "Contender", "Job", "Unavailable"]
+__all__ = ["BARE", "CONTENDERS", "Contender", "Job", "Participant", "Unavailable"]

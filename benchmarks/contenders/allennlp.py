@@ -61,8 +61,8 @@ def train_with(
     trainer = Trainer.from_params(
         Params(
             {
-                **config,
                 "optimizer": dict(workload.OPTIMIZER),
+                **config,
                 "num_epochs": 1,
                 "checkpointer": None,
                 # What the train command writes there.

@@ -47,9 +47,9 @@ class Job(NamedTuple):
     directory: Path
 
 
-class Contender(ABC):
+class Participant:
     """
-    A way to train.
+    What a benchmark needs to know of a contender before it runs.
 
     # Attributes
 
@@ -64,22 +64,27 @@ class Contender(ABC):
     needs_gpu: bool = False
     stages: Tuple[int, ...] = (0, 1, 2, 3)
 
-    def takes_part(self, cell: Cell) -> bool:
-        """Whether `cell` is another case for this contender than what others show already."""
-        return cell.stage in self.stages
-
     def why_not_here(self) -> Optional[str]:
         """Why it can't run here, if it can't."""
         if self.needs_gpu and not torch.cuda.is_available():
             return "needs a GPU"
         if self.package is not None and find_spec(self.package) is None:
-            return f"needs {self.package}, see benchmarks/requirements-{self.package}.txt"
+            name = self.package.replace("_", "-")
+            return f"needs {name}, see benchmarks/requirements-{name}.txt"
         return None
 
     def preload(self) -> None:
         """Imports what it needs, so that the workers that are forked from here have it already."""
         if self.package is not None:
             import_module(self.package)
+
+
+class Contender(Participant, ABC):
+    """A way to train."""
+
+    def takes_part(self, cell: Cell) -> bool:
+        """Whether `cell` is another case for this contender than what others show already."""
+        return cell.stage in self.stages
 
     @abstractmethod
     def train(self, job: Job) -> None:
