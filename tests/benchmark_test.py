@@ -1,5 +1,5 @@
 """
-The benchmark measures what it says, on one small case.
+The benchmarks measure what they say, on one small case each.
 """
 
 import json
@@ -64,3 +64,24 @@ def test_tables_and_plot_are_written(directory: Path) -> None:
     table = (directory / "speed.md").read_text()
     assert all(f"| {name} |" in table for name in CONTENDERS)
     assert (directory / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_gradient_caching_is_compared_with_others_that_do_the_same(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.contrastive", "--stages", "0", "--batch", "6"]
+        + ["--chunk", "4", "--tokens", "4", "--pairs", "1", "--output", tmp_path],
+        cwd=REPOSITORY,
+        timeout=240,
+        check=True,
+    )
+    results = json.loads((tmp_path / "contrastive.json").read_text())
+    ratios = {(row["contender"], row["against"]): row for row in results["ratios"]}
+    assert {("ours-cached", "ours-uncached"), ("ours-cached", "ddp-cached")} <= set(ratios)
+    assert all(row["time_per_example"] > 0 for row in ratios.values())
+    for row in results["contenders"]:
+        if row["contender"] == "sentence-transformers" and "skipped" in row:
+            assert "requirements-sentence-transformers.txt" in row["skipped"]
+            continue
+        assert row["loss_difference"] < 1e-4
+        assert len(row["peak_memory_bytes"]) == 2
+    assert "| ours-cached | ddp-cached |" in (tmp_path / "contrastive.md").read_text()
