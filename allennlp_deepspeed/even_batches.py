@@ -42,7 +42,8 @@ class EvenBatches:
                 return
             if num_without_any > 0 or last is None:
                 raise ConfigurationError(
-                    "A worker has no validation data: use fewer workers, or more instances."
+                    "A worker has no validation data: use fewer workers, or put more instances "
+                    "into 'validation_data_path'."
                 )
             yield last
 

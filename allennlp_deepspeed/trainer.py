@@ -270,26 +270,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._moving_average = ShardedMovingAverage(self._moving_average, self.engine)
             if self._grad_clipping is not None:
                 self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
-            grad_cache_settings = self._grad_cache_settings(grad_cache)
-            # Each chunk is a micro-batch to DeepSpeed.
-            num_chunks = 1 if grad_cache_settings is None else 2
-            self._gradients = GradientSynchronizer(
-                self.engine,
-                mode=gradient_synchronization,
-                num_micro_batches=num_chunks * self._num_gradient_accumulation_steps,
-                find_unused_parameters=ddp_wrapped_model.find_unused_parameters,
-                several_passes=any(map(_goes_backward, self._callbacks))
-                # A chunk may use a part of the parameters, and with offload DeepSpeed forgets those
-                # that the last micro-batch doesn't use.
-                or (grad_cache_settings is not None and self.engine.zero_cpu_offload()),
-                average_each_pass=any(map(_reads_gradients, self._callbacks)),
+            self._gradients, self._grad_cache = self._construct_gradients(
+                gradient_synchronization, grad_cache
             )
             ddp_wrapped_model.before_destroying(self._gradients.remove_hooks)
-            self._grad_cache: Optional[GradCache] = None
-            if grad_cache_settings is not None:
-                self._grad_cache = GradCache(
-                    grad_cache_settings, ddp_wrapped_model, self._gradients, self.batch_outputs
-                )
             self._has_global_loss = (
                 isinstance(model, ContrastiveModel) and model.negatives == "global"
             )
@@ -308,6 +292,30 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._has_metric_readers = any(map(_may_read_metrics, self._callbacks))
             # Of the last step, if a callback has kept it.
             self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
+
+    def _construct_gradients(
+        self, gradient_synchronization: str, grad_cache: Optional[Dict[str, Any]]
+    ) -> Tuple[GradientSynchronizer, Optional[GradCache]]:
+        settings = self._grad_cache_settings(grad_cache)
+        is_offloaded = self.engine.zero_cpu_offload() or self.engine.zero_nvme_offload_optimizer()
+        gradients = GradientSynchronizer(
+            self.engine,
+            mode=gradient_synchronization,
+            # Each chunk is a micro-batch to DeepSpeed, and there are several.
+            num_micro_batches=self._num_gradient_accumulation_steps
+            * (1 if settings is None else 2),
+            find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
+            several_passes=any(map(_goes_backward, self._callbacks))
+            # A chunk may use a part of the parameters, and with offload DeepSpeed forgets those
+            # that the last micro-batch doesn't use.
+            or (settings is not None and is_offloaded),
+            average_each_pass=any(map(_reads_gradients, self._callbacks)),
+        )
+        if settings is None:
+            return gradients, None
+        return gradients, GradCache(
+            settings, self._ddp_wrapped_model, gradients, super().batch_outputs
+        )
 
     def _grad_cache_settings(
         self, grad_cache: Optional[Dict[str, Any]]
@@ -629,6 +637,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def _forward_backward(self, batch: TensorDict, is_last: bool) -> Dict[str, torch.Tensor]:
         if self._grad_cache is not None:
+            # Once, because both passes of a chunk are to see the same.
+            self._broadcast_buffers()
             if self.cuda_device.type != "cpu":
                 batch = to_device(batch, self.cuda_device)
             return self._grad_cache.train_on(batch, self.group_size, is_last)

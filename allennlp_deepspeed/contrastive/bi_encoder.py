@@ -24,9 +24,9 @@ class BiEncoder(ContrastiveModel):
     the fields of the "text_pairs" reader.
 
     In training each query's document is told from all other documents of the global batch, and from
-    the hard negatives of all queries, by InfoNCE. Pairs with the same query or the same document
-    are positives of each other; a hard negative with the text of a query's own document is left
-    out. The metrics of validation are those of retrieval from all its documents.
+    the hard negatives of all queries, by InfoNCE. All documents with which a query is paired in the
+    batch are its positives; a hard negative that is one of them is left out. The metrics of
+    validation are those of retrieval from all its documents.
 
     Registered as a `Model` with name "bi_encoder".
 
@@ -179,9 +179,10 @@ class BiEncoder(ContrastiveModel):
         representations : `Dict[str, torch.Tensor]`, required.
             As `encode` returns them.
         query_id : `torch.Tensor`, optional (default = `None`)
-            Of shape (batch_size,), the same for the same query. Without it each is another.
+            Of shape (batch_size,), the same for the same query. Without it each is another; in
+            evaluation it must be given.
         document_id : `torch.Tensor`, optional (default = `None`)
-            Of shape (batch_size,), the same for the same document.
+            Of shape (batch_size,), the same for the same document. Likewise.
         negative_ids : `torch.Tensor`, optional (default = `None`)
             Of shape (batch_size, num_negatives), ids of documents, 0 where there is none. To be
             given with negatives.
@@ -190,17 +191,27 @@ class BiEncoder(ContrastiveModel):
 
         `Dict[str, torch.Tensor]`
             With a scalar "loss".
+
+        # Raises
+
+        `ConfigurationError`
+            In evaluation, if an id is missing.
         """
         queries, documents = representations["query"], representations["document"]
+        if not self.training and (query_id is None or document_id is None):
+            raise ConfigurationError(
+                "Retrieval is measured over many batches, by the ids of queries and documents: "
+                "the instances need the fields 'query_id' and 'document_id', as the reader "
+                "'text_pairs' gives them."
+            )
         indices = torch.arange(len(queries), device=queries.device)
         pairs = _Pairs(
             indices if query_id is None else query_id,
             indices if document_id is None else document_id,
+            None if negative_ids is None else negative_ids.flatten(),
         )
         candidates = documents
-        if "negatives" in representations:
-            assert negative_ids is not None
-            pairs.negative_ids = negative_ids.flatten()
+        if negative_ids is not None:
             candidates = torch.cat([documents, representations["negatives"].flatten(0, 1)])
         scale = self._log_scale.exp()[0]
         loss, num_correct = info_nce(queries, candidates, scale, pairs.relate_query)
@@ -224,7 +235,8 @@ class BiEncoder(ContrastiveModel):
 
 class _Pairs:
     """
-    Which of a batch's pairs belong together.
+    Which queries and documents of a batch belong together: those of which there is a pair, by their
+    ids.
 
     # Parameters
 
@@ -232,21 +244,33 @@ class _Pairs:
         Of shape (batch_size,).
     document_ids : `torch.Tensor`, required.
         Of shape (batch_size,).
+    negative_ids : `torch.Tensor`, optional (default = `None`)
+        Of documents, of shape (num_negatives,), 0 where there is none.
     """
 
-    def __init__(self, query_ids: torch.Tensor, document_ids: torch.Tensor) -> None:
+    def __init__(
+        self,
+        query_ids: torch.Tensor,
+        document_ids: torch.Tensor,
+        negative_ids: Optional[torch.Tensor] = None,
+    ) -> None:
         self.query_ids = query_ids
         self.document_ids = document_ids
-        # Of shape (num_negatives,), 0 where there is none.
-        self.negative_ids = document_ids.new_zeros(0)
+        self._queries = _first_of_each(query_ids, query_ids)
+        self._documents = _first_of_each(document_ids, document_ids)
+        self._negative_ids = negative_ids
+        if negative_ids is not None:
+            self._negatives = _first_of_each(negative_ids, document_ids)
 
     def relate_query(self, start: int, stop: int) -> Tuple[torch.Tensor, torch.Tensor]:
         """`Relation` of queries to documents and then negatives."""
-        is_positive, is_left_out = self.relate_document(start, stop)
-        if len(self.negative_ids) == 0:
+        belongs = _any_by(self.query_ids[start:stop, None] == self.query_ids, self._documents)
+        is_positive = belongs[:, self._documents]
+        is_left_out = torch.zeros_like(is_positive)
+        if self._negative_ids is None:
             return is_positive, is_left_out
-        own_documents = self.document_ids[start:stop, None]
-        is_no_negative = (self.negative_ids == 0) | (self.negative_ids == own_documents)
+        is_document = self.document_ids[self._negatives] == self._negative_ids
+        is_no_negative = (belongs[:, self._negatives] & is_document) | (self._negative_ids == 0)
         return (
             torch.cat([is_positive, torch.zeros_like(is_no_negative)], dim=1),
             torch.cat([is_left_out, is_no_negative], dim=1),
@@ -254,10 +278,27 @@ class _Pairs:
 
     def relate_document(self, start: int, stop: int) -> Tuple[torch.Tensor, torch.Tensor]:
         """`Relation` of documents to queries."""
-        same_query = self.query_ids[start:stop, None] == self.query_ids
         same_document = self.document_ids[start:stop, None] == self.document_ids
-        is_positive = same_query | same_document
+        is_positive = _any_by(same_document, self._queries)[:, self._queries]
         return is_positive, torch.zeros_like(is_positive)
+
+
+def _first_of_each(ids: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """
+    For each id the index of one element of `among` that is equal to it, the same for equal ids; any
+    index if there is none.
+    """
+    ordered, order = among.sort(stable=True)
+    return order[torch.searchsorted(ordered, ids).clamp_(max=len(among) - 1)]
+
+
+def _any_by(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """
+    Of boolean rows of shape (num_rows, num_columns), and a group for each column: of the same
+    shape, whether any column of a group is true.
+    """
+    counts = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    return counts.index_add_(1, groups, rows.float()) > 0
 
 
 def _flat_texts(texts: TextFieldTensors) -> TextFieldTensors:

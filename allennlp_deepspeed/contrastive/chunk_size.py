@@ -46,8 +46,10 @@ def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepS
     gradient = gradient_memory.of_whole_gradient(
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
-    budget = (gradient_memory.least_left_free(engine.device) - 2 * gradient) // _SAFETY
+    left = max(0, gradient_memory.least_left_free(engine.device) - 2 * gradient)
+    budget = left // _SAFETY
     size, needed = 1, _agreed_maximum(_bytes_saved(encode, 1, engine), engine.device)
+    needed_by_one = needed
     # Bytes of one example more. Some are needed for any number.
     slope = 0
     while size < most and needed + size * slope <= budget:
@@ -59,31 +61,36 @@ def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepS
     if dist.get_rank() == 0:
         logger.info(
             "'grad_cache.chunk_size' is %d from here on, of %d examples on a rank: %d of them take "
-            "%d bytes of activations, and %d are free on every rank, of which half may be used.",
+            "%d bytes of activations. Beside two whole gradients %d bytes are left on every rank, "
+            "of which half may be used.",
             fitting,
             most,
             size,
             needed,
-            budget * _SAFETY,
+            left,
         )
+        if needed_by_one > budget:
+            logger.warning("Not even one example fits into that: the next step may fail.")
     return fitting
 
 
 def _bytes_saved(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) -> int:
     """By the forward pass for the backward pass, besides parameters, and of its results."""
-    own = {p.untyped_storage()._cdata for p in engine.module.parameters()}
+    parameters = list(engine.module.parameters())
     storages = {}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage
+        # Asked each time, because ZeRO-3 gives parameters their storage only while they are used.
+        if all(storage._cdata != p.untyped_storage()._cdata for p in parameters):
+            storages[storage._cdata] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         results = encode(size)
     for tensor in tree_leaves(results):
         count(tensor)
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _agreed_maximum(value: int, device: torch.device) -> int:

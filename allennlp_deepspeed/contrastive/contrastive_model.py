@@ -51,12 +51,15 @@ class ContrastiveModel(Model):
                 'batches, or "local" for those of each worker\'s own.'
             )
         self.negatives = negatives
+        self._of_encode = _arguments(self.encode)
+        self._of_loss = _arguments(self.contrastive_loss)
 
     def encode(self, **inputs: Any) -> Dict[str, torch.Tensor]:
         """
         Must neither update metrics nor compute anything across examples: with gradient caching it
-        runs twice, and on a few examples at a time. A model for which the trainer is to have chunks
-        of different sizes for each of its inputs must take any of them alone.
+        runs twice, and on a few examples at a time. For the same reason it must not change buffers.
+        A model for which the trainer is to have chunks of different sizes for each of its inputs
+        must take any of them alone.
 
         # Returns
 
@@ -102,6 +105,13 @@ class ContrastiveModel(Model):
         representations, which get the gradient of the one loss.
         """
         if self.training and self.negatives == "global":
+            for name, value in loss_inputs.items():
+                if not isinstance(value, torch.Tensor):
+                    raise ConfigurationError(
+                        f"'{name}' is an argument of `contrastive_loss` of {type(self).__name__}, "
+                        f"and a {type(value).__name__}: only tensors can be gathered from all "
+                        "workers."
+                    )
             # Names of inputs and representations may be the same.
             joined = {
                 **{f"r {name}": tensor for name, tensor in representations.items()},
@@ -135,21 +145,22 @@ class ContrastiveModel(Model):
 
     def encodes(self, name: str) -> bool:
         """Whether an input of that name is for `encode`."""
-        of_encode, of_loss = _arguments(self.encode), _arguments(self.contrastive_loss)
-        return name in of_encode.names or (of_encode.others and name not in of_loss.names)
+        return name in self._of_encode.names or (
+            self._of_encode.others and name not in self._of_loss.names
+        )
 
     def _compares(self, name: str) -> bool:
-        of_loss = _arguments(self.contrastive_loss)
-        return name in of_loss.names or (of_loss.others and not self.encodes(name))
+        return name in self._of_loss.names or (self._of_loss.others and not self.encodes(name))
 
 
 class _Arguments(NamedTuple):
+    """Those of a function: their names, and whether it takes others."""
+
     names: Set[str]
     others: bool
 
 
 def _arguments(function: Callable) -> _Arguments:
-    """The names of a function's arguments, and whether it takes others."""
     parameters = inspect.signature(function).parameters.values()
     return _Arguments(
         {p.name for p in parameters if p.kind is not p.VAR_KEYWORD},

@@ -27,6 +27,8 @@ Representations = Dict[str, torch.Tensor]
 
 class Chunk(NamedTuple):
     """
+    Some examples of a rank's batch.
+
     # Parameters
 
     inputs : `TensorDict`
@@ -55,16 +57,23 @@ class GradCache:
        backward from its part of the cached gradient. The last chunk of an optimizer step reduces
        the gradients of all; with `gradient_synchronization` of "micro_batch" each its own.
 
-    The result is the gradient of the whole batch in one piece.
+    The result is the gradient of the whole batch in one piece. A batch that is one chunk on every
+    rank makes one pass. Every rank must call each of these methods.
+
+    Besides representations and inputs, what grows with the batch is a random state for each chunk,
+    of some 30 kB. The host waits for the device twice a micro-batch, to know how many examples the
+    other ranks have.
 
     # Parameters
 
     settings : `GradCacheSettings`, required.
+        The trainer's `grad_cache`.
     wrapped_model : `DeepSpeedWrappedModel`, required.
         Of a `ContrastiveModel`.
     gradients : `GradientSynchronizer`, required.
+        Whose micro-batches the chunks are.
     batch_outputs : `Callable`, required.
-        The trainer's, which runs the engine's forward pass and adds the penalty of a regularizer.
+        AllenNLP's, which runs the engine's forward pass and adds the penalty of a regularizer.
 
     # Raises
 
@@ -85,10 +94,13 @@ class GradCache:
         self._gradients = gradients
         self._batch_outputs = batch_outputs
         self._chunk_size = settings.chunk_size
+        self._found_chunk_size: Optional[int] = None
 
     @staticmethod
     def check(settings: GradCacheSettings, model: Model) -> None:
         """
+        Refuses what can't be right.
+
         # Raises
 
         `ConfigurationError`
@@ -134,14 +146,25 @@ class GradCache:
 
         `Dict[str, torch.Tensor]`
             What `contrastive_loss` has returned, without a graph.
+
+        # Raises
+
+        `ConfigurationError`
+            If the loss isn't a scalar, `encode` returns another number of rows than of examples, or
+            an input has no chunk size.
         """
         if self._chunk_size == AUTO:
-            self._find_chunk_size(batch)
+            self._chunk_size = self._found_chunk_size = self._find_chunk_size(batch)
         chunks = self._split(batch)
+        if len(chunks) == 1:
+            with self._gradients.micro_batch(is_last):
+                outputs = self._batch_outputs(batch, True)
+                self._engine.backward(self._loss(outputs) / num_micro_batches, scale_wrt_gas=False)
+            return _without_graph(outputs)
         representations, states = self.forward_no_graph(chunks)
         for representation in representations.values():
             representation.requires_grad_(representation.is_floating_point())
-        outputs: Dict[str, torch.Tensor] = {}
+        outputs = {}
         state_after = None
         for i, (chunk, state) in enumerate(zip(chunks, states)):
             with self._gradients.micro_batch(is_last and i == len(chunks) - 1):
@@ -194,6 +217,9 @@ class GradCache:
         `ConfigurationError`
             If the loss isn't a scalar.
         """
+        # What the engine multiplies a loss by in fp16. It does so with each backward pass, but the
+        # cached gradient goes through two.
+        scales: List[torch.Tensor] = []
         with self._gradients.no_sync():
             with self._wrapped_model.forward_is(self._model.loss_over_ranks):
                 inputs = {
@@ -201,31 +227,20 @@ class GradCache:
                     "loss_inputs": self._model.loss_inputs(batch),
                 }
                 outputs = self._batch_outputs(inputs, True)
-            loss = outputs["loss"]
-            if loss.dim() > 0:
-                raise ConfigurationError(
-                    f"The loss of {type(self._model).__name__} has shape {tuple(loss.shape)}, but "
-                    "'trainer.grad_cache' needs a scalar, of all examples: return its mean."
-                )
-            # What the engine multiplies a loss by in fp16. It does so with each backward pass, but
-            # the cached gradient goes through two.
-            scales: List[torch.Tensor] = []
-            loss = loss / num_micro_batches
+            loss = self._loss(outputs) / num_micro_batches
             loss.register_hook(scales.append)
             self._engine.backward(loss, scale_wrt_gas=False)
         for representation in representations.values():
             if representation.grad is not None:
                 representation.grad.div_(scales[0])
-        return {
-            name: value.detach() if isinstance(value, torch.Tensor) else value
-            for name, value in outputs.items()
-        }
+        return _without_graph(outputs)
 
     def forward_backward(self, chunk: Chunk, cache: Representations) -> None:
         """
         # Parameters
 
         chunk : `Chunk`, required.
+            One of those that the representations are of.
         cache : `Dict[str, torch.Tensor]`, required.
             The representations of the batch with their gradients.
         """
@@ -242,15 +257,20 @@ class GradCache:
             surrogate = product if surrogate is None else surrogate + product
         if surrogate is not None:
             self._engine.backward(surrogate, scale_wrt_gas=False)
+        else:
+            # Of a frozen encoder. If it is the last chunk, it finishes the reduction all the same,
+            # which a backward pass would have done.
+            with self._gradients.no_sync():
+                pass
 
     def state_dict(self) -> Optional[int]:
-        """The chunk size, if it is one for all inputs."""
-        return self._chunk_size if isinstance(self._chunk_size, int) else None
+        """The chunk size that "auto" has found."""
+        return self._found_chunk_size
 
     def load_state_dict(self, chunk_size: Optional[int]) -> None:
         """Takes the chunk size that "auto" had found before an interruption."""
         if self._chunk_size == AUTO and chunk_size is not None:
-            self._chunk_size = chunk_size
+            self._chunk_size = self._found_chunk_size = chunk_size
             logger.info("'grad_cache.chunk_size' is %d, as before.", chunk_size)
 
     def _encode(self, chunk: Chunk) -> Representations:
@@ -258,12 +278,21 @@ class GradCache:
             representations = self._engine(**chunk.inputs)
         num_rows = chunk.rows.stop - chunk.rows.start
         for name, representation in representations.items():
-            if len(representation) != num_rows:
+            if representation.shape[:1] != (num_rows,):
                 raise ConfigurationError(
-                    f"`encode` of {type(self._model).__name__} has returned {len(representation)} "
-                    f"rows of '{name}' for {num_rows} examples: each example needs one."
+                    f"`encode` of {type(self._model).__name__} has returned '{name}' of shape "
+                    f"{tuple(representation.shape)} for {num_rows} examples: each needs a row."
                 )
         return representations
+
+    def _loss(self, outputs: Dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = outputs["loss"]
+        if loss.dim() > 0:
+            raise ConfigurationError(
+                f"The loss of {type(self._model).__name__} has shape {tuple(loss.shape)}, but "
+                "'trainer.grad_cache' needs a scalar, of all examples: return its mean."
+            )
+        return loss
 
     def _split(self, batch: TensorDict) -> List[Chunk]:
         """As many chunks on every rank, because at ZeRO stage 3 all make the same passes."""
@@ -284,8 +313,7 @@ class GradCache:
                 chunks += _chunks({name: inputs[name]}, batch_size, most, chunk_size)
         return chunks
 
-    def _find_chunk_size(self, batch: TensorDict) -> None:
-        """To be called by every rank."""
+    def _find_chunk_size(self, batch: TensorDict) -> int:
         inputs = self._model.encoder_inputs(batch)
         batch_size = num_examples(batch)
         state = random_states()
@@ -294,20 +322,25 @@ class GradCache:
             rows = slice(0, min(chunk_size, batch_size))
             return self._encode(Chunk(rows_of(inputs, rows.start, rows.stop), rows, True))
 
-        self._chunk_size = find_chunk_size(encode, batch_size, self._engine)
+        chunk_size = find_chunk_size(encode, batch_size, self._engine)
         set_random_states(state)
+        return chunk_size
 
 
 def _chunks(inputs: TensorDict, batch_size: int, most: int, chunk_size: int) -> List[Chunk]:
     """
+    As many chunks of the inputs as the rank with the largest batch has.
+
     # Parameters
 
     inputs : `TensorDict`
+        Of all examples of this rank.
     batch_size : `int`
-        Of this rank.
+        How many these are.
     most : `int`
-        The largest of any rank.
+        The largest batch of any rank.
     chunk_size : `int`
+        In examples.
     """
     chunks = []
     for start in range(0, most, chunk_size):
@@ -316,6 +349,14 @@ def _chunks(inputs: TensorDict, batch_size: int, most: int, chunk_size: int) -> 
         rows = slice(start, min(start + chunk_size, batch_size))
         chunks.append(Chunk(rows_of(inputs, rows.start, rows.stop), rows, is_filler))
     return chunks
+
+
+def _without_graph(outputs: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+    """Models may return other things than tensors too."""
+    return {
+        name: value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in outputs.items()
+    }
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,14 @@ For the anchors from one index to before another, which candidates are their pos
 are neither positives nor negatives: two boolean tensors of shape (stop - start, num_candidates).
 """
 
-_BLOCK_ELEMENTS = 2**20  # similarities that exist at a time
+_BLOCK_ELEMENTS = 2**19  # similarities that exist at a time
+_LEAST_ROWS = 64  # or those of so many anchors: each block reads all candidates
 
 
 class InfoNCE(NamedTuple):
     """
+    The loss of a batch.
+
     # Parameters
 
     loss : `torch.Tensor`
@@ -63,11 +66,15 @@ class _InfoNCE(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchors, candidates, scale, relation):
         with torch.autocast(anchors.device.type, enabled=False):
-            block_size = max(1, _BLOCK_ELEMENTS // len(candidates))
+            block_size = max(_LEAST_ROWS, _BLOCK_ELEMENTS // len(candidates))
             loss = anchors.new_zeros(())
             num_correct = torch.zeros((), dtype=torch.int64, device=anchors.device)
             has_gradients = any(ctx.needs_input_grad)
-            gradients = [torch.zeros_like(tensor) for tensor in (anchors, candidates, scale)]
+            gradients = []
+            if has_gradients:
+                gradients = [torch.zeros_like(tensor) for tensor in (anchors, candidates)]
+                # A sum of as many numbers as there are similarities.
+                gradients.append(torch.zeros_like(scale, dtype=torch.float64))
             for start in range(0, len(anchors), block_size):
                 rows = slice(start, min(start + block_size, len(anchors)))
                 # Shape: (block_size, num_candidates), as all tensors of the block.
@@ -82,12 +89,13 @@ class _InfoNCE(torch.autograd.Function):
                 if has_gradients:
                     # What the loss of a row is differentiated by each of its logits.
                     by_logits = logits.sub_(log_sum).exp_().sub_(is_positive / num_positives)
-                    gradients[2] += similarities.mul_(by_logits).sum()
+                    gradients[2] += similarities.mul_(by_logits).sum(dtype=torch.float64)
                     by_similarities = by_logits.mul_(scale)
                     gradients[0][rows] = by_similarities @ candidates
                     gradients[1].addmm_(by_similarities.T, anchors[rows])
         if has_gradients:
-            ctx.save_for_backward(*(gradient.div_(len(anchors)) for gradient in gradients))
+            gradients = [gradient.div_(len(anchors)) for gradient in gradients]
+            ctx.save_for_backward(*gradients[:2], gradients[2].to(scale.dtype))
         ctx.mark_non_differentiable(num_correct)
         return loss / len(anchors), num_correct
 

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
+from allennlp.common.util import is_distributed
 from allennlp.training.metrics import Metric
 from overrides import overrides
 
@@ -125,13 +126,12 @@ class RetrievalMetric(Metric):
             return {}
         seen = self._seen
         self.reset()
-        is_distributed = dist.is_available() and dist.is_initialized()
-        pairs = _gather(seen) if is_distributed else _concatenate(seen, dim=0)
+        pairs = _gather(seen) if is_distributed() else _concatenate(seen, dim=0)
         if len(pairs[0]) == 0:
             return {}
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
         sums, num_queries = self._sums(pairs, rank, world_size)
-        if is_distributed:
+        if is_distributed():
             sums = sums.to(_device_of_group())
             dist.all_reduce(sums)
         names = [*(f"recall@{k}" for k in self._recall_at), f"mrr@{CUTOFF}", f"ndcg@{CUTOFF}"]
@@ -253,8 +253,7 @@ def _distinct(ids: np.ndarray, rows: np.ndarray) -> Tuple[np.ndarray, np.ndarray
 
 def _device_of_group() -> torch.device:
     """Where the tensors are that `torch.distributed` takes. The CPU, if it isn't initialized."""
-    is_distributed = dist.is_available() and dist.is_initialized()
-    on_gpus = is_distributed and dist.get_backend() == dist.Backend.NCCL
+    on_gpus = is_distributed() and dist.get_backend() == dist.Backend.NCCL
     return torch.device("cuda" if on_gpus else "cpu")
 
 

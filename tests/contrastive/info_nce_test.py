@@ -12,6 +12,30 @@ from allennlp_deepspeed.contrastive.bi_encoder import _Pairs
 from allennlp_deepspeed.contrastive.info_nce import info_nce
 from tests.tensor_memory import TensorMemory
 
+QUERY_IDS = [1, 2, 3, 3, 4, 5, 6, 7, 7, 7]
+DOCUMENT_IDS = [1, 2, 3, 4, 4, 5, 6, 7, 8, 2]
+# Some are in no pair, some in one or two, some aren't there.
+NEGATIVE_IDS = [0, 3, 20, 4, 21, 0, 2, 8]
+
+
+def test_what_belongs_together_is_what_is_paired():
+    *_, pairs = examples(len(NEGATIVE_IDS))
+    paired = set(zip(QUERY_IDS, DOCUMENT_IDS))
+    for i in range(len(QUERY_IDS)):
+        is_positive, is_left_out = (part[0].tolist() for part in pairs.relate_query(i, i + 1))
+        query = QUERY_IDS[i]
+        assert is_positive == [
+            *((query, document) in paired for document in DOCUMENT_IDS),
+            *(False for _ in NEGATIVE_IDS),
+        ]
+        assert is_left_out == [
+            *(False for _ in DOCUMENT_IDS),
+            *(document == 0 or (query, document) in paired for document in NEGATIVE_IDS),
+        ]
+        is_positive, is_left_out = (part[0].tolist() for part in pairs.relate_document(i, i + 1))
+        assert is_positive == [(query, DOCUMENT_IDS[i]) in paired for query in QUERY_IDS]
+        assert not any(is_left_out)
+
 
 def plain_info_nce(
     anchors: torch.Tensor, candidates: torch.Tensor, scale: torch.Tensor, pairs: _Pairs
@@ -35,12 +59,8 @@ def examples(num_negatives: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tens
         rows = torch.randn(num_rows, 6, generator=generator, dtype=torch.float64)
         return torch.nn.functional.normalize(rows).requires_grad_()
 
-    pairs = _Pairs(
-        torch.tensor([1, 2, 3, 3, 4, 5, 6, 7, 7, 7]),
-        torch.tensor([1, 2, 3, 4, 4, 5, 6, 7, 8, 9]),
-    )
-    # Some are there in no list, some are a query's own document.
-    pairs.negative_ids = torch.tensor([0, 3, 20, 4, 21, 0, 5, 22])[:num_negatives]
+    negative_ids = torch.tensor(NEGATIVE_IDS) if num_negatives else None
+    pairs = _Pairs(torch.tensor(QUERY_IDS), torch.tensor(DOCUMENT_IDS), negative_ids)
     scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
     return draw(10), draw(10 + num_negatives), scale, pairs
 
@@ -51,7 +71,8 @@ def test_loss_and_gradients_are_those_of_the_whole_matrix(num_negatives: int, bl
     *tensors, pairs = examples(num_negatives)
     expected, expected_correct = plain_info_nce(*tensors, pairs)
     expected_gradients = torch.autograd.grad(3 * expected, tensors)
-    with mock.patch.object(module, "_BLOCK_ELEMENTS", block_elements):
+    rows = mock.patch.object(module, "_LEAST_ROWS", 1)
+    with rows, mock.patch.object(module, "_BLOCK_ELEMENTS", block_elements):
         loss, num_correct = info_nce(*tensors, pairs.relate_query)
     gradients = torch.autograd.grad(3 * loss, tensors)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -82,9 +103,7 @@ def test_half_precision_is_converted_before_anything_is_multiplied():
 def test_a_batch_of_65536_never_has_its_matrix():
     """With fake tensors, whose memory is counted as that of any other, and nothing is computed."""
     batch_size, dim = 65_536, 768
-    # Larger blocks than are the default, and so fewer.
-    blocks = mock.patch.object(module, "_BLOCK_ELEMENTS", 2**24)
-    with blocks, FakeTensorMode(), TensorMemory() as memory:
+    with FakeTensorMode(), TensorMemory() as memory:
         queries, documents = (torch.empty(batch_size, dim, requires_grad=True) for _ in range(2))
         ids = torch.empty(batch_size, dtype=torch.int64)
         scale = torch.empty((), requires_grad=True)
@@ -92,5 +111,5 @@ def test_a_batch_of_65536_never_has_its_matrix():
         info_nce(queries, documents, scale, pairs.relate_query).loss.backward()
     representations = 4 * 2 * batch_size * dim
     # They, their gradients twice (inside the loss, and multiplied by what comes back), and blocks.
-    assert representations < memory.peak < 3 * representations + 16 * 2**24
+    assert representations < memory.peak < 3 * representations + 32 * 64 * batch_size
     assert memory.peak < 4 * batch_size**2 / 10
