@@ -14,6 +14,7 @@ from allennlp.common.testing import requires_gpu, requires_multi_gpu
 
 from tests.command import REPOSITORY, Run, subprocess_allennlp
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
+from tests.end_to_end.grad_cache_test import CHUNK_SIZES, EVERYTHING, cached
 from tests.end_to_end.parity_test import TRAINING, check_parity
 from tests.end_to_end.precision_test import AUTOCAST, BF16, EPOCHS
 from tests.experiment import (
@@ -119,6 +120,42 @@ def test_a_recovered_run_on_one_gpu_ends_as_an_uninterrupted_one(
     uninterrupted = gpu_experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2", command=run_on_gpu)
     assert_same_weights(recovered.weights(), uninterrupted.weights(), TOLERANCE)
+
+
+@requires_gpu
+@STAGES
+def test_gradient_caching_on_one_gpu_is_one_piece(gpu_experiments: Experiments, stage: int) -> None:
+    config = load_config("bi_encoder", ONE_GPU, EVERYTHING, {"data_loader.batch_size": 16})
+    result = gpu_experiments.run(cached(config, stage, CHUNK_SIZES))
+    assert_same_weights(result.weights(), gpu_experiments.run(config).weights(), TOLERANCE)
+
+
+@requires_gpu
+@STAGES
+@PRECISIONS
+def test_dropout_on_one_gpu_is_the_same_in_both_passes(
+    gpu_experiments: Experiments, precision: Config, stage: int
+) -> None:
+    size = {"data_loader.batch_size": 16, "model.dropout": 0.3}
+    config = load_config("bi_encoder", ONE_GPU, size)
+    in_chunks = {"model.type": "bi_encoder_in_chunks", "model.chunk_size": 3}
+    with_graphs = deepspeed(load_config("bi_encoder", ONE_GPU, size, in_chunks), 0)
+    losses, expected = (
+        [epoch["training_loss"] for epoch in gpu_experiments.run(config).epochs()]
+        for config in (cached(config, stage, **precision), with_graphs)
+    )
+    assert losses == pytest.approx(expected, abs=0.05)
+
+
+@requires_multi_gpu
+@STAGES
+def test_gradient_caching_on_two_gpus_is_one_piece(
+    gpu_experiments: Experiments, stage: int
+) -> None:
+    config = load_config("bi_encoder", TWO_GPUS, EVERYTHING, {"data_loader.batch_size": 8})
+    reference = load_config("bi_encoder", ONE_GPU, EVERYTHING, {"data_loader.batch_size": 16})
+    result = gpu_experiments.run(cached(config, stage, CHUNK_SIZES))
+    assert_same_weights(result.weights(), gpu_experiments.run(reference).weights(), TOLERANCE)
 
 
 def check_precision(experiments: Experiments, world: Config, precision: Config, stage: int) -> None:
