@@ -100,6 +100,12 @@ def test_the_weights_are_those_of_one_piece(experiments: Experiments, num_worker
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
 
 
+def test_parameters_sharded_within_a_part_of_the_workers(experiments: Experiments):
+    config = cached(divided(4, EVERYTHING), 3, CHUNK_SIZES)
+    config["trainer"]["shard_within"] = 2
+    assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
+
+
 @pytest.mark.parametrize("stage, mode", MODES)
 def test_gradients_are_reduced_as_often_as_the_mode_says(
     experiments: Experiments, stage: int, mode: str
