@@ -92,10 +92,18 @@ class ContrastiveModel(Model):
 
     @overrides(check_signature=False)
     def forward(self, **inputs: Any) -> Dict[str, torch.Tensor]:
-        """With several workers and global negatives, every one must call it in training."""
-        return self.loss_over_ranks(
-            self.encode(**self.encoder_inputs(inputs)), self.loss_inputs(inputs)
-        )
+        """
+        With several workers and global negatives, every one must call it in training.
+
+        # Returns
+
+        `Dict[str, torch.Tensor]`
+            What `contrastive_loss` returns; not in training, the representations too, which are
+            what is predicted.
+        """
+        representations = self.encode(**self.encoder_inputs(inputs))
+        outputs = self.loss_over_ranks(representations, self.loss_inputs(inputs))
+        return outputs if self.training else {**representations, **outputs}
 
     def loss_over_ranks(
         self, representations: Dict[str, torch.Tensor], loss_inputs: Dict[str, torch.Tensor]

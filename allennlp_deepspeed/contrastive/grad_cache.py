@@ -119,6 +119,16 @@ class GradCache:
                     f"'trainer.grad_cache.chunk_size.{name}' is no argument of `encode` of "
                     f"{type(model).__name__}, which has {arguments}."
                 )
+        parameters = inspect.signature(model.encode).parameters.values()
+        required = [
+            p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        ]
+        if settings.names and required and len(parameters) > 1:
+            raise ConfigurationError(
+                f"'trainer.grad_cache.chunk_size' has a number for each argument, but `encode` of "
+                f"{type(model).__name__} can't be called without '{required[0]}': give its "
+                "arguments defaults of None, or write one number."
+            )
         for name, module in model.named_modules():
             if _has_batch_statistics(module):
                 raise ConfigurationError(

@@ -24,7 +24,8 @@ class GradCacheSettings:
     """
 
     def __init__(self, settings: Dict[str, Any]) -> None:
-        expected = 'write {"chunk_size": 32}, for example.'
+        example = settings if _is_chunk_size(settings) else 32
+        expected = f'write {{"chunk_size": {json.dumps(example)}}}.'
         if not isinstance(settings, dict):
             raise ConfigurationError(f"'trainer.grad_cache' is {json.dumps(settings)}: {expected}")
         for key in settings:
@@ -38,7 +39,7 @@ class GradCacheSettings:
         if "chunk_size" not in settings:
             raise ConfigurationError(f"'trainer.grad_cache' has no 'chunk_size': {expected}")
         self.chunk_size: Union[int, str, Dict[str, int]] = settings["chunk_size"]
-        if not self._is_valid():
+        if not _is_chunk_size(self.chunk_size):
             raise ConfigurationError(
                 f"'trainer.grad_cache.chunk_size' is {json.dumps(self.chunk_size)}: write a number "
                 'of examples, at least 1, or one for each encoder, as {"query": 64, "document": '
@@ -50,10 +51,11 @@ class GradCacheSettings:
         """Arguments of `encode`, if they are chunked apart."""
         return list(self.chunk_size) if isinstance(self.chunk_size, dict) else []
 
-    def _is_valid(self) -> bool:
-        if isinstance(self.chunk_size, dict):
-            return bool(self.chunk_size) and all(map(_is_size, self.chunk_size.values()))
-        return self.chunk_size == AUTO or _is_size(self.chunk_size)
+
+def _is_chunk_size(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(map(_is_size, value.values()))
+    return value == AUTO or _is_size(value)
 
 
 def _is_size(value: Any) -> bool:

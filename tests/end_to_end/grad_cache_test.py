@@ -354,6 +354,19 @@ class TestAuto:
             id="encoder without a chunk size",
         ),
         pytest.param(
+            {
+                "model.type": "bi_encoder_of_both",
+                "trainer.grad_cache": {"chunk_size": {"document": 4, "query": 4}},
+            },
+            "`encode` of BiEncoderOfBoth can't be called without 'query'",
+            id="arguments without defaults",
+        ),
+        pytest.param(
+            {"trainer.grad_cache": {"document": 4, "query": 8}},
+            """is no key of it: write {"chunk_size": {"document": 4, "query": 8}}.""",
+            id="sizes in the wrong place",
+        ),
+        pytest.param(
             {"model.type": "normalizing_bi_encoder"},
             "can't be used with BatchNorm1d ('norm'), whose statistics would be those of a chunk",
             id="batch normalization",
