@@ -5,9 +5,9 @@ Why large batches matter for contrastive training: recall against the global bat
 batches, and evaluates on the test verses before and after. Everything but the batch and the
 learning rate is equal: once the number of epochs, once the number of optimizer steps. The learning
 rate is for each batch the one of `LEARNING_RATES` with the best recall on the validation verses.
-`--minilm` adds `verse_retrieval_minilm.jsonnet` as it is; without it what an earlier run has found of
-that stays. Everything is written to
-`benchmarks/results`: `retrieval.json`, `retrieval.md` and `retrieval.png`.
+`--minilm` adds `verse_retrieval_minilm.jsonnet` as it is; without it, what an earlier run has found
+of that stays. Everything is written to `benchmarks/results`: `retrieval.json`, `retrieval.md` and
+`retrieval.png`.
 """
 
 import argparse
