@@ -112,7 +112,7 @@ class BiEncoder(ContrastiveModel):
         self._log_scale = torch.nn.Parameter(log_scale, requires_grad=learn_temperature)
         self._bidirectional = bidirectional
         self._in_batch_accuracy = InBatchAccuracy()
-        self._retrieval = RetrievalMetric(recall_at or [1, 10, 100])
+        self._retrieval = RetrievalMetric(recall_at)
         initializer(self)
 
     @overrides(check_signature=False)

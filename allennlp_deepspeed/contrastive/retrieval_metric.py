@@ -54,7 +54,7 @@ class RetrievalMetric(Metric):
 
     supports_distributed = True
 
-    def __init__(self, recall_at: List[int] = None) -> None:
+    def __init__(self, recall_at: Optional[List[int]] = None) -> None:
         self._recall_at = [1, 10, 100] if recall_at is None else recall_at
         if any(type(k) is not int or k < 1 for k in self._recall_at):
             raise ConfigurationError(
