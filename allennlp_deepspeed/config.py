@@ -12,6 +12,8 @@ from allennlp_deepspeed.config_validation import ROOT, validate
 
 __all__ = ["DeepSpeedConfig", "ResolvedConfig", "TrainerSettings"]
 
+_PARTITIONING = ("aio", "bf16", "data_types", "fp16", "torch_autocast", "zero_optimization")
+
 
 class DeepSpeedConfig(Registrable):
     """
@@ -135,6 +137,25 @@ class DeepSpeedConfig(Registrable):
             nothing says what an "auto" stands for.
         """
         return config_resolution.resolve(self.config, settings)
+
+    def partitioning(self, settings: TrainerSettings) -> Dict[str, Any]:
+        """
+        The sections that decide how parameters are partitioned, resolved. For constructing a model
+        before there is an optimizer, which the others are about.
+
+        # Parameters
+
+        settings : `TrainerSettings`
+            Those about precision, devices and folders.
+
+        # Raises
+
+        `ConfigurationError`
+            As `resolve` does.
+        """
+        sections = {key: self.config[key] for key in _PARTITIONING if key in self.config}
+        resolved = PlainConfig(sections).resolve(settings).engine_config
+        return {key: resolved[key] for key in _PARTITIONING if key in resolved}
 
 
 @DeepSpeedConfig.register("ds_config")

@@ -76,7 +76,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         find_unused_parameters: bool = False,
     ) -> None:
         _use_accelerator(device)
-        _skip_shared_memory_all_reduce()
         _check_nvme(config)
         _check_sharding(model, optimizer, config)
         if find_unused_parameters and config.zero_stage == 3:
@@ -105,15 +104,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         local_rank: int,
         optimizer: Optional[torch.optim.Optimizer],
     ) -> None:
-        self._undo.enter_context(deepspeed_logging.logged_by_allennlp())
-        if not dist.is_initialized():
-            _init_group_of_one(device)
-            self._undo.callback(_destroy_process_group)
-            self._undo.enter_context(as_one_process())
-        self._undo.callback(
-            _restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES}
-        )
-        _set_launcher_variables(device, local_rank)
+        self._undo.enter_context(process_environment(device, local_rank))
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
@@ -198,6 +189,49 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         so that a failing rank may call it alone.
         """
         self._undo.close()
+
+
+_environment = ExitStack()
+_num_in_environment = 0
+
+
+@contextmanager
+def process_environment(device: torch.device, local_rank: int) -> Iterator[None]:
+    """
+    Within it this process is one that DeepSpeed can work in: it has a process group, and what
+    DeepSpeed takes from its launcher. May be entered several times; the last to leave ends it.
+
+    # Parameters
+
+    device : `torch.device`, required.
+        This worker's device.
+    local_rank : `int`, required.
+        The worker's rank on its node.
+    """
+    global _num_in_environment
+    if _num_in_environment == 0:
+        _set_up_environment(device, local_rank)
+    _num_in_environment += 1
+    try:
+        yield
+    finally:
+        _num_in_environment -= 1
+        if _num_in_environment == 0:
+            _environment.close()
+
+
+def _set_up_environment(device: torch.device, local_rank: int) -> None:
+    with ExitStack() as undo:
+        _use_accelerator(device)
+        _skip_shared_memory_all_reduce()
+        undo.enter_context(deepspeed_logging.logged_by_allennlp())
+        if not dist.is_initialized():
+            _init_group_of_one(device)
+            undo.callback(_destroy_process_group)
+            undo.enter_context(as_one_process())
+        undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
+        _set_launcher_variables(device, local_rank)
+        _environment.push(undo.pop_all())
 
 
 def _destroy_engine(engine: DeepSpeedEngine) -> None:

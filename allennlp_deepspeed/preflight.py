@@ -9,6 +9,7 @@ seam before that, so `install` puts itself in front of `allennlp.commands.train.
 import functools
 import inspect
 import json
+from dataclasses import replace
 from typing import Any, Dict, List, Literal, Optional
 
 import torch
@@ -58,6 +59,7 @@ def install() -> None:
         if _trainer_type(params.as_dict(quiet=True)) != "deepspeed":
             return train_model(params, *args, **kwargs)
         arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
+        _tell_accelerator(params, arguments["serialization_dir"])
         if arguments.get("recover"):
             recovery.prepare(params, arguments["serialization_dir"], arguments.get("node_rank", 0))
         with supervised_workers():
@@ -82,6 +84,11 @@ def check(params: Params) -> None:
     config: Dict[str, Any] = params.as_dict(quiet=True)
     trainer = config.get("trainer")
     trainer_type = _trainer_type(config)
+    if _registered_name(_accelerator(config)) == "deepspeed" and trainer_type != "deepspeed":
+        raise ConfigurationError(
+            "'distributed.ddp_accelerator' is 'deepspeed', which only the 'deepspeed' trainer can "
+            'use: add "type": "deepspeed" to the trainer, or leave the accelerator out.'
+        )
     if config.get("type") == "deepspeed" and trainer_type != "deepspeed":
         raise ConfigurationError(
             f"The top-level 'type' is 'deepspeed', but 'trainer.type' is {trainer_type}: write "
@@ -102,11 +109,11 @@ def check(params: Params) -> None:
             "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
             'them: add "type": "deepspeed" at the top level of the config.'
         )
-    accelerator = (config.get("distributed") or {}).get("ddp_accelerator")
-    if _registered_name(accelerator) not in (None, _DEFAULT_TYPE, "torch"):
+    accelerator = _accelerator(config)
+    if _registered_name(accelerator) not in (None, _DEFAULT_TYPE, "torch", "deepspeed"):
         raise ConfigurationError(
             f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
-            "DeepSpeed takes its place: leave it out."
+            'DeepSpeed takes its place: write "deepspeed", or leave it out.'
         )
     checkpointer = _registered_name(trainer.get("checkpointer"))
     if checkpointer not in (None, _DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available()):
@@ -118,6 +125,33 @@ def check(params: Params) -> None:
         _check_checkpointer(trainer["checkpointer"])
     deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
     deepspeed_config.resolve(_settings(config, devices, deepspeed_config))
+
+
+def _accelerator(config: Dict[str, Any]) -> Any:
+    return (config.get("distributed") or {}).get("ddp_accelerator")
+
+
+def _tell_accelerator(params: Params, serialization_dir: str) -> None:
+    """
+    Writes into the section of a "deepspeed" accelerator how parameters are to be partitioned:
+    AllenNLP constructs it from that section alone, and before the trainer.
+    """
+    config = params.as_dict(quiet=True)
+    accelerator = _accelerator(config)
+    if _registered_name(accelerator) != "deepspeed":
+        return
+    deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
+    settings = _settings(config, _devices(config), deepspeed_config)
+    partitioning = deepspeed_config.partitioning(
+        replace(settings, serialization_dir=serialization_dir)
+    )
+    section = accelerator if isinstance(accelerator, dict) else {"type": accelerator}
+    if section.get("deepspeed_config") not in (None, partitioning):
+        raise ConfigurationError(
+            "'distributed.ddp_accelerator.deepspeed_config' is not what "
+            "'trainer.deepspeed_config' says: remove it, and it is taken from there."
+        )
+    params.params["distributed"]["ddp_accelerator"] = {**section, "deepspeed_config": partitioning}
 
 
 def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> None:

@@ -1,5 +1,5 @@
 import re
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 import torch
 from allennlp.models.model import Model
@@ -25,23 +25,32 @@ class PartitionedRegularizer:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._compute_penalty = model.get_regularization_penalty
-        self._penalty: Optional[torch.Tensor] = self._compute_penalty()
+        # Whole already, unless the model has been constructed partitioned.
+        with zero.GatheredParameters(self._penalized_parameters()):
+            self._penalty: Optional[torch.Tensor] = self._compute_penalty()
         if self._penalty is not None:
             model.get_regularization_penalty = self._last_penalty  # type: ignore[method-assign]
             self._hook = model.register_forward_hook(self._after_forward)
 
     def gather_with_model(self) -> None:
         """To be called once the parameters are partitioned."""
-        if self._penalty is None:
-            return
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and self._may_penalize(name):
+        if self._penalty is not None:
+            for parameter in self._penalized_parameters():
                 zero.register_external_parameter(self._model, parameter)
+
+    def _penalized_parameters(self) -> List[torch.nn.Parameter]:
+        return [
+            parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and self._may_penalize(name)
+        ]
 
     def _may_penalize(self, name: str) -> bool:
         if type(self._model).get_regularization_penalty is not Model.get_regularization_penalty:
             return True  # the model has a penalty of its own, on whatever parameters
-        regularizers = self._model._regularizer._regularizers  # type: ignore[union-attr]
+        if self._model._regularizer is None:
+            return False
+        regularizers = self._model._regularizer._regularizers
         return any(re.search(regex, name) for regex, _ in regularizers)
 
     def remove(self) -> None:

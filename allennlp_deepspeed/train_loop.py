@@ -1,5 +1,6 @@
 import logging
-from typing import Any, Dict, List, Optional
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional
 from unittest import mock
 
 from allennlp.commands.train import TrainModel
@@ -12,16 +13,25 @@ from allennlp.training import util as training_util
 from allennlp.training.trainer import Trainer
 from overrides import overrides
 
+from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.engine import process_environment
 from allennlp_deepspeed.one_process import as_one_process
+from allennlp_deepspeed.partitioned_construction import PartitionedConstruction, is_partitioned
+from allennlp_deepspeed.worker_device import capabilities, worker_device, workers_per_node
 
 logger = logging.getLogger(__name__)
+
+Arguments = Dict[str, Any]
 
 
 @TrainModel.register("deepspeed", constructor="from_partial_objects")
 class DeepSpeedTrainModel(TrainModel):
     """
-    A `TrainModel` that evaluates the test set while all ranks and the engine are still there. In
-    AllenNLP the primary does so alone after training, which can't work with several workers.
+    A `TrainModel` that constructs the model partitioned over the ranks if the trainer's ZeRO stage
+    is 3, so that none of them ever holds all of it; see
+    [`PartitionedConstruction`](./partitioned_construction.py). And that evaluates the test set
+    while all ranks and the engine are still there: in AllenNLP the primary does so alone after
+    training, which can't work with several workers.
 
     Registered as a `TrainModel` with name "deepspeed": a top-level `"type": "deepspeed"` in the
     config. Its other keys are those of AllenNLP's.
@@ -80,7 +90,7 @@ class DeepSpeedTrainModel(TrainModel):
         this method. See AllenNLP's for what they mean. The readers are lazy so that the one of the
         test set can be constructed once more, unsharded.
         """
-        arguments: Dict[str, Any] = dict(
+        arguments: Arguments = dict(
             serialization_dir=serialization_dir,
             local_rank=local_rank,
             dataset_reader=dataset_reader.construct(),
@@ -103,11 +113,13 @@ class DeepSpeedTrainModel(TrainModel):
                 datasets_for_vocab_creation=datasets_for_vocab_creation,
                 test_data_path=test_data_path,
             )
-            return super().from_partial_objects(**arguments)
+            with _constructed_partitioned(arguments):
+                return super().from_partial_objects(**arguments)
 
         # With several workers the vocabulary has been made from all data before they started, and
         # what they read is their share of it. Of the test set each reads all.
-        train_loop = super().from_partial_objects(**arguments)
+        with _constructed_partitioned(arguments):
+            train_loop = super().from_partial_objects(**arguments)
         if test_data_path is not None and evaluate_on_test:
             with as_one_process():
                 reader = (validation_dataset_reader or dataset_reader).construct()
@@ -117,3 +129,38 @@ class DeepSpeedTrainModel(TrainModel):
             test_data_loader.index_with(train_loop.model.vocab)
             train_loop.evaluation_data_loader = test_data_loader
         return train_loop
+
+
+@contextmanager
+def _constructed_partitioned(arguments: Arguments) -> Iterator[None]:
+    """
+    Has the `"model"` constructed partitioned at ZeRO stage 3. The process stays one that DeepSpeed
+    can work in until the trainer has been constructed, which sees to it from then on.
+    """
+    trainer = arguments["trainer"]._params.as_dict(quiet=True)
+    device = worker_device(trainer.get("cuda_device"))
+    world_size = trainer.get("world_size", 1)
+    partitioning = DeepSpeedConfig.of(trainer.get("deepspeed_config")).partitioning(
+        TrainerSettings(
+            use_amp=trainer.get("use_amp", False),
+            world_size=world_size,
+            serialization_dir=arguments["serialization_dir"],
+            shard_within=trainer.get("shard_within"),
+            workers_per_node=workers_per_node(world_size),
+            **capabilities(device),
+        )
+    )
+    if not is_partitioned(partitioning):
+        yield
+        return
+    model, local_rank = arguments["model"], arguments["local_rank"]
+
+    def construct(**extras: Any) -> Model:
+        with PartitionedConstruction(partitioning, device, local_rank) as construction:
+            constructed = model.construct(**extras)
+            construction.finish(constructed)
+        return constructed
+
+    arguments["model"] = Lazy(construct)
+    with process_environment(device, local_rank):
+        yield

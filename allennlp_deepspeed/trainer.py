@@ -12,8 +12,7 @@ import torch
 from allennlp.common import Lazy, Tqdm
 from allennlp.common import logging as common_logging
 from allennlp.common import util as common_util
-from allennlp.common.checks import ConfigurationError, check_for_gpu
-from allennlp.common.util import int_to_device
+from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import (
     DataLoader,
     MultiProcessDataLoader,
@@ -39,6 +38,7 @@ from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
 from allennlp_deepspeed import files, weights, worker_failure
+from allennlp_deepspeed.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
 from allennlp_deepspeed.batch_metrics import BatchMetrics
 from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
@@ -60,6 +60,7 @@ from allennlp_deepspeed.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.reading_pace import ReadingPace
 from allennlp_deepspeed.resumption import Resumption
 from allennlp_deepspeed.running_loss import Agreement, RunningLoss
+from allennlp_deepspeed.worker_device import capabilities, worker_device, workers_per_node
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         **kwargs,
     ) -> None:
         if ddp_wrapped_model is None:
-            device = _device(cuda_device)
+            device = worker_device(cuda_device)
             ddp_wrapped_model = DeepSpeedWrappedModel(
                 model,
                 DeepSpeedConfig.of(deepspeed_config).resolve(
@@ -190,10 +191,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                         num_epochs=num_epochs,
                         batches_per_epoch=num_batches(data_loader),
                         world_size=world_size,
-                        **_capabilities(device),
+                        **capabilities(device),
                         serialization_dir=_path(serialization_dir),
                         shard_within=shard_within,
-                        workers_per_node=_workers_per_node(world_size),
+                        workers_per_node=workers_per_node(world_size),
                     )
                 ),
                 device=device,
@@ -924,11 +925,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         this method, but for those that the train command passes in. Its signature names every
         argument because `FromParams` does not see through `**kwargs`.
         """
-        if ddp_accelerator is not None and not isinstance(ddp_accelerator, TorchDdpAccelerator):
-            raise ConfigurationError(
-                f"The 'deepspeed' trainer can't be used with a {_name(ddp_accelerator)} "
-                "under 'distributed.ddp_accelerator': DeepSpeed takes its place. Leave it out."
-            )
+        find_unused_parameters = _find_unused_parameters(ddp_accelerator)
+        if isinstance(ddp_accelerator, DeepSpeedDdpAccelerator):
+            ddp_accelerator.finish(model)
         for name, parameter in model.named_parameters():
             if any(re.search(regex, name) for regex in no_grad or []):
                 parameter.requires_grad_(False)
@@ -941,7 +940,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             optimizer_ = optimizer.construct(model_parameters=parameters)
         elif "optimizer" not in deepspeed_config.config:
             optimizer_ = Optimizer.default(parameters)
-        device = _device(cuda_device)
+        device = worker_device(cuda_device)
         batches_per_epoch = num_batches(data_loader)
         config = deepspeed_config.resolve(
             TrainerSettings(
@@ -957,10 +956,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 num_epochs=num_epochs,
                 batches_per_epoch=batches_per_epoch,
                 world_size=world_size,
-                **_capabilities(device),
+                **capabilities(device),
                 serialization_dir=serialization_dir,
                 shard_within=shard_within,
-                workers_per_node=_workers_per_node(world_size),
+                workers_per_node=workers_per_node(world_size),
             )
         )
         empty_groups = _empty_groups(optimizer_)
@@ -970,8 +969,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             device,
             local_rank,
             optimizer_,
-            find_unused_parameters=ddp_accelerator is not None
-            and ddp_accelerator._ddp_kwargs["find_unused_parameters"],
+            find_unused_parameters=find_unused_parameters,
         )
 
         with _destroyed_on_failure(wrapped_model):
@@ -1041,27 +1039,17 @@ def _destroyed_on_failure(wrapped_model: DeepSpeedWrappedModel) -> Iterator[None
         raise
 
 
-def _device(cuda_device: Optional[Union[int, torch.device]]) -> torch.device:
-    """AllenNLP's choice: the first GPU unless the config says otherwise."""
-    if cuda_device is None:
-        cuda_device = 0 if torch.cuda.device_count() > 0 else -1
-    check_for_gpu(cuda_device)
-    return int_to_device(cuda_device)
-
-
-def _workers_per_node(world_size: int) -> Optional[int]:
-    """What AllenNLP tells its workers, or torchrun; `None` if neither has started them."""
-    if world_size == 1:
-        return 1
-    names = ("ALLENNLP_PROCS_PER_NODE", "LOCAL_WORLD_SIZE")
-    return next((int(os.environ[name]) for name in names if name in os.environ), None)
-
-
-def _capabilities(device: torch.device) -> Dict[str, Any]:
-    return {
-        "device_type": device.type,
-        "bf16_supported": device.type == "cpu" or torch.cuda.is_bf16_supported(),
-    }
+def _find_unused_parameters(ddp_accelerator: Optional[DdpAccelerator]) -> bool:
+    if ddp_accelerator is None:
+        return False
+    if isinstance(ddp_accelerator, DeepSpeedDdpAccelerator):
+        return ddp_accelerator.find_unused_parameters
+    if isinstance(ddp_accelerator, TorchDdpAccelerator):
+        return ddp_accelerator._ddp_kwargs["find_unused_parameters"]
+    raise ConfigurationError(
+        f"The 'deepspeed' trainer can't be used with a {_name(ddp_accelerator)} under "
+        "'distributed.ddp_accelerator': write \"deepspeed\", or leave it out."
+    )
 
 
 def _micro_batch_size(data_loader: DataLoader) -> Optional[int]:

@@ -15,7 +15,7 @@ from allennlp.training.metrics import Metric
 
 from allennlp_deepspeed.contrastive import RetrievalMetric, retrieval_metric
 from allennlp_deepspeed.module_states import load_module_states, module_states
-from tests.contrastive.workers import run_workers
+from tests.workers import run_workers
 
 DIM = 6
 

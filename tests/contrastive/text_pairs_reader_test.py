@@ -20,7 +20,7 @@ from allennlp.data.tokenizers import CharacterTokenizer, WhitespaceTokenizer
 
 from allennlp_deepspeed.contrastive import TextPairsReader
 from allennlp_deepspeed.contrastive.text_pairs_reader import stable_hash
-from tests.contrastive.workers import run_workers
+from tests.workers import run_workers
 
 PAIRS = [
     {"query": "how high is K2", "document": "K2 is 8611 m high", "negatives": ["K2 is a boat"]},

@@ -1,0 +1,81 @@
+from contextlib import ExitStack
+from typing import Any, Dict, Optional, Tuple, Union
+
+import torch
+from allennlp.common.checks import ConfigurationError
+from allennlp.models.model import Model
+from allennlp.nn.parallel import DdpAccelerator, DdpWrappedModel
+from overrides import overrides
+
+from allennlp_deepspeed.partitioned_construction import PartitionedConstruction, is_partitioned
+
+
+@DdpAccelerator.register("deepspeed")
+class DeepSpeedDdpAccelerator(DdpAccelerator):
+    """
+    For models that call `ddp_accelerator.wrap_module` on the modules that they are made of, as
+    AllenNLP's T5 does: at ZeRO stage 3 such a module is partitioned over the ranks before the next
+    one is constructed. Models that don't are constructed partitioned with the top-level `"type":
+    "deepspeed"`, with which this accelerator isn't needed.
+
+    Registered as a `DdpAccelerator` with name "deepspeed":
+
+    ```jsonnet
+    "distributed": {"cuda_devices": [0, 1], "ddp_accelerator": "deepspeed"}
+    ```
+
+    Every rank must construct it, and wrap the same modules.
+
+    # Parameters
+
+    deepspeed_config : `Dict[str, Any]`, optional (default = `None`)
+        How parameters are partitioned, which the train command fills in from the trainer's. `None`
+        partitions nothing.
+    find_unused_parameters : `bool`, optional (default = `False`)
+        As in `TorchDdpAccelerator`.
+    local_rank : `int`, optional (default = `None`)
+    world_size : `int`, optional (default = `None`)
+    cuda_device : `Union[torch.device, int]`, optional (default = `-1`)
+    """
+
+    def __init__(
+        self,
+        deepspeed_config: Optional[Dict[str, Any]] = None,
+        find_unused_parameters: bool = False,
+        local_rank: Optional[int] = None,
+        world_size: Optional[int] = None,
+        cuda_device: Union[torch.device, int] = -1,
+    ) -> None:
+        super().__init__(local_rank=local_rank, world_size=world_size, cuda_device=cuda_device)
+        self.find_unused_parameters = find_unused_parameters
+        self._until_finished = ExitStack()
+        self._construction: Optional[PartitionedConstruction] = None
+        if is_partitioned(deepspeed_config or {}):
+            self._construction = self._until_finished.enter_context(
+                PartitionedConstruction(
+                    deepspeed_config or {}, self.cuda_device, self.local_rank, everything=False
+                )
+            )
+
+    @overrides
+    def wrap_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Partitions the module's parameters at stage 3. To be called by every rank."""
+        if self._construction is not None:
+            self._construction.partition(module)
+        return module
+
+    def finish(self, model: Model) -> None:
+        """
+        Ends the construction of a model. The trainer calls it before it brings the engine up; every
+        rank must.
+        """
+        with self._until_finished:
+            if self._construction is not None:
+                self._construction.finish(model)
+
+    @overrides
+    def wrap_model(self, model: Model) -> Tuple[Model, DdpWrappedModel]:
+        raise ConfigurationError(
+            "'distributed.ddp_accelerator' is 'deepspeed', which only the 'deepspeed' trainer can "
+            'use: add "type": "deepspeed" to the trainer, or leave the accelerator out.'
+        )

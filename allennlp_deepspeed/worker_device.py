@@ -1,0 +1,34 @@
+"""
+What a worker knows of its device and of its node.
+"""
+
+import os
+from typing import Any, Dict, Optional, Union
+
+import torch
+from allennlp.common.checks import check_for_gpu
+from allennlp.common.util import int_to_device
+
+
+def worker_device(cuda_device: Optional[Union[int, torch.device]]) -> torch.device:
+    """AllenNLP's choice: the first GPU unless the config says otherwise."""
+    if cuda_device is None:
+        cuda_device = 0 if torch.cuda.device_count() > 0 else -1
+    check_for_gpu(cuda_device)
+    return int_to_device(cuda_device)
+
+
+def workers_per_node(world_size: int) -> Optional[int]:
+    """What AllenNLP tells its workers, or torchrun; `None` if neither has started them."""
+    if world_size == 1:
+        return 1
+    names = ("ALLENNLP_PROCS_PER_NODE", "LOCAL_WORLD_SIZE")
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
+
+
+def capabilities(device: torch.device) -> Dict[str, Any]:
+    """What `TrainerSettings` asks of the device."""
+    return {
+        "device_type": device.type,
+        "bf16_supported": device.type == "cpu" or torch.cuda.is_bf16_supported(),
+    }
