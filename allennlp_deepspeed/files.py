@@ -5,8 +5,10 @@ leaves.
 """
 
 import hashlib
+import mmap
 import os
 import shutil
+import tempfile
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator
 
@@ -50,6 +52,21 @@ def save(value: Any, path: str) -> None:
     # Given the path, PyTorch would not say why it can't be written.
     with _naming(path), open(path, "wb") as file:
         torch.save(value, file)
+
+
+def empty_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
+    """
+    A tensor of the same shape and type on the CPU, whose values are kept in a file without a name
+    that is gone with it. The system writes them there when it needs the memory.
+    """
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes == 0:
+        return torch.empty_like(tensor, device="cpu")
+    with _naming(directory), tempfile.TemporaryFile(dir=directory) as file:
+        # A full disk is an error here, and would be a crash where it is written to.
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        buffer = mmap.mmap(file.fileno(), num_bytes)
+    return torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
 
 
 def write(text: str, path: str) -> None:

@@ -851,7 +851,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             return
         self._best_weights_saved_after = self._epochs_completed
         # Each node's primary archives the model from its own serialization directory.
-        state_dict = weights.full_state_dict(self.engine, keep=self._primary)
+        is_large = self._ddp_wrapped_model.config.zero_stage == 3
+        state_dict = weights.full_state_dict(
+            self.engine, self._primary, self._serialization_dir if is_large else None
+        )
         if state_dict is not None:
             temporary_path = f"{path}.w{torch.distributed.get_rank()}.tmp"
             files.save(state_dict, temporary_path)
@@ -863,7 +866,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """To be called by every rank. Rank 0 reads the file."""
         state_dict = None
         if torch.distributed.get_rank() == 0:
-            state_dict = torch.load(path, map_location="cpu", weights_only=True)
+            # Without a copy of the file in memory.
+            state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         weights.load_full_state_dict(self.engine, state_dict)
 
     @overrides

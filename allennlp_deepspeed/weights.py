@@ -19,10 +19,14 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
 )
 
+from allennlp_deepspeed import files
+
 StateDict = Dict[str, Any]
 
 
-def full_state_dict(engine: DeepSpeedEngine, keep: bool) -> Optional[StateDict]:
+def full_state_dict(
+    engine: DeepSpeedEngine, keep: bool, directory: Optional[str] = None
+) -> Optional[StateDict]:
     """
     The model's `state_dict()` in fp32 and on the CPU, from the fp32 master weights where the engine
     has them. To be called by every rank.
@@ -32,6 +36,8 @@ def full_state_dict(engine: DeepSpeedEngine, keep: bool) -> Optional[StateDict]:
     engine : `DeepSpeedEngine`, required.
     keep : `bool`, required.
         Whether this rank is to hold the result. The others take part and hold nothing.
+    directory : `str`, optional (default = `None`)
+        Where to keep the result, as long as it is used, if it may be larger than the memory.
 
     # Returns
 
@@ -45,10 +51,11 @@ def full_state_dict(engine: DeepSpeedEngine, keep: bool) -> Optional[StateDict]:
         if isinstance(value, torch.nn.Parameter):
             if id(value) not in gathered:
                 full = _full_parameter(value, masters)
-                gathered[id(value)] = _to_plain(full) if keep else torch.empty(0)
+                gathered[id(value)] = _to_plain(full, directory) if keep else torch.empty(0)
             state_dict[key] = gathered[id(value)]
         elif keep:
-            state_dict[key] = _to_plain(value) if isinstance(value, torch.Tensor) else value
+            is_tensor = isinstance(value, torch.Tensor)
+            state_dict[key] = _to_plain(value, directory) if is_tensor else value
     return state_dict if keep else None
 
 
@@ -205,8 +212,10 @@ def _broadcast(
     return value
 
 
-def _to_plain(tensor: torch.Tensor) -> torch.Tensor:
+def _to_plain(tensor: torch.Tensor, directory: Optional[str]) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.dtype in (torch.float16, torch.bfloat16):
         tensor = tensor.float()
+    if directory is not None:
+        return files.empty_mapped(tensor, directory).copy_(tensor)
     return tensor.to("cpu", copy=True)
