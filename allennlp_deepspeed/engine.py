@@ -7,6 +7,7 @@ process group.
 import logging
 import os
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Callable, Dict, Iterator, Optional, Set
 
@@ -22,6 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from overrides import overrides
+from torch.utils._pytree import tree_map_only
 
 from allennlp_deepspeed import deepspeed_logging
 from allennlp_deepspeed.config import ResolvedConfig
@@ -117,7 +119,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
-            self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
+            self._autocast = partial(_autocast, device.type, _HALF_PRECISION[config.precision])
             model.forward = self._autocast(model.forward)  # type: ignore[method-assign]
             self._undo.callback(delattr, model, "forward")
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
@@ -198,6 +200,27 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         so that a failing rank may call it alone.
         """
         self._undo.close()
+
+
+def _autocast(device_type: str, dtype: torch.dtype, forward: Callable) -> Callable:
+    """
+    The forward pass under autocast. Outside of training what it returns is in fp32, because NumPy,
+    which AllenNLP's predictions go through, has no bf16.
+    """
+
+    @wraps(forward)
+    def autocast_forward(*args, **kwargs):
+        with torch.autocast(device_type, dtype=dtype):
+            outputs = forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return outputs
+        return tree_map_only(torch.Tensor, _in_fp32, outputs)
+
+    return autocast_forward
+
+
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _HALF_PRECISION.values() else tensor
 
 
 def _destroy_engine(engine: DeepSpeedEngine) -> None:

@@ -147,15 +147,18 @@ class LogWriters:
         request = (kind, index)
         if self._gathered[0] != request:
             self._gathered = (None, None)  # before there is another
-            if self._layout.needs_all_ranks and not self._has_whole(kind, index):
+            if self._needs_all_ranks(kind, index):
                 self._broadcast(request, dist.get_rank())
             self._gathered = (request, self._gather(kind, index))
         whole = self._gathered[1]
         assert whole is not None
         return whole
 
-    def _has_whole(self, kind: int, index: int) -> bool:
-        return kind == _WEIGHT and self._layout.has_whole(self._parameters[index])
+    def _needs_all_ranks(self, kind: int, index: int) -> bool:
+        parameter = self._parameters[index]
+        if kind == _WEIGHT:
+            return not self._layout.has_whole(parameter)
+        return self._layout.needs_all_ranks and parameter.requires_grad
 
     def _finish_gathering(self) -> None:
         self._gathered = (None, None)
@@ -174,7 +177,7 @@ class LogWriters:
         parameter = self._parameters[index]
         if kind == _WEIGHT:
             return self._layout.gather(parameter)
-        if not parameter.requires_grad:
+        if not parameter.requires_grad:  # which no step changes
             return torch.zeros(1, device=parameter.device)
         recorded = self._record.gradients if kind == _GRADIENT else self._record.updates
         return self._layout.gather_alike(parameter, recorded)

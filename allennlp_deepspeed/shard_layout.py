@@ -89,9 +89,10 @@ class ShardLayout:
         `torch.Tensor`
             In fp32, of the parameter's whole shape.
         """
-        fragment = self._fragments.get(parameter)
         if self._is_partitioned:
-            return self._engine.optimizer._fp32_state_allgather(parameter, _part(tensors, fragment))
+            part = _part(tensors, self._fragments[parameter])
+            return self._engine.optimizer._fp32_state_allgather(parameter, part)
+        fragment = self._fragments.get(parameter)
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if fragment is not None:
             whole.narrow(0, fragment.offset, fragment.size).copy_(_part(tensors, fragment))
