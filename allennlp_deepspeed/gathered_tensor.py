@@ -83,12 +83,12 @@ class GatheredParameter(GatheredTensor):
 
     gather, shape, requires_grad
         As of a `GatheredTensor`.
-    gradient : `Callable[[], Optional[GatheredTensor]]`, required.
+    gradient : `Callable[[], Optional[torch.Tensor]]`, required.
         Returns what is its `grad`.
     update : `GatheredUpdate`, required.
     """
 
-    _gradient: Callable[[], Optional[GatheredTensor]]
+    _gradient: Callable[[], Optional[torch.Tensor]]
     _update: GatheredUpdate
 
     def __new__(  # type: ignore[misc]
@@ -96,7 +96,7 @@ class GatheredParameter(GatheredTensor):
         gather: Callable[[], torch.Tensor],
         shape: Tuple[int, ...],
         requires_grad: bool,
-        gradient: Callable[[], Optional[GatheredTensor]],
+        gradient: Callable[[], Optional[torch.Tensor]],
         update: GatheredUpdate,
     ) -> "GatheredParameter":
         parameter = super().__new__(cls, gather, shape, requires_grad)
@@ -106,7 +106,7 @@ class GatheredParameter(GatheredTensor):
         return parameter
 
     @property
-    def grad(self) -> Optional[GatheredTensor]:  # type: ignore[override]
+    def grad(self) -> Optional[torch.Tensor]:  # type: ignore[override]
         return self._gradient()
 
     def clone(self, *args: Any, **kwargs: Any) -> GatheredUpdate:  # type: ignore[override]

@@ -117,12 +117,18 @@ class LogWriters:
             partial(self._whole, _WEIGHT, index),
             shape,
             parameter.requires_grad,
-            # There is none in a step that was skipped because it would have overflowed.
-            gradient=lambda: (
-                gradient if parameter.requires_grad and self._record.gradients else None
-            ),
+            gradient=partial(self._gradient_of, parameter, gradient),
             update=GatheredUpdate(partial(self._whole, _UPDATE, index), shape),
         )
+
+    def _gradient_of(
+        self, parameter: torch.nn.Parameter, gathered: GatheredTensor
+    ) -> Optional[torch.Tensor]:
+        # There are none in a step that was skipped because it would have overflowed.
+        if not parameter.requires_grad or not self._record.gradients:
+            return None
+        # It is whole, and perhaps sparse, if the optimizer steps the parameter itself.
+        return self._record.gradients.get(parameter, gathered)
 
     def _view_of_trainer(self) -> "_View":
         view_of = dict(zip(self._parameters, self._views.values()))
