@@ -7,7 +7,7 @@ process group.
 import logging
 import os
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from types import SimpleNamespace
 from typing import Callable, Dict, Iterator, Optional, Set
 
@@ -119,8 +119,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
-            self._autocast = partial(_autocast, device.type, _HALF_PRECISION[config.precision])
-            model.forward = self._autocast(model.forward)  # type: ignore[method-assign]
+            self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
+            model.forward = _predicting_in_fp32(  # type: ignore[method-assign]
+                self._autocast(model.forward)
+            )
             self._undo.callback(delattr, model, "forward")
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
@@ -202,21 +204,20 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo.close()
 
 
-def _autocast(device_type: str, dtype: torch.dtype, forward: Callable) -> Callable:
+def _predicting_in_fp32(forward: Callable) -> Callable:
     """
-    The forward pass under autocast. Outside of training what it returns is in fp32, because NumPy,
-    which AllenNLP's predictions go through, has no bf16.
+    A forward pass whose outputs are in fp32 outside of training, because NumPy, which AllenNLP's
+    predictions go through, has no bf16.
     """
 
     @wraps(forward)
-    def autocast_forward(*args, **kwargs):
-        with torch.autocast(device_type, dtype=dtype):
-            outputs = forward(*args, **kwargs)
+    def predict_in_fp32(*args, **kwargs):
+        outputs = forward(*args, **kwargs)
         if torch.is_grad_enabled():
             return outputs
         return tree_map_only(torch.Tensor, _in_fp32, outputs)
 
-    return autocast_forward
+    return predict_in_fp32
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
