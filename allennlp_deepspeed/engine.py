@@ -7,6 +7,7 @@ process group.
 import logging
 import os
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from types import SimpleNamespace
 from typing import Callable, Dict, Iterator, Optional, Set
 
@@ -22,6 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from overrides import overrides
+from torch.utils._pytree import tree_map_only
 
 from allennlp_deepspeed import deepspeed_logging
 from allennlp_deepspeed.config import ResolvedConfig
@@ -109,7 +111,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
             self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
-            model.forward = self._autocast(model.forward)  # type: ignore[method-assign]
+            model.forward = _predicting_in_fp32(  # type: ignore[method-assign]
+                self._autocast(model.forward)
+            )
             self._undo.callback(delattr, model, "forward")
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
@@ -232,6 +236,26 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)
         _environment.push(undo.pop_all())
+
+
+def _predicting_in_fp32(forward: Callable) -> Callable:
+    """
+    A forward pass whose outputs are in fp32 outside of training, because NumPy, which AllenNLP's
+    predictions go through, has no bf16.
+    """
+
+    @wraps(forward)
+    def predict_in_fp32(*args, **kwargs):
+        outputs = forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return outputs
+        return tree_map_only(torch.Tensor, _in_fp32, outputs)
+
+    return predict_in_fp32
+
+
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _HALF_PRECISION.values() else tensor
 
 
 def _destroy_engine(engine: DeepSpeedEngine) -> None:

@@ -55,6 +55,7 @@ from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
 from allennlp_deepspeed.even_batches import EvenBatches
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.interruption import TrainingInterrupted, TrainingInterruption, interrupted
+from allennlp_deepspeed.log_writers import LogWriters
 from allennlp_deepspeed.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.reading_pace import ReadingPace
@@ -275,6 +276,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 gradient_synchronization, grad_cache
             )
             ddp_wrapped_model.before_destroying(self._gradients.remove_hooks)
+            # After the hook that clips: it records what the optimizer steps with.
+            self._log_writers = LogWriters(self)
+            ddp_wrapped_model.before_destroying(self._log_writers.remove)
             self._has_global_loss = (
                 isinstance(model, ContrastiveModel) and model.negatives == "global"
             )
@@ -555,6 +559,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._learning_rate_scheduler.step_batch(self._total_batches_completed + 1)
         if self._momentum_scheduler:
             self._momentum_scheduler.step_batch(self._total_batches_completed + 1)
+        self._log_writers.start_step()
         batch_grad_norm = self._step(len(batches))
         if self._moving_average is not None:
             self._moving_average.apply(self._total_batches_completed + 1)
@@ -692,17 +697,19 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             if batch_grad_norm is not None:
                 batch_grad_norm = float(batch_grad_norm)
         for callback in self._callbacks:
-            callback.on_batch(
-                self,
-                batch_group,
-                batch_group_outputs,
-                metrics,
-                epoch,
-                self._batches_in_epoch_completed,
-                is_training=True,
-                is_primary=self._primary,
-                batch_grad_norm=batch_grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
-            )
+            with self._log_writers.gathering(callback) as trainer:
+                callback.on_batch(
+                    trainer,
+                    batch_group,
+                    batch_group_outputs,
+                    metrics,
+                    epoch,
+                    self._batches_in_epoch_completed,
+                    is_training=True,
+                    is_primary=self._primary,
+                    batch_grad_norm=batch_grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
+                )
+        self._log_writers.finish_step()
         self._batch_metrics = weakref.ref(metrics)
 
     def _finish_batch_metrics(self) -> None:

@@ -1,12 +1,10 @@
 """The "deepspeed_communication" callback counts optimizer steps, and nothing else."""
 
 import json
-import struct
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 from tests.command import allennlp
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, assert_ends_alike, recover
@@ -21,6 +19,7 @@ from tests.experiment import (
     deepspeed,
     load_config,
 )
+from tests.tensorboard import events
 
 COUNTED: Config = {
     "trainer.callbacks": ["deepspeed_communication", "record_steps"],
@@ -95,7 +94,7 @@ def test_tensorboard_has_every_step_and_every_epoch(
         config["trainer"]["callbacks"].reverse()
     config["trainer"]["callbacks"].append("record_steps")
     result = experiments.run(deepspeed(config, 0))
-    scalars = tensorboard_scalars(result.serialization_dir / "log" / "train")
+    scalars = events(result.serialization_dir / "log" / "train")
     steps = scalars["train/batch_communication_all_reduce_bytes"]
     # AllenNLP adds one to the number of steps.
     assert [step for step, _ in steps] == [6, 11, 16, 21]
@@ -104,20 +103,6 @@ def test_tensorboard_has_every_step_and_every_epoch(
     assert epochs == [
         (epoch + 1, communication(result, epoch)["all_reduce_bytes"]) for epoch in range(2)
     ]
-
-
-def tensorboard_scalars(directory: Path) -> Dict[str, List[Tuple[int, float]]]:
-    """Steps and values by tag, from records as TensorFlow writes them."""
-    scalars: Dict[str, List[Tuple[int, float]]] = {}
-    for path in directory.glob("events.*"):
-        data = path.read_bytes()
-        while data:
-            (length,) = struct.unpack("<Q", data[:8])  # and 4 bytes of checksum, twice
-            event = Event.FromString(data[12 : 12 + length])
-            for value in event.summary.value:
-                scalars.setdefault(value.tag, []).append((event.step, value.simple_value))
-            data = data[16 + length :]
-    return scalars
 
 
 @pytest.mark.parametrize("stage", [0, 2])
