@@ -7,7 +7,7 @@ import math
 import re
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 from allennlp.common import Params
@@ -22,7 +22,8 @@ from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.model_states import ModelSize, ModelStates, OptimizerStates, model_states
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True)
+class Placement:
     """
     Where model states are kept.
 

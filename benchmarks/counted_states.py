@@ -3,9 +3,12 @@ Counts the bytes of model states that a rank really holds, from the tensors that
 """
 
 import gc
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple
 
 import torch
+import torch.distributed as dist
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,11 +24,10 @@ class CountedStates(NamedTuple):
     weights : `int`
         What the forward pass computes with, without what is gathered for it.
     gradients : `int`
-        The most that there is at a time, besides weights and optimizer states, from the first
-        gradient to the optimizer's step: gradients wherever they are, and DeepSpeed's buffers for
-        them.
+        The most at a time in the backward pass: all that is neither weights nor optimizer states,
+        DeepSpeed's buffers included.
     gradients_in_step : `int`
-        The same while the optimizer steps.
+        The same in the optimizer's step, without what the optimizer allocates for a moment.
     optimizer : `int`
         The optimizer's states, and the fp32 weights that it steps if they aren't `weights`.
     """
@@ -35,22 +37,24 @@ class CountedStates(NamedTuple):
     gradients_in_step: int
     optimizer: int
 
+    @classmethod
+    def read(cls, serialization_dir: Path) -> List["CountedStates"]:
+        """What each rank has counted."""
+        paths = sorted(serialization_dir.glob("counted_states_*.json"))
+        return [cls(**json.loads(path.read_text())) for path in paths]
 
-class StatesCounter(TrainerCallback):
+
+@TrainerCallback.register("count_model_states")
+class CountModelStates(TrainerCallback):
     """
-    Counts the model states in the second optimizer step, when the states of the optimizer are
-    there. To be constructed before the engine is. Activations count as gradients: batches are to be
-    tiny.
-
-    # Attributes
-
-    states : `CountedStates`
-        Once that step is done.
+    Counts the model states of each rank in the second optimizer step, when those of the optimizer
+    are there. What Python had before training must be out of its sight, by `gc.freeze()`.
+    Activations count as gradients: batches are to be tiny.
     """
 
     def __init__(self, serialization_dir: str) -> None:
         super().__init__(serialization_dir)
-        self.states: Optional[CountedStates] = None
+        self._is_counting = False
         self._in_backward: List[int] = []
         self._in_step: List[int] = []
 
@@ -60,17 +64,14 @@ class StatesCounter(TrainerCallback):
         for parameter in trainer.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
-                    lambda _: self._in_backward.append(self._count_gradients())
+                    lambda _: self._count_into(self._in_backward)
                 )
         step = trainer.engine.step
 
         def counted_step(*args: Any, **kwargs: Any) -> None:
-            self._in_backward.append(self._count_gradients())
-            with _Allocations(lambda: self._in_step.append(self._count_gradients())) as allocations:
-                # What the optimizer allocates for a moment is no state.
-                before = trainer.optimizer.register_step_pre_hook(
-                    lambda *_: allocations.pause(),
-                )
+            self._count_into(self._in_backward)
+            with _Allocations(lambda: self._count_into(self._in_step)) as allocations:
+                before = trainer.optimizer.register_step_pre_hook(lambda *_: allocations.pause())
                 after = trainer.optimizer.register_step_post_hook(lambda *_: allocations.resume())
                 step(*args, **kwargs)
             before.remove()
@@ -91,22 +92,26 @@ class StatesCounter(TrainerCallback):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if is_training and batch_number == 2:
-            self.states = CountedStates(
+        if self._is_counting:
+            states = CountedStates(
                 weights=_bytes(self._weights()),
                 gradients=max(self._in_backward),
                 gradients_in_step=max(self._in_step),
                 optimizer=_bytes(self._optimizer()),
             )
-        self._in_backward, self._in_step = [], []
+            path = Path(self.serialization_dir) / f"counted_states_{dist.get_rank()}.json"
+            path.write_text(json.dumps(states._asdict()))
+        self._is_counting = is_training and batch_number == 1
 
-    def _count_gradients(self) -> int:
+    def _count_into(self, counts: List[int]) -> None:
+        if not self._is_counting:
+            return
         parameters = list(self.trainer.model.parameters())
-        # Autograd holds these itself, where the collector doesn't see them.
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        storages = _storages([*_listed_tensors(), *gradients])
+        tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+        # Autograd holds these itself, where Python doesn't see them.
+        tensors += [p.grad for p in parameters if p.grad is not None]
         states = {**self._weights(), **self._optimizer(), **_storages(self.trainer.model.buffers())}
-        return _bytes({key: storages[key] for key in storages.keys() - states.keys()})
+        counts.append(_bytes(_without(_storages(tensors), states)))
 
     def _weights(self) -> Dict[int, torch.UntypedStorage]:
         parameters = list(self.trainer.model.parameters())
@@ -119,8 +124,7 @@ class StatesCounter(TrainerCallback):
         tensors = []
         for parameter, state in self.trainer.optimizer.state.items():
             tensors += [parameter.data, *filter(torch.is_tensor, state.values())]
-        storages, weights = _storages(tensors), self._weights()
-        return {key: storages[key] for key in storages.keys() - weights.keys()}
+        return _without(_storages(tensors), self._weights())
 
 
 class _Allocations(TorchDispatchMode):
@@ -142,25 +146,23 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if not self._is_paused and isinstance(result, torch.Tensor):
-            inputs = {
-                x.untyped_storage().data_ptr()
-                for x in tree_leaves([args, kwargs])
-                if isinstance(x, torch.Tensor)
-            }
-            storage = result.untyped_storage()
-            if storage.nbytes() >= self.min_bytes and storage.data_ptr() not in inputs:
+        if not self._is_paused and torch.is_tensor(result):
+            inputs = _storages(x for x in tree_leaves([args, kwargs]) if torch.is_tensor(x))
+            if _bytes(_without(_storages([result]), inputs)) >= self.min_bytes:
                 self._function()
         return result
 
 
-def _listed_tensors() -> Iterable[torch.Tensor]:
-    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-
-
 def _storages(tensors: Iterable[torch.Tensor]) -> Dict[int, torch.UntypedStorage]:
+    """By their address, which is unique as long as they are alive."""
     storages = (t.untyped_storage() for t in tensors if t.device.type != "meta")
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes() > 0}
+
+
+def _without(
+    storages: Dict[int, torch.UntypedStorage], others: Dict[int, torch.UntypedStorage]
+) -> Dict[int, torch.UntypedStorage]:
+    return {key: storages[key] for key in storages.keys() - others.keys()}
 
 
 def _bytes(storages: Dict[int, torch.UntypedStorage]) -> int:
