@@ -218,10 +218,9 @@ class _States:
             device = "gpu" if self._parameter_device == "none" else "cpu"
             states.add(device, weights=(shard + frozen) * self._weight)
 
-        optimizer = self._optimizer_states_of(shard)
-        steps_weights = self._weight == _FP32 and self._parameter_device == "none"
-        if self._optimizer_device != "none" or not steps_weights:
-            optimizer += shard * _FP32
+        # A copy of the shard in fp32, where the weights are in fp32 too: to find out whether it can
+        # do without, DeepSpeed compares a device with a name.
+        optimizer = shard * _FP32 + self._optimizer_states_of(shard)
         if self._optimizer_device == "none":
             in_fp32 = 0 if self._gradient == _FP32 else _FP32
             # Flattened, and brought to fp32, a sub-group at a time.
