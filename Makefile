@@ -20,7 +20,7 @@ help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make test    run the whole test suite"
 	@echo "make soak    kill 200 trainings at random points and recover them (about 20 minutes)"
-	@echo "make bench   measure saving, speed, memory, traffic, gradient caching and recall (about an hour)"
+	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style and types with ruff and mypy"
 	@echo "make venv    set up .venv, which the above do if needed"
 	@echo "make clean   remove .venv, the demo's data and output, and caches"
@@ -43,6 +43,7 @@ bench: $(VENV)/installed
 	python -m benchmarks.speed
 	python -m benchmarks.contrastive
 	python -m benchmarks.retrieval --minilm
+	python -m benchmarks.model_states
 
 lint: $(VENV)/installed
 	ruff check .

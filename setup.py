@@ -19,7 +19,9 @@ setup(
         "torch>=2.11",
         "torchvision",
         "deepspeed>=0.19.8,<0.20",
+        "psutil",
         "pydantic>=2",
+        "rich",
         "overrides>=7",
         # What AllenNLP imports. From 4.44 on transformers refuses arguments that AllenNLP passes,
         # and huggingface_hub 1 has dropped names that it imports.

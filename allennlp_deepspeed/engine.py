@@ -79,7 +79,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     ) -> None:
         _use_accelerator(device)
         _check_nvme(config)
-        _check_sharding(model, optimizer, config)
+        check_sharding(model, optimizer, config)
         if find_unused_parameters and config.zero_stage == 3:
             raise ConfigurationError(
                 "'distributed.ddp_accelerator.find_unused_parameters' is true, but at ZeRO stage 3 "
@@ -310,7 +310,7 @@ def _check_nvme(config: ResolvedConfig) -> None:
             )
 
 
-def _check_sharding(
+def check_sharding(
     model: Model, optimizer: Optional[torch.optim.Optimizer], config: ResolvedConfig
 ) -> None:
     """Refuses what DeepSpeed would get wrong, or fail at, where it shards the optimizer."""

@@ -103,7 +103,7 @@ def check(params: Params) -> None:
     ReadingPace(trainer.get("log_every_num_steps"))  # raises
     if trainer.get("grad_cache") is not None:
         GradCacheSettings(trainer["grad_cache"])  # raises
-    devices = _devices(config)
+    devices = worker_devices(config)
     if len(devices) > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
         raise ConfigurationError(
             "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
@@ -124,7 +124,7 @@ def check(params: Params) -> None:
     if checkpointer in (_DEFAULT_TYPE, "deepspeed") and isinstance(trainer["checkpointer"], dict):
         _check_checkpointer(trainer["checkpointer"])
     deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
-    deepspeed_config.resolve(_settings(config, devices, deepspeed_config))
+    deepspeed_config.resolve(trainer_settings(config, devices, deepspeed_config))
 
 
 def _accelerator(config: Dict[str, Any]) -> Any:
@@ -211,7 +211,7 @@ def _check_checkpointer(checkpointer: Dict[str, Any]) -> None:
         ) from None
 
 
-def _devices(config: Dict[str, Any]) -> List[int]:
+def worker_devices(config: Dict[str, Any]) -> List[int]:
     """A device for each worker of the whole training."""
     distributed = config.get("distributed")
     if distributed is None:
@@ -221,7 +221,7 @@ def _devices(config: Dict[str, Any]) -> List[int]:
     return list(distributed.get("cuda_devices") or []) * distributed.get("num_nodes", 1)
 
 
-def _settings(
+def trainer_settings(
     config: Dict[str, Any], devices: List[int], deepspeed_config: DeepSpeedConfig
 ) -> TrainerSettings:
     """

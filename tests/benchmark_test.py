@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
 
@@ -85,3 +85,24 @@ def test_gradient_caching_is_compared_with_others_that_do_the_same(tmp_path: Pat
         assert row["loss_difference"] < 1e-4
         assert len(row["peak_memory_bytes"]) == 2
     assert "| ours-cached | ddp-cached |" in (tmp_path / "contrastive.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "stages", [["2", "3"], pytest.param(["0", "1"], marks=pytest.mark.soak)], ids=str
+)
+def test_counted_model_states_are_those_of_the_paper_and_the_estimate(
+    tmp_path: Path, stages: List[str]
+) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.model_states", "--precisions", "bf16", "--workers", "2"]
+        + ["--stages", *stages, "--output", tmp_path],
+        cwd=REPOSITORY,
+        timeout=240,
+        check=True,
+    )
+    rows = json.loads((tmp_path / "model_states.json").read_text())["rows"]
+    assert [str(row["stage"]) for row in rows] == stages
+    for row in rows:
+        assert len(row["ranks"]) == 2
+        assert row["counted_to_theory"] == pytest.approx(1, abs=0.1)
+        assert row["estimated_to_counted"] == pytest.approx(1, abs=0.02)

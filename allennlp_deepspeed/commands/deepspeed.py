@@ -3,6 +3,7 @@ import argparse
 from allennlp.commands.subcommand import Subcommand
 from overrides import overrides
 
+from allennlp_deepspeed.commands.estimate import EstimateMemory
 from allennlp_deepspeed.commands.export import Export
 from allennlp_deepspeed.commands.resize import Resize
 
@@ -10,7 +11,7 @@ from allennlp_deepspeed.commands.resize import Resize
 @Subcommand.register("deepspeed")
 class DeepSpeed(Subcommand):
     """
-    `allennlp deepspeed ...`: what there is to do with DeepSpeed's checkpoints beside training.
+    `allennlp deepspeed ...`: what there is to do before training, and with its checkpoints.
 
     AllenNLP finds it where a file `.allennlp_plugins` in the working directory or
     `~/.allennlp/plugins` names `allennlp_deepspeed`. `--include-package` comes too late for a
@@ -19,10 +20,10 @@ class DeepSpeed(Subcommand):
 
     @overrides
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
-        description = "Work with the checkpoints of the 'deepspeed' trainer."
+        description = "Estimate memory, and work with the checkpoints of the 'deepspeed' trainer."
         subparser = parser.add_parser(self.name, description=description, help=description)
         subparsers = subparser.add_subparsers(title="Commands", metavar="", required=True)
-        for command in (Export(), Resize()):
+        for command in (EstimateMemory(), Export(), Resize()):
             command_parser = command.add_subparser(subparsers)
             # AllenNLP adds it before the name of the command only.
             command_parser.add_argument(

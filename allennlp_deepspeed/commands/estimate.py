@@ -1,0 +1,185 @@
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any, Dict, Optional
+
+import psutil
+import torch
+from allennlp.common import Params
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from allennlp_deepspeed.estimate import Estimate, Estimator, PlacementEstimate
+
+_WIDTH = 130  # characters, where it isn't that of a terminal
+
+_NOTE = (
+    "Model states and DeepSpeed's buffers only. Activations, the model's own buffers, what an "
+    "operation takes for a moment, CUDA itself and fragmentation come on top: leave room for them. "
+    "Buffers have the sizes of 'reduce_bucket_size', 'stage3_prefetch_bucket_size' and "
+    "'stage3_max_reuse_distance' in 'zero_optimization', and of the 'buffer_*' of NVMe."
+)
+
+
+class EstimateMemory:
+    """`allennlp deepspeed estimate`: what a model takes in memory, before it is trained."""
+
+    def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
+        description = (
+            "Print how many bytes the weights, gradients and optimizer states of a config's model "
+            "take on each rank, at each ZeRO stage and with each offload, which of these fit, and "
+            "the 'deepspeed_config' of the fastest that does. Needs no GPU, and reads no "
+            "pretrained weights."
+        )
+        subparser = parser.add_parser("estimate", description=description, help=description)
+        subparser.add_argument("param_path", type=str, help="the config file of the training")
+        subparser.add_argument(
+            "--workers",
+            type=_positive,
+            help="how many to train with (default: as many as the config names)",
+        )
+        subparser.add_argument(
+            "--gpu-memory",
+            type=_bytes,
+            help="memory of each GPU, as 80GB or 40GiB (default: that of this machine's, if it has "
+            "one)",
+        )
+        subparser.add_argument(
+            "--cpu-memory",
+            type=_bytes,
+            help="memory of each node (default: that of this machine)",
+        )
+        subparser.add_argument(
+            "--json", action="store_true", help="print everything as JSON, in bytes"
+        )
+        subparser.add_argument(
+            "-o",
+            "--overrides",
+            type=str,
+            default="",
+            help="a JSON structure with changes to the config, as for 'allennlp train'",
+        )
+        subparser.set_defaults(func=self.run)
+        return subparser
+
+    def run(self, args: argparse.Namespace) -> None:
+        estimator = Estimator(Params.from_file(args.param_path, args.overrides), args.workers)
+        estimate = estimator.estimate(
+            gpu_memory=args.gpu_memory or _gpu_memory(),
+            cpu_memory=args.cpu_memory or psutil.virtual_memory().total,
+        )
+        if args.json:
+            print(json.dumps(_values(estimate), indent=2))
+        else:
+            _print(estimate)
+
+
+def _values(estimate: Estimate) -> Dict[str, Any]:
+    size, first = estimate.size, estimate.first_that_fits
+    return {
+        **asdict(estimate),
+        "size": {
+            "trainable": sum(size.trainable),
+            "frozen": sum(size.frozen),
+            "largest_parameter": size.largest_parameter,
+            "largest_module": size.largest_module,
+        },
+        "deepspeed_config": None if first is None else first.deepspeed_config,
+    }
+
+
+def _print(estimate: Estimate) -> None:
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    size = estimate.size
+    trainable, frozen = sum(size.trainable), sum(size.frozen)
+    console.print(f"Parameters: {size.total:,} ({trainable:,} trainable, {frozen:,} frozen)")
+    console.print(f"Largest parameter: {size.largest_parameter:,} ({estimate.largest_parameter})")
+    console.print(
+        f"Largest module, whole on each GPU at stage 3: {size.largest_module:,} "
+        f"({estimate.largest_module or 'the model'})"
+    )
+    console.print(
+        f"Precision: {estimate.precision}. Optimizer: {estimate.optimizer}. Workers: "
+        f"{estimate.workers}, {estimate.workers_per_node} on each node."
+    )
+    console.print(_table(estimate))
+    for placement in estimate.placements:
+        if placement.problem is not None:
+            console.print(f"Stage {placement.placement.name}: {placement.problem}", markup=False)
+    console.print(_NOTE)
+    _print_advice(console, estimate)
+
+
+def _table(estimate: Estimate) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("ZeRO stage", no_wrap=True)
+    table.add_column("device")
+    for heading in ("weights", "gradients", "optimizer", "buffers", "of a rank", "of a node"):
+        table.add_column(heading, justify="right")
+    table.add_column("fits")
+    for placement in estimate.placements:
+        _add_rows(table, placement, estimate.workers_per_node)
+    return table
+
+
+def _add_rows(table: Table, estimate: PlacementEstimate, workers_per_node: int) -> None:
+    fits = {None: "", True: "yes", False: "no"}[estimate.fits]
+    name = estimate.placement.name
+    if estimate.states is None:
+        table.add_row(name, "not possible", fits)
+        return
+    for device in ("gpu", "cpu", "nvme"):
+        states = getattr(estimate.states, device)
+        if device != "gpu" and states.total == 0:
+            continue
+        numbers = [states.weights, states.gradients, states.optimizer, states.buffers]
+        numbers += [states.total, states.total * workers_per_node]
+        label = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe"}[device]
+        table.add_row(name, label, *map(_human, numbers), fits)
+        name = fits = ""
+
+
+def _print_advice(console: Console, estimate: Estimate) -> None:
+    if estimate.gpu_memory is None:
+        console.print("To see what fits, give --gpu-memory: this machine has no GPU.")
+        return
+    memory = (
+        f"{_human(estimate.gpu_memory)} on each GPU and {_human(estimate.cpu_memory)} of memory "
+        "on each node"
+    )
+    first = estimate.first_that_fits
+    if first is None:
+        console.print(f"Nothing fits into {memory}. More workers divide what stage 3 has on each.")
+        return
+    console.print(f"The fastest that fits into {memory}, in the section of the trainer:")
+    value = json.dumps(first.deepspeed_config)
+    console.print(f'"deepspeed_config": {value}', markup=False, soft_wrap=True)
+
+
+def _human(num_bytes: int) -> str:
+    return ByteSize(num_bytes).human_readable(decimal=True, separator=" ") if num_bytes else "0"
+
+
+def _gpu_memory() -> Optional[int]:
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def _bytes(text: str) -> int:
+    try:
+        num_bytes = TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        num_bytes = ByteSize(0)
+    if num_bytes <= 0:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a size such as 80GB, 40GiB or 40960MB")
+    return int(num_bytes)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a number of workers, 1 or more")
+    return int(text)

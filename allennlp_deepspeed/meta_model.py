@@ -1,0 +1,108 @@
+"""
+Constructs the model of a config without its weights.
+"""
+
+import logging
+import tempfile
+from contextlib import ExitStack, contextmanager
+from typing import Any, Dict, Iterator
+from unittest import mock
+
+import torch
+from allennlp.common import Params, cached_transformers
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import Vocabulary
+from allennlp.models.model import Model, remove_weights_related_keys_from_params
+from allennlp.modules.transformer import TransformerModule
+from allennlp.training.util import make_vocab_from_params
+
+logger = logging.getLogger(__name__)
+
+
+def construct_without_weights(params: Params) -> Model:
+    """
+    The model of a training configuration, on the meta device, where tensors have shapes and no
+    memory. A model whose constructor computes with values can't be there: it is constructed on the
+    CPU, with random weights. Pretrained weights aren't read, but for the archive of a
+    `"from_archive"`. Parameters that `trainer.no_grad` names are not trainable.
+
+    # Parameters
+
+    params : `Params`
+        A whole training configuration. It is not changed. What its vocabulary is made of is read.
+
+    # Raises
+
+    `ConfigurationError`
+        If there is no model in it.
+    """
+    if "model" not in params:
+        raise ConfigurationError("The config has no 'model', so there is nothing to estimate.")
+    with tempfile.TemporaryDirectory() as directory:
+        vocabulary = make_vocab_from_params(params.duplicate(), directory)
+        with _without_pretrained_weights():
+            try:
+                with _on_meta_device():
+                    return _construct(params, vocabulary, directory)
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                logger.warning(
+                    "The model can't be constructed without allocating it (%s: %s): it is "
+                    "constructed on the CPU.",
+                    type(error).__name__,
+                    error,
+                )
+                return _construct(params, vocabulary, directory)
+
+
+def _construct(params: Params, vocabulary: Vocabulary, serialization_dir: str) -> Model:
+    model_params = params.duplicate().pop("model")
+    if isinstance(model_params, Params):
+        remove_weights_related_keys_from_params(model_params)
+    return Model.from_params(
+        params=model_params, vocab=vocabulary, serialization_dir=serialization_dir
+    )
+
+
+@contextmanager
+def _on_meta_device() -> Iterator[None]:
+    float_tensor = torch.FloatTensor
+
+    def sized_on_meta(*args: Any) -> torch.Tensor:
+        is_size = all(isinstance(arg, int) for arg in args)
+        return torch.empty(*args) if is_size else float_tensor(*args)
+
+    # Written like this, `Embedding`'s weight would be on the CPU anyhow.
+    with torch.device("meta"), mock.patch.object(torch, "FloatTensor", sized_on_meta):
+        yield
+
+
+@contextmanager
+def _without_pretrained_weights() -> Iterator[None]:
+    """AllenNLP's own way, `load_weights=False`, for all pretrained transformers in a model."""
+    get = cached_transformers.get
+    from_pretrained = TransformerModule.from_pretrained_module.__func__  # type: ignore[attr-defined]
+
+    def get_without_weights(*args: Any, **kwargs: Any) -> Any:
+        return get(*args, **_without_weights(kwargs))
+
+    def from_pretrained_without_weights(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return from_pretrained(cls, *args, **_without_weights(kwargs))
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(cached_transformers, "get", get_without_weights))
+        # What has been constructed here is of no use to others, and the other way round.
+        patches.enter_context(mock.patch.object(cached_transformers, "_model_cache", {}))
+        patches.enter_context(
+            mock.patch.object(
+                TransformerModule,
+                "from_pretrained_module",
+                classmethod(from_pretrained_without_weights),
+            )
+        )
+        yield
+
+
+def _without_weights(kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    return {**kwargs, "load_weights": False}

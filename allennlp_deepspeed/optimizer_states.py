@@ -1,0 +1,111 @@
+"""
+How much an optimizer keeps for each parameter, found out by having it make a step.
+"""
+
+import logging
+from typing import Any, Dict, Iterable, List, Tuple
+
+import torch
+from allennlp.common import Params
+from allennlp.training.optimizers import MultiOptimizer, Optimizer
+
+from allennlp_deepspeed.model_states import OptimizerStates
+
+logger = logging.getLogger(__name__)
+
+_FP32 = torch.float32.itemsize
+_NUM_ELEMENTS = 64  # enough to tell a state for each element from one for each parameter
+
+# Of the optimizers that only DeepSpeed's engine constructs: states of as many elements as a
+# parameter.
+_STATES_OF_DEEPSPEED = {
+    "adagrad": 1,
+    "adam": 2,
+    "adamw": 2,
+    "cpuadam": 2,
+    "lamb": 2,
+    "lion": 1,
+    # Those of its Adam; matrices have one.
+    "muon": 2,
+    "onebitadam": 4,
+    "onebitlamb": 4,
+    "zerooneadam": 5,
+}
+
+NamedParameters = List[Tuple[str, torch.nn.Parameter]]
+
+
+def of_allennlp(optimizer: Params, parameters: NamedParameters) -> OptimizerStates:
+    """
+    # Parameters
+
+    optimizer : `Params`
+        As in the trainer's section of a config. It is not changed.
+    parameters : `List[Tuple[str, torch.nn.Parameter]]`
+        The trainable ones of the model, on any device, the meta device too. They are not changed.
+    """
+    flat = [
+        (name, torch.nn.Parameter(torch.ones(min(p.numel(), _NUM_ELEMENTS))))
+        for name, p in parameters
+    ]
+    states = _bytes_by_parameter(optimizer, flat)
+    in_flat = sum(
+        round(states[name] * p.numel() / tiny.numel())
+        for (name, p), (_, tiny) in zip(parameters, flat)
+    )
+    meta = [(name, torch.nn.Parameter(p.detach().to("meta"))) for name, p in parameters]
+    try:
+        in_whole = sum(_bytes_by_parameter(optimizer, meta).values())
+    except (NotImplementedError, RuntimeError) as error:
+        logger.info("The optimizer needs values, which there are none of (%s)", error)
+        in_whole = in_flat
+    return OptimizerStates(whole=in_whole, flat=in_flat)
+
+
+def of_deepspeed(
+    section: Dict[str, Any], parameters: Iterable[torch.nn.Parameter]
+) -> OptimizerStates:
+    """
+    # Parameters
+
+    section : `Dict[str, Any]`
+        The `"optimizer"` section of `deepspeed_config`.
+    parameters : `Iterable[torch.nn.Parameter]`
+        The trainable ones of the model.
+    """
+    name = section["type"].lower()
+    if name == "sgd":
+        num_states = 1 if section.get("params", {}).get("momentum") else 0
+    else:
+        if name not in _STATES_OF_DEEPSPEED:
+            logger.warning(
+                "How much the optimizer %s keeps isn't known: two numbers for each parameter are "
+                "assumed, as Adam has.",
+                section["type"],
+            )
+        num_states = _STATES_OF_DEEPSPEED.get(name, 2)
+    states = num_states * _FP32 * sum(parameter.numel() for parameter in parameters)
+    return OptimizerStates(whole=states, flat=states)
+
+
+def _bytes_by_parameter(optimizer: Params, parameters: NamedParameters) -> Dict[str, int]:
+    """Of the states that have as many dimensions as a parameter, after a step."""
+    constructed: Any = Optimizer.from_params(
+        params=optimizer.duplicate(), model_parameters=parameters
+    )
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    constructed.step()
+    optimizers = (
+        constructed.optimizers.values()
+        if isinstance(constructed, MultiOptimizer)
+        else [constructed]
+    )
+    states = {key: state for each in optimizers for key, state in each.state.items()}
+    return {name: _bytes(states.get(parameter, {}).values()) for name, parameter in parameters}
+
+
+def _bytes(states: Iterable[Any]) -> int:
+    # A number such as that of the steps is not for each element.
+    tensors = [state for state in states if torch.is_tensor(state) and state.dim() > 0]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
