@@ -141,7 +141,7 @@ def _tell_accelerator(params: Params, serialization_dir: str) -> None:
     if _registered_name(accelerator) != "deepspeed":
         return
     deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
-    settings = _settings(config, _devices(config), deepspeed_config)
+    settings = trainer_settings(config, worker_devices(config), deepspeed_config)
     partitioning = deepspeed_config.partitioning(
         replace(settings, serialization_dir=serialization_dir)
     )

@@ -1,10 +1,10 @@
 """
 How much memory a worker needs to construct and train a model that is partitioned from the start.
 
-`python -m benchmarks.large_model` trains a transformer classifier of some 200 million parameters for
-a few steps through `allennlp train`: with `gradient_descent` in one process, and at ZeRO stage 3,
-constructed partitioned, in one process and on two and four workers over gloo. Each worker tells the
-peak of its memory from before the model is constructed until after the last step; see
+`python -m benchmarks.large_model` trains a transformer classifier of some 200 million parameters
+for a few steps through `allennlp train`: with `gradient_descent` in one process, and at ZeRO stage
+3, constructed partitioned, in one process and on two and four workers over gloo. Each worker tells
+the peak of its memory from before the model is constructed until after the last step; see
 `benchmarks.memory`. Losses are compared first. Prints a table and writes it to
 `benchmarks/results/large_model.json` and `.md`.
 """
@@ -74,17 +74,16 @@ def config(data: Path, num_layers: int, num_workers: int, sharded: bool) -> Dict
         "checkpointer": None,
     }
     if sharded:
-        # DeepSpeed would keep a billion parameters whole, and these are fewer.
-        num_elements = 12 * WIDTH**2
         trainer.update(
             type="deepspeed",
             deepspeed_config={
                 "type": "zero_3",
                 "zero_optimization": {
-                    "stage3_max_live_parameters": num_elements,
-                    "stage3_max_reuse_distance": num_elements,
-                    "stage3_prefetch_bucket_size": num_elements,
-                    "reduce_bucket_size": num_elements,
+                    # DeepSpeed would keep all parameters whole from the forward pass to the
+                    # backward pass, since they are fewer than a billion.
+                    "stage3_max_reuse_distance": 0,
+                    "stage3_prefetch_bucket_size": 0,
+                    "reduce_bucket_size": WIDTH**2,
                 },
             },
         )
