@@ -3,6 +3,7 @@ Trains any AllenNLP model on DeepSpeed's engine, from the config file.
 """
 
 from allennlp_deepspeed import compat, contrastive, preflight
+from allennlp_deepspeed.activation_checkpointing import DeepSpeedCheckpointWrapper
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.communication_callback import CommunicationCallback
@@ -13,6 +14,7 @@ from allennlp_deepspeed.trainer import DeepSpeedTrainer
 __all__ = [
     "CommunicationCallback",
     "DeepSpeed",
+    "DeepSpeedCheckpointWrapper",
     "DeepSpeedCheckpointer",
     "DeepSpeedConfig",
     "DeepSpeedTrainModel",
