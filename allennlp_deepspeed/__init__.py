@@ -8,6 +8,7 @@ from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.communication_callback import CommunicationCallback
 from allennlp_deepspeed.config import DeepSpeedConfig
+from allennlp_deepspeed.lora import LoraEmbedder
 from allennlp_deepspeed.train_loop import DeepSpeedTrainModel
 from allennlp_deepspeed.trainer import DeepSpeedTrainer
 
@@ -19,6 +20,7 @@ __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedTrainModel",
     "DeepSpeedTrainer",
+    "LoraEmbedder",
     "contrastive",
 ]
 
