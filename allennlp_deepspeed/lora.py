@@ -124,8 +124,8 @@ def add_adapters(embedder: TokenEmbedder, settings: Dict[str, Any]) -> TokenEmbe
     transformers = _outermost(embedder, lambda module: isinstance(module, PreTrainedModel))
     if len(transformers) != 1:
         raise ConfigurationError(
-            f"The embedder in a token embedder of type 'lora' is a {type(embedder).__name__}, with "
-            f"{len(transformers)} models of Hugging Face's inside instead of one: write one such "
+            f"The embedder in a token embedder of type 'lora' is of class {type(embedder).__name__}, "
+            f"with {len(transformers)} models of Hugging Face's inside instead of one: write one such "
             'as {"type": "pretrained_transformer", ...}.'
         )
     (transformer,) = transformers.values()

@@ -161,6 +161,7 @@ class _CheckpointerKeys(BaseModel):
     keep_most_recent_by_age: Optional[NonNegativeFloat] = None
     save_on_preemption: bool = False
     async_save: bool = False
+    exclude_frozen_parameters: bool = False
     on_corrupt: Literal["error", "previous"] = "error"
 
 

@@ -122,7 +122,9 @@ def test_wrong_settings_are_refused(bert: str, settings: Dict[str, Any], message
 
 def test_an_embedder_without_a_transformer_is_refused():
     inner = {"type": "embedding", "num_embeddings": 3, "embedding_dim": 2}
-    with pytest.raises(ConfigurationError, match="is a Embedding, with 0 models of Hugging Face"):
+    with pytest.raises(
+        ConfigurationError, match="is of class Embedding, with 0 models of Hugging Face"
+    ):
         TokenEmbedder.from_params(Params({"type": "lora", "embedder": inner}))
 
 
