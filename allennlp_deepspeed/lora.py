@@ -6,14 +6,16 @@ Language Models" (Hu et al., 2021, https://arxiv.org/abs/2106.09685), by the lib
 import dataclasses
 import json
 import os
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 # `peft` asks for a class of it without importing it.
 import torch.distributed.tensor
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.modules import TokenEmbedder
+from deepspeed.runtime.zero import partition_parameters
 from overrides import overrides
 from transformers import PreTrainedModel
 
@@ -124,9 +126,9 @@ def add_adapters(embedder: TokenEmbedder, settings: Dict[str, Any]) -> TokenEmbe
     transformers = _outermost(embedder, lambda module: isinstance(module, PreTrainedModel))
     if len(transformers) != 1:
         raise ConfigurationError(
-            f"The embedder in a token embedder of type 'lora' is of class {type(embedder).__name__}, "
-            f"with {len(transformers)} models of Hugging Face's inside instead of one: write one such "
-            'as {"type": "pretrained_transformer", ...}.'
+            "The embedder in a token embedder of type 'lora' is of class "
+            f"{type(embedder).__name__}, with {len(transformers)} models of Hugging Face's inside "
+            'instead of one: write one such as {"type": "pretrained_transformer", ...}.'
         )
     (transformer,) = transformers.values()
     if "peft_config" in vars(transformer):
@@ -138,7 +140,8 @@ def add_adapters(embedder: TokenEmbedder, settings: Dict[str, Any]) -> TokenEmbe
         config = peft.LoraConfig(
             base_model_name_or_path=transformer.config.name_or_path, **settings
         )
-        peft.inject_adapter_in_model(config, transformer)
+        with _constructed_whole():
+            peft.inject_adapter_in_model(config, transformer)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigurationError(
             f"The token embedder of type 'lora' with {json.dumps(settings)} is refused by peft: "
@@ -230,6 +233,20 @@ def without_adapters(config: Any) -> Any:
     if config.get("type") == "lora" and "embedder" in config:
         return without_adapters(config["embedder"])
     return {key: without_adapters(value) for key, value in config.items()}
+
+
+@contextmanager
+def _constructed_whole() -> Iterator[None]:
+    """
+    Within it modules are constructed with whole parameters, also where ZeRO stage 3 partitions
+    those of the model at once: `peft` gives adapters their first weights after that, and what it
+    writes to a partitioned parameter is lost.
+    """
+    partition_parameters.shutdown_init_context()
+    try:
+        yield
+    finally:
+        partition_parameters.restore_init_context()
 
 
 def _import_peft() -> ModuleType:
