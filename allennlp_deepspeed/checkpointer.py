@@ -16,10 +16,12 @@ from overrides import overrides
 
 from allennlp_deepspeed import (
     files,
+    frozen_parameters,
     nvme_states,
     serialization,
     sharded_checkpoint,
     universal,
+    weights,
 )
 from allennlp_deepspeed.background_commit import BackgroundCommit
 from allennlp_deepspeed.checkpoint_directory import (
@@ -29,7 +31,7 @@ from allennlp_deepspeed.checkpoint_directory import (
     PointInTime,
 )
 from allennlp_deepspeed.checkpoint_engine import FileCheckpointEngine
-from allennlp_deepspeed.commit import CheckpointError, CommitRecord
+from allennlp_deepspeed.commit import CheckpointError, CommitRecord, FrozenRecord
 
 if TYPE_CHECKING:
     from allennlp_deepspeed.trainer import DeepSpeedTrainer
@@ -72,6 +74,10 @@ class DeepSpeedCheckpointer(Checkpointer):
     async_save : `bool`, optional (default = `False`)
         If `True`, training waits only for a copy in CPU memory, and the files are written from it
         while training goes on. It needs the memory for what this rank saves, once more.
+    exclude_frozen_parameters : `bool`, optional (default = `False`)
+        Whether parameters that aren't trained are left out of checkpoints, which then hold as
+        little as LoRA's adapters. Recovery takes them from the model as it is constructed again,
+        and refuses to continue unless they are the same to the last bit.
     on_corrupt : `str`, optional (default = `"error"`)
         What recovery does if a file of the newest checkpoint is missing or damaged: `"error"`, or
         `"previous"` to rename it to `....corrupt` and continue from the newest that is intact.
@@ -89,6 +95,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         keep_most_recent_by_age: Optional[int] = None,
         save_on_preemption: bool = False,
         async_save: bool = False,
+        exclude_frozen_parameters: bool = False,
         on_corrupt: str = "error",
     ) -> None:
         super().__init__(
@@ -106,6 +113,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         # Not through the base class, which refuses it in distributed training.
         self._save_every_num_seconds = save_every_num_seconds
         self._on_corrupt = on_corrupt
+        self._exclude_frozen_parameters = exclude_frozen_parameters
+        self._frozen: Optional[Dict[str, FrozenRecord]] = None  # once they are known
         self._files = FileCheckpointEngine(async_save)
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
         self._commits: Optional[BackgroundCommit] = None
@@ -206,13 +215,13 @@ class DeepSpeedCheckpointer(Checkpointer):
 
         is_first_here = dist.get_rank() == self._ranks_here(trainer)[0]
         unfinished = self._checkpoints.unfinished_path(point)
+        record = self._record(point, trainer)
+        if record.frozen:
+            self._files.left_out = frozen_parameters.frozen_names(trainer.model)
         if is_first_here:
             self._checkpoints.begin(point)
             if trainer_state["has_best_weights"]:
-                files.link(
-                    os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME),
-                    os.path.join(unfinished, BEST_WEIGHTS_NAME),
-                )
+                self._save_best_weights(os.path.join(unfinished, BEST_WEIGHTS_NAME))
         dist.barrier()
         trainer.engine.checkpoint_engine = self._files
         with nvme_states.no_swap_files_copied(trainer.engine):
@@ -221,6 +230,7 @@ class DeepSpeedCheckpointer(Checkpointer):
                 tag=ENGINE_TAG,
                 client_state=sharded_checkpoint.client_state(trainer.engine),
                 save_latest=False,
+                exclude_frozen_parameters=self._exclude_frozen_parameters,
             )
         if trainer.engine.zero_nvme_offload_optimizer():
             nvme_states.save(trainer.engine, os.path.join(unfinished, ENGINE_TAG), self._files.save)
@@ -229,12 +239,22 @@ class DeepSpeedCheckpointer(Checkpointer):
         )
         self._commits.start(
             point,
-            self._record(point, trainer),
+            record,
             self._write_staged,
             then=lambda: self._checkpoints.prune(
                 point, self._keep_most_recent_by_count, self._keep_most_recent_by_age
             ),
         )
+
+    def _save_best_weights(self, path: str) -> None:
+        best = os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
+        left_out = self._files.left_out
+        if not left_out:
+            files.link(best, path)
+            return
+        state_dict = serialization.load(best, mmap=True)
+        # Copies, because of a part of a file that is mapped into memory the whole would be saved.
+        files.save({k: _copy(v) for k, v in state_dict.items() if k not in left_out}, path)
 
     def _write_staged(self) -> List[str]:
         """
@@ -252,6 +272,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         return paths
 
     def _record(self, point: PointInTime, trainer: "DeepSpeedTrainer") -> CommitRecord:
+        frozen = self._frozen_records(trainer) if self._exclude_frozen_parameters else {}
         return CommitRecord(
             epochs_completed=point.epochs,
             batches_in_epoch_completed=point.steps,
@@ -263,6 +284,7 @@ class DeepSpeedCheckpointer(Checkpointer):
                 "deepspeed": deepspeed.__version__,
                 "torch": torch.__version__,
             },
+            frozen=frozen,
         )
 
     def _ranks_here(self, trainer: "DeepSpeedTrainer") -> Sequence[int]:
@@ -402,18 +424,20 @@ class DeepSpeedCheckpointer(Checkpointer):
         if universal.needs_conversion(record, dist.get_world_size()):
             self._load_conversion(trainer.engine, path, record, trainer_state)
         else:
-            self._load_engine(trainer.engine, path)
+            self._load_engine(trainer.engine, path, record)
         _convert_position(trainer_state, trainer.instances_per_step())
         self._remember(PointInTime(point.epochs, trainer_state["batches_in_epoch_completed"]))
-        if trainer_state["has_best_weights"] and trainer._primary:
-            self._restore_best_weights(path)
+        if trainer_state["has_best_weights"]:
+            self._restore_best_weights(path, record, trainer)
         return TrainerCheckpoint({}, trainer_state)
 
-    def _load_engine(self, engine: DeepSpeedEngine, path: str) -> None:
+    def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
         """Loads what as many ranks have saved."""
         engine.checkpoint_engine = self._files
         with nvme_states.no_swap_files_copied(engine):
-            loaded_path, _ = engine.load_checkpoint(path, tag=ENGINE_TAG)
+            loaded_path, _ = engine.load_checkpoint(
+                path, tag=ENGINE_TAG, load_module_strict=not record.frozen
+            )
         if loaded_path is None:
             raise CheckpointError(f"DeepSpeed finds no weights in {path}.")
         if engine.zero_nvme_offload_optimizer():
@@ -462,14 +486,35 @@ class DeepSpeedCheckpointer(Checkpointer):
                 f"{' and others' if len(different) > 3 else ''}. Write the model that it was "
                 "written with, or start anew with another serialization directory."
             )
+        if record.frozen:
+            frozen_parameters.check_same(self._frozen_records(trainer), record.frozen, path)
 
-    def _restore_best_weights(self, path: str) -> None:
+    def _frozen_records(self, trainer: "DeepSpeedTrainer") -> Dict[str, FrozenRecord]:
+        """Computed once, because they don't change. To be called by every rank."""
+        if self._frozen is None:
+            self._frozen = frozen_parameters.frozen_records(trainer.engine)
+        return self._frozen
+
+    def _restore_best_weights(
+        self, path: str, record: CommitRecord, trainer: "DeepSpeedTrainer"
+    ) -> None:
         """
-        Those in the serialization directory may be of a later epoch, which is now trained again.
+        Those in the serialization directory may be of a later epoch, which is now trained again. To
+        be called by every rank.
         """
+        state_dict = None
+        if record.frozen:
+            state_dict = weights.full_state_dict(trainer.engine, keep=trainer._primary)
+        if not trainer._primary:
+            return
+        saved = os.path.join(path, BEST_WEIGHTS_NAME)
         best = os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
         temporary = f"{best}.w{dist.get_rank()}.tmp"
-        files.link(os.path.join(path, BEST_WEIGHTS_NAME), temporary)
+        if state_dict is None:
+            files.link(saved, temporary)
+        else:
+            files.save({**state_dict, **serialization.load(saved)}, temporary)
+            files.flush(temporary)
         files.rename(temporary, best)
 
     def _remember(self, point: PointInTime) -> None:
@@ -553,6 +598,10 @@ def _parameter_shapes(trainer: "DeepSpeedTrainer") -> Dict[str, List[int]]:
         name: list(getattr(parameter, "ds_shape", parameter.shape))
         for name, parameter in trainer.model.named_parameters()
     }
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _own_version() -> str:

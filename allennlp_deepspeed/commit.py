@@ -8,6 +8,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, NamedTuple, Optional
 
+import torch
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed import files
@@ -35,6 +36,26 @@ class FileRecord(NamedTuple):
         return cls(os.path.getsize(path), files.sha256(path))
 
 
+class FrozenRecord(NamedTuple):
+    """
+    Identifies the weights of a frozen parameter that is not in the checkpoint: its precision while
+    the model trained, such as "bfloat16", and a checksum.
+    """
+
+    dtype: str
+    sha256: str
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> "FrozenRecord":
+        contents = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
+        dtype = str(weight.dtype).rpartition(".")[2]
+        return cls(dtype, hashlib.sha256(contents.numpy().data).hexdigest())
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
 @dataclass
 class CommitRecord:
     """
@@ -57,6 +78,8 @@ class CommitRecord:
         Of the packages that wrote it.
     is_universal : `bool`, optional (default = `False`)
         Whether it has been converted to be loaded by any number of workers.
+    frozen : `Dict[str, FrozenRecord]`, optional (default = `{}`)
+        The frozen parameters that it leaves out, by name.
     format_version : `int`, optional
     """
 
@@ -68,6 +91,7 @@ class CommitRecord:
     files: Dict[str, FileRecord] = field(default_factory=dict)
     versions: Dict[str, str] = field(default_factory=dict)
     is_universal: bool = False
+    frozen: Dict[str, FrozenRecord] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -88,6 +112,8 @@ class CommitRecord:
                 if checksum != _checksum(values):
                     raise ValueError("its SHA-256 is not the one that was recorded")
                 values["files"] = {k: FileRecord(*v) for k, v in values["files"].items()}
+                frozen = values.get("frozen", {})
+                values["frozen"] = {k: FrozenRecord(*v) for k, v in frozen.items()}
                 return cls(**values)
         except FileNotFoundError:
             raise CheckpointError(

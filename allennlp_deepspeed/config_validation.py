@@ -40,6 +40,15 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
         "a checkpoint is committed when it is complete; remove the key",
     ),
     "datastates_ckpt": ((), "a checkpoint is committed when it is complete; remove the section"),
+    "activation_checkpointing.partition_activations": (
+        (False,),
+        "the workers that would share an activation compute on different instances, so that each "
+        'would only copy its own; remove the key, or write "cpu_checkpointing": true',
+    ),
+    "activation_checkpointing.contiguous_memory_optimization": (
+        (False,),
+        "it is a part of partition_activations; remove the key",
+    ),
     "zero_optimization.round_robin_gradients": (
         (False,),
         "DeepSpeed then takes the fp32 weights of one parameter for those of another; remove the "

@@ -9,7 +9,7 @@ import os
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
-from typing import Callable, Dict, Iterator, Optional, Set
+from typing import Callable, Dict, Iterator, List, Optional, Set
 
 import deepspeed
 import torch
@@ -25,7 +25,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from overrides import overrides
 from torch.utils._pytree import tree_map_only
 
-from allennlp_deepspeed import deepspeed_logging
+from allennlp_deepspeed import activation_checkpointing, deepspeed_logging
 from allennlp_deepspeed.config import ResolvedConfig
 from allennlp_deepspeed.one_process import as_one_process
 from allennlp_deepspeed.regularization import PartitionedRegularizer
@@ -61,6 +61,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     find_unused_parameters : `bool`, optional (default = `False`)
         As in `DistributedDataParallel`: whether there may be parameters that in a step only some of
         the ranks use.
+    checkpointed_modules : `List[str]`, optional (default = `None`)
+        Regular expressions for the modules whose activations are checkpointed, besides those that
+        the model has wrapped itself.
 
     # Raises
 
@@ -76,6 +79,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         local_rank: int,
         optimizer: Optional[torch.optim.Optimizer] = None,
         find_unused_parameters: bool = False,
+        checkpointed_modules: Optional[List[str]] = None,
     ) -> None:
         _use_accelerator(device)
         _check_nvme(config)
@@ -92,6 +96,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._autocast: Callable[[Callable], Callable] = lambda function: function
         with ExitStack() as undo_if_failed:
             undo_if_failed.callback(self.destroy)
+            if checkpointed_modules is not None:
+                self._undo.callback(
+                    activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
+                )
             self._bring_up(model, config, device, local_rank, optimizer)
             undo_if_failed.pop_all()
         super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
@@ -132,6 +140,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         # Before the process group: a worker can abort if the group goes away under a live engine.
         self._undo.callback(_destroy_engine, self.engine)
         self._undo.enter_context(deepspeed_logging.mended_reports(self.engine))
+        self._undo.enter_context(
+            activation_checkpointing.configured(model, config.engine_config, device)
+        )
         if local_rank == 0 and self.engine.use_node_local_storage():
             # DeepSpeed asks for the index of the device instead, which may start at any.
             self.engine.save_non_zero_checkpoint = True

@@ -25,7 +25,7 @@ from pydantic import (
     ValidationError,
 )
 
-from allennlp_deepspeed import recovery
+from allennlp_deepspeed import activation_checkpointing, recovery
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config_schema import did_you_mean
@@ -36,6 +36,7 @@ from allennlp_deepspeed.trainer import DeepSpeedTrainer
 
 _DEFAULT_TYPE = "of the default type"
 _OWN_KEYS = (
+    "activation_checkpointing",
     "deepspeed_config",
     "grad_cache",
     "gradient_synchronization",
@@ -103,6 +104,8 @@ def check(params: Params) -> None:
     ReadingPace(trainer.get("log_every_num_steps"))  # raises
     if trainer.get("grad_cache") is not None:
         GradCacheSettings(trainer["grad_cache"])  # raises
+    if trainer.get("activation_checkpointing") is not None:
+        activation_checkpointing.check_patterns(trainer["activation_checkpointing"])
     devices = worker_devices(config)
     if len(devices) > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
         raise ConfigurationError(
@@ -192,6 +195,7 @@ class _CheckpointerKeys(BaseModel):
     keep_most_recent_by_age: Optional[NonNegativeFloat] = None
     save_on_preemption: bool = False
     async_save: bool = False
+    exclude_frozen_parameters: bool = False
     on_corrupt: Literal["error", "previous"] = "error"
 
 

@@ -24,13 +24,14 @@ _MAY_CHANGE = re.compile(
     r"|trainer\.(cuda_device|num_gradient_accumulation_steps|shard_within)"
     r"|trainer\.(gradient_synchronization|log_every_num_steps)"
     r"|trainer\.grad_cache(\..*)?"
+    r"|trainer\.activation_checkpointing|trainer\.deepspeed_config\.activation_checkpointing\..*"
     r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
     r"|trainer\.deepspeed_config\."
     r"(train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps)"
 )
 """
-The keys that say how the work is divided among workers and micro-batches, and what is to be done
-about checkpoints. AllenNLP wants all to be the same.
+The keys that say how the work is divided among workers and micro-batches, what is kept of it, and
+what is to be done about checkpoints. AllenNLP wants all to be the same.
 """
 
 

@@ -108,7 +108,7 @@ class ShardedCheckpoint:
         The shapes of the parameters that the optimizer steps, by name. A parameter with several
         names goes by the first.
     frozen : `Dict[str, torch.Size]`
-        The shapes of the other parameters.
+        The shapes of the other parameters, unless the checkpoint leaves them out.
     buffers : `Dict[str, torch.Tensor]`
     param_groups : `List[Dict[str, Any]]`
         The groups of the optimizer, with the names of their parameters. Empty at stage 0, where an
@@ -160,7 +160,7 @@ class ShardedCheckpoint:
                 for rank, optimizer in enumerate(optimizers):
                     self._add_states_on_nvme(rank, optimizer, len(shapes))
                 self._shards = _shards_at_stage_3(optimizers, shapes)
-                self._frozen_shapes = model["frozen_param_shapes"]
+                self._frozen_shapes = model["frozen_param_shapes"] or {}
                 self._frozen_partitions = {
                     name: [file["frozen_param_fragments"][name] for file in models]
                     for name in self._frozen_shapes

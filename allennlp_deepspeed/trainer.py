@@ -128,6 +128,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         from all ranks in an optimizer step, parameters stay sharded over so many neighbouring ranks
         until the step ends, and gathering them again stays among these. Fills DeepSpeed's
         `zero_hpz_partition_size` (hpZ of [ZeRO++](https://arxiv.org/abs/2306.10209), section 3.2).
+    activation_checkpointing : `List[str]`, optional (default = `None`)
+        Regular expressions for names of modules, such as `["transformer_model.encoder.layer"]`. Of
+        these only the inputs are kept, and the rest is computed again in the backward pass. See
+        [`checkpoint_modules`](./activation_checkpointing.py).
     moving_average : `MovingAverage`, optional (default = `None`)
         Kept on the fp32 weights, each rank on its shard.
     ddp_wrapped_model : `DeepSpeedWrappedModel`, optional (default = `None`)
@@ -172,6 +176,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         ddp_wrapped_model: Optional[DdpWrappedModel] = None,
         deepspeed_config: Union[str, Dict[str, Any], DeepSpeedConfig, None] = None,
         shard_within: Union[int, str, None] = None,
+        activation_checkpointing: Optional[List[str]] = None,
         **kwargs,
     ) -> None:
         if ddp_wrapped_model is None:
@@ -201,6 +206,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 device=device,
                 local_rank=local_rank,
                 optimizer=optimizer,
+                checkpointed_modules=activation_checkpointing,
             )
         if not isinstance(ddp_wrapped_model, DeepSpeedWrappedModel):
             raise ConfigurationError(
@@ -929,6 +935,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         ddp_accelerator: Optional[DdpAccelerator] = None,
         deepspeed_config: Optional[DeepSpeedConfig] = None,
         shard_within: Union[int, str, None] = None,
+        activation_checkpointing: Optional[List[str]] = None,
         **kwargs,
     ) -> "DeepSpeedTrainer":
         """
@@ -981,6 +988,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             local_rank,
             optimizer_,
             find_unused_parameters=find_unused_parameters,
+            checkpointed_modules=activation_checkpointing,
         )
 
         with _destroyed_on_failure(wrapped_model):

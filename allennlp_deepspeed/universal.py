@@ -113,7 +113,7 @@ def convert(directory: str) -> str:
         if name not in (ENGINE_TAG, RECORD_NAME):
             files.link(os.path.join(directory, name), os.path.join(unfinished, name))
     _write_parameters(checkpoint, unfinished)
-    files.save(_state(checkpoint, directory), _path(unfinished, _STATE))
+    files.save(_state(checkpoint, record, directory), _path(unfinished, _STATE))
     for parent, _, names in os.walk(unfinished, topdown=False):
         for name in names:
             files.flush(os.path.join(parent, name))
@@ -204,10 +204,11 @@ def _write_parameters(checkpoint: ShardedCheckpoint, directory: str) -> None:
         files.save(weight, _parameter_path(directory, name, _MASTER))
 
 
-def _state(checkpoint: ShardedCheckpoint, directory: str) -> Dict[str, Any]:
+def _state(checkpoint: ShardedCheckpoint, record: CommitRecord, directory: str) -> Dict[str, Any]:
     return {
         "trainable": checkpoint.trainable,
         "frozen": checkpoint.frozen,
+        "left_out": list(record.frozen),
         "buffers": {name: buffer.clone() for name, buffer in checkpoint.buffers.items()},
         "param_groups": checkpoint.param_groups,
         "scalars": {name: checkpoint.scalars(name) for name in checkpoint.trainable},
@@ -299,6 +300,7 @@ def _check_parameters(engine: DeepSpeedEngine, state: Dict[str, Any], directory:
     expected = {
         name: (tuple(getattr(parameter, "ds_shape", parameter.shape)), name in trainable)
         for name, parameter in engine.module.named_parameters()
+        if name not in state.get("left_out", ())
     }
     actual = {
         **{name: (tuple(shape), True) for name, shape in state["trainable"].items()},

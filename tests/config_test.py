@@ -423,6 +423,7 @@ class TestWrongValues:
             {"hybrid_engine": {"enabled": True}},
             {"autotuning": {"enabled": True}},
             {"data_efficiency": {"enabled": True}},
+            {"activation_checkpointing": {"partition_activations": True}},
             {"zero_optimization": {"round_robin_gradients": True}},
             {"dataloader_drop_last": True},
             {"managed_gradient_accumulation": True},

@@ -1,6 +1,6 @@
 import argparse
 
-from allennlp_deepspeed.export import export
+from allennlp_deepspeed.export import export, export_adapters
 
 
 class Export:
@@ -9,7 +9,7 @@ class Export:
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
             "Make fp32 weights (weights.th) and an archive (model.tar.gz) out of a checkpoint, on "
-            "one CPU. Prints the directory with the two files."
+            "one CPU. Prints the directory with the files."
         )
         subparser = parser.add_parser("export", description=description, help=description)
         subparser.add_argument(
@@ -25,8 +25,23 @@ class Export:
             type=str,
             help="where to write the files (default: export_e*_b* in the serialization directory)",
         )
+        adapters = subparser.add_mutually_exclusive_group()
+        adapters.add_argument(
+            "--adapters-only",
+            action="store_true",
+            help="write LoRA's adapters alone, in the files of peft; then an archive can be given "
+            "instead of the serialization directory",
+        )
+        adapters.add_argument(
+            "--merge-adapters",
+            action="store_true",
+            help="add LoRA's adapters to the weights, for an archive that needs no peft",
+        )
         subparser.set_defaults(func=self.run)
         return subparser
 
     def run(self, args: argparse.Namespace) -> None:
-        print(export(args.serialization_dir, args.epoch, args.output))
+        if args.adapters_only:
+            print(export_adapters(args.serialization_dir, args.epoch, args.output))
+        else:
+            print(export(args.serialization_dir, args.epoch, args.output, args.merge_adapters))

@@ -133,6 +133,22 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
             "must be one of 'boundary' (once an optimizer step), 'micro_batch' (least memory)",
         ),
         ({"trainer.log_every_num_steps": 0}, "'trainer.log_every_num_steps' is 0: write a number"),
+        (
+            {"trainer.activation_checkpointing": "encoder"},
+            "'trainer.activation_checkpointing' is \"encoder\": must be a list",
+        ),
+        (
+            {
+                "trainer.deepspeed_config": {
+                    "activation_checkpointing": {"partition_activations": 1}
+                }
+            },
+            "activation_checkpointing.partition_activations is 1, but can't work",
+        ),
+        (
+            {"trainer.checkpointer": {"exclude_frozen": True}},
+            'did you mean "exclude_frozen_parameters"?',
+        ),
     ],
 )
 def test_a_config_that_cannot_work_is_refused_before_data_is_read(

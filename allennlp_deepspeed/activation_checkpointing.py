@@ -1,0 +1,334 @@
+"""
+Activation checkpointing with DeepSpeed's functions, after "Training Deep Nets with Sublinear Memory
+Cost" (Chen et al., 2016, https://arxiv.org/abs/1604.06174): of a module's forward pass only the
+inputs are kept, and what the backward pass needs is computed again when it comes to the module.
+"""
+
+import difflib
+import json
+import logging
+import re
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+import torch
+from allennlp.common.checks import ConfigurationError
+from allennlp.modules.encoder_base import _EncoderBase
+from allennlp.nn.checkpoint import CheckpointWrapper
+from allennlp.training.metrics import Metric
+from deepspeed import checkpointing
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from overrides import overrides
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+logger = logging.getLogger(__name__)
+
+_TRAINER_KEY = "trainer.activation_checkpointing"
+
+
+@CheckpointWrapper.register("deepspeed")
+class DeepSpeedCheckpointWrapper(CheckpointWrapper):
+    """
+    For models that take a `checkpoint_wrapper`, such as the encoder and the decoder of AllenNLP's
+    T5. For others name the modules in the "deepspeed" trainer's `activation_checkpointing`.
+
+    Registered as a `CheckpointWrapper` with name "deepspeed". It has no arguments: its settings,
+    such as `cpu_checkpointing`, are those in the section `activation_checkpointing` of the
+    trainer's `deepspeed_config`. Where no engine is up, as in `allennlp evaluate`, a wrapped module
+    computes as if it were not wrapped.
+    """
+
+    @overrides
+    def wrap_module(self, module: torch.nn.Module, **kwargs) -> torch.nn.Module:
+        """
+        Has the forward pass of `module` computed again in the backward pass. It may be called with
+        any arguments and return anything.
+
+        # Parameters
+
+        module : `torch.nn.Module`, required.
+
+        # Returns
+
+        `torch.nn.Module`
+            The same one. The names of its parameters don't change.
+
+        # Raises
+
+        `ConfigurationError`
+            If the module would not compute the same a second time, or has arguments besides.
+        """
+        if kwargs:
+            raise ConfigurationError(
+                f"The checkpoint wrapper 'deepspeed' is given {json.dumps(kwargs, default=str)} "
+                "for a module, but has no settings of its own: write them in the section "
+                "'activation_checkpointing' of 'trainer.deepspeed_config'."
+            )
+        _recompute(module, type(module).__name__)
+        return module
+
+
+def check_patterns(patterns: Any) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        Unless `patterns` can be the trainer's `activation_checkpointing`.
+    """
+    is_list = isinstance(patterns, list) and all(isinstance(p, str) for p in patterns)
+    if not is_list or not patterns:
+        raise ConfigurationError(
+            f"'{_TRAINER_KEY}' is {json.dumps(patterns)}: must be a list of regular expressions "
+            'for the names of modules, such as ["transformer_model.encoder.layer"].'
+        )
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigurationError(
+                f"'{_TRAINER_KEY}' has {json.dumps(pattern)}, which is no regular expression: "
+                f"{error}."
+            ) from None
+
+
+def checkpoint_modules(model: torch.nn.Module, patterns: List[str]) -> Callable[[], None]:
+    """
+    Has the forward passes of the modules whose names match one of the `patterns` (by `re.search`)
+    computed again in the backward pass. Where a module and one inside it match the same pattern, it
+    is the outer one. Lists of modules, which have no forward pass, stand for what is in them.
+
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+    patterns : `List[str]`, required.
+
+    # Returns
+
+    `Callable[[], None]`
+        Undoes it.
+
+    # Raises
+
+    `ConfigurationError`
+        If a pattern matches nothing, or only modules inside others that are computed again anyway,
+        or if a module would not compute the same a second time.
+    """
+    check_patterns(patterns)
+    modules = _matching(model, patterns)
+    for name, module in modules.items():
+        _recompute(module, name)
+    logger.info("Activations are recomputed in %s", ", ".join(modules))
+
+    def undo() -> None:
+        for module in modules.values():
+            vars(module).pop("forward", None)
+
+    return undo
+
+
+@contextmanager
+def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.device) -> Iterator:
+    """
+    Within it the modules of `model` that are to be computed again are, with DeepSpeed's settings.
+    To be entered by every rank, where DeepSpeed communicates already.
+
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+    config : `Dict[str, Any]`, required.
+        The engine's configuration.
+    device : `torch.device`, required.
+        The one that the model computes on.
+    """
+    settings = config.get("activation_checkpointing", {})
+    if not any(map(_is_recomputed, model.modules())):
+        if settings.get("cpu_checkpointing"):
+            logger.warning(
+                "deepspeed_config.activation_checkpointing.cpu_checkpointing is true, but nothing "
+                "in the model has its activations checkpointed: name its modules in '%s'.",
+                _TRAINER_KEY,
+            )
+        yield
+        return
+    checkpointing.configure(
+        None,
+        # On a CPU they are there already, and DeepSpeed would lose them.
+        checkpoint_in_cpu=bool(settings.get("cpu_checkpointing")) and device.type != "cpu",
+        synchronize=settings.get("synchronize_checkpoint_boundary"),
+        profile=settings.get("profile"),
+    )
+    try:
+        yield
+    finally:
+        checkpointing.reset()
+        checkpointing.deepspeed_checkpointing_enabled = False
+
+
+def _matching(model: torch.nn.Module, patterns: List[str]) -> Dict[str, torch.nn.Module]:
+    """The outermost modules that match, by name."""
+    # Without the model itself, which would be computed twice and save nothing.
+    named_modules = {name: m for name, m in model.named_modules() if name and _has_forward(m)}
+    matching: Dict[str, str] = {}  # the pattern, by the name of the module
+    for pattern in patterns:
+        names = [name for name in named_modules if re.search(pattern, name)]
+        if not names:
+            near = difflib.get_close_matches(pattern, named_modules, n=3, cutoff=0.3)
+            raise ConfigurationError(
+                f"'{_TRAINER_KEY}' has {json.dumps(pattern)}, but the name of no module matches "
+                f"it. Names that come near are {', '.join(near) or ', '.join(named_modules)}."
+            )
+        for name in names:
+            if not any(_is_inside(name, other) for other in names):
+                matching.setdefault(name, pattern)
+    for name, pattern in matching.items():
+        for other in matching:
+            if _is_inside(name, other):
+                raise ConfigurationError(
+                    f"'{_TRAINER_KEY}' has {json.dumps(pattern)}, which matches the module {name}, "
+                    f"and {json.dumps(matching[other])}, which matches {other}. Since {name} is "
+                    f"inside it and is recomputed with it anyway, remove one of the two."
+                )
+    return {name: named_modules[name] for name in matching}
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name.startswith(f"{other}.")
+
+
+def _has_forward(module: torch.nn.Module) -> bool:
+    return type(module).forward is not torch.nn.Module.forward
+
+
+def _recompute(module: torch.nn.Module, name: str) -> None:
+    """Puts a forward pass that is computed again in the place of the module's own."""
+    if _is_recomputed(module):
+        raise ConfigurationError(
+            f"The activations of {name} are checkpointed twice: by the model's own "
+            f"'checkpoint_wrapper' and by '{_TRAINER_KEY}'. Remove one of them."
+        )
+    for inner_name, inner in module.named_modules(prefix=name):
+        reason = _why_not(inner)
+        if reason is not None:
+            raise ConfigurationError(
+                f"The activations of {name} can't be checkpointed, because {inner_name} {reason}. "
+                f"Choose modules without it, such as the layers inside."
+            )
+    module.forward = partial(  # type: ignore[method-assign]
+        _recomputed_forward, module, module.forward
+    )
+
+
+def _is_recomputed(module: torch.nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and forward.func is _recomputed_forward
+
+
+def _why_not(module: torch.nn.Module) -> Optional[str]:
+    """Why a second forward pass of a module, with the same inputs, is not the first again."""
+    if isinstance(module, _EncoderBase) and module.stateful:
+        return "is stateful and would go on from its last state"
+    if _is_recomputed(module):
+        return "is checkpointed itself"
+    for value in vars(module).values():
+        values = value.values() if isinstance(value, dict) else [value]
+        if any(isinstance(v, Metric) for v in values):
+            return "has a metric, which would count each instance twice"
+    return None
+
+
+def _recomputed_forward(
+    module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled() or not checkpointing.is_configured():
+        return forward(*args, **kwargs)
+    leaves, structure = tree_flatten((args, kwargs))
+    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    autocast = _current_autocast()
+    outputs: List[Any] = []
+
+    def run(*tensors: torch.Tensor) -> tuple:
+        rest = (iter(others), iter(tensors))
+        args, kwargs = tree_unflatten([next(rest[which]) for which in is_tensor], structure)
+        with autocast():
+            if outputs:  # the second time
+                with _copied_buffers(module), _held_parameters(module):
+                    forward(*args, **kwargs)
+            else:
+                outputs.append(forward(*args, **kwargs))
+        # To DeepSpeed there are none, so that they may be of any type.
+        return ()
+
+    # The one that doesn't go backward in its own graph: hooks on parameters, by which DeepSpeed
+    # reduces gradients, are called once, and inputs don't have to require gradients.
+    checkpointing.non_reentrant_checkpoint(run, *map(_alias, filter(torch.is_tensor, leaves)))
+    (output,) = outputs
+    outputs[:] = [None]  # the graph keeps `run`, and must not keep what comes out of it
+    return output
+
+
+def _current_autocast() -> Callable[[], torch.autocast]:
+    """What makes the autocast that there is now, for the backward pass, which is outside of it."""
+    device = get_accelerator().device_name()
+    return partial(
+        torch.autocast,
+        device,
+        dtype=torch.get_autocast_dtype(device),
+        enabled=torch.is_autocast_enabled(device),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
+
+
+@contextmanager
+def _copied_buffers(module: torch.nn.Module) -> Iterator[None]:
+    """Within it the module's buffers are copies: statistics of batches are not to count twice."""
+    owners = [(inner, dict(inner._buffers)) for inner in module.modules() if inner._buffers]
+    for owner, buffers in owners:
+        for name, buffer in buffers.items():
+            owner._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, buffers in owners:
+            owner._buffers.update(buffers)
+
+
+@contextmanager
+def _held_parameters(module: torch.nn.Module) -> Iterator[None]:
+    """
+    Within it the parameters stay whole that ZeRO stage 3 has gathered for the backward pass of a
+    module inside. At the end of that module's second forward pass it would let them go.
+    """
+    parameters: Iterator[Any] = filter(is_zero_param, module.parameters())
+    held = [p for p in parameters if p.ds_status is ZeroParamStatus.AVAILABLE]
+    users = [set(parameter.ds_active_sub_modules) for parameter in held]
+    for parameter in held:
+        parameter.ds_active_sub_modules.add("second forward pass")
+    try:
+        yield
+    finally:
+        for parameter, before in zip(held, users):
+            parameter.ds_active_sub_modules.clear()
+            parameter.ds_active_sub_modules.update(before)
+
+
+class _Alias(torch.autograd.Function):
+    """The same values, as a tensor that autograd doesn't know as a view of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """
+    DeepSpeed empties the tensors that it moves to the CPU, and the model may use them elsewhere,
+    as it does with a mask for all layers.
+    """
+    return _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()

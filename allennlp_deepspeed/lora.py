@@ -1,0 +1,293 @@
+"""
+Low-rank adapters of a token embedder's transformer, after "LoRA: Low-Rank Adaptation of Large
+Language Models" (Hu et al., 2021, https://arxiv.org/abs/2106.09685), by the library `peft`.
+"""
+
+import dataclasses
+import json
+import os
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Callable, Dict, Iterator, Optional
+
+# `peft` asks for a class of it without importing it.
+import torch.distributed.tensor
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.modules import TokenEmbedder
+from deepspeed.runtime.zero import partition_parameters
+from overrides import overrides
+from transformers import PreTrainedModel
+
+from allennlp_deepspeed.config_schema import did_you_mean
+
+# What `peft` fills in itself, or what means another kind of adapter or of model.
+_NOT_SETTINGS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "inference_mode",
+    "kasa_config",
+    "layer_replication",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "monteclora_config",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+
+_INITIALIZATIONS = (True, False, "gaussian")
+
+
+@TokenEmbedder.register("lora")
+class LoraEmbedder(TokenEmbedder):
+    """
+    Gives a token embedder's transformer adapters to train, and freezes all its own weights. In a
+    config file:
+
+    ```jsonnet
+    {
+      "type": "lora",
+      "embedder": {"type": "pretrained_transformer", "model_name": "bert-base-uncased"},
+      "r": 8,
+      "lora_alpha": 16,
+      "target_modules": ["query", "value"],
+    }
+    ```
+
+    The other keys are those of `peft`'s
+    [`LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora). What is constructed is
+    no `LoraEmbedder`, but the `embedder` itself, with adapters inside, so that it is called as
+    before. Parameters that the embedder has beside its transformer stay trainable.
+
+    Registered as a `TokenEmbedder` with name "lora".
+
+    # Parameters
+
+    embedder : `TokenEmbedder`, required.
+        With one of `transformers`' models inside, such as a "pretrained_transformer" or a
+        "pretrained_transformer_mismatched".
+    r : `int`, optional (default = `8`)
+        The rank of the adapters.
+    lora_alpha : `int`, optional (default = `8`)
+        What comes out of the adapters is multiplied by `lora_alpha / r`.
+    target_modules : `Union[str, List[str]]`, optional (default = `None`)
+        The ends of the names of the modules that get adapters, or a regular expression for the
+        whole names. `None` for what `peft` has for this kind of transformer.
+    lora_dropout : `float`, optional (default = `0.0`)
+
+    # Raises
+
+    `ConfigurationError`
+        If a key is unknown, or the transformer can't have such adapters.
+    """
+
+    @classmethod
+    @overrides
+    def from_params(  # type: ignore[override]
+        cls,
+        params: Params,
+        constructor_to_call: Optional[Callable[..., TokenEmbedder]] = None,
+        constructor_to_inspect: Optional[Callable] = None,
+        **extras,
+    ) -> TokenEmbedder:
+        embedder = TokenEmbedder.from_params(params.pop("embedder"), **extras)
+        return add_adapters(embedder, params.as_dict(quiet=True))
+
+
+def add_adapters(embedder: TokenEmbedder, settings: Dict[str, Any]) -> TokenEmbedder:
+    """
+    # Parameters
+
+    embedder : `TokenEmbedder`, required.
+        It is changed.
+    settings : `Dict[str, Any]`, required.
+        Arguments of `peft`'s `LoraConfig`.
+
+    # Returns
+
+    `TokenEmbedder`
+        The same one.
+    """
+    peft = _import_peft()
+    _check_settings(settings, peft)
+    transformers = _outermost(embedder, lambda module: isinstance(module, PreTrainedModel))
+    if len(transformers) != 1:
+        raise ConfigurationError(
+            "The embedder in a token embedder of type 'lora' is of class "
+            f"{type(embedder).__name__}, with {len(transformers)} models of Hugging Face's inside "
+            'instead of one: write one such as {"type": "pretrained_transformer", ...}.'
+        )
+    (transformer,) = transformers.values()
+    if "peft_config" in vars(transformer):
+        raise ConfigurationError(
+            "A token embedder of type 'lora' is given an embedder that has adapters already: write "
+            "one around the other embedder only."
+        )
+    try:
+        config = peft.LoraConfig(
+            base_model_name_or_path=transformer.config.name_or_path, **settings
+        )
+        with _constructed_whole():
+            peft.inject_adapter_in_model(config, transformer)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"The token embedder of type 'lora' with {json.dumps(settings)} is refused by peft: "
+            f"{error}"
+        ) from error
+    return embedder
+
+
+def adapted_transformers(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
+    """
+    The transformers in `model` that have adapters, by name.
+
+    # Raises
+
+    `ConfigurationError`
+        If there are none.
+    """
+    transformers = _outermost(model, lambda module: "peft_config" in vars(module))
+    if not transformers:
+        raise ConfigurationError(
+            "The model has no adapters: none of its token embedders is of type 'lora'."
+        )
+    return transformers
+
+
+def save_adapters(transformer: PreTrainedModel, directory: str) -> None:
+    """
+    Writes the adapters alone, as `peft.PeftModel.from_pretrained` loads them into the transformer
+    that they were trained in: `adapter_config.json` and `adapter_model.safetensors`.
+
+    # Parameters
+
+    transformer : `PreTrainedModel`, required.
+        One of the `adapted_transformers`.
+    directory : `str`, required.
+        It has to exist.
+    """
+    from safetensors.torch import save_file
+
+    peft = _import_peft()
+    weights = peft.get_peft_model_state_dict(transformer, save_embedding_layers=False)
+    save_file(
+        # The names that they have in a `PeftModel`.
+        {f"base_model.model.{name}": weight.contiguous() for name, weight in weights.items()},
+        os.path.join(directory, peft.utils.SAFETENSORS_WEIGHTS_NAME),
+        metadata={"format": "pt"},
+    )
+    config = dataclasses.replace(transformer.peft_config["default"], inference_mode=True)
+    config.save_pretrained(directory)
+
+
+def merge_adapters(model: torch.nn.Module) -> None:
+    """
+    Adds the adapters to the weights that they adapt. The `model` is then as it would be without
+    adapters, with the same names of parameters.
+
+    # Raises
+
+    `ConfigurationError`
+        If it has no adapters.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for transformer in adapted_transformers(model).values():
+        adapted = _outermost(
+            transformer,
+            lambda module: isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)),
+        )
+        for name, module in adapted.items():
+            if hasattr(module, "unload_and_optionally_merge_module"):
+                merged = module.unload_and_optionally_merge_module(
+                    merge=True, safe_merge=False, adapter_names=None
+                )
+            else:
+                module.merge()
+                merged = module.get_base_layer()
+            parent, _, attribute = name.rpartition(".")
+            setattr(transformer.get_submodule(parent), attribute, merged)
+        del transformer.peft_config
+
+
+def without_adapters(config: Any) -> Any:
+    """A copy of a config, or a part of one, with plain embedders in the place of adapted ones."""
+    if isinstance(config, list):
+        return [without_adapters(value) for value in config]
+    if not isinstance(config, dict):
+        return config
+    if config.get("type") == "lora" and "embedder" in config:
+        return without_adapters(config["embedder"])
+    return {key: without_adapters(value) for key, value in config.items()}
+
+
+@contextmanager
+def _constructed_whole() -> Iterator[None]:
+    """
+    Within it modules are constructed with whole parameters, also where ZeRO stage 3 partitions
+    those of the model at once: `peft` gives adapters their first weights after that, and what it
+    writes to a partitioned parameter is lost.
+    """
+    partition_parameters.shutdown_init_context()
+    try:
+        yield
+    finally:
+        partition_parameters.restore_init_context()
+
+
+def _import_peft() -> ModuleType:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigurationError(
+            f"A token embedder of type 'lora' needs the package 'peft' ({error}): install it with "
+            "`pip install --no-deps peft==0.21.2 accelerate==1.15.0`."
+        ) from error
+    return peft
+
+
+def _check_settings(settings: Dict[str, Any], peft: ModuleType) -> None:
+    known = [
+        field.name
+        for field in dataclasses.fields(peft.LoraConfig)
+        if field.name not in _NOT_SETTINGS
+    ]
+    for key in settings:
+        if key not in known:
+            raise ConfigurationError(
+                f"'{key}' is no key of a token embedder of type 'lora': "
+                f"{did_you_mean(key, ['embedder', *known])}"
+            )
+    initialization = settings.get("init_lora_weights", True)
+    if initialization not in _INITIALIZATIONS:
+        raise ConfigurationError(
+            f"'init_lora_weights' of a token embedder of type 'lora' is "
+            f"{json.dumps(initialization)}, which changes the weights of the transformer itself or "
+            'needs data: write true, false or "gaussian".'
+        )
+
+
+def _outermost(
+    model: torch.nn.Module, condition: Callable[[torch.nn.Module], bool]
+) -> Dict[str, Any]:
+    """The modules that meet a condition, without those inside of such, by name."""
+    found: Dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if not is_inside and condition(module):
+            found[name] = module
+    return found

@@ -1,0 +1,252 @@
+"""Adapters train as with AllenNLP's own trainer, and checkpoints can hold them alone."""
+
+import re
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Dict
+
+import peft
+import pytest
+import torch
+from allennlp.models.archival import load_archive
+from transformers import AutoModel
+
+from allennlp_deepspeed import serialization
+from allennlp_deepspeed.commit import CommitRecord, FrozenRecord
+from allennlp_deepspeed.lora import adapted_transformers
+from tests.command import allennlp
+from tests.end_to_end.checkpoint_test import assert_ends_alike, recover
+from tests.end_to_end.export_test import assert_identical, exported
+from tests.end_to_end.precision_test import BF16
+from tests.experiment import (
+    INCLUDED,
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    assert_same_run,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+from tests.fixtures.tiny_bert import tiny_bert
+
+STAGES = [
+    0,
+    pytest.param(1, marks=pytest.mark.soak),
+    pytest.param(2, marks=pytest.mark.soak),
+    3,
+]
+
+IDS = torch.tensor([[2, 7, 8, 3]])
+
+
+@pytest.fixture(scope="module")
+def bert(session_directory: Path) -> str:
+    return tiny_bert(session_directory / "tiny_bert")
+
+
+def adapted(bert: str, *overrides: Config) -> Config:
+    """A classifier on a transformer with adapters, and with dropout in all of them."""
+    transformer = {"type": "pretrained_transformer", "model_name": bert}
+    embedder = {
+        "type": "lora",
+        "embedder": transformer,
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["query", "value", "intermediate.dense"],
+        "lora_dropout": 0.1,
+    }
+    config = load_config(
+        "classifier",
+        TWO_WORKERS,
+        {
+            "dataset_reader.tokenizer": transformer,
+            "dataset_reader.token_indexers": {"tokens": transformer},
+            "model.text_field_embedder.token_embedders.tokens": embedder,
+            "model.seq2vec_encoder": {"type": "bert_pooler", "pretrained_model": bert},
+            "trainer.no_grad": ["pooler"],
+            "trainer.num_gradient_accumulation_steps": 2,
+            "trainer.validation_metric": "-loss",
+        },
+        *overrides,
+    )
+    return config
+
+
+def checkpointed(bert: str, stage: int, *overrides: Config, **sections: Config) -> Config:
+    checkpointer = {
+        "type": "deepspeed",
+        "save_every_num_batches": 4,
+        "keep_most_recent_by_count": None,
+        "exclude_frozen_parameters": True,
+        "async_save": stage == 3,
+    }
+    config = adapted(bert, *overrides)
+    config = {**config, "trainer": {**config["trainer"], "checkpointer": checkpointer}}
+    return deepspeed(config, stage, **sections)
+
+
+def is_trained(name: str) -> bool:
+    return "lora_" in name or "_classification_layer" in name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_is_that_of_gradient_descent(
+    experiments: Experiments, bert: str, stage: int
+) -> None:
+    actual = experiments.run(checkpointed(bert, stage))
+    reference = adapted(bert)
+    # AllenNLP's own trainer wraps the model before it freezes parameters.
+    accelerator = {"type": "torch", "find_unused_parameters": True}
+    reference["distributed"] = {**reference["distributed"], "ddp_accelerator": accelerator}
+    assert_same_run(actual, experiments.run(reference))
+    pretrained = AutoModel.from_pretrained(bert).state_dict()
+    frozen = {
+        re.sub(r".*transformer_model\.|\.base_layer", "", name): weight
+        for name, weight in actual.weights().items()
+        if "transformer_model" in name and not is_trained(name)
+    }
+    assert_same_weights(frozen, pretrained, tolerance=0)
+    for name, weight in actual.weights().items():
+        assert "lora_B" not in name or weight.any()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_checkpoints_hold_what_is_trained(experiments: Experiments, bert: str, stage: int) -> None:
+    result = experiments.run(checkpointed(bert, stage))
+    weights = result.weights()
+    trained = {name: weight for name, weight in weights.items() if is_trained(name)}
+    frozen_bytes = sum(w.nbytes for name, w in weights.items() if name not in trained)
+    checkpoint = result.serialization_dir / "checkpoint_e2_b0"
+    assert serialization.load(checkpoint / "best.th").keys() == trained.keys()
+    for path in (checkpoint / "engine").glob("*model_states.pt"):
+        assert serialization.load(path)["module"].keys() == trained.keys()
+    paths = [checkpoint / "best.th", *(checkpoint / "engine").glob("*.pt")]
+    # Weights, the optimizer's copies and states of them, and what a file has besides.
+    trained_bytes = sum(weight.nbytes for weight in trained.values())
+    size = sum(path.stat().st_size for path in paths)
+    assert size < 6 * trained_bytes + 16_000 * len(paths)
+    assert frozen_bytes > 6 * trained_bytes
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.soak) for s in range(3)), 3])
+def test_a_recovered_run_ends_as_an_uninterrupted_one(
+    experiments: Experiments, tmp_path: Path, bert: str, stage: int
+) -> None:
+    config = checkpointed(bert, stage)
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b4")
+    assert_ends_alike(recovered, uninterrupted)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
+def test_another_number_of_workers_continues(
+    experiments: Experiments, tmp_path: Path, bert: str, stage: int
+) -> None:
+    config = checkpointed(bert, stage)
+    uninterrupted = experiments.run(config)
+    config["distributed"] = {"cuda_devices": [-1, -1, -1]}
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e2_b0")
+    assert_same_weights(recovered.weights(), uninterrupted.weights(), tolerance=0)
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.soak) for s in range(3)), 3])
+def test_tied_frozen_parameters_are_left_out_and_found_again(
+    experiments: Experiments, tmp_path: Path, stage: int
+) -> None:
+    overrides = {
+        "model": {"type": "tied_classifier"},
+        "trainer.validation_metric": "-loss",
+        "trainer.no_grad": ["embedding.weight"],
+        "trainer.num_epochs": 1,
+    }
+    config = deepspeed(load_config("classifier", TWO_WORKERS, overrides), stage)
+    config["trainer"]["checkpointer"] = {"exclude_frozen_parameters": True}
+    result = experiments.run(config)
+    tied = {"_embedding.weight", "_same_embedding.weight", "_decoder.weight"}
+    left = serialization.load(result.serialization_dir / "checkpoint_e1_b0" / "best.th")
+    assert left.keys() == result.weights().keys() - tied
+    weights = exported(result, tmp_path / "export", "--include-package", INCLUDED)
+    assert_identical(weights, result.weights())
+    if stage > 0:
+        config["distributed"] = {"cuda_devices": [-1, -1, -1]}
+    recovered = recover(result, tmp_path, config, "checkpoint_e1_b0")
+    assert_same_weights(recovered.weights(), result.weights(), tolerance=0)
+
+
+def test_other_frozen_weights_are_refused(
+    experiments: Experiments, tmp_path: Path, bert: str
+) -> None:
+    config = checkpointed(bert, 3)
+    result = experiments.run(config)
+    checkpoint = result.serialization_dir / "checkpoint_e2_b0"
+    record = CommitRecord.read(str(checkpoint))
+    name = next(name for name in record.frozen if name.endswith("word_embeddings.weight"))
+    record.frozen[name] = FrozenRecord.of(torch.zeros(3))
+    copy = tmp_path / "changed"
+    shutil.copytree(result.serialization_dir, copy)
+    record.write(str(copy / "checkpoint_e2_b0"))
+    recover(Result(copy), tmp_path, config, "checkpoint_e2_b0", check=False)
+    message = f"checkpoint_e2_b0 has no frozen parameters, and .* trained with: {name}"
+    assert re.search(message, (tmp_path / "output").read_text())
+    run = allennlp("deepspeed", "export", copy)
+    assert run.returncode != 0 and re.search(message, run.output)
+
+
+@pytest.mark.parametrize(
+    "stage, sections",
+    [
+        (0, {}),
+        (3, {}),
+        pytest.param(2, BF16, marks=pytest.mark.soak),
+        pytest.param(3, BF16, marks=pytest.mark.soak),
+    ],
+)
+def test_exported_weights_are_whole(
+    experiments: Experiments, tmp_path: Path, bert: str, stage: int, sections: Config
+) -> None:
+    result = experiments.run(checkpointed(bert, stage, **sections))
+    assert result.final_metrics()["best_epoch"] == 1
+    assert_identical(exported(result, tmp_path / "export"), result.weights())
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "archive"])
+def test_exported_adapters_are_those_of_peft(
+    experiments: Experiments, tmp_path: Path, bert: str, source: str
+) -> None:
+    result = experiments.run(checkpointed(bert, 3))
+    path = result.archive if source == "archive" else result.serialization_dir
+    allennlp(
+        "deepspeed", "export", path, "--adapters-only", "--output", tmp_path / "adapters"
+    ).check()
+    names = sorted(file.name for file in (tmp_path / "adapters").iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    loaded = peft.PeftModel.from_pretrained(AutoModel.from_pretrained(bert), tmp_path / "adapters")
+    model = load_archive(result.archive, cuda_device=-1).model.eval()
+    (expected,) = adapted_transformers(model).values()
+    actual = loaded.eval()(IDS).last_hidden_state
+    assert torch.allclose(actual, expected(IDS).last_hidden_state, atol=1e-6)
+
+
+def test_a_model_with_merged_adapters_needs_nothing_but_allennlp(
+    experiments: Experiments, tmp_path: Path, bert: str
+) -> None:
+    config = checkpointed(bert, 3)
+    result = experiments.run(config)
+    weights = exported(result, tmp_path / "merged", "--merge-adapters")
+    assert not any(re.search("lora|base_layer", name) for name in weights)
+    data = config["validation_data_path"]
+    archives = {"merged": tmp_path / "merged" / "model.tar.gz", "adapted": result.archive}
+    metrics: Dict[str, str] = {}
+    for name, archive in archives.items():
+        packages = () if name == "merged" else ("allennlp_deepspeed",)
+        output = tmp_path / f"{name}.json"
+        allennlp(
+            "evaluate", archive, data, "--output-file", output, include_packages=packages
+        ).check()
+        metrics[name] = output.read_text()
+    assert metrics["merged"] == pytest.approx(metrics["adapted"])
+    with tarfile.open(archives["merged"]) as archive:
+        assert '"lora"' not in archive.extractfile("config.json").read().decode()  # type: ignore
