@@ -5,7 +5,8 @@ How much memory a worker needs to construct and train a model that is partitione
 for a few steps through `allennlp train`: with `gradient_descent` in one process, and at ZeRO stage
 3, constructed partitioned, in one process and on two and four workers over gloo. Each worker tells
 the peak of its memory from before the model is constructed until after the last step; see
-`benchmarks.memory`. Losses are compared first. Prints a table and writes it to
+`benchmarks.memory`. For all of them `MALLOC_MMAP_THRESHOLD_` has glibc give tensors back to the
+system as soon as they are freed: it would keep as much again between those that stay. Losses are compared first. Prints a table and writes it to
 `benchmarks/results/large_model.json` and `.md`.
 """
 
@@ -84,6 +85,8 @@ def config(data: Path, num_layers: int, num_workers: int, sharded: bool) -> Dict
                     "stage3_max_reuse_distance": 0,
                     "stage3_prefetch_bucket_size": 0,
                     "reduce_bucket_size": WIDTH**2,
+                    # In the step, gradients are flattened so many at a time.
+                    "sub_group_size": 12 * WIDTH**2,
                 },
             },
         )
@@ -136,6 +139,7 @@ def measure(num_layers: int, num_workers: int, sharded: bool) -> Dict[str, Any]:
             ["allennlp", "train", path, "-s", out, "--include-package", "benchmarks.large_model"],
             check=True,
             cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"},
             capture_output=True,
         )
         reports = [json.loads(file.read_text()) for file in out.glob("memory_*.json")]
