@@ -6,16 +6,14 @@ Language Models" (Hu et al., 2021, https://arxiv.org/abs/2106.09685), by the lib
 import dataclasses
 import json
 import os
-from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Optional
 
 # `peft` asks for a class of it without importing it.
 import torch.distributed.tensor
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.modules import TokenEmbedder
-from deepspeed.runtime.zero import partition_parameters
 from overrides import overrides
 from transformers import PreTrainedModel
 
@@ -140,8 +138,7 @@ def add_adapters(embedder: TokenEmbedder, settings: Dict[str, Any]) -> TokenEmbe
         config = peft.LoraConfig(
             base_model_name_or_path=transformer.config.name_or_path, **settings
         )
-        with _constructed_whole():
-            peft.inject_adapter_in_model(config, transformer)
+        peft.inject_adapter_in_model(config, transformer)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigurationError(
             f"The token embedder of type 'lora' with {json.dumps(settings)} is refused by peft: "
@@ -233,20 +230,6 @@ def without_adapters(config: Any) -> Any:
     if config.get("type") == "lora" and "embedder" in config:
         return without_adapters(config["embedder"])
     return {key: without_adapters(value) for key, value in config.items()}
-
-
-@contextmanager
-def _constructed_whole() -> Iterator[None]:
-    """
-    Within it modules are constructed with whole parameters, also where ZeRO stage 3 partitions
-    those of the model at once: `peft` gives adapters their first weights after that, and what it
-    writes to a partitioned parameter is lost.
-    """
-    partition_parameters.shutdown_init_context()
-    try:
-        yield
-    finally:
-        partition_parameters.restore_init_context()
 
 
 def _import_peft() -> ModuleType:

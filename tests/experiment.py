@@ -55,7 +55,7 @@ def load_config(name: str, *overrides: Config) -> Config:
 
 def deepspeed(config: Config, stage: int, **sections: Any) -> Config:
     """
-    The same experiment with the "deepspeed" trainer.
+    The same experiment with the "deepspeed" trainer, constructed partitioned at stage 3.
 
     # Parameters
 
@@ -75,7 +75,9 @@ def deepspeed(config: Config, stage: int, **sections: Any) -> Config:
         "type": "deepspeed",
         "deepspeed_config": {"zero_optimization": zero, **sections},
     }
-    return {**config, "trainer": trainer}
+    if stage < 3:
+        return {**config, "trainer": trainer}
+    return {"type": "deepspeed", **config, "trainer": trainer}
 
 
 class Result:

@@ -3,20 +3,16 @@
 from pathlib import Path
 from typing import Any, Dict
 
-import deepspeed
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.modules import TokenEmbedder
-from deepspeed import zero
 from transformers import AutoModel
 
 from allennlp_deepspeed.lora import (
     adapted_transformers,
-    add_adapters,
     merge_adapters,
     save_adapters,
     without_adapters,
@@ -67,25 +63,6 @@ def test_what_is_beside_the_transformer_stays_trainable(bert: str):
     inner = {"type": PLAIN, "model_name": bert, "last_layer_only": False}
     embedder = TokenEmbedder.from_params(Params({"type": "lora", "embedder": inner}))
     assert all(p.requires_grad for p in embedder._scalar_mix.parameters())
-
-
-def test_adapters_are_constructed_whole_where_models_are_constructed_partitioned(
-    bert: str, monkeypatch
-):
-    expected = {name: p for name, p in lora(bert).named_parameters() if p.requires_grad}
-    plain = TokenEmbedder.from_params(Params({"type": PLAIN, "model_name": bert}))
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with zero.Init(config_dict_or_path={"train_batch_size": 1}):
-            torch.manual_seed(1)
-            adapted = add_adapters(plain, {})
-            assert hasattr(torch.nn.Linear(2, 2).weight, "ds_id")  # it is still on
-    finally:
-        deepspeed.comm.destroy_process_group()
-    actual = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(weight, expected[name]) for name, weight in actual.items())
 
 
 def test_modules_of_a_known_kind_of_transformer_need_not_be_named(bert: str):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from allennlp.common import Params, cached_transformers
 from allennlp.data import Vocabulary
-from allennlp.modules import Embedding, Highway
+from allennlp.modules import Embedding, Highway, TokenEmbedder
 from allennlp.modules.seq2seq_encoders import PytorchTransformer
 from allennlp.modules.stacked_bidirectional_lstm import StackedBidirectionalLstm
 from allennlp.modules.token_embedders import PretrainedTransformerEmbedder
@@ -146,6 +146,17 @@ def test_pretrained_transformers_load_into_partitioned_embedders(bert: str) -> N
                 PretrainedTransformerEmbedder(bert, load_weights=False),
             ]
         )
+
+    with mock.patch.dict(cached_transformers._model_cache, clear=True):
+        _assert_constructs_the_same(constructor)
+
+
+def test_adapters_begin_as_they_do_without(bert: str) -> None:
+    inner = {"type": "pretrained_transformer", "model_name": bert}
+    lora = {"type": "lora", "embedder": inner, "r": 2}
+
+    def constructor() -> nn.Module:
+        return nn.ModuleList([TokenEmbedder.from_params(Params(deepcopy(lora))) for _ in range(2)])
 
     with mock.patch.dict(cached_transformers._model_cache, clear=True):
         _assert_constructs_the_same(constructor)
