@@ -38,7 +38,7 @@ from allennlp.training.optimizers import Optimizer
 from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
-from allennlp_deepspeed import files, weights, worker_failure
+from allennlp_deepspeed import files, optimizers, weights, worker_failure
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
 from allennlp_deepspeed.batch_metrics import BatchMetrics
 from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
@@ -963,6 +963,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 workers_per_node=_workers_per_node(world_size),
             )
         )
+        optimizer_ = optimizers.for_offload(optimizer_, config)
         empty_groups = _empty_groups(optimizer_)
         wrapped_model = DeepSpeedWrappedModel(
             model,

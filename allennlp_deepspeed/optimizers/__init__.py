@@ -1,0 +1,33 @@
+"""
+DeepSpeed's optimizers under AllenNLP names, with `parameter_groups`.
+"""
+
+from allennlp_deepspeed.optimizers.adagrad import CPUAdagradOptimizer
+from allennlp_deepspeed.optimizers.adam import (
+    CPUAdamOptimizer,
+    CPUAdamWOptimizer,
+    FusedAdamOptimizer,
+    FusedAdamWOptimizer,
+)
+from allennlp_deepspeed.optimizers.check import check_optimizer
+from allennlp_deepspeed.optimizers.lamb import FusedLambOptimizer
+from allennlp_deepspeed.optimizers.lion import (
+    CPULionOptimizer,
+    FusedLionOptimizer,
+    LionOptimizer,
+)
+from allennlp_deepspeed.optimizers.offload import for_offload
+
+__all__ = [
+    "CPUAdagradOptimizer",
+    "CPUAdamOptimizer",
+    "CPUAdamWOptimizer",
+    "CPULionOptimizer",
+    "FusedAdamOptimizer",
+    "FusedAdamWOptimizer",
+    "FusedLambOptimizer",
+    "FusedLionOptimizer",
+    "LionOptimizer",
+    "check_optimizer",
+    "for_offload",
+]
