@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 PRECISIONS = ("bf16", "fp16", "torch_autocast")
+_STAGE = "zero_optimization.stage"
 _PARTITION_SIZE = "zero_optimization.zero_hpz_partition_size"
 
 
@@ -51,6 +52,7 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     grad_norm = _resolve_grad_norm(config, settings)
     precision = _resolve_precision(config, settings)
     _resolve_optimizer(config, settings)
+    _resolve_muon(config, settings)
     _resolve_scheduler(config, settings, num_gradient_accumulation_steps)
     _resolve_nvme_paths(config, settings)
     _resolve_shard_within(config, settings)
@@ -279,6 +281,13 @@ def _resolve_optimizer(config: Dict[str, Any], settings: TrainerSettings) -> Non
     for name in [name for name, value in params.items() if value == AUTO]:
         del params[name]
         logger.info("%s.optimizer.params.%s is the optimizer's default", ROOT, name)
+
+
+def _resolve_muon(config: Dict[str, Any], settings: TrainerSettings) -> None:
+    """At stage 3 it needs whole gradients, and DeepSpeed wants to be told so."""
+    name = settings.optimizer or _said(config, "optimizer.type") or ""
+    if name.lower() in ("muon", "muonwithauxadam") and lookup(config, _STAGE) == 3:
+        _fill_if_open(config, "zero_optimization.reduce_scatter", False)
 
 
 def _resolve_scheduler(

@@ -16,6 +16,7 @@ from allennlp_deepspeed.optimizers.lion import (
     FusedLionOptimizer,
     LionOptimizer,
 )
+from allennlp_deepspeed.optimizers.muon import MuonOptimizer
 from allennlp_deepspeed.optimizers.offload import for_offload
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "FusedLambOptimizer",
     "FusedLionOptimizer",
     "LionOptimizer",
+    "MuonOptimizer",
     "check_optimizer",
     "for_offload",
 ]

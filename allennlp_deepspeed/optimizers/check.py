@@ -59,8 +59,8 @@ def check_optimizer(
     if is_forced and not issubclass(steps_with, _FORCED):
         raise ConfigurationError(
             f"{ROOT}.zero_force_ds_cpu_optimizer is true, for which DeepSpeed takes only its Adam "
-            f"and its Lion, and neither does what the \"{name}\" in 'trainer.optimizer' does: remove "
-            'the key, or write "adam" with settings that DeepSpeed has'
+            f"and its Lion, and neither does what the \"{name}\" in 'trainer.optimizer' does: "
+            'remove the key, or write "adam"'
         )
     subject = f"'trainer.optimizer.type' is \"{name}\""
     if issubclass(optimizer_class, DeepSpeedOptimizer):

@@ -1,4 +1,5 @@
-from typing import Any, Callable, ClassVar, Dict, List, Optional, Tuple
+from contextlib import contextmanager
+from typing import Any, Callable, ClassVar, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from allennlp.training.optimizers import Optimizer, make_parameter_groups
@@ -33,7 +34,9 @@ class LionOptimizer(Optimizer, torch.optim.Optimizer):
 
     @torch.no_grad()
     @overrides
-    def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:
+    def step(  # type: ignore[override]
+        self, closure: Optional[Callable[[], float]] = None
+    ) -> Optional[float]:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -52,6 +55,38 @@ class LionOptimizer(Optimizer, torch.optim.Optimizer):
                 parameter.add_(direction, alpha=-group["lr"])
                 average.lerp_(parameter.grad, 1 - beta2)
         return loss
+
+
+@contextmanager
+def _weights_without_gradient_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """
+    Around a step of DeepSpeed's operators for Lion, which take the sign of 0 for 1 or -1: they
+    would move weights that have never had a gradient, such as the embeddings of words that are not
+    in the data.
+    """
+    kept = []
+    for group in optimizer.param_groups:
+        decay = 1 - group["lr"] * group["weight_decay"]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            is_kept = parameter.grad == 0
+            if optimizer.state[parameter]:
+                is_kept &= optimizer.state[parameter]["exp_avg"] == 0
+            kept.append((parameter, is_kept, parameter[is_kept] * decay))
+    yield
+    for parameter, is_kept, weights in kept:
+        parameter[is_kept] = weights
+
+
+class CPULion(DeepSpeedCPULion):
+    """DeepSpeed's Lion for the CPU, with the sign of 0 as it is in the paper."""
+
+    @torch.no_grad()
+    @overrides
+    def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:
+        with _weights_without_gradient_kept(self):
+            return super().step(closure)
 
 
 @Optimizer.register("fused_lion")
@@ -81,9 +116,17 @@ class FusedLionOptimizer(FusedOptimizer, FusedLion):
             weight_decay=weight_decay,
         )
 
+    @torch.no_grad()
+    @overrides
+    def step(  # type: ignore[override]
+        self, closure: Optional[Callable[[], float]] = None, **kwargs: Any
+    ) -> Optional[float]:
+        with _weights_without_gradient_kept(self):
+            return FusedLion.step(self, closure, **kwargs)
+
 
 @Optimizer.register("cpu_lion")
-class CPULionOptimizer(CPUOptimizer, DeepSpeedCPULion):
+class CPULionOptimizer(CPUOptimizer, CPULion):  # type: ignore[misc]
     """
     Lion with vector instructions and all cores, for weights in CPU memory. The numbers are those of
     "lion", in whose place it comes by itself where optimizer states are offloaded.

@@ -15,12 +15,11 @@ from allennlp.training.optimizers import (
 )
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.lion import DeepSpeedCPULion
 
 from allennlp_deepspeed.config_settings import ResolvedConfig
 from allennlp_deepspeed.config_validation import ROOT
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
-from allennlp_deepspeed.optimizers.lion import LionOptimizer
+from allennlp_deepspeed.optimizers.lion import CPULion, LionOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +75,7 @@ COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
         _same("lr", "eps", "weight_decay"),
         lacks={"lr_decay": 0, "initial_accumulator_value": 0, "maximize": False},
     ),
-    LionOptimizer: Counterpart(
-        DeepSpeedCPULion, "CPULionBuilder", _same("lr", "betas", "weight_decay")
-    ),
+    LionOptimizer: Counterpart(CPULion, "CPULionBuilder", _same("lr", "betas", "weight_decay")),
 }
 """By the class that is registered with AllenNLP."""
 
