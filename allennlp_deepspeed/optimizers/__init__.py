@@ -16,6 +16,7 @@ from allennlp_deepspeed.optimizers.lion import (
     FusedLionOptimizer,
     LionOptimizer,
 )
+from allennlp_deepspeed.optimizers.loaded_states import adapt_loaded_states
 from allennlp_deepspeed.optimizers.muon import MuonOptimizer
 from allennlp_deepspeed.optimizers.offload import for_offload
 
@@ -30,6 +31,7 @@ __all__ = [
     "FusedLionOptimizer",
     "LionOptimizer",
     "MuonOptimizer",
+    "adapt_loaded_states",
     "check_optimizer",
     "for_offload",
 ]

@@ -83,7 +83,9 @@ class MuonOptimizer(DeepSpeedOptimizer):
                         f'of "muon": those are {", ".join(settings)}'
                     )
         names = _matrices(model_parameters, muon_parameters)
-        logger.info("Muon steps %s, and AdamW all other parameters.", ", ".join(names) or "nothing")
+        logger.info(
+            "Muon steps %s, and AdamW all other parameters.", ", ".join(sorted(names)) or "nothing"
+        )
         for name, parameter in model_parameters:
             parameter.use_muon = name in names  # type: ignore[attr-defined]  # DeepSpeed reads it
         groups: List[Any] = make_parameter_groups(model_parameters, parameter_groups)
