@@ -1,12 +1,13 @@
 from typing import Any
 
 import torch
+from allennlp.training.optimizers import HuggingfaceAdamWOptimizer
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-_FOR_CPU = (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion)
+_OTHERS = (HuggingfaceAdamWOptimizer, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion)
 
 
 def adapt_loaded_states(optimizer: torch.optim.Optimizer) -> None:
@@ -21,7 +22,7 @@ def adapt_loaded_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer : `torch.optim.Optimizer`, required.
         The one inside DeepSpeed's. One that has no counterpart is left as it is.
     """
-    if not isinstance(optimizer, _OF_TORCH + _FOR_CPU):
+    if not isinstance(optimizer, _OF_TORCH + _OTHERS):
         return
     for group in optimizer.param_groups:
         for name, value in optimizer.defaults.items():
@@ -36,6 +37,6 @@ def adapt_loaded_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_count(value: Any, optimizer: torch.optim.Optimizer) -> Any:
-    if isinstance(optimizer, _FOR_CPU):
+    if not isinstance(optimizer, _OF_TORCH):
         return int(value)
     return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
