@@ -30,7 +30,7 @@ venv: $(VENV)/installed
 demo: $(VENV)/installed
 	python demo/run.py
 
-test: $(OPS)/FusedAdamBuilder.built $(OPS)/CPUAdamBuilder.built $(OPS)/AsyncIOBuilder.built
+test: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam CPUAdagrad CPULion AsyncIO)
 	pytest -n 2 tests
 
 # Outcomes are committed under benchmarks/results.

@@ -32,6 +32,7 @@ from allennlp_deepspeed.checkpoint_directory import (
 )
 from allennlp_deepspeed.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.commit import CheckpointError, CommitRecord, FrozenRecord
+from allennlp_deepspeed.optimizers import adapt_loaded_states
 
 if TYPE_CHECKING:
     from allennlp_deepspeed.trainer import DeepSpeedTrainer
@@ -425,6 +426,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             self._load_conversion(trainer.engine, path, record, trainer_state)
         else:
             self._load_engine(trainer.engine, path, record)
+        adapt_loaded_states(trainer.engine.basic_optimizer)
         _convert_position(trainer_state, trainer.instances_per_step())
         self._remember(PointInTime(point.epochs, trainer_state["batches_in_epoch_completed"]))
         if trainer_state["has_best_weights"]:

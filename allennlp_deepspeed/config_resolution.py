@@ -15,6 +15,7 @@ from allennlp.common.checks import ConfigurationError
 from deepspeed.runtime.config import DeepSpeedConfig as EngineConfig
 from deepspeed.runtime.config import DeepSpeedConfigError, DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from pydantic import TypeAdapter
 
 from allennlp_deepspeed.config_schema import scheduler_parameters
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 PRECISIONS = ("bf16", "fp16", "torch_autocast")
+_STAGE = "zero_optimization.stage"
 _PARTITION_SIZE = "zero_optimization.zero_hpz_partition_size"
 
 
@@ -50,13 +52,16 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     grad_norm = _resolve_grad_norm(config, settings)
     precision = _resolve_precision(config, settings)
     _resolve_optimizer(config, settings)
+    _resolve_muon(config, settings)
     _resolve_scheduler(config, settings, num_gradient_accumulation_steps)
     _resolve_nvme_paths(config, settings)
     _resolve_shard_within(config, settings)
     _resolve_reports(config, settings)
     # AllenNLP's optimizers are subclasses that DeepSpeed has not listed as tested with ZeRO, and
-    # offloading works with any optimizer, if slower than with DeepSpeed's own.
+    # offloading works with any optimizer, if slower than with DeepSpeed's own, which take the place
+    # of AllenNLP's where they can.
     _fill_if_open(config, "zero_allow_untested_optimizer", True)
+    forces_cpu_optimizer = _said(config, "zero_force_ds_cpu_optimizer")
     _fill_if_open(config, "zero_force_ds_cpu_optimizer", has_optimizer)
     # The trainer decides where an accumulated batch ends, which can be early at the end of an
     # epoch, and calls the engine's `step` there. An engine that counted itself would drift.
@@ -82,7 +87,14 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
         precision=precision,
         has_optimizer=has_optimizer,
         has_scheduler=has_scheduler,
+        offload_device=_offload_device(zero),
+        forces_cpu_optimizer=forces_cpu_optimizer,
     )
+
+
+def _offload_device(zero: DeepSpeedZeroConfig) -> str:
+    section = zero.offload_optimizer
+    return "none" if section is None else OffloadDeviceEnum(section.device).value
 
 
 def _said(config: Dict[str, Any], path: str) -> Any:
@@ -269,6 +281,13 @@ def _resolve_optimizer(config: Dict[str, Any], settings: TrainerSettings) -> Non
     for name in [name for name, value in params.items() if value == AUTO]:
         del params[name]
         logger.info("%s.optimizer.params.%s is the optimizer's default", ROOT, name)
+
+
+def _resolve_muon(config: Dict[str, Any], settings: TrainerSettings) -> None:
+    """At stage 3 it needs whole gradients, and DeepSpeed wants to be told so."""
+    name = settings.optimizer or _said(config, "optimizer.type") or ""
+    if name.lower() in ("muon", "muonwithauxadam") and lookup(config, _STAGE) == 3:
+        _fill_if_open(config, "zero_optimization.reduce_scatter", False)
 
 
 def _resolve_scheduler(

@@ -79,6 +79,11 @@ class ResolvedConfig:
         Whether DeepSpeed builds the optimizer.
     has_scheduler : `bool`
         Whether DeepSpeed builds the learning rate scheduler.
+    offload_device : `str`
+        Where the states of the optimizer are, and where it steps: "cpu" or "nvme", which is on the
+        CPU too, or "none" if it is the device that the model trains on.
+    forces_cpu_optimizer : `bool`, optional
+        What the config says for `zero_force_ds_cpu_optimizer`, `None` if it leaves it open.
     """
 
     engine_config: Dict[str, Any]
@@ -88,3 +93,5 @@ class ResolvedConfig:
     precision: str
     has_optimizer: bool
     has_scheduler: bool
+    offload_device: str
+    forces_cpu_optimizer: Optional[bool]

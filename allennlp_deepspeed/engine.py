@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from allennlp_deepspeed import activation_checkpointing, deepspeed_logging
 from allennlp_deepspeed.config import ResolvedConfig
 from allennlp_deepspeed.one_process import as_one_process
+from allennlp_deepspeed.operators import check_nvme
 from allennlp_deepspeed.regularization import PartitionedRegularizer
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         checkpointed_modules: Optional[List[str]] = None,
     ) -> None:
         _use_accelerator(device)
-        _check_nvme(config)
+        check_nvme(config, device.type)
         check_sharding(model, optimizer, config)
         if find_unused_parameters and config.zero_stage == 3:
             raise ConfigurationError(
@@ -306,19 +307,6 @@ def _skip_shared_memory_all_reduce() -> None:
     killed worker has left.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def _check_nvme(config: ResolvedConfig) -> None:
-    zero_config = config.engine_config.get("zero_optimization", {})
-    for section in ("offload_param", "offload_optimizer"):
-        if (zero_config.get(section) or {}).get("device") != "nvme":
-            continue
-        if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
-            raise ConfigurationError(
-                f"deepspeed_config.zero_optimization.{section}.device is 'nvme', but DeepSpeed "
-                "can't build its operator for it, which needs a C++ compiler and libaio's headers: "
-                "install Debian's packages g++ and libaio-dev, or write 'cpu'."
-            )
 
 
 def check_sharding(

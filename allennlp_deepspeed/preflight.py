@@ -30,6 +30,8 @@ from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config_schema import did_you_mean
 from allennlp_deepspeed.contrastive.grad_cache_settings import GradCacheSettings
+from allennlp_deepspeed.operators import check_nvme
+from allennlp_deepspeed.optimizers import check_optimizer
 from allennlp_deepspeed.reading_pace import ReadingPace
 from allennlp_deepspeed.supervision import supervised_workers
 from allennlp_deepspeed.trainer import DeepSpeedTrainer
@@ -127,7 +129,10 @@ def check(params: Params) -> None:
     if checkpointer in (_DEFAULT_TYPE, "deepspeed") and isinstance(trainer["checkpointer"], dict):
         _check_checkpointer(trainer["checkpointer"])
     deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
-    deepspeed_config.resolve(trainer_settings(config, devices, deepspeed_config))
+    settings = trainer_settings(config, devices, deepspeed_config)
+    resolved = deepspeed_config.resolve(settings)
+    check_nvme(resolved, settings.device_type)
+    check_optimizer(trainer.get("optimizer"), resolved, settings.device_type)
 
 
 def _accelerator(config: Dict[str, Any]) -> Any:

@@ -37,7 +37,7 @@ from allennlp.training.optimizers import Optimizer
 from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
-from allennlp_deepspeed import files, weights, worker_failure
+from allennlp_deepspeed import files, optimizers, weights, worker_failure
 from allennlp_deepspeed.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
 from allennlp_deepspeed.batch_metrics import BatchMetrics
@@ -980,6 +980,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 workers_per_node=workers_per_node(world_size),
             )
         )
+        optimizer_ = optimizers.for_offload(optimizer_, config)
         empty_groups = _empty_groups(optimizer_)
         wrapped_model = DeepSpeedWrappedModel(
             model,

@@ -1,0 +1,37 @@
+"""
+DeepSpeed's optimizers under AllenNLP names, with `parameter_groups`.
+"""
+
+from allennlp_deepspeed.optimizers.adagrad import CPUAdagradOptimizer
+from allennlp_deepspeed.optimizers.adam import (
+    CPUAdamOptimizer,
+    CPUAdamWOptimizer,
+    FusedAdamOptimizer,
+    FusedAdamWOptimizer,
+)
+from allennlp_deepspeed.optimizers.check import check_optimizer
+from allennlp_deepspeed.optimizers.lamb import FusedLambOptimizer
+from allennlp_deepspeed.optimizers.lion import (
+    CPULionOptimizer,
+    FusedLionOptimizer,
+    LionOptimizer,
+)
+from allennlp_deepspeed.optimizers.loaded_states import adapt_loaded_states
+from allennlp_deepspeed.optimizers.muon import MuonOptimizer
+from allennlp_deepspeed.optimizers.offload import for_offload
+
+__all__ = [
+    "CPUAdagradOptimizer",
+    "CPUAdamOptimizer",
+    "CPUAdamWOptimizer",
+    "CPULionOptimizer",
+    "FusedAdamOptimizer",
+    "FusedAdamWOptimizer",
+    "FusedLambOptimizer",
+    "FusedLionOptimizer",
+    "LionOptimizer",
+    "MuonOptimizer",
+    "adapt_loaded_states",
+    "check_optimizer",
+    "for_offload",
+]

@@ -1,0 +1,76 @@
+from typing import Any, Dict, Union
+
+import deepspeed
+from allennlp.common.checks import ConfigurationError
+from allennlp.training.optimizers import Optimizer
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
+
+from allennlp_deepspeed.config_settings import ResolvedConfig
+from allennlp_deepspeed.config_validation import ROOT
+from allennlp_deepspeed.operators import check_operator
+from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
+from allennlp_deepspeed.optimizers.offload import counterpart_of
+
+# What DeepSpeed used to have, and what does the same without compressing what it communicates.
+_REMOVED = {
+    "onebit_adam": "fused_adam",
+    "onebit_lamb": "fused_lamb",
+    "zero_one_adam": "fused_adam",
+}
+
+# What DeepSpeed takes for its own optimizers for the CPU where it is to insist on one.
+_FORCED = (DeepSpeedCPUAdam, DeepSpeedCPULion)
+
+
+def check_optimizer(
+    optimizer: Union[str, Dict[str, Any], None], config: ResolvedConfig, device_type: str
+) -> None:
+    """
+    Checks the `trainer.optimizer` of a config file, without constructing it.
+
+    # Parameters
+
+    optimizer : `Union[str, Dict[str, Any], None]`, required.
+    config : `ResolvedConfig`, required.
+    device_type : `str`, required.
+        "cpu" or "cuda", what the model trains on.
+
+    # Raises
+
+    `ConfigurationError`
+        If it can't step the weights where `config` has them, or something is missing on this
+        machine to compile the operator that it steps with.
+    """
+    if config.has_optimizer:
+        return
+    params: Dict[str, Any] = {"type": optimizer} if isinstance(optimizer, str) else optimizer or {}
+    name = params.get("type", Optimizer.default_implementation)
+    if name in _REMOVED:
+        raise ConfigurationError(
+            f"'trainer.optimizer.type' is \"{name}\", but DeepSpeed {deepspeed.__version__} no "
+            f'longer has optimizers that compress gradients: write "{_REMOVED[name]}"'
+        )
+    optimizer_class, _ = Optimizer.resolve_class_name(name)  # raises if there is none
+    settings = [params, *(group for _, group in params.get("parameter_groups") or [])]
+    counterpart = counterpart_of(optimizer_class, settings, config)
+    steps_with = optimizer_class if counterpart is None else counterpart.optimizer
+    is_forced = config.forces_cpu_optimizer and config.offload_device != "none"
+    if is_forced and not issubclass(steps_with, _FORCED):
+        raise ConfigurationError(
+            f"{ROOT}.zero_force_ds_cpu_optimizer is true, for which DeepSpeed takes only its Adam "
+            f"and its Lion, and neither does what the \"{name}\" in 'trainer.optimizer' does: "
+            'remove the key, or write "adam"'
+        )
+    subject = f"'trainer.optimizer.type' is \"{name}\""
+    if issubclass(optimizer_class, DeepSpeedOptimizer):
+        optimizer_class.check(name, config, device_type)
+        if optimizer_class.operator is not None:
+            check_operator(optimizer_class.operator, device_type, subject, 'write "adam"')
+    elif counterpart is not None:
+        check_operator(
+            counterpart.operator,
+            device_type,
+            f"{subject} and its states are offloaded",
+            f'write "zero_force_ds_cpu_optimizer": false in {ROOT}, for a slower optimizer',
+        )

@@ -1,0 +1,42 @@
+from typing import Any
+
+import torch
+from allennlp.training.optimizers import HuggingfaceAdamWOptimizer
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
+
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_OTHERS = (HuggingfaceAdamWOptimizer, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion)
+
+
+def adapt_loaded_states(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Makes states that have been loaded fit the optimizer where its counterpart has saved them: a
+    checkpoint may be of a training that did not offload, or of a version of this package that had
+    AllenNLP's optimizers step offloaded weights. The two keep the same numbers, but name the
+    moments of Adagrad, and count steps, each in their own way.
+
+    # Parameters
+
+    optimizer : `torch.optim.Optimizer`, required.
+        The one inside DeepSpeed's. One that has no counterpart is left as it is.
+    """
+    if not isinstance(optimizer, _OF_TORCH + _OTHERS):
+        return
+    for group in optimizer.param_groups:
+        for name, value in optimizer.defaults.items():
+            group.setdefault(name, value)
+    for state in optimizer.state.values():
+        if isinstance(optimizer, DeepSpeedCPUAdagrad) and "sum" in state:
+            state["exp_avg_sq"] = state.pop("sum")
+        if isinstance(optimizer, torch.optim.Adagrad) and "exp_avg_sq" in state:
+            state["sum"] = state.pop("exp_avg_sq")
+        if state:
+            state["step"] = _step_count(state.get("step", 0), optimizer)
+
+
+def _step_count(value: Any, optimizer: torch.optim.Optimizer) -> Any:
+    if not isinstance(optimizer, _OF_TORCH):
+        return int(value)
+    return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))

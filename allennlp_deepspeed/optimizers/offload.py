@@ -1,0 +1,160 @@
+"""
+DeepSpeed's optimizers for weights in CPU memory, in the place of AllenNLP's where optimizer states
+are offloaded.
+"""
+
+import logging
+from typing import Any, Dict, List, NamedTuple, Optional, Type
+
+import torch
+from allennlp.training.optimizers import (
+    AdagradOptimizer,
+    AdamOptimizer,
+    AdamWOptimizer,
+    HuggingfaceAdamWOptimizer,
+)
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from allennlp_deepspeed.config_settings import ResolvedConfig
+from allennlp_deepspeed.config_validation import ROOT
+from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
+from allennlp_deepspeed.optimizers.lion import CPULion, LionOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+class Counterpart(NamedTuple):
+    """
+    What of DeepSpeed's takes the place of an optimizer of AllenNLP's.
+
+    # Parameters
+
+    optimizer : `Type[torch.optim.Optimizer]`
+    operator : `str`
+        The name of the builder of its operator.
+    settings : `Dict[str, str]`
+        What it calls the settings of a group, by AllenNLP's name.
+    lacks : `Dict[str, Any]`, optional (default = `{}`)
+        Settings that it doesn't have, with the values at which they do nothing.
+    arguments : `Dict[str, Any]`, optional (default = `{}`)
+        More arguments of its constructor.
+    """
+
+    optimizer: Type[torch.optim.Optimizer]
+    operator: str
+    settings: Dict[str, str]
+    lacks: Dict[str, Any] = {}
+    arguments: Dict[str, Any] = {}
+
+
+def _same(*names: str) -> Dict[str, str]:
+    return {name: name for name in names}
+
+
+_ADAM = Counterpart(
+    DeepSpeedCPUAdam,
+    "CPUAdamBuilder",
+    _same("lr", "betas", "eps", "weight_decay"),
+    lacks={"amsgrad": False, "maximize": False},
+    arguments={"adamw_mode": False},
+)
+_ADAMW = _ADAM._replace(arguments={"adamw_mode": True})
+
+COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
+    AdamOptimizer: _ADAM,
+    AdamWOptimizer: _ADAMW,
+    HuggingfaceAdamWOptimizer: Counterpart(
+        CPUHuggingfaceAdamW,
+        "CPUAdamBuilder",
+        {**_ADAM.settings, "correct_bias": "bias_correction"},
+    ),
+    AdagradOptimizer: Counterpart(
+        DeepSpeedCPUAdagrad,
+        "CPUAdagradBuilder",
+        _same("lr", "eps", "weight_decay"),
+        lacks={"lr_decay": 0, "initial_accumulator_value": 0, "maximize": False},
+    ),
+    LionOptimizer: Counterpart(CPULion, "CPULionBuilder", _same("lr", "betas", "weight_decay")),
+}
+"""By the class that is registered with AllenNLP."""
+
+
+def for_offload(
+    optimizer: Optional[torch.optim.Optimizer], config: ResolvedConfig
+) -> Optional[torch.optim.Optimizer]:
+    """
+    The optimizer for the engine: where optimizer states are offloaded, DeepSpeed's counterpart of
+    the one that AllenNLP has constructed, with the same groups and settings, if there is one.
+
+    # Parameters
+
+    optimizer : `Optional[torch.optim.Optimizer]`, required.
+        From the config file, without states. `None` if DeepSpeed is to construct one.
+    config : `ResolvedConfig`, required.
+    """
+    if optimizer is None:
+        return None
+    counterpart = counterpart_of(type(optimizer), optimizer.param_groups, config)
+    if counterpart is None:
+        return optimizer
+    groups = [
+        {"params": group["params"], **_renamed(group, counterpart.settings)}
+        for group in optimizer.param_groups
+    ]
+    offloaded = counterpart.optimizer(
+        groups,
+        **_renamed(optimizer.defaults, counterpart.settings),
+        **counterpart.arguments,
+    )
+    logger.info(
+        "%s steps in the place of %s, because optimizer states are offloaded. To keep the latter, "
+        'write "zero_force_ds_cpu_optimizer": false in %s.',
+        type(offloaded).__name__,
+        type(optimizer).__name__,
+        ROOT,
+    )
+    return offloaded
+
+
+def counterpart_of(
+    optimizer: Type[torch.optim.Optimizer],
+    settings: List[Dict[str, Any]],
+    config: ResolvedConfig,
+) -> Optional[Counterpart]:
+    """
+    What takes the place of an optimizer, `None` if nothing does.
+
+    # Parameters
+
+    optimizer : `Type[torch.optim.Optimizer]`, required.
+    settings : `List[Dict[str, Any]]`, required.
+        Those of each of its groups.
+    config : `ResolvedConfig`, required.
+    """
+    counterpart = COUNTERPARTS.get(optimizer)
+    if config.offload_device == "none" or counterpart is None:
+        return None
+    if config.forces_cpu_optimizer is False:
+        logger.info(
+            "%s steps the offloaded weights, because %s.zero_force_ds_cpu_optimizer is false.",
+            optimizer.__name__,
+            ROOT,
+        )
+        return None
+    for group in settings:
+        for name, value in counterpart.lacks.items():
+            if group.get(name, value) != value:
+                logger.info(
+                    "%s steps the offloaded weights, because DeepSpeed's optimizer for the CPU has "
+                    "no '%s', which is %s.",
+                    optimizer.__name__,
+                    name,
+                    group[name],
+                )
+                return None
+    return counterpart
+
+
+def _renamed(settings: Dict[str, Any], names: Dict[str, str]) -> Dict[str, Any]:
+    return {names[name]: value for name, value in settings.items() if name in names}

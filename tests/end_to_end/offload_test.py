@@ -1,0 +1,179 @@
+"""
+With what is offloaded stepped by DeepSpeed's optimizers for the CPU, and with optimizers of
+DeepSpeed's own, training is that of the trainer and the optimizer that they take the place of.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
+from tests.command import allennlp
+from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
+from tests.experiment import (
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    assert_same_run,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+OPTIMIZERS: Dict[str, Config] = {
+    "adam": {"lr": 0.01, "weight_decay": 0.01},
+    "adamw": {"lr": 0.01, "weight_decay": 0.1},
+    # An eps at which it makes a difference where it is added.
+    "huggingface_adamw": {"lr": 0.01, "eps": 0.001, "weight_decay": 0.1},
+    "adagrad": {"lr": 0.1, "weight_decay": 0.01},
+    "lion": {"lr": 0.001, "weight_decay": 0.1},
+}
+
+TRAINING: Config = {
+    "trainer.num_gradient_accumulation_steps": 3,
+    "trainer.grad_norm": 0.1,
+    "trainer.learning_rate_scheduler": {"type": "slanted_triangular", "cut_frac": 0.3},
+}
+
+MOVING_AVERAGE: Config = {"trainer.moving_average": {"type": "exponential", "decay": 0.9}}
+
+# At this size some states are swapped; DeepSpeed keeps tensors below a megabyte in memory.
+LARGE: Config = {"model.encoder.hidden_size": 200}
+
+NVME = pytest.mark.skipif(
+    not AsyncIOBuilder().is_compatible(verbose=False),
+    reason="needs libaio's headers (Debian's package libaio-dev)",
+)
+
+
+def stepped_by(name: str) -> Config:
+    """The optimizer of the config, with groups of parameters."""
+    settings = OPTIMIZERS[name]
+    groups = [
+        [["encoder.*weight"], {"lr": settings["lr"] / 5}],
+        [["bias"], {"lr": settings["lr"] * 2, "weight_decay": 0.0}],
+    ]
+    return {"trainer.optimizer": {"type": name, **settings, "parameter_groups": groups}}
+
+
+@pytest.mark.parametrize(
+    "name, preset, changes",
+    [
+        ("lion", "zero_2_offload", MOVING_AVERAGE),
+        ("huggingface_adamw", "zero_3_offload", MOVING_AVERAGE),
+        pytest.param("adam", "zero_3_nvme", LARGE, marks=NVME),
+        pytest.param("adagrad", "zero_3_nvme", LARGE, marks=NVME),
+        *(
+            pytest.param(name, preset, {}, marks=[pytest.mark.soak, *marks])
+            for name in OPTIMIZERS
+            for preset, marks in [
+                ("zero_2_offload", []),
+                ("zero_3_offload", []),
+                ("zero_3_nvme", [NVME]),
+            ]
+        ),
+    ],
+)
+def test_offloaded_training_is_that_of_gradient_descent(
+    experiments: Experiments, name: str, preset: str, changes: Config
+) -> None:
+    config = load_config("tagger", TWO_WORKERS, TRAINING, stepped_by(name), changes)
+    zero = {"sub_group_size": 300_000} if changes is LARGE else {}
+    result = experiments.run(with_preset(config, preset, zero_optimization=zero))
+    log = (result.serialization_dir / "out_worker0.log").read_text()
+    assert "because optimizer states are offloaded" in log
+    assert_same_run(result, experiments.run(config))
+
+
+def with_preset(config: Config, preset: str, **sections: Any) -> Config:
+    """The same experiment with the "deepspeed" trainer and a preset of it."""
+    zero = {"stage3_param_persistence_threshold": 0, **sections.pop("zero_optimization", {})}
+    deepspeed_config = {"type": preset, "zero_optimization": zero, **sections}
+    trainer = {**config["trainer"], "type": "deepspeed", "deepspeed_config": deepspeed_config}
+    return {**config, "trainer": trainer}
+
+
+@pytest.mark.parametrize(
+    "name, preset",
+    [
+        ("adam", "zero_3_offload"),
+        pytest.param("adam", "zero_2_offload", marks=pytest.mark.soak),
+        pytest.param("adagrad", "zero_2_offload", marks=pytest.mark.soak),
+        pytest.param("adagrad", "zero_3_offload", marks=pytest.mark.soak),
+        pytest.param("huggingface_adamw", "zero_2_offload", marks=pytest.mark.soak),
+        pytest.param("lion", "zero_3_offload", marks=pytest.mark.soak),
+    ],
+)
+@pytest.mark.parametrize(
+    "before, after", [(False, None), pytest.param(None, False, marks=pytest.mark.soak)]
+)
+def test_a_checkpoint_of_the_counterpart_is_continued(
+    experiments: Experiments, tmp_path: Path, name: str, preset: str, before: Any, after: Any
+) -> None:
+    config = load_config("tagger", CHECKPOINTS, stepped_by(name))
+    by_allennlp = with_preset(config, preset, zero_force_ds_cpu_optimizer=before)
+    by_deepspeed = with_preset(config, preset, zero_force_ds_cpu_optimizer=after)
+    uninterrupted = experiments.run(by_allennlp)
+    recovered = recover(uninterrupted, tmp_path, by_deepspeed, "checkpoint_e1_b2")
+    # To one's tolerance the other steps alike: had moments been lost, they would be apart.
+    assert_same_weights(recovered.weights(), uninterrupted.weights())
+
+
+@pytest.fixture(scope="session")
+def muon_experiments(session_directory: Path) -> Experiments:
+    # PyTorch would take a minute to compile Muon's kernels.
+    command = partial(allennlp, environment={"TORCHDYNAMO_DISABLE": "1"})
+    return Experiments(session_directory / "muon_experiments", command)
+
+
+@pytest.mark.parametrize(
+    "stage, sections",
+    [
+        (2, {}),
+        (3, {}),
+        pytest.param(1, {}, marks=pytest.mark.soak),
+        pytest.param(2, {"offload_optimizer": {"device": "cpu"}}, marks=pytest.mark.soak),
+        pytest.param(3, {"offload_optimizer": {"device": "cpu"}}, marks=pytest.mark.soak),
+    ],
+)
+def test_muon_steps_shards_as_it_steps_whole_weights(
+    muon_experiments: Experiments, stage: int, sections: Config
+) -> None:
+    muon = {"type": "muon", "lr": 0.005, "adam_lr": 0.01, "weight_decay": 0.1}
+    groups = [[["encoder.*_reverse"], {"lr": 0.002, "adam_lr": 0.002}]]
+    config = load_config(
+        "tagger",
+        TWO_WORKERS,
+        {
+            "trainer.optimizer": {**muon, "parameter_groups": groups},
+            "trainer.num_gradient_accumulation_steps": 3,
+        },
+    )
+    sharded = deepspeed(config, stage)
+    sharded["trainer"]["deepspeed_config"]["zero_optimization"].update(sections)
+    whole = muon_experiments.run(deepspeed(config, 0))
+    # What makes a step orthogonal makes rounding errors larger.
+    assert_same_run(muon_experiments.run(sharded), whole, tolerance=1e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "name, counterpart, stage",
+    [
+        ("fused_adam", "adam", 0),
+        ("fused_adam", "adam", 2),
+        ("fused_adamw", "adamw", 3),
+        ("cpu_adamw", "adamw", 2),
+        ("cpu_adagrad", "adagrad", 3),
+        ("cpu_lion", "lion", 1),
+    ],
+)
+def test_deepspeeds_optimizers_train_as_their_counterparts(
+    experiments: Experiments, name: str, counterpart: str, stage: int
+) -> None:
+    config = load_config("tagger", TWO_WORKERS, TRAINING, stepped_by(counterpart))
+    actual = deepspeed(config, stage)
+    actual["trainer"]["optimizer"] = {**config["trainer"]["optimizer"], "type": name}
+    assert_same_run(experiments.run(actual), experiments.run(config))
