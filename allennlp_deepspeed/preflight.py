@@ -62,7 +62,7 @@ def install() -> None:
         if _trainer_type(params.as_dict(quiet=True)) != "deepspeed":
             return train_model(params, *args, **kwargs)
         arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
-        _tell_accelerator(params, arguments["serialization_dir"])
+        tell_accelerator(params, arguments["serialization_dir"])
         if arguments.get("recover"):
             recovery.prepare(params, arguments["serialization_dir"], arguments.get("node_rank", 0))
         with supervised_workers():
@@ -139,7 +139,7 @@ def _accelerator(config: Dict[str, Any]) -> Any:
     return (config.get("distributed") or {}).get("ddp_accelerator")
 
 
-def _tell_accelerator(params: Params, serialization_dir: str) -> None:
+def tell_accelerator(params: Params, serialization_dir: str) -> None:
     """
     Writes into the section of a "deepspeed" accelerator how parameters are to be partitioned:
     AllenNLP constructs it from that section alone, and before the trainer.
