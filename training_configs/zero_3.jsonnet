@@ -1,6 +1,7 @@
-// ZeRO-3: parameters are partitioned too.
+// ZeRO-3: parameters are partitioned too, from the construction of the model on.
 
 (import "verse_classifier.jsonnet") + {
+  "type": "deepspeed",
   "trainer"+: {
     "deepspeed_config": {
       "type": "zero_3",
