@@ -44,6 +44,7 @@ bench: $(VENV)/installed
 	python -m benchmarks.contrastive
 	python -m benchmarks.retrieval --minilm
 	python -m benchmarks.model_states
+	python -m benchmarks.large_model
 
 lint: $(VENV)/installed
 	ruff check .
