@@ -26,7 +26,9 @@ def adapt_loaded_states(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         for name, value in optimizer.defaults.items():
-            group.setdefault(name, value)
+            # PyTorch adds this one to all defaults when it loads states, for its own optimizers.
+            if name != "differentiable" or isinstance(optimizer, _OF_TORCH):
+                group.setdefault(name, value)
     for state in optimizer.state.values():
         if isinstance(optimizer, DeepSpeedCPUAdagrad) and "sum" in state:
             state["exp_avg_sq"] = state.pop("sum")
