@@ -8,14 +8,13 @@ import os
 import zipfile
 from collections import OrderedDict
 from contextlib import ExitStack
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Type
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from allennlp.common import cached_transformers
 from allennlp.common.cached_transformers import TransformerSpec
-from allennlp.nn import util as nn_util
 from deepspeed import zero
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch.nn import Module, Parameter
@@ -24,8 +23,8 @@ from transformers import PreTrainedModel
 
 from allennlp_deepspeed import engine
 
-# How many parameters that constructors have looked at stay whole at a time.
-_MAX_WHOLE_PARAMETERS = 16
+# Of the parameters that constructors have looked at, and that stay whole at a time.
+_MAX_WHOLE_ELEMENTS = 50_000_000
 
 
 def is_partitioned(partitioning: Dict[str, Any]) -> bool:
@@ -52,9 +51,10 @@ class PartitionedConstruction:
     at them later on (a constructor that initializes the layers that it is made of, AllenNLP's
     initializers, tied weights, an embedding that grows with the vocabulary, a state dict that is
     loaded, a deep copy) finds them whole, in fp32 and on the CPU, as if nothing had happened, and
-    a little later they are partitioned again. So the values are those that the same constructors
-    give without it from the same seed. `deepspeed.zero.Init`, which it stands on, shows empty
-    tensors there, and has the device draw the random numbers.
+    they are partitioned again when others that have been looked at since have 50 million elements.
+    So the values are those that the same constructors give without it from the same seed.
+    `deepspeed.zero.Init`, which it stands on, shows empty tensors there, and has the device draw
+    the random numbers.
 
     To be entered by every rank, each of which must construct the same. The values of rank 0 count.
     After it the model is ready for the engine.
@@ -85,6 +85,7 @@ class PartitionedConstruction:
         self._everything = everything
         # Partitioned parameters that are whole now, the one touched last at the end.
         self._whole: "OrderedDict[int, Any]" = OrderedDict()
+        self._is_in_from_pretrained = False
         self._undo = ExitStack()
 
     def __enter__(self) -> "PartitionedConstruction":
@@ -124,8 +125,7 @@ class PartitionedConstruction:
         Partitions what a constructor has added late, and moves buffers to this worker's device. To
         be called by every rank once the model is complete.
         """
-        if self._everything:
-            self.partition(model)
+        self.partition(model)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -137,7 +137,8 @@ class PartitionedConstruction:
         named_parameters = Module.named_parameters
         load_from_state_dict = Module._load_from_state_dict
         deepcopy_parameter = Parameter.__deepcopy__
-        collect_state_dict = nn_util._collect_state_dict
+        save_to_state_dict = Module._save_to_state_dict
+        from_pretrained = PreTrainedModel.from_pretrained.__func__
         load = torch.load
 
         def __getattr__(module: Module, name: str) -> Any:
@@ -154,13 +155,13 @@ class PartitionedConstruction:
                 yield name, parameter
 
         def _load_from_state_dict(
-            module: Module, state_dict: Dict[str, Any], prefix: str, *args: Any
+            module: Module, state_dict: Dict[str, Any], prefix: str, *args: Any, **kwargs: Any
         ) -> None:
             partitioned = [name for name, p in _own_parameters(module) if is_zero_param(p)]
             for name in partitioned:
                 if prefix + name in state_dict:
                     self._touch(module._parameters[name])
-            load_from_state_dict(module, state_dict, prefix, *args)
+            load_from_state_dict(module, state_dict, prefix, *args, **kwargs)
             for name in partitioned:
                 # The state dict's tensor itself can have taken the parameter's place.
                 self._partition_first(module._parameters[name])
@@ -173,16 +174,22 @@ class PartitionedConstruction:
                 self._partition_first(copy)
             return copy
 
-        def _collect_state_dict(module: Module, *args: Any, **kwargs: Any) -> Any:
-            for _, parameter in _own_parameters(module):
-                self._touch(parameter)
-            return collect_state_dict(module, *args, **kwargs)
+        def _save_to_state_dict(module: Module, *args: Any, **kwargs: Any) -> None:
+            if not self._is_in_from_pretrained:
+                for _, parameter in _own_parameters(module):
+                    self._touch(parameter)
+            save_to_state_dict(module, *args, **kwargs)
 
-        def load_mapped(file: Any, *args: Any, **kwargs: Any) -> Any:
+        def _from_pretrained(cls: Type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+            # It takes the keys of state dicts of the whole model, and not the values.
+            with mock.patch.object(self, "_is_in_from_pretrained", True):
+                return from_pretrained(cls, *args, **kwargs)
+
+        def load_mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
             """Without a copy of the file in memory."""
-            if isinstance(file, (str, os.PathLike)) and zipfile.is_zipfile(file):
+            if isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f):
                 kwargs.setdefault("mmap", True)
-            return load(file, *args, **kwargs)
+            return load(f, *args, **kwargs)
 
         def _register_module(parent: Module, name: str, child: Optional[Module]) -> None:
             if child is not None:
@@ -193,7 +200,8 @@ class PartitionedConstruction:
             mock.patch.object(Module, "named_parameters", _named_parameters),
             mock.patch.object(Module, "_load_from_state_dict", _load_from_state_dict),
             mock.patch.object(Parameter, "__deepcopy__", __deepcopy__),
-            mock.patch.object(nn_util, "_collect_state_dict", _collect_state_dict),
+            mock.patch.object(Module, "_save_to_state_dict", _save_to_state_dict),
+            mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained)),
             mock.patch.object(torch, "load", load_mapped),
             # What is cached now is partitioned for this training only.
             mock.patch.dict(cached_transformers._model_cache, clear=True),
@@ -214,8 +222,11 @@ class PartitionedConstruction:
             self._whole[id(parameter)] = parameter
         if id(parameter) in self._whole:
             self._whole.move_to_end(id(parameter))
-        while len(self._whole) > _MAX_WHOLE_PARAMETERS:
+        while len(self._whole) > 1 and self._num_whole_elements() > _MAX_WHOLE_ELEMENTS:
             self._partition_again(next(iter(self._whole.values())))
+
+    def _num_whole_elements(self) -> int:
+        return sum(parameter.ds_numel for parameter in self._whole.values())
 
     def _partition_first(self, parameter: Any) -> None:
         if is_zero_param(parameter):

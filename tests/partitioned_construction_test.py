@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 from transformers import AutoModel, BertConfig, BertModel, BertTokenizerFast
 
+from allennlp_deepspeed import partitioned_construction
 from allennlp_deepspeed.engine import process_environment
 from allennlp_deepspeed.partitioned_construction import PartitionedConstruction
 from tests.tensor_memory import TensorMemory
@@ -59,6 +60,29 @@ class LateComer(nn.Module):
     def _shift(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             module.bias.data.add_(torch.rand(1))
+
+
+class Lister(nn.Module):
+    """Goes through its parameters after it has made a list of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(20)])
+        for parameter in list(self.parameters()):
+            nn.init.uniform_(parameter, 1, 2)
+        for name, parameter in dict(self.named_parameters()).items():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+
+class Siamese(nn.Module):
+    """Two layers that begin with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.LSTM(3, 4)
+        self.right = nn.LSTM(3, 4)
+        self.right.load_state_dict(self.left.state_dict())
 
 
 def _initialized() -> nn.Module:
@@ -103,6 +127,8 @@ CONSTRUCTORS: Dict[str, Callable[[], nn.Module]] = {
     ),
     "tied weights and a buffer": Tied,
     "parameters that come late": LateComer,
+    "a list of parameters": Lister,
+    "the state dict of another module": Siamese,
     "initializers of AllenNLP": _initialized,
     "a state dict": _loaded_from_state_dict,
     "an embedding that grows with the vocabulary": _extended_vocabulary,
@@ -164,8 +190,9 @@ def test_adapters_begin_as_they_do_without(bert: str) -> None:
 
 def test_no_rank_holds_more_than_its_share_and_a_few_layers(bert: str) -> None:
     def construct(rank: int) -> Tuple[int, int]:
-        with process_environment(CPU, rank), TensorMemory() as memory:
-            module = _partitioned(lambda: _large_transformer())
+        few_elements = mock.patch.object(partitioned_construction, "_MAX_WHOLE_ELEMENTS", 50_000)
+        with few_elements, process_environment(CPU, rank), TensorMemory() as memory:
+            module = _partitioned(_large_transformer)
         return memory.peak, 4 * sum(p.ds_numel for p in module.parameters())
 
     for peak, num_bytes in run_workers(WORLD_SIZE, construct):
