@@ -24,7 +24,8 @@ class DeepSpeedDdpAccelerator(DdpAccelerator):
     "distributed": {"cuda_devices": [0, 1], "ddp_accelerator": "deepspeed"}
     ```
 
-    Every rank must construct it, and wrap the same modules.
+    Every rank must construct it, wrap the same modules, and call `finish`, as the trainer does:
+    until then a [`PartitionedConstruction`](./partitioned_construction.py) is open.
 
     # Parameters
 

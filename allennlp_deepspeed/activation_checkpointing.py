@@ -8,7 +8,7 @@ import difflib
 import json
 import logging
 import re
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
@@ -117,15 +117,12 @@ def checkpoint_modules(model: torch.nn.Module, patterns: List[str]) -> Callable[
     """
     check_patterns(patterns)
     modules = _matching(model, patterns)
-    for name, module in modules.items():
-        _recompute(module, name)
-    logger.info("Activations are recomputed in %s", ", ".join(modules))
-
-    def undo() -> None:
-        for module in modules.values():
-            vars(module).pop("forward", None)
-
-    return undo
+    with ExitStack() as undo:
+        for name, module in modules.items():
+            _recompute(module, name)
+            undo.callback(vars(module).pop, "forward", None)
+        logger.info("Activations are recomputed in %s", ", ".join(modules))
+        return undo.pop_all().close
 
 
 @contextmanager

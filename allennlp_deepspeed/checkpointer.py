@@ -273,6 +273,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         return paths
 
     def _record(self, point: PointInTime, trainer: "DeepSpeedTrainer") -> CommitRecord:
+        """To be called by every rank."""
         frozen = self._frozen_records(trainer) if self._exclude_frozen_parameters else {}
         return CommitRecord(
             epochs_completed=point.epochs,
@@ -506,7 +507,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         """
         state_dict = None
         if record.frozen:
-            state_dict = weights.full_state_dict(trainer.engine, keep=trainer._primary)
+            state_dict = weights.full_state_dict(
+                trainer.engine, trainer._primary, trainer.mapping_directory
+            )
         if not trainer._primary:
             return
         saved = os.path.join(path, BEST_WEIGHTS_NAME)
@@ -515,7 +518,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         if state_dict is None:
             files.link(saved, temporary)
         else:
-            files.save({**state_dict, **serialization.load(saved)}, temporary)
+            files.save({**state_dict, **serialization.load(saved, mmap=True)}, temporary)
             files.flush(temporary)
         files.rename(temporary, best)
 

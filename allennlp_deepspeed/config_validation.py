@@ -49,6 +49,10 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
         (False,),
         "it is a part of partition_activations; remove the key",
     ),
+    "activation_checkpointing.number_checkpoints": (
+        (None,),
+        "only contiguous_memory_optimization reads it; remove the key",
+    ),
     "zero_optimization.round_robin_gradients": (
         (False,),
         "DeepSpeed then takes the fp32 weights of one parameter for those of another; remove the "

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
 from typing import Callable, Dict, Iterator, List, Optional, Set
+from unittest import mock
 
 import deepspeed
 import torch
@@ -247,6 +248,9 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
             undo.enter_context(as_one_process())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)
+        # ZeRO-3 puts its own in the place of it.
+        linear = torch.nn.functional.linear
+        undo.enter_context(mock.patch.object(torch.nn.functional, "linear", linear))
         _environment.push(undo.pop_all())
 
 

@@ -184,7 +184,13 @@ def _without_adapters(serialization_dir: str) -> Iterator[str]:
     """A copy of what an archive is made of, but for the weights, with a config without adapters."""
     with tempfile.TemporaryDirectory() as directory:
         copy = os.path.join(directory, "copy")
-        shutil.copytree(serialization_dir, copy, ignore=shutil.ignore_patterns(*_NOT_ARCHIVED))
+        left_out = shutil.ignore_patterns(*_NOT_ARCHIVED)
+        shutil.copytree(
+            serialization_dir,
+            copy,
+            # What is further down may be a part of the archive.
+            ignore=lambda path, names: left_out(path, names) if path == serialization_dir else [],
+        )
         path = os.path.join(copy, CONFIG_NAME)
         config = lora.without_adapters(Params.from_file(path).as_dict(quiet=True))
         files.write(json.dumps(config, indent=4), path)

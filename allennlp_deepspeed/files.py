@@ -5,7 +5,6 @@ leaves.
 """
 
 import hashlib
-import mmap
 import os
 import shutil
 import tempfile
@@ -62,11 +61,13 @@ def empty_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes == 0:
         return torch.empty_like(tensor, device="cpu")
-    with _naming(directory), tempfile.TemporaryFile(dir=directory) as file:
+    with _naming(directory), tempfile.NamedTemporaryFile(dir=directory, suffix=".tmp") as file:
         # A full disk is an error here, and would be a crash where it is written to.
         os.posix_fallocate(file.fileno(), 0, num_bytes)
-        buffer = mmap.mmap(file.fileno(), num_bytes)
-    return torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
+        # Unlike Python's `mmap` it doesn't keep a descriptor, of which there are as few as 1,024.
+        storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=num_bytes)
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(storage).view(tensor.shape)  # type: ignore[arg-type]
 
 
 def write(text: str, path: str) -> None:

@@ -86,7 +86,8 @@ class LogWriters:
     def gathering(self, callback: TrainerCallback) -> Iterator[Any]:
         """
         Surrounds a callback's `on_batch`, which is to get the trainer that this yields. To be
-        entered by every rank.
+        entered by every rank. If the callback of a primary raises, the other ranks wait for it
+        until they are ended.
         """
         if callback not in self._callbacks or not _reads_parameters(callback):
             yield self._trainer

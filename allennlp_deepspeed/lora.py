@@ -9,8 +9,7 @@ import os
 from types import ModuleType
 from typing import Any, Callable, Dict, Optional
 
-# `peft` asks for a class of it without importing it.
-import torch.distributed.tensor
+import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.modules import TokenEmbedder
@@ -234,7 +233,9 @@ def without_adapters(config: Any) -> Any:
 
 def _import_peft() -> ModuleType:
     try:
+        # `peft` asks for a class of it without importing it.
         import peft
+        import torch.distributed.tensor  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
             f"A token embedder of type 'lora' needs the package 'peft' ({error}): install it with "

@@ -150,16 +150,28 @@ def tell_accelerator(params: Params, serialization_dir: str) -> None:
         return
     deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
     settings = trainer_settings(config, worker_devices(config), deepspeed_config)
+    if settings.use_amp and settings.device_type == "cuda":
+        settings = replace(settings, bf16_supported=torch.cuda.is_bf16_supported())
     partitioning = deepspeed_config.partitioning(
         replace(settings, serialization_dir=serialization_dir)
     )
     section = accelerator if isinstance(accelerator, dict) else {"type": accelerator}
-    if section.get("deepspeed_config") not in (None, partitioning):
+    said = section.get("deepspeed_config")
+    if said is not None and _without_nvme_paths(said) != _without_nvme_paths(partitioning):
         raise ConfigurationError(
             "'distributed.ddp_accelerator.deepspeed_config' is not what "
             "'trainer.deepspeed_config' says: remove it, and it is taken from there."
         )
     params.params["distributed"]["ddp_accelerator"] = {**section, "deepspeed_config": partitioning}
+
+
+def _without_nvme_paths(partitioning: Dict[str, Any]) -> Dict[str, Any]:
+    """Which are in the serialization directory that the config was trained in."""
+    zero = dict(partitioning.get("zero_optimization", {}))
+    for section in ("offload_param", "offload_optimizer"):
+        if isinstance(zero.get(section), dict):
+            zero[section] = {k: v for k, v in zero[section].items() if k != "nvme_path"}
+    return {**partitioning, "zero_optimization": zero}
 
 
 def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> None:

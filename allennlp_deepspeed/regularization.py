@@ -1,9 +1,12 @@
+import logging
 import re
 from typing import Any, List, Optional
 
 import torch
 from allennlp.models.model import Model
 from deepspeed import zero
+
+logger = logging.getLogger(__name__)
 
 
 class PartitionedRegularizer:
@@ -15,7 +18,8 @@ class PartitionedRegularizer:
     instead, and has DeepSpeed keep the parameters in question whole until then, and during the
     backward pass.
 
-    To be constructed before the engine, so that its hook runs before the engine's own.
+    To be constructed by every rank, and before the engine, so that its hook runs before the
+    engine's own.
 
     # Parameters
 
@@ -34,9 +38,16 @@ class PartitionedRegularizer:
 
     def gather_with_model(self) -> None:
         """To be called once the parameters are partitioned."""
-        if self._penalty is not None:
-            for parameter in self._penalized_parameters():
-                zero.register_external_parameter(self._model, parameter)
+        if self._penalty is None:
+            return
+        parameters: List[Any] = self._penalized_parameters()
+        logger.info(
+            "The regularizer has %d elements of parameters stay whole on each worker, from the end "
+            "of the forward pass to their gradient.",
+            sum(parameter.ds_numel for parameter in parameters),
+        )
+        for parameter in parameters:
+            zero.register_external_parameter(self._model, parameter)
 
     def _penalized_parameters(self) -> List[torch.nn.Parameter]:
         return [

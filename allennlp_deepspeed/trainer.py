@@ -35,6 +35,7 @@ from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import Optimizer
 from allennlp.training.trainer import Trainer, TrainerCheckpoint
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from overrides import overrides
 
 from allennlp_deepspeed import files, optimizers, weights, worker_failure
@@ -849,6 +850,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         finally:
             self._moving_average.restore()
 
+    @property
+    def mapping_directory(self) -> Optional[str]:
+        """
+        Where whole weights are kept while they are used, because there may not be memory for them.
+        `None` if there is.
+        """
+        is_partitioned = self._ddp_wrapped_model.config.zero_stage == 3
+        return _path(self._serialization_dir) if is_partitioned else None
+
     def _best_weights_path(self) -> str:
         return os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
 
@@ -864,10 +874,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             return
         self._best_weights_saved_after = self._epochs_completed
         # Each node's primary archives the model from its own serialization directory.
-        is_large = self._ddp_wrapped_model.config.zero_stage == 3
-        state_dict = weights.full_state_dict(
-            self.engine, self._primary, self._serialization_dir if is_large else None
-        )
+        state_dict = weights.full_state_dict(self.engine, self._primary, self.mapping_directory)
         if state_dict is not None:
             temporary_path = f"{path}.w{torch.distributed.get_rank()}.tmp"
             files.save(state_dict, temporary_path)
@@ -890,15 +897,18 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _release_model(self) -> None:
         """
         Takes the engine down. A single process gets its model back as it gave it, plain and in
-        fp32, with the weights that training ended with; with several the shards stay where they
-        are.
+        fp32, with the weights that training ended with, on the CPU if they were offloaded; with
+        several the shards stay where they are.
         """
         state_dict = None
         if torch.distributed.get_world_size() == 1:
-            state_dict = weights.full_state_dict(self.engine, keep=True)
+            state_dict = weights.full_state_dict(self.engine, True, self.mapping_directory)
+        offload = self.engine.zero_offload_param()
+        is_offloaded = offload is not None and offload.device != OffloadDeviceEnum.none
+        device = torch.device("cpu") if is_offloaded else self.cuda_device
         self._ddp_wrapped_model.destroy()
         if state_dict is not None:
-            weights.plain_model(self.model, state_dict)
+            weights.plain_model(self.model, state_dict, device)
 
     @classmethod
     @overrides

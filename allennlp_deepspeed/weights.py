@@ -119,21 +119,25 @@ def update_weights_from_masters(engine: DeepSpeedEngine) -> None:
             parameter.data.copy_(master.data)
 
 
-def plain_model(model: torch.nn.Module, state_dict: StateDict) -> None:
+def plain_model(model: torch.nn.Module, state_dict: StateDict, device: torch.device) -> None:
     """
     Turns a model whose engine has been destroyed back into what it was before: a plain `Module`
-    with whole fp32 parameters on their own storage, here with the weights of `state_dict`.
+    with whole fp32 parameters, here with the weights of `state_dict`, which become its own if they
+    are on the `device` already.
     """
     fresh: Dict[int, torch.nn.Parameter] = {}
     for (prefix, module), (name, parameter) in _owned_parameters(model):
         if id(parameter) not in fresh:
             value = state_dict[f"{prefix}.{name}" if prefix else name]
             fresh[id(parameter)] = torch.nn.Parameter(
-                value.to(parameter.device, copy=True), requires_grad=parameter.requires_grad
+                value.to(device), requires_grad=parameter.requires_grad
             )
         module._parameters[name] = fresh[id(parameter)]
     for module in model.modules():
         module._parameters = dict(module._parameters)  # ZeRO-3 put a dictionary of its own in place
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
     model.load_state_dict(state_dict)
 
 

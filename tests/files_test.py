@@ -1,0 +1,38 @@
+"""Tensors whose values are kept in files."""
+
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+import torch
+
+from allennlp_deepspeed import files
+
+
+@pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_mapped_tensors_are_tensors(tmp_path: Path, shape, dtype) -> None:
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    mapped = files.empty_mapped(tensor, str(tmp_path)).copy_(tensor)
+    assert (mapped.shape, mapped.dtype) == (tensor.shape, tensor.dtype)
+    files.save({"weight": mapped}, str(tmp_path / "saved.th"))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved.th"]
+    assert torch.equal(torch.load(tmp_path / "saved.th")["weight"], tensor)
+
+
+def test_there_may_be_more_of_them_than_files_may_be_open(tmp_path: Path) -> None:
+    with _open_files_limited_to(128):
+        mapped = [files.empty_mapped(torch.zeros(2), str(tmp_path)).fill_(i) for i in range(300)]
+    assert [float(tensor.sum()) for tensor in mapped] == [2 * i for i in range(300)]
+
+
+@contextmanager
+def _open_files_limited_to(number: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
