@@ -2,6 +2,14 @@
 Trains any AllenNLP model on DeepSpeed's engine, from the config file.
 """
 
+import contextlib
+import sys
+
+# DeepSpeed logs to what is the standard output when it is imported, which is for what our commands
+# print.
+with contextlib.redirect_stdout(sys.stderr):
+    import deepspeed  # noqa: F401
+
 from allennlp_deepspeed import compat, contrastive, preflight
 from allennlp_deepspeed.activation_checkpointing import DeepSpeedCheckpointWrapper
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer

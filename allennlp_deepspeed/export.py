@@ -129,13 +129,14 @@ def export_adapters(
     """
     if os.path.isfile(source):
         model = load_archive(source, cuda_device=-1).model
+        transformers = lora.adapted_transformers(model)
         output_dir = output_dir or os.path.join(os.path.dirname(source), "adapters")
         files.make_directory(output_dir)
     else:
         checkpoint = find_checkpoint(source, epoch)
         model = _load_model(source, checkpoint, _verified(checkpoint))
+        transformers = lora.adapted_transformers(model)
         output_dir = _prepare(source, checkpoint, output_dir)
-    transformers = lora.adapted_transformers(model)
     for name, transformer in transformers.items():
         directory = output_dir if len(transformers) == 1 else os.path.join(output_dir, name)
         files.make_directory(directory)

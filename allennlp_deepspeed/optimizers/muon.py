@@ -83,9 +83,13 @@ class MuonOptimizer(DeepSpeedOptimizer):
                         f'of "muon": those are {", ".join(settings)}'
                     )
         names = _matrices(model_parameters, muon_parameters)
-        logger.info(
-            "Muon steps %s, and AdamW all other parameters.", ", ".join(sorted(names)) or "nothing"
-        )
+        if not names:
+            raise ConfigurationError(
+                "'trainer.optimizer.type' is \"muon\", but it would step no parameter of this "
+                "model: its only matrices are embeddings and the output layer, or "
+                "'muon_parameters' matches none. Name some there, or write \"adamw\""
+            )
+        logger.info("Muon steps %s, and AdamW all others.", ", ".join(sorted(names)))
         for name, parameter in model_parameters:
             parameter.use_muon = name in names  # type: ignore[attr-defined]  # DeepSpeed reads it
         groups: List[Any] = make_parameter_groups(model_parameters, parameter_groups)

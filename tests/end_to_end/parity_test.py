@@ -31,9 +31,20 @@ from tests.experiment import (
 
 STAGES = [0, 1, 2, 3]
 
-WORLDS = pytest.mark.parametrize(
-    "world",
-    [pytest.param(TWO_WORKERS, id="two_workers"), pytest.param(ONE_PROCESS, id="one_process")],
+WORLDS_AND_STAGES = pytest.mark.parametrize(
+    "world, stage",
+    [
+        *(pytest.param(TWO_WORKERS, stage, id=f"two_workers-{stage}") for stage in STAGES),
+        *(
+            pytest.param(
+                ONE_PROCESS,
+                stage,
+                id=f"one_process-{stage}",
+                marks=pytest.mark.soak if stage in (1, 2) else (),
+            )
+            for stage in STAGES
+        ),
+    ],
 )
 
 TRAINING: Dict[str, Config] = {
@@ -64,8 +75,7 @@ TRAINING: Dict[str, Config] = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@WORLDS
+@WORLDS_AND_STAGES
 @pytest.mark.parametrize("model", TRAINING)
 def test_training_is_that_of_gradient_descent(
     experiments: Experiments, model: str, world: Config, stage: int
