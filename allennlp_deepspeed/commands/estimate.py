@@ -155,7 +155,7 @@ def _add_rows(table: Table, estimate: PlacementEstimate, workers_per_node: int) 
     fits = {None: "", True: "yes", False: "no"}[estimate.fits]
     name = estimate.placement.name
     if estimate.states is None:
-        table.add_row(name, "not possible", fits)
+        table.add_row(name, "not possible", *[""] * 6, fits)
         return
     for device in ("gpu", "cpu", "nvme"):
         states = getattr(estimate.states, device)
