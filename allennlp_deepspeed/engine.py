@@ -85,7 +85,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     ) -> None:
         _use_accelerator(device)
         check_nvme(config, device.type)
-        check_sharding(model, optimizer, config)
+        check_sharding(model, type(optimizer), config)
         if find_unused_parameters and config.zero_stage == 3:
             raise ConfigurationError(
                 "'distributed.ddp_accelerator.find_unused_parameters' is true, but at ZeRO stage 3 "
@@ -313,14 +313,15 @@ def _skip_shared_memory_all_reduce() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def check_sharding(
-    model: Model, optimizer: Optional[torch.optim.Optimizer], config: ResolvedConfig
-) -> None:
-    """Refuses what DeepSpeed would get wrong, or fail at, where it shards the optimizer."""
+def check_sharding(model: Model, optimizer_class: type, config: ResolvedConfig) -> None:
+    """
+    Refuses what DeepSpeed would get wrong, or fail at, where it shards the optimizer. Without an
+    optimizer its class is that of `None`.
+    """
     if config.zero_stage == 0:
         return
     advice = f'ZeRO stage {config.zero_stage}; write "zero_optimization": {{"stage": 0}}'
-    if isinstance(optimizer, MultiOptimizer):
+    if issubclass(optimizer_class, MultiOptimizer):
         raise ConfigurationError(
             "The optimizer 'multi' has optimizers of its own inside, which DeepSpeed can't shard "
             f"at {advice}, or use one optimizer with 'parameter_groups'."

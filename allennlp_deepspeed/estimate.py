@@ -9,17 +9,20 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Tuple, Union
 
-import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.training.optimizers import Optimizer
+from deepspeed.ops.lion import DeepSpeedCPULion
 
 from allennlp_deepspeed import optimizer_states, preflight
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.config_settings import ResolvedConfig
 from allennlp_deepspeed.engine import check_sharding
 from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.model_states import ModelSize, ModelStates, OptimizerStates, model_states
+from allennlp_deepspeed.optimizers import check_optimizer, registered_class
+from allennlp_deepspeed.optimizers.offload import counterpart_of
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class Estimate:
         Bytes of each GPU.
     cpu_memory : `int`
         Bytes of each node.
+    nvme_memory : `int`
+        Bytes of each node's NVMe device.
     placements : `List[PlacementEstimate]`
         From the fastest to the slowest.
     """
@@ -116,6 +121,7 @@ class Estimate:
     workers_per_node: int
     gpu_memory: Optional[int]
     cpu_memory: int
+    nvme_memory: int
     placements: List[PlacementEstimate]
 
     @property
@@ -130,40 +136,58 @@ class Estimator:
     params : `Params`
         A whole training configuration, with any trainer. It is not changed. The model is
         constructed, if its constructor allows without allocating it; what its vocabulary is made of
-        is read.
+        is read. That this machine can train it is not asked.
     workers : `int`, optional (default = `None`)
         How many to train with. `None` for as many as the config names.
 
     # Raises
 
     `ConfigurationError`
-        If training would refuse the config.
+        If training would refuse the config wherever its model states were.
     """
 
     def __init__(self, params: Params, workers: Optional[int] = None) -> None:
-        preflight.check(params)
+        preflight.check(params, on_this_machine=False)
         config = params.as_dict(quiet=True)
         config["trainer"] = self._trainer = config.get("trainer") or {}
         self._config = DeepSpeedConfig.of(self._trainer.get("deepspeed_config"))
         self._settings = _settings(config, self._config, workers)
+        self._precision = self._config.resolve(self._settings).precision
+        self._names_cpu = _names_cpu(config)
         self._model = construct_without_weights(params)
         _freeze(self._model, self._trainer.get("no_grad") or [])
         self._size, self._largest_parameter, self._largest_module = measure(self._model)
-        self._optimizer, self._optimizer_states = self._construct_optimizer()
+        optimizer = self._trainer.get("optimizer") or Optimizer.default_implementation
+        self._optimizer = {"type": optimizer} if isinstance(optimizer, str) else optimizer
+        self._optimizer_states = self._states_of_optimizer()
 
-    def estimate(self, gpu_memory: Optional[int], cpu_memory: int) -> Estimate:
+    @property
+    def nvme_paths(self) -> List[str]:
+        """The folders on NVMe that the config names."""
+        zero = self._config.config.get("zero_optimization", {})
+        sections = [zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}]
+        return [section["nvme_path"] for section in sections if section.get("nvme_path")]
+
+    def estimate(self, gpu_memory: Optional[int], cpu_memory: int, nvme_memory: int) -> Estimate:
         """
         # Parameters
 
         gpu_memory : `int`, optional
-            Bytes of each GPU. Without it nothing is said about what fits.
+            Bytes of each GPU. Without it nothing is said about what fits, and a config whose
+            workers are on the CPU is taken to stay there.
         cpu_memory : `int`
             Bytes of each node.
+        nvme_memory : `int`
+            Bytes of each node's NVMe device.
         """
-        placements = [self._estimate_placement(placement) for placement in PLACEMENTS]
+        device_type = "cpu" if gpu_memory is None and self._names_cpu else "cuda"
+        placements = [self._estimate_placement(placement, device_type) for placement in PLACEMENTS]
         if gpu_memory is not None:
             placements = [
-                replace(placement, fits=self._fits(placement.states, gpu_memory, cpu_memory))
+                replace(
+                    placement,
+                    fits=self._fits(placement.states, gpu_memory, cpu_memory, nvme_memory),
+                )
                 for placement in placements
             ]
         section = self._config.config.get("optimizer")
@@ -171,12 +195,13 @@ class Estimator:
             self._size,
             self._largest_parameter,
             self._largest_module,
-            precision=self._config.resolve(self._settings).precision,
-            optimizer=section["type"] if section else type(self._optimizer).__name__,
+            precision=self._precision,
+            optimizer=section["type"] if section else self._optimizer_class.__name__,
             workers=self._settings.world_size,
             workers_per_node=self._workers_per_node,
             gpu_memory=gpu_memory,
             cpu_memory=cpu_memory,
+            nvme_memory=nvme_memory,
             placements=placements,
         )
 
@@ -184,7 +209,11 @@ class Estimator:
     def _workers_per_node(self) -> int:
         return self._settings.workers_per_node or self._settings.world_size
 
-    def _construct_optimizer(self) -> Tuple[Optional[torch.optim.Optimizer], OptimizerStates]:
+    @property
+    def _optimizer_class(self) -> type:
+        return registered_class(self._optimizer.get("type", Optimizer.default_implementation))
+
+    def _states_of_optimizer(self) -> OptimizerStates:
         trainable = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         if not trainable:
             raise ConfigurationError(
@@ -193,20 +222,18 @@ class Estimator:
             )
         section = self._config.config.get("optimizer")
         if section is not None:
-            return None, optimizer_states.of_deepspeed(section, [p for _, p in trainable])
-        params = self._trainer.get("optimizer") or Optimizer.default_implementation
-        params = Params({"type": params} if isinstance(params, str) else deepcopy(params))
-        states = optimizer_states.of_allennlp(params, trainable)
-        return Optimizer.from_params(params=params, model_parameters=trainable), states
+            return optimizer_states.of_deepspeed(section, [p for _, p in trainable])
+        return optimizer_states.of_allennlp(Params(deepcopy(self._optimizer)), trainable)
 
-    def _estimate_placement(self, placement: Placement) -> PlacementEstimate:
+    def _estimate_placement(self, placement: Placement, device_type: str) -> PlacementEstimate:
         config = _config_with(self._config.config, placement)
         pasted = config["type"] if config.keys() == {"type"} else config
         try:
             resolved = DeepSpeedConfig.of(
                 {key: value for key, value in config.items() if key != "train_batch_size"}
             ).resolve(self._settings_for(placement))
-            check_sharding(self._model, self._optimizer, resolved)
+            check_sharding(self._model, self._optimizer_class, resolved)
+            check_optimizer(self._optimizer, resolved, device_type, on_this_machine=False)
         except ConfigurationError as error:
             return PlacementEstimate(placement, pasted, problem=str(error))
         return PlacementEstimate(
@@ -214,12 +241,26 @@ class Estimator:
             pasted,
             states=model_states(
                 self._size,
-                self._optimizer_states,
+                self._optimizer_states_with(resolved),
                 resolved,
                 self._settings.world_size,
                 self._settings.gradient_synchronization,
             ),
         )
+
+    def _optimizer_states_with(self, config: ResolvedConfig) -> OptimizerStates:
+        """What steps in the place of an optimizer keeps as much, but for DeepSpeed's CPU Lion."""
+        if self._steps_with_cpu_lion(config):
+            return optimizer_states.of_cpu_lion(sum(self._size.trainable))
+        return self._optimizer_states
+
+    def _steps_with_cpu_lion(self, config: ResolvedConfig) -> bool:
+        section = self._config.config.get("optimizer")
+        if section is not None:
+            return section["type"].lower() == "lion" and config.offload_device != "none"
+        # Which settings it has makes no difference to Lion.
+        counterpart = counterpart_of(self._optimizer_class, [], config)
+        return counterpart is not None and issubclass(counterpart.optimizer, DeepSpeedCPULion)
 
     def _settings_for(self, placement: Placement) -> TrainerSettings:
         """Without what has a meaning at other stages only."""
@@ -230,11 +271,14 @@ class Estimator:
             settings = replace(settings, gradient_synchronization="auto")
         return settings
 
-    def _fits(self, states: Optional[ModelStates], gpu_memory: int, cpu_memory: int) -> bool:
+    def _fits(
+        self, states: Optional[ModelStates], gpu_memory: int, cpu_memory: int, nvme_memory: int
+    ) -> bool:
         return (
             states is not None
             and states.gpu.total <= gpu_memory
             and states.cpu.total * self._workers_per_node <= cpu_memory
+            and states.nvme.total * self._workers_per_node <= nvme_memory
         )
 
 
@@ -275,6 +319,13 @@ def _settings(
         workers_per_node=math.ceil(world_size / num_nodes),
         device_type="cuda",
     )
+
+
+def _names_cpu(config: Dict[str, Any]) -> bool:
+    """Whether the config has its workers on the CPU, whatever the machine has."""
+    if config.get("distributed") is None:
+        return config["trainer"].get("cuda_device") == -1
+    return all(device < 0 for device in preflight.worker_devices(config))
 
 
 def _freeze(model: Model, regexes: List[str]) -> None:

@@ -72,12 +72,15 @@ def install() -> None:
     train_command.train_model = checked_train_model
 
 
-def check(params: Params) -> None:
+def check(params: Params, on_this_machine: bool = True) -> None:
     """
     # Parameters
 
     params : `Params`, required.
         A whole training configuration. It is not changed.
+    on_this_machine : `bool`, optional (default = `True`)
+        Whether this machine is to train. Otherwise nothing is asked of its devices and compilers,
+        nor whether the config suits a device.
 
     # Raises
 
@@ -129,6 +132,8 @@ def check(params: Params) -> None:
     if checkpointer in (_DEFAULT_TYPE, "deepspeed") and isinstance(trainer["checkpointer"], dict):
         _check_checkpointer(trainer["checkpointer"])
     deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
+    if not on_this_machine:
+        return
     settings = trainer_settings(config, devices, deepspeed_config)
     resolved = deepspeed_config.resolve(settings)
     check_nvme(resolved, settings.device_type)

@@ -4,9 +4,10 @@ counted in training is in `benchmark_test.py`.
 """
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional, Set
 
 import pytest
 import torch
@@ -14,14 +15,15 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models.model import Model
+from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed import optimizer_states
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
-from allennlp_deepspeed.estimate import Estimator, measure
+from allennlp_deepspeed.estimate import PLACEMENTS, Estimate, Estimator, measure
 from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.model_states import ModelSize, ModelStates, OptimizerStates, model_states
 from tests.command import allennlp
-from tests.experiment import FIXTURES, Config, load_config
+from tests.experiment import FIXTURES, ONE_PROCESS, TWO_WORKERS, Config, load_config
 
 MILLION = 1_000_000
 GB = 10**9
@@ -139,9 +141,166 @@ def test_states_of_an_optimizer_are_those_of_a_step(
     assert found == OptimizerStates(whole=whole * 5000, flat=flat * 5000)
 
 
+BYTES_OF_DEEPSPEED = {
+    "cpu_adagrad": 4,
+    "cpu_adam": 8,
+    "cpu_adamw": 8,
+    "cpu_lion": 8,
+    "fused_adam": 8,
+    "fused_adamw": 8,
+    "fused_lamb": 8,
+    "fused_lion": 4,
+    "muon": 8,
+}
+
+
+def bytes_of_states(optimizer: Config) -> float:
+    """Those of each number of a weight on the meta device."""
+    parameters = [("weight", torch.nn.Parameter(torch.empty(10, 5, device="meta")))]
+    return optimizer_states.of_allennlp(Params(optimizer), parameters).flat / 50
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path: Path) -> None:
+    """Neither ninja nor a compiler, nor an operator that either has made."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("name", Optimizer.list_available())
+def test_every_registered_optimizer_has_a_number_or_is_refused(name: str) -> None:
+    if name in BYTES_OF_DEEPSPEED:
+        assert bytes_of_states({"type": name}) == BYTES_OF_DEEPSPEED[name]
+        return
+    try:
+        assert 0 <= bytes_of_states({"type": name}) <= 12
+    except ConfigurationError as error:
+        # A learning rate is lacking, or all the optimizers, or gradients that are sparse.
+        assert name in ("averaged_sgd", "multi", "sgd", "sparse_adam"), error
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_optimizers_of_deepspeed_inside_another_are_counted_too() -> None:
+    parameters = [
+        (name, torch.nn.Parameter(torch.empty(10, 5, device="meta"))) for name in ("one", "other")
+    ]
+    multi = {
+        "type": "multi",
+        "optimizers": {"default": "cpu_adam", "lion": {"type": "fused_lion", "lr": 1e-3}},
+        "parameter_groups": [[["one"], {"optimizer_name": "lion"}]],
+    }
+    found = optimizer_states.of_allennlp(Params(multi), parameters)
+    assert found == OptimizerStates(whole=(4 + 8) * 50, flat=(4 + 8) * 50)
+
+
+@pytest.mark.parametrize("name", ["cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam"])
+def test_optimizers_of_deepspeed_keep_as_many_states_as_their_class_says(name: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(64))
+    weight.grad = torch.ones(64)
+    optimizer: Any = Optimizer.from_params(
+        Params({"type": name}), model_parameters=[("weight", weight)]
+    )
+    optimizer.step()
+    states = [state for state in optimizer.state[weight].values() if torch.is_tensor(state)]
+    assert [state.shape for state in states] == [weight.shape] * type(optimizer).num_states
+
+
+def estimate_for(
+    optimizer: Optional[Config],
+    *overrides: Config,
+    gpu_memory: Optional[int] = 10 * GB,
+    nvme_memory: int = 100 * GB,
+    **deepspeed_config: Any,
+) -> Estimate:
+    """With the "deepspeed" trainer."""
+    config = load_config("tagger", *overrides)
+    config["trainer"].update(type="deepspeed", deepspeed_config=deepspeed_config)
+    if optimizer is not None:
+        config["trainer"]["optimizer"] = optimizer
+    return Estimator(Params(config)).estimate(gpu_memory, 100 * GB, nvme_memory)
+
+
+def refused(estimate: Estimate, because: str) -> Set[str]:
+    """The names of the placements that are impossible."""
+    problems = {each.placement.name: each.problem for each in estimate.placements if each.problem}
+    assert all(because in problem for problem in problems.values())
+    assert not any(each.fits for each in estimate.placements if each.problem)
+    return set(problems)
+
+
+class TestPlacements:
+    """Those that training would refuse, on machines of which this isn't one."""
+
+    stages = {"0", "1", "2", "3"}
+    offloaded = {placement.name for placement in PLACEMENTS} - stages
+
+    @pytest.mark.usefixtures("no_compiler")
+    def test_are_refused_where_the_optimizer_does_not_step(self) -> None:
+        fused = estimate_for({"type": "fused_adam"})
+        assert refused(fused, "which steps weights on the device") == self.offloaded
+        on_cpu = estimate_for({"type": "cpu_adam"})
+        assert refused(on_cpu, "which steps weights in CPU memory") == self.stages
+        assert on_cpu.first_that_fits.placement.name == "1, optimizer on CPU"
+        lamb = estimate_for({"type": "fused_lamb"})
+        assert refused(lamb, "'trainer.optimizer.type' is") == {*self.stages, *self.offloaded} - {
+            "0"
+        }
+
+    def test_are_refused_where_the_optimizer_steps_otherwise(self) -> None:
+        muon = estimate_for({"type": "muon"}, {"trainer.grad_norm": 1.0})
+        assert refused(muon, "would clip Muon's steps") == {*self.stages, *self.offloaded} - {"0"}
+        forced = estimate_for({"type": "adagrad"}, zero_force_ds_cpu_optimizer=True)
+        assert refused(forced, "takes only its Adam and its Lion") == self.offloaded
+
+    @pytest.mark.usefixtures("no_compiler")
+    def test_are_not_refused_for_what_this_machine_lacks(self) -> None:
+        for preset in ("zero_2_offload", "zero_3_nvme"):
+            assert refused(estimate_for(None, type=preset), "") == set()
+        half = estimate_for({"type": "fused_lion"}, fp16={"enabled": True})
+        assert refused(half, "which steps weights on the device") == self.offloaded
+
+    def test_stay_on_the_cpu_that_the_config_names(self) -> None:
+        for workers in (ONE_PROCESS, TWO_WORKERS):
+            estimate = estimate_for({"type": "fused_lion"}, workers, gpu_memory=None)
+            assert "needs a GPU" in estimate.placements[0].problem
+            estimate = estimate_for({"type": "cpu_lion"}, workers, gpu_memory=None)
+            assert refused(estimate, "") == set()
+        estimate = estimate_for({"type": "fused_lion"}, TWO_WORKERS)
+        assert estimate.placements[0].fits
+
+    @pytest.mark.parametrize("section", [None, {"type": "Lion", "params": {"lr": 1e-3}}])
+    def test_have_more_of_lion_where_it_steps_on_the_cpu(self, section: Optional[Config]) -> None:
+        config = load_config("tagger", {"trainer.optimizer": {"type": "lion"}})
+        if section is not None:
+            del config["trainer"]["optimizer"]
+            config["trainer"].update(type="deepspeed", deepspeed_config={"optimizer": section})
+        for each in Estimator(Params(config)).estimate(10 * GB, 10 * GB, 10 * GB).placements:
+            states = each.states
+            kept = states.gpu.optimizer + states.cpu.optimizer + states.nvme.optimizer
+            # Above stage 0 with a copy of the weights.
+            copies = 0 if each.placement.stage == 0 else 1
+            lion = 2 if each.placement.name in self.offloaded else 1
+            assert kept == (copies + lion) * 4 * 2604, each.placement
+
+    def test_fit_into_the_nvme_of_a_node(self) -> None:
+        def fits(nvme_memory: int) -> Dict[str, Any]:
+            estimate = estimate_for(None, TWO_WORKERS, nvme_memory=nvme_memory)
+            return {each.placement.name: each.fits for each in estimate.placements}
+
+        # Of 2604 parameters in fp32: gradients, weights and Adam's two states.
+        assert all(fits(16 * 2604).values())
+        assert [name for name, fit in fits(16 * 2604 - 1).items() if not fit] == ["3, all on NVMe"]
+
+
 class TestCommand:
     def test_says_what_fits_and_what_to_write(self, tmp_path: Path) -> None:
-        values = self.estimate(tmp_path, load_config("transformer"), "--gpu-memory", "100KB")
+        values = self.estimate(
+            tmp_path,
+            load_config("transformer"),
+            *("--gpu-memory", "100KB", "--cpu-memory", "2GB", "--nvme-memory", "1KB"),
+        )
+        assert (values["cpu_memory"], values["nvme_memory"]) == (2 * GB, 1000)
         assert values["size"]["trainable"] == 5027
         assert values["deepspeed_config"] == {"zero_optimization": {"stage": 0}}
         assert values["precision"] == "fp32"
@@ -169,15 +328,25 @@ class TestCommand:
             "zero_optimization": {**zero, "offload_optimizer": {"device": "cpu"}},
         }
         assert DeepSpeedConfig.of(values["deepspeed_config"])
+        free = shutil.disk_usage(Path.cwd()).free
+        assert values["nvme_memory"] == pytest.approx(free, rel=0.5)
 
         values = self.estimate(tmp_path, config, *arguments, "--cpu-memory", "10KB")
         assert values["deepspeed_config"]["type"] == "zero_3"
 
     def test_prints_a_table(self, tmp_path: Path) -> None:
-        run = self.run(tmp_path, load_config("tagger"), "--gpu-memory", "1KB").check()
+        config = load_config("tagger", {"trainer.optimizer": {"type": "fused_adam"}})
+        run = self.run(tmp_path, config, "--gpu-memory", "1KB").check()
         assert "Parameters: 2,604 (2,604 trainable, 0 frozen)" in run.output
-        assert "3, all on NVMe" in run.output
+        heading, row = (
+            next(line for line in run.output.splitlines() if line.startswith(f"  {start}"))
+            for start in ("ZeRO stage", "3, all on NVMe")
+        )
+        assert "not possible" in row and row.index("no ", row.index("possible")) == heading.index(
+            "fits"
+        )
         assert "Nothing fits into 1.0 KB on each GPU" in run.output
+        assert "config_resolution" not in run.output and "common.params" not in run.output
 
     def test_refuses_what_is_no_size(self, tmp_path: Path) -> None:
         run = self.run(tmp_path, load_config("tagger"), "--gpu-memory", "much")
@@ -242,7 +411,7 @@ class TestModel:
     def test_counts_tied_parameters_once_and_no_grad_as_frozen(self) -> None:
         config = load_config("transformer", {"trainer.no_grad": ["self_attn"]})
         config["trainer"].pop("callbacks")
-        estimate = Estimator(Params(config)).estimate(gpu_memory=None, cpu_memory=0)
+        estimate = Estimator(Params(config)).estimate(None, cpu_memory=0, nvme_memory=0)
         assert estimate.size.total == 5027
         assert sum(estimate.size.frozen) == 2 * (4 * 16 * 16 + 4 * 16)
         model = torch.nn.Module()
@@ -263,7 +432,7 @@ def test_what_cannot_be_sharded_says_why() -> None:
     embedder = config["model"]["text_field_embedder"]["token_embedders"]["tokens"]
     embedder["sparse"] = True
     config["trainer"]["optimizer"] = {"type": "dense_sparse_adam"}
-    placements = Estimator(Params(config)).estimate(10 * GB, 10 * GB).placements
+    placements = Estimator(Params(config)).estimate(10 * GB, 10 * GB, 10 * GB).placements
     problems: List[Any] = [placement.problem for placement in placements]
     assert problems[0] is None and placements[0].fits
     assert all("sparse" in problem for problem in problems[1:])

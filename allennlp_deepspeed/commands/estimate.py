@@ -1,8 +1,12 @@
 import argparse
 import json
+import logging
+import os
+import shutil
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 import psutil
 import torch
@@ -31,8 +35,8 @@ class EstimateMemory:
         description = (
             "Print how many bytes the weights, gradients and optimizer states of a config's model "
             "take on each rank, at each ZeRO stage and with each offload, which of these fit, and "
-            "the 'deepspeed_config' of the fastest that does. Needs no GPU, and reads no "
-            "pretrained weights."
+            "the 'deepspeed_config' of the fastest that does. Needs no GPU and no compiler, "
+            "and reads no pretrained weights."
         )
         subparser = parser.add_parser("estimate", description=description, help=description)
         subparser.add_argument("param_path", type=str, help="the config file of the training")
@@ -53,6 +57,12 @@ class EstimateMemory:
             help="memory of each node (default: that of this machine)",
         )
         subparser.add_argument(
+            "--nvme-memory",
+            type=_bytes,
+            help="space on the NVMe device of each node (default: what is free at the config's "
+            "'nvme_path', or in the current folder if it names none that is on this machine)",
+        )
+        subparser.add_argument(
             "--json", action="store_true", help="print everything as JSON, in bytes"
         )
         subparser.add_argument(
@@ -66,15 +76,31 @@ class EstimateMemory:
         return subparser
 
     def run(self, args: argparse.Namespace) -> None:
-        estimator = Estimator(Params.from_file(args.param_path, args.overrides), args.workers)
-        estimate = estimator.estimate(
-            gpu_memory=args.gpu_memory or _gpu_memory(),
-            cpu_memory=args.cpu_memory or psutil.virtual_memory().total,
-        )
+        with _only_warnings():
+            estimator = Estimator(Params.from_file(args.param_path, args.overrides), args.workers)
+            estimate = estimator.estimate(
+                gpu_memory=args.gpu_memory or _gpu_memory(),
+                cpu_memory=args.cpu_memory or psutil.virtual_memory().total,
+                nvme_memory=args.nvme_memory or _free_space(estimator.nvme_paths),
+            )
         if args.json:
             print(json.dumps(_values(estimate), indent=2))
         else:
             _print(estimate)
+
+
+@contextmanager
+def _only_warnings() -> Iterator[None]:
+    """
+    Without the pages that AllenNLP and the resolution of a config, once for each placement, would
+    log at level INFO.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
 
 
 def _values(estimate: Estimate) -> Dict[str, Any]:
@@ -129,7 +155,7 @@ def _add_rows(table: Table, estimate: PlacementEstimate, workers_per_node: int) 
     fits = {None: "", True: "yes", False: "no"}[estimate.fits]
     name = estimate.placement.name
     if estimate.states is None:
-        table.add_row(name, "not possible", fits)
+        table.add_row(name, "not possible", *[""] * 6, fits)
         return
     for device in ("gpu", "cpu", "nvme"):
         states = getattr(estimate.states, device)
@@ -147,8 +173,8 @@ def _print_advice(console: Console, estimate: Estimate) -> None:
         console.print("To see what fits, give --gpu-memory: this machine has no GPU.")
         return
     memory = (
-        f"{_human(estimate.gpu_memory)} on each GPU and {_human(estimate.cpu_memory)} of memory "
-        "on each node"
+        f"{_human(estimate.gpu_memory)} on each GPU, and {_human(estimate.cpu_memory)} of memory "
+        f"and {_human(estimate.nvme_memory)} on NVMe on each node"
     )
     first = estimate.first_that_fits
     if first is None:
@@ -167,6 +193,12 @@ def _gpu_memory() -> Optional[int]:
     if not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
+
+
+def _free_space(folders: List[str]) -> int:
+    """Of the folders that are on this machine, or else the current one, what the fullest has."""
+    there = [folder for folder in folders if os.path.isdir(folder)] or [os.curdir]
+    return min(shutil.disk_usage(folder).free for folder in there)
 
 
 def _bytes(text: str) -> int:

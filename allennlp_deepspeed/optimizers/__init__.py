@@ -9,7 +9,7 @@ from allennlp_deepspeed.optimizers.adam import (
     FusedAdamOptimizer,
     FusedAdamWOptimizer,
 )
-from allennlp_deepspeed.optimizers.check import check_optimizer
+from allennlp_deepspeed.optimizers.check import check_optimizer, registered_class
 from allennlp_deepspeed.optimizers.lamb import FusedLambOptimizer
 from allennlp_deepspeed.optimizers.lion import (
     CPULionOptimizer,
@@ -34,4 +34,5 @@ __all__ = [
     "adapt_loaded_states",
     "check_optimizer",
     "for_offload",
+    "registered_class",
 ]

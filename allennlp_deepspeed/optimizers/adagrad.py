@@ -17,6 +17,7 @@ class CPUAdagradOptimizer(CPUOptimizer, DeepSpeedCPUAdagrad):
     """
 
     operator: ClassVar[str] = "CPUAdagradBuilder"
+    num_states: ClassVar[int] = 1
     instead_on_gpu: ClassVar[str] = "adagrad"
 
     def __init__(

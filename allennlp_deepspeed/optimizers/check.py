@@ -1,6 +1,7 @@
-from typing import Any, Dict, Union
+from typing import Any, Dict, Optional, Type, Union
 
 import deepspeed
+import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -10,7 +11,7 @@ from allennlp_deepspeed.config_settings import ResolvedConfig
 from allennlp_deepspeed.config_validation import ROOT
 from allennlp_deepspeed.operators import check_operator
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
-from allennlp_deepspeed.optimizers.offload import counterpart_of
+from allennlp_deepspeed.optimizers.offload import Counterpart, counterpart_of
 
 # What DeepSpeed used to have, and what does the same without compressing what it communicates.
 _REMOVED = {
@@ -23,8 +24,29 @@ _REMOVED = {
 _FORCED = (DeepSpeedCPUAdam, DeepSpeedCPULion)
 
 
+def registered_class(name: str) -> Type[torch.optim.Optimizer]:
+    """
+    The class of the optimizer that is registered with a name.
+
+    # Raises
+
+    `ConfigurationError`
+        If there is none.
+    """
+    if name in _REMOVED:
+        raise ConfigurationError(
+            f"'trainer.optimizer.type' is \"{name}\", but DeepSpeed {deepspeed.__version__} no "
+            f'longer has optimizers that compress gradients: write "{_REMOVED[name]}"'
+        )
+    optimizer_class, _ = Optimizer.resolve_class_name(name)  # raises if there is none
+    return optimizer_class
+
+
 def check_optimizer(
-    optimizer: Union[str, Dict[str, Any], None], config: ResolvedConfig, device_type: str
+    optimizer: Union[str, Dict[str, Any], None],
+    config: ResolvedConfig,
+    device_type: str,
+    on_this_machine: bool = True,
 ) -> None:
     """
     Checks the `trainer.optimizer` of a config file, without constructing it.
@@ -35,6 +57,8 @@ def check_optimizer(
     config : `ResolvedConfig`, required.
     device_type : `str`, required.
         "cpu" or "cuda", what the model trains on.
+    on_this_machine : `bool`, optional (default = `True`)
+        Whether this machine is to train. Otherwise nothing is asked of its compilers.
 
     # Raises
 
@@ -46,14 +70,21 @@ def check_optimizer(
         return
     params: Dict[str, Any] = {"type": optimizer} if isinstance(optimizer, str) else optimizer or {}
     name = params.get("type", Optimizer.default_implementation)
-    if name in _REMOVED:
-        raise ConfigurationError(
-            f"'trainer.optimizer.type' is \"{name}\", but DeepSpeed {deepspeed.__version__} no "
-            f'longer has optimizers that compress gradients: write "{_REMOVED[name]}"'
-        )
-    optimizer_class, _ = Optimizer.resolve_class_name(name)  # raises if there is none
+    optimizer_class = registered_class(name)
     settings = [params, *(group for _, group in params.get("parameter_groups") or [])]
     counterpart = counterpart_of(optimizer_class, settings, config)
+    _check_placement(name, optimizer_class, counterpart, config, device_type)
+    if on_this_machine:
+        _check_operator(name, optimizer_class, counterpart, device_type)
+
+
+def _check_placement(
+    name: str,
+    optimizer_class: Type[torch.optim.Optimizer],
+    counterpart: Optional[Counterpart],
+    config: ResolvedConfig,
+    device_type: str,
+) -> None:
     steps_with = optimizer_class if counterpart is None else counterpart.optimizer
     is_forced = config.forces_cpu_optimizer and config.offload_device != "none"
     if is_forced and not issubclass(steps_with, _FORCED):
@@ -62,9 +93,18 @@ def check_optimizer(
             f"and its Lion, and neither does what the \"{name}\" in 'trainer.optimizer' does: "
             'remove the key, or write "adam"'
         )
-    subject = f"'trainer.optimizer.type' is \"{name}\""
     if issubclass(optimizer_class, DeepSpeedOptimizer):
         optimizer_class.check(name, config, device_type)
+
+
+def _check_operator(
+    name: str,
+    optimizer_class: Type[torch.optim.Optimizer],
+    counterpart: Optional[Counterpart],
+    device_type: str,
+) -> None:
+    subject = f"'trainer.optimizer.type' is \"{name}\""
+    if issubclass(optimizer_class, DeepSpeedOptimizer):
         if optimizer_class.operator is not None:
             check_operator(optimizer_class.operator, device_type, subject, 'write "adam"')
     elif counterpart is not None:

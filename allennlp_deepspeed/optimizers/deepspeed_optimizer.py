@@ -16,6 +16,8 @@ class DeepSpeedOptimizer(Optimizer):
 
     operator: ClassVar[Optional[str]] = None
     """The name of the builder of the operator that it steps with, if it has one."""
+    num_states: ClassVar[int] = 2
+    """How many states of a parameter's size it keeps of each, in fp32: two, as Adam, or one."""
 
     @classmethod
     def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:

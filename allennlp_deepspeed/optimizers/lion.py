@@ -98,6 +98,7 @@ class FusedLionOptimizer(FusedOptimizer, FusedLion):
     """
 
     operator: ClassVar[str] = "FusedLionBuilder"
+    num_states: ClassVar[int] = 1
     instead_on_cpu: ClassVar[str] = "lion"
 
     def __init__(
@@ -135,6 +136,8 @@ class CPULionOptimizer(CPUOptimizer, CPULion):  # type: ignore[misc]
     """
 
     operator: ClassVar[str] = "CPULionBuilder"
+    # DeepSpeed allocates Adam's second moment too, and never reads it.
+    num_states: ClassVar[int] = 2
     instead_on_gpu: ClassVar[str] = "fused_lion"
 
     def __init__(

@@ -1,6 +1,6 @@
 import logging
 import re
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, ClassVar, Dict, List, Optional, Set, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -48,6 +48,8 @@ class MuonOptimizer(DeepSpeedOptimizer):
     weight_decay : `float`, optional (default = `0.0`)
         Muon's and AdamW's.
     """
+
+    num_states: ClassVar[int] = 2  # AdamW's. Of a matrix Muon keeps one.
 
     @classmethod
     def with_adamw(
