@@ -348,10 +348,11 @@ class TestCommand:
         assert "Nothing fits into 1.0 KB on each GPU" in run.output
         assert "config_resolution" not in run.output and "common.params" not in run.output
 
-    def test_refuses_what_is_no_size(self, tmp_path: Path) -> None:
-        run = self.run(tmp_path, load_config("tagger"), "--gpu-memory", "much")
+    @pytest.mark.parametrize("size", ["much", "80"])
+    def test_refuses_what_is_no_size(self, tmp_path: Path, size: str) -> None:
+        run = self.run(tmp_path, load_config("tagger"), "--gpu-memory", size)
         assert run.returncode == 2
-        assert "'much' must be a size such as 80GB" in run.output
+        assert f"'{size}' must be a size such as 80GB" in run.output
 
     def test_refuses_what_training_would_refuse(self, tmp_path: Path) -> None:
         config = load_config("tagger")

@@ -178,7 +178,10 @@ def _print_advice(console: Console, estimate: Estimate) -> None:
     )
     first = estimate.first_that_fits
     if first is None:
-        console.print(f"Nothing fits into {memory}. More workers divide what stage 3 has on each.")
+        console.print(
+            f"Nothing fits into {memory}. More workers divide what stage 3 has on each, and a "
+            "smaller 'reduce_bucket_size' has smaller buffers."
+        )
         return
     console.print(f"The fastest that fits into {memory}, in the section of the trainer:")
     value = json.dumps(first.deepspeed_config)
@@ -203,7 +206,8 @@ def _free_space(folders: List[str]) -> int:
 
 def _bytes(text: str) -> int:
     try:
-        num_bytes = TypeAdapter(ByteSize).validate_python(text)
+        # Without a unit it would be bytes, which nobody means.
+        num_bytes = TypeAdapter(ByteSize).validate_python("" if text.isdigit() else text)
     except ValidationError:
         num_bytes = ByteSize(0)
     if num_bytes <= 0:
