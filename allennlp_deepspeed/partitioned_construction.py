@@ -85,6 +85,7 @@ class PartitionedConstruction:
         self._everything = everything
         # Partitioned parameters that are whole now, the one touched last at the end.
         self._whole: "OrderedDict[int, Any]" = OrderedDict()
+        self._num_whole_elements = 0
         self._is_in_from_pretrained = False
         self._undo = ExitStack()
 
@@ -218,15 +219,14 @@ class PartitionedConstruction:
             return
         if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:
             parameter.all_gather()
-            parameter.data = parameter.data.to("cpu", torch.float32)
+            dtype = torch.float32 if parameter.is_floating_point() else None
+            parameter.data = parameter.data.to("cpu", dtype)
             self._whole[id(parameter)] = parameter
+            self._num_whole_elements += parameter.ds_numel
         if id(parameter) in self._whole:
             self._whole.move_to_end(id(parameter))
-        while len(self._whole) > 1 and self._num_whole_elements() > _MAX_WHOLE_ELEMENTS:
+        while len(self._whole) > 1 and self._num_whole_elements > _MAX_WHOLE_ELEMENTS:
             self._partition_again(next(iter(self._whole.values())))
-
-    def _num_whole_elements(self) -> int:
-        return sum(parameter.ds_numel for parameter in self._whole.values())
 
     def _partition_first(self, parameter: Any) -> None:
         if is_zero_param(parameter):
@@ -236,6 +236,7 @@ class PartitionedConstruction:
 
     def _partition_again(self, parameter: Any) -> None:
         del self._whole[id(parameter)]
+        self._num_whole_elements -= parameter.ds_numel
         if parameter.ds_status is not ZeroParamStatus.AVAILABLE:
             return  # a constructor that knows DeepSpeed has done so
         self._to_device(parameter)
