@@ -66,6 +66,7 @@ def test_tables_and_plot_are_written(directory: Path) -> None:
     assert (directory / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
 def test_gradient_caching_is_compared_with_others_that_do_the_same(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "benchmarks.contrastive", "--stages", "0", "--batch", "6"]

@@ -100,6 +100,7 @@ def test_half_precision_is_converted_before_anything_is_multiplied():
     assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 3
 
 
+@pytest.mark.soak  # half a minute of arithmetic
 def test_a_batch_of_65536_never_has_its_matrix():
     """With fake tensors, whose memory is counted as that of any other, and nothing is computed."""
     batch_size, dim = 65_536, 768

@@ -191,8 +191,8 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one_with_all_of_deepspeed(
     "hidden_size, offloaded",
     # DeepSpeed keeps tensors below a megabyte in memory: with 10 all are, with 200 some.
     [
-        (10, ["offload_optimizer"]),
-        (200, ["offload_optimizer"]),
+        pytest.param(10, ["offload_optimizer"], marks=pytest.mark.soak),
+        pytest.param(200, ["offload_optimizer"], marks=pytest.mark.soak),
         (200, ["offload_optimizer", "offload_param"]),
     ],
 )

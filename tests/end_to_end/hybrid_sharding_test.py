@@ -73,9 +73,16 @@ def test_parameters_come_from_all_ranks_once_a_step(
 @pytest.mark.parametrize(
     "overrides, zero",
     [
-        pytest.param({}, {"stage3_param_persistence_threshold": 100}, id="small ones kept whole"),
+        pytest.param(
+            {},
+            {"stage3_param_persistence_threshold": 100},
+            id="small ones kept whole",
+            marks=pytest.mark.soak,
+        ),
         pytest.param({"trainer.moving_average": {"decay": 0.9}}, {}, id="moving average"),
-        pytest.param({"trainer.no_grad": ["bias"]}, {}, id="frozen parameters"),
+        pytest.param(
+            {"trainer.no_grad": ["bias"]}, {}, id="frozen parameters", marks=pytest.mark.soak
+        ),
         pytest.param(
             {},
             {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},

@@ -131,9 +131,9 @@ def muon_experiments(session_directory: Path) -> Experiments:
 @pytest.mark.parametrize(
     "stage, sections",
     [
-        (2, {}),
         (3, {}),
         pytest.param(1, {}, marks=pytest.mark.soak),
+        pytest.param(2, {}, marks=pytest.mark.soak),
         pytest.param(2, {"offload_optimizer": {"device": "cpu"}}, marks=pytest.mark.soak),
         pytest.param(3, {"offload_optimizer": {"device": "cpu"}}, marks=pytest.mark.soak),
     ],

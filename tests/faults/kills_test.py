@@ -20,10 +20,19 @@ PHASES_OF_STAGE = (
     ("prune", "on_batch", "catching_up"),
     ("best_weights", "step", "archive"),
 )
+# As the others, in another phase.
+LEFT_TO_SOAK = ("clean_up", "load", "catching_up", "step")
 
 
 @pytest.mark.parametrize(
-    "stage, phase", [(stage, phase) for stage in range(4) for phase in PHASES_OF_STAGE[stage]]
+    "stage, phase",
+    [
+        pytest.param(
+            stage, phase, marks=[pytest.mark.soak] if phase in LEFT_TO_SOAK else [], id=phase
+        )
+        for stage in range(4)
+        for phase in PHASES_OF_STAGE[stage]
+    ],
 )
 def test_a_killed_run_resumes_exactly(
     references: References, tmp_path: Path, stage: int, phase: str
