@@ -20,7 +20,7 @@ PHASES_OF_STAGE = (
     ("prune", "on_batch", "catching_up"),
     ("best_weights", "step", "archive"),
 )
-# As the others, in another phase.
+# One of each stage.
 LEFT_TO_SOAK = ("clean_up", "load", "catching_up", "step")
 
 
