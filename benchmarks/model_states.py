@@ -97,7 +97,7 @@ def measure(precision: str, stage: int, workers: int) -> Dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         values = config(directory, precision, stage, workers)
-        estimate = Estimator(Params(values)).estimate(gpu_memory=None, cpu_memory=0)
+        estimate = Estimator(Params(values)).estimate(gpu_memory=None, cpu_memory=0, nvme_memory=0)
         states = next(e.states for e in estimate.placements if e.placement.name == str(stage))
         assert states is not None
         ranks = train(values, directory)

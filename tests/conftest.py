@@ -35,7 +35,11 @@ def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
     Leaves trainings at ZeRO stage 1 to `make soak`, where the same test has them at stage 2:
     DeepSpeed has one optimizer for both, and the two differ in when gradients are reduced, which
     `gradient_synchronization_test.py` is about.
+
+    Tests that fork workers come first: a fork doesn't take along the threads that an engine has
+    started in this process, and can wait for what they held.
     """
+    items.sort(key=lambda item: not hasattr(item.module, "run_workers"))  # type: ignore[attr-defined]
     names = {(item.path, item.name) for item in items}
     for item in items:
         is_training = item.path.parent.name == "end_to_end" and "synchron" not in item.path.name
