@@ -6,7 +6,7 @@ for a few steps through `allennlp train`: with `gradient_descent` in one process
 3, constructed partitioned, in one process and on two and four workers over gloo. Each worker tells
 the peak of its memory from before the model is constructed until after the last step; see
 `benchmarks.memory`. For all of them `MALLOC_MMAP_THRESHOLD_` has glibc give tensors back to the
-system as soon as they are freed: it would keep as much again between those that stay. Losses are
+system as soon as they are freed: it would keep many of them between those that stay. Losses are
 compared first. Prints a table and writes it to
 `benchmarks/results/large_model.json` and `.md`.
 """
