@@ -4,7 +4,7 @@ The groups of micro-batches that all ranks train on together.
 
 import logging
 import math
-from typing import Iterator, List, NamedTuple, Optional
+from typing import Any, Iterator, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,12 @@ class BatchGroups:
     rank. The epoch ends on all ranks with the micro-batch before the first that some rank lacks,
     as it does in AllenNLP.
 
-    Where every rank knows the length of its epoch, the ranks agree once, at the beginning;
-    otherwise once for each group. To be iterated over by every rank.
+    Where every rank knows the length of its epoch, the ranks agree once, at the beginning, and each
+    reads all of its data, because loaders with `batches_per_epoch` keep their place when they are
+    asked for one more batch than there is; otherwise once for each group. The data loader is asked
+    for its length when this is constructed and not again, because samplers with noise draw random
+    numbers for it, as often as in AllenNLP. To be constructed for each epoch, and iterated over,
+    by every rank.
 
     # Parameters
 
@@ -49,14 +53,15 @@ class BatchGroups:
         self._data_loader = data_loader
         self._group_size = group_size
         self._device = device
+        self._num_batches = _length(data_loader)
 
     def __iter__(self) -> Iterator[BatchGroup]:
-        world_size = dist.get_world_size()
         groups = lazy_groups_of(self._data_loader, self._group_size)
-        if world_size == 1:
+        if dist.get_world_size() == 1:
             yield from (BatchGroup(batches, len(batches)) for batches in groups)
             return
-        length = self._agree(self._num_batches())
+        is_exact = self._num_batches is not None and has_exact_length(self._data_loader)
+        length = self._agree(self._num_batches if is_exact else -1)  # type: ignore[arg-type]
         if length < 0:
             yield from self._agreeing_on_each(groups)
         else:
@@ -65,8 +70,9 @@ class BatchGroups:
     @property
     def expected_length(self) -> Optional[int]:
         """The number of groups in this rank's data; `None` if it isn't known."""
-        num_batches = self._num_batches()
-        return None if num_batches < 0 else math.ceil(num_batches / self._group_size)
+        if self._num_batches is None:
+            return None
+        return math.ceil(self._num_batches / self._group_size)
 
     def _of_known_length(
         self, groups: Iterator[List[TensorDict]], length: int
@@ -78,15 +84,15 @@ class BatchGroups:
             if len(batches) < common_size:
                 raise RuntimeError(
                     f"The data loader of rank {dist.get_rank()} has a len() of "
-                    f"{self._num_batches()} but ended {common_size - len(batches)} batches before "
+                    f"{self._num_batches} but ended {common_size - len(batches)} batches before "
                     f"the {length} that all ranks have. Its __len__() must be exact, or raise a "
                     "TypeError if it isn't known."
                 )
             remaining -= common_size
             yield BatchGroup(batches[:common_size], len(batches))
-        surplus = self._num_batches() - length
+        surplus = sum(map(len, groups))
         if surplus > 0:
-            _warn_of_surplus(f"at least {surplus} batches")
+            _warn_of_surplus(f"{surplus} batches")
 
     def _agreeing_on_each(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
         common_size = self._group_size
@@ -98,12 +104,6 @@ class BatchGroups:
                 _warn_of_surplus("some batches")
             if common_size > 0:
                 yield BatchGroup(batches[:common_size], len(batches))
-
-    def _num_batches(self) -> int:
-        try:
-            return len(self._data_loader)
-        except TypeError:
-            return -1
 
     def _agree(self, value: int) -> int:
         """The smallest of all ranks' values."""
@@ -118,14 +118,41 @@ def num_batches(data_loader: DataLoader) -> Optional[int]:
     The length of rank 0's epoch in micro-batches; `None` if it isn't known. Schedules are made for
     it, so that all ranks follow the same one. To be called by every rank.
     """
-    length: List[Optional[int]]
-    try:
-        length = [len(data_loader)]
-    except TypeError:
-        length = [None]
+    length = [_length(data_loader)]
     if dist.is_initialized():
         dist.broadcast_object_list(length, src=0)
     return length[0]
+
+
+def micro_batch_size(data_loader: DataLoader) -> Optional[int]:
+    """The number of instances in a batch, as far as the data loader has a fixed one."""
+    sampler = getattr(data_loader, "batch_sampler", None)
+    if sampler is None:
+        return fixed_size(getattr(data_loader, "batch_size", None))
+    return fixed_size(sampler.get_batch_size())
+
+
+def fixed_size(batch_size: Any) -> Optional[int]:
+    """`batch_size` if it is one: where it varies, AllenNLP's samplers say -1 or `None`."""
+    return batch_size if isinstance(batch_size, int) and batch_size > 0 else None
+
+
+def has_exact_length(data_loader: DataLoader) -> bool:
+    """
+    Whether an epoch has as many batches as the loader's `len()`. A sampler without a fixed batch
+    size makes others in each epoch.
+    """
+    if getattr(data_loader, "batches_per_epoch", None) is not None:
+        return True
+    has_sampler = getattr(data_loader, "batch_sampler", None) is not None
+    return not has_sampler or micro_batch_size(data_loader) is not None
+
+
+def _length(data_loader: DataLoader) -> Optional[int]:
+    try:
+        return len(data_loader)
+    except TypeError:
+        return None
 
 
 def _warn_of_surplus(what: str) -> None:

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from allennlp_deepspeed import activation_checkpointing, recovery
+from allennlp_deepspeed.batch_groups import fixed_size
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config_schema import did_you_mean
@@ -298,4 +299,4 @@ def _batch_size(data_loader: Any) -> Optional[int]:
     batch_size = data_loader.get("batch_size")
     if batch_size is None and isinstance(sampler, dict):
         batch_size = sampler.get("batch_size")
-    return batch_size if isinstance(batch_size, int) else None
+    return fixed_size(batch_size)

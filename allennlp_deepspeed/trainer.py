@@ -40,7 +40,7 @@ from overrides import overrides
 
 from allennlp_deepspeed import files, optimizers, weights, worker_failure
 from allennlp_deepspeed.accelerator import DeepSpeedDdpAccelerator
-from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, num_batches
+from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, micro_batch_size, num_batches
 from allennlp_deepspeed.batch_metrics import BatchMetrics
 from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
@@ -193,7 +193,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                         grad_scaling=grad_scaling,
                         optimizer=type(optimizer).__name__ if optimizer is not None else None,
                         learning_rate_scheduler=_name(learning_rate_scheduler),
-                        micro_batch_size=_micro_batch_size(data_loader),
+                        micro_batch_size=micro_batch_size(data_loader),
                         learning_rate=None if optimizer is None else optimizer.defaults.get("lr"),
                         num_epochs=num_epochs,
                         batches_per_epoch=num_batches(data_loader),
@@ -818,8 +818,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def instances_per_step(self) -> int:
         """Of all ranks. Micro-batches without a fixed size count as one."""
-        micro_batch_size = _micro_batch_size(self.data_loader) or 1
-        return micro_batch_size * self._num_gradient_accumulation_steps * self._world_size
+        size = micro_batch_size(self.data_loader) or 1
+        return size * self._num_gradient_accumulation_steps * self._world_size
 
     def _optional_parts(self) -> Dict[str, Any]:
         parts = {
@@ -980,7 +980,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 optimizer=type(optimizer_).__name__ if optimizer_ is not None else None,
                 learning_rate=None if optimizer_ is None else optimizer_.defaults.get("lr"),
                 learning_rate_scheduler=_name(learning_rate_scheduler),
-                micro_batch_size=_micro_batch_size(data_loader),
+                micro_batch_size=micro_batch_size(data_loader),
                 num_epochs=num_epochs,
                 batches_per_epoch=batches_per_epoch,
                 world_size=world_size,
@@ -1080,13 +1080,6 @@ def _find_unused_parameters(ddp_accelerator: Optional[DdpAccelerator]) -> bool:
         f"The 'deepspeed' trainer can't be used with a {_name(ddp_accelerator)} under "
         "'distributed.ddp_accelerator': write \"deepspeed\", or leave it out."
     )
-
-
-def _micro_batch_size(data_loader: DataLoader) -> Optional[int]:
-    """The number of instances in a batch, as far as the data loader has a fixed one."""
-    sampler = getattr(data_loader, "batch_sampler", None)
-    batch_size = getattr(data_loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-    return batch_size if isinstance(batch_size, int) else None
 
 
 def _empty_groups(optimizer: Optional[torch.optim.Optimizer]) -> List[Dict[str, Any]]:

@@ -30,6 +30,7 @@ from tests.experiment import (
 )
 
 STAGES = [0, 1, 2, 3]
+SGD = {"type": "sgd", "lr": 0.5}
 
 WORLDS_AND_STAGES = pytest.mark.parametrize(
     "world, stage",
@@ -84,17 +85,29 @@ def test_training_is_that_of_gradient_descent(
 
 
 @pytest.mark.parametrize(
-    "loader",
+    "loader, accumulation",
     [
-        pytest.param({"data_loader.max_instances_in_memory": 20}, id="unknown"),
-        pytest.param({"data_loader.batches_per_epoch": 5}, id="batches_per_epoch"),
+        pytest.param({"data_loader.max_instances_in_memory": 20}, 3, id="unknown"),
+        *(
+            pytest.param(
+                {"data_loader.batches_per_epoch": 5}, steps, id=f"batches_per_epoch-{steps}"
+            )
+            for steps in (1, 3)
+        ),
     ],
 )
 def test_epochs_of_a_length_other_than_that_of_the_data(
-    experiments: Experiments, loader: Config
+    experiments: Experiments, loader: Config, accumulation: int
 ) -> None:
-    accumulation = {"trainer.num_gradient_accumulation_steps": 3, "trainer.grad_norm": 0.1}
-    check_parity(experiments, load_config("tagger", TWO_WORKERS, loader, accumulation), stage=2)
+    steps = {"trainer.num_gradient_accumulation_steps": accumulation, "trainer.grad_norm": 0.1}
+    check_parity(experiments, load_config("tagger", TWO_WORKERS, loader, steps), stage=2)
+
+
+@pytest.mark.parametrize("world", [ONE_PROCESS, TWO_WORKERS], ids=["one_process", "two_workers"])
+def test_batches_without_a_fixed_size(experiments: Experiments, world: Config) -> None:
+    sampler = {"data_loader": {"batch_sampler": {"type": "max_tokens_sampler", "max_tokens": 30}}}
+    steps = {"trainer.num_gradient_accumulation_steps": 2, "trainer.optimizer": SGD}
+    check_parity(experiments, load_config("tagger", world, sampler, steps), stage=0)
 
 
 @pytest.mark.parametrize("stage", STAGES)
