@@ -6,6 +6,7 @@ from allennlp.common.checks import ConfigurationError
 from overrides import overrides
 
 from allennlp_deepspeed import config_resolution
+from allennlp_deepspeed.config_findings import Findings
 from allennlp_deepspeed.config_schema import did_you_mean
 from allennlp_deepspeed.config_settings import ResolvedConfig, TrainerSettings
 from allennlp_deepspeed.config_validation import ROOT, validate
@@ -37,10 +38,7 @@ class DeepSpeedConfig(Registrable):
     config : `Dict[str, Any]`, optional (default = `None`)
         In DeepSpeed's schema, merged over the preset. `None` for a section removes it.
 
-    # Raises
-
-    `ConfigurationError`
-        If a key is unknown or has no meaning in an AllenNLP trainer, or a value is wrong.
+    What is wrong with it `resolve` says, along with what contradicts the AllenNLP side.
     """
 
     default_implementation = "ds_config"
@@ -53,7 +51,8 @@ class DeepSpeedConfig(Registrable):
         if "bfloat16" in self.config and "bf16" not in self.config:
             # DeepSpeed's old name for the section, in configurations pasted from older models
             self.config["bf16"] = self.config.pop("bfloat16")
-        validate(self.config)
+        self._findings = Findings()
+        self.config = validate(self.config, self._findings)
 
     @classmethod
     def of(cls, value: Union[str, Dict[str, Any], "DeepSpeedConfig", None]) -> "DeepSpeedConfig":
@@ -69,7 +68,7 @@ class DeepSpeedConfig(Registrable):
         # Raises
 
         `ConfigurationError`
-            If there is no such preset, or the configuration is refused.
+            If there is no such preset.
         """
         if isinstance(value, DeepSpeedConfig):
             return value
@@ -133,10 +132,36 @@ class DeepSpeedConfig(Registrable):
         # Raises
 
         `ConfigurationError`
-            If both sides say something and they differ, if the settings can't work together, or if
-            nothing says what an "auto" stands for.
+            If a key is unknown or has no meaning in an AllenNLP trainer, if a value is wrong, if
+            both sides say something and they differ, if the settings can't work together, or if
+            nothing says what an "auto" stands for. With a line for each of these.
         """
-        return config_resolution.resolve(self.config, settings)
+        findings = Findings()
+        resolved = self.resolve_collecting(settings, findings)
+        findings.raise_any()
+        return resolved
+
+    def resolve_collecting(self, settings: TrainerSettings, findings: Findings) -> ResolvedConfig:
+        """
+        Like `resolve`, for a check that goes on.
+
+        # Parameters
+
+        settings : `TrainerSettings`
+        findings : `Findings`
+            Gets a line for everything that `resolve` would raise.
+
+        # Returns
+
+        `ResolvedConfig`
+            Without what was refused, and as the AllenNLP side says where both sides differ.
+        """
+        self.check_schema(findings)
+        return config_resolution.resolve(self.config, settings, findings)
+
+    def check_schema(self, findings: Findings) -> None:
+        """Adds to the `findings` what is wrong whatever the AllenNLP side says."""
+        findings.extend(self._findings)
 
     def partitioning(self, settings: TrainerSettings) -> Dict[str, Any]:
         """

@@ -18,45 +18,48 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from pydantic import TypeAdapter
 
+from allennlp_deepspeed.config_findings import Findings
 from allennlp_deepspeed.config_schema import scheduler_parameters
 from allennlp_deepspeed.config_settings import ResolvedConfig, TrainerSettings
-from allennlp_deepspeed.config_validation import ROOT, lookup
+from allennlp_deepspeed.config_validation import AUTO, ROOT, lookup, remove
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
 PRECISIONS = ("bf16", "fp16", "torch_autocast")
 _STAGE = "zero_optimization.stage"
 _PARTITION_SIZE = "zero_optimization.zero_hpz_partition_size"
 
 
-def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig:
+def resolve(
+    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
+) -> ResolvedConfig:
     """
-    Brings both sides together. Where only one of them says something, it holds for both.
+    Brings both sides together. Where only one of them says something, it holds for both. Where they
+    differ, it goes on with the AllenNLP side, to find what else is wrong.
 
     # Parameters
 
     config : `Dict[str, Any]`
         In DeepSpeed's schema, validated. It is not changed.
     settings : `TrainerSettings`
-
-    # Raises
-
-    `ConfigurationError`
-        If both sides say something and they differ, if the settings can't work together, or if
-        nothing says what an "auto" stands for.
+    findings : `Findings`
+        Gets a line where both sides say something and they differ, where settings can't work
+        together, and where nothing says what an "auto" stands for.
     """
     config = {key: value for key, value in deepcopy(config).items() if value != AUTO}
     has_optimizer, has_scheduler = "optimizer" in config, "scheduler" in config
-    micro_batch_size, num_gradient_accumulation_steps = _resolve_batch_sizes(config, settings)
-    grad_norm = _resolve_grad_norm(config, settings)
-    precision = _resolve_precision(config, settings)
-    _resolve_optimizer(config, settings)
+    micro_batch_size, num_gradient_accumulation_steps = _resolve_batch_sizes(
+        config, settings, findings
+    )
+    grad_norm = _resolve_grad_norm(config, settings, findings)
+    precision = _resolve_precision(config, settings, findings)
+    _resolve_optimizer(config, settings, findings)
     _resolve_muon(config, settings)
-    _resolve_scheduler(config, settings, num_gradient_accumulation_steps)
-    _resolve_nvme_paths(config, settings)
-    _resolve_shard_within(config, settings)
-    _resolve_reports(config, settings)
+    _resolve_scheduler(config, settings, num_gradient_accumulation_steps, findings)
+    _resolve_nvme_paths(config, settings, findings)
+    with findings.collect():
+        _resolve_shard_within(config, settings)
+    _resolve_reports(config, settings, findings)
     # AllenNLP's optimizers are subclasses that DeepSpeed has not listed as tested with ZeRO, and
     # offloading works with any optimizer, if slower than with DeepSpeed's own, which take the place
     # of AllenNLP's where they can.
@@ -72,13 +75,16 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
         # DeepSpeed clips to 1.0 where nothing is said.
         gradient_clipping=0.0 if isinstance(grad_norm, bool) else grad_norm,
     )
-    _drop_remaining_autos(config)
+    _drop_remaining_autos(config, findings)
     zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
-    _check_zero(zero, grad_norm)
-    _check_gradient_synchronization(settings.gradient_synchronization, zero)
-    _check_partition_size(zero, settings)
-    _check_data_types(config, zero, precision)
-    _check_with_deepspeed(config)
+    _check_zero(zero, grad_norm, findings)
+    with findings.collect():
+        _check_gradient_synchronization(settings.gradient_synchronization, zero)
+    with findings.collect():
+        _check_partition_size(zero, settings)
+    _check_data_types(config, zero, precision, findings)
+    with findings.collect():
+        _check_with_deepspeed(config, findings)
     return ResolvedConfig(
         engine_config=config,
         num_gradient_accumulation_steps=num_gradient_accumulation_steps,
@@ -116,7 +122,7 @@ def _fill_if_open(config: Dict[str, Any], path: str, value: Any) -> None:
         _fill(config, path, value, "default of this trainer")
 
 
-def _agreed(key: str, value: Any, config: Dict[str, Any], path: str) -> Any:
+def _agreed(key: str, value: Any, config: Dict[str, Any], path: str, findings: Findings) -> Any:
     """The value of an AllenNLP key and its counterpart of DeepSpeed's, `None` if both are open."""
     deepspeed_value = _said(config, path)
     if value is None:
@@ -124,26 +130,31 @@ def _agreed(key: str, value: Any, config: Dict[str, Any], path: str) -> Any:
     if deepspeed_value is None:
         logger.info("%s.%s is %s (from %s)", ROOT, path, json.dumps(value), key)
     elif deepspeed_value != value:
-        raise ConfigurationError(
+        findings.add(
             f"{key} is {json.dumps(value)}, but {ROOT}.{path} is {json.dumps(deepspeed_value)}: "
             "remove one of them, or give both the same value"
         )
     return value
 
 
-def _resolve_batch_sizes(config: Dict[str, Any], settings: TrainerSettings) -> Tuple[int, int]:
+def _resolve_batch_sizes(
+    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
+) -> Tuple[int, int]:
     """The number of instances in a micro-batch, and of micro-batches in an optimizer step."""
+    num_lines = len(findings.lines)
     steps = _agreed(
         "num_gradient_accumulation_steps",
         settings.num_gradient_accumulation_steps,
         config,
         "gradient_accumulation_steps",
+        findings,
     )
     micro_batch_size = _agreed(
         "data_loader.batch_size",
         settings.micro_batch_size,
         config,
         "train_micro_batch_size_per_gpu",
+        findings,
     )
     batch_size = _said(config, "train_batch_size")
     if batch_size is None:
@@ -157,38 +168,47 @@ def _resolve_batch_sizes(config: Dict[str, Any], settings: TrainerSettings) -> T
     steps = steps or 1
     product = micro_batch_size * steps * settings.world_size
     if product != batch_size:
-        raise ConfigurationError(
+        # It depends on what the user makes of a contradiction between them.
+        is_settled = len(findings.lines) == num_lines
+        findings.add(
             f"{ROOT}.train_batch_size is {batch_size}, but {micro_batch_size} instances in a "
             f"micro-batch x {steps} gradient accumulation steps x {settings.world_size} workers "
-            f"are {product}: remove the key, or write {product}"
+            f"are {product}: remove the key" + (f", or write {product}" if is_settled else "")
         )
     return micro_batch_size, steps
 
 
-def _resolve_grad_norm(config: Dict[str, Any], settings: TrainerSettings) -> Union[float, bool]:
+def _resolve_grad_norm(
+    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
+) -> Union[float, bool]:
     if settings.grad_norm is True:
         clipping = _said(config, "gradient_clipping")
         if clipping:
-            raise ConfigurationError(
+            findings.add(
                 f"grad_norm is true, which reports the norm without clipping, but "
                 f"{ROOT}.gradient_clipping is {clipping}: remove grad_norm to clip (the norm is "
                 "reported then too), or gradient_clipping to report only"
             )
         return True
     # AllenNLP takes 0 for false.
-    return _agreed("grad_norm", settings.grad_norm or None, config, "gradient_clipping") or False
+    norm = _agreed("grad_norm", settings.grad_norm or None, config, "gradient_clipping", findings)
+    return norm or False
 
 
-def _resolve_precision(config: Dict[str, Any], settings: TrainerSettings) -> str:
+def _resolve_precision(
+    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
+) -> str:
     enabled = [name for name in PRECISIONS if _is_enabled(config, name)]
     if len(enabled) > 1:
-        raise ConfigurationError(
+        findings.add(
             f"{' and '.join(f'{ROOT}.{name}.enabled' for name in enabled)} are true, but a model "
             "trains in one precision: turn on one of them"
         )
+        return enabled[0]
     if not enabled and settings.use_amp:
-        enabled = [_precision_of_amp(config, settings)]
-        _fill(config, f"{enabled[0]}.enabled", True, "from use_amp")
+        with findings.collect():
+            enabled = [_precision_of_amp(config, settings)]
+            _fill(config, f"{enabled[0]}.enabled", True, "from use_amp")
     for name in PRECISIONS:
         if lookup(config, f"{name}.enabled") == AUTO:
             _fill(config, f"{name}.enabled", False, "from use_amp")
@@ -197,8 +217,9 @@ def _resolve_precision(config: Dict[str, Any], settings: TrainerSettings) -> str
     if precision == "torch_autocast" and _said(config, "torch_autocast.dtype") is None:
         dtype = "bfloat16" if settings.bf16_supported else "float16"
         _fill(config, "torch_autocast.dtype", dtype, f"for {settings.device_type}")
-    _check_device(config, precision, settings)
-    _resolve_loss_scale(config, precision, settings)
+    with findings.collect():
+        _check_device(config, precision, settings)
+        _resolve_loss_scale(config, precision, settings)
     return precision
 
 
@@ -268,16 +289,19 @@ def _resolve_loss_scale(config: Dict[str, Any], precision: str, settings: Traine
         )
 
 
-def _resolve_optimizer(config: Dict[str, Any], settings: TrainerSettings) -> None:
+def _resolve_optimizer(
+    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
+) -> None:
     optimizer = config.get("optimizer")
     if optimizer is None:
         return
-    _refuse_both("optimizer", settings.optimizer, optimizer)
+    _refuse_both("optimizer", settings.optimizer, optimizer, findings)
     params = optimizer.get("params", {})
     if params.get("lr") == AUTO:
         if settings.learning_rate is None:
-            raise _cannot_fill("optimizer.params.lr", "write the learning rate")
-        _fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
+            findings.add(_cannot_fill("optimizer.params.lr", "write the learning rate"))
+        else:
+            _fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
     for name in [name for name, value in params.items() if value == AUTO]:
         del params[name]
         logger.info("%s.optimizer.params.%s is the optimizer's default", ROOT, name)
@@ -291,12 +315,15 @@ def _resolve_muon(config: Dict[str, Any], settings: TrainerSettings) -> None:
 
 
 def _resolve_scheduler(
-    config: Dict[str, Any], settings: TrainerSettings, num_gradient_accumulation_steps: int
+    config: Dict[str, Any],
+    settings: TrainerSettings,
+    num_gradient_accumulation_steps: int,
+    findings: Findings,
 ) -> None:
     scheduler = config.get("scheduler")
     if scheduler is None:
         return
-    _refuse_both("learning_rate_scheduler", settings.learning_rate_scheduler, scheduler)
+    _refuse_both("learning_rate_scheduler", settings.learning_rate_scheduler, scheduler, findings)
     params = scheduler.setdefault("params", {})
     steps = None
     if settings.num_epochs and settings.batches_per_epoch:
@@ -315,8 +342,10 @@ def _resolve_scheduler(
             continue
         path = f"scheduler.params.{name}"
         if known.get(name) is None:
-            raise _cannot_fill(path, _SCHEDULER_HINTS.get(name, "write a value"))
-        _fill(config, path, known[name], "from the trainer")
+            findings.add(_cannot_fill(path, _SCHEDULER_HINTS.get(name, "write a value")))
+            params.pop(name, None)
+        else:
+            _fill(config, path, known[name], "from the trainer")
 
 
 _SCHEDULER_HINTS = {
@@ -326,25 +355,30 @@ _SCHEDULER_HINTS = {
 }
 
 
-def _refuse_both(key: str, name: Optional[str], section: Dict[str, Any]) -> None:
+def _refuse_both(
+    key: str, name: Optional[str], section: Dict[str, Any], findings: Findings
+) -> None:
     if name is not None:
         path = "optimizer" if key == "optimizer" else "scheduler"
-        raise ConfigurationError(
+        findings.add(
             f'{key} is "{name}", but {ROOT}.{path} is "{section["type"]}": give one of them. '
             f'AllenNLP\'s stays if you remove the section (or write "{path}": null over a preset)'
         )
 
 
-def _resolve_nvme_paths(config: Dict[str, Any], settings: TrainerSettings) -> None:
+def _resolve_nvme_paths(
+    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
+) -> None:
     for section in ("offload_param", "offload_optimizer"):
         path = f"zero_optimization.{section}.nvme_path"
         is_nvme = lookup(config, f"zero_optimization.{section}.device") == "nvme"
         if not is_nvme or _said(config, path) is not None:
             continue
         if settings.serialization_dir is None:
-            raise _cannot_fill(
-                path, "write a folder on the NVMe device, or give a serialization_dir"
+            findings.add(
+                _cannot_fill(path, "write a folder on the NVMe device, or give a serialization_dir")
             )
+            continue
         folder = os.path.join(settings.serialization_dir, "nvme")
         _fill(config, path, folder, "in the serialization directory")
 
@@ -399,12 +433,12 @@ def _num_ranks_within(within: Union[int, str], settings: TrainerSettings) -> Tup
     return within, str(within)
 
 
-def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings) -> None:
+def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings: Findings) -> None:
     for section, package in _MONITOR_PACKAGES.items():
         if not _is_enabled(config, section):
             continue
         if package is not None and importlib.util.find_spec(package) is None:
-            raise ConfigurationError(
+            findings.add(
                 f"{ROOT}.{section}.enabled is true, but the package '{package}' isn't installed: "
                 "install it, or remove the section"
             )
@@ -433,7 +467,7 @@ _MONITOR_PACKAGES = {
 _MONITORS_WITH_FILES = ("tensorboard", "csv_monitor")
 
 
-def _drop_remaining_autos(section: Dict[str, Any], path: str = "") -> None:
+def _drop_remaining_autos(section: Dict[str, Any], findings: Findings, path: str = "") -> None:
     """
     An "auto" that nothing fills is DeepSpeed's default, which is what DeepSpeed makes of it too,
     except where a default would decide what kind of training this is.
@@ -441,12 +475,13 @@ def _drop_remaining_autos(section: Dict[str, Any], path: str = "") -> None:
     for key, value in list(section.items()):
         here = f"{path}.{key}".lstrip(".")
         if isinstance(value, dict):
-            _drop_remaining_autos(value, here)
+            _drop_remaining_autos(value, findings, here)
         elif value == AUTO:
-            if key in _CHOICES:
-                raise _cannot_fill(here, f"write {_CHOICES[key]}")
             del section[key]
-            logger.info("%s.%s is DeepSpeed's default", ROOT, here)
+            if key in _CHOICES:
+                findings.add(_cannot_fill(here, f"write {_CHOICES[key]}"))
+            else:
+                logger.info("%s.%s is DeepSpeed's default", ROOT, here)
 
 
 _CHOICES = {
@@ -456,29 +491,29 @@ _CHOICES = {
 }
 
 
-def _cannot_fill(path: str, hint: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{ROOT}.{path} is left open, and nothing in the AllenNLP config says what it is: {hint}"
-    )
+def _cannot_fill(path: str, hint: str) -> str:
+    return f"{ROOT}.{path} is left open, and nothing in the AllenNLP config says what it is: {hint}"
 
 
-def _check_zero(zero: DeepSpeedZeroConfig, grad_norm: Union[float, bool]) -> None:
+def _check_zero(
+    zero: DeepSpeedZeroConfig, grad_norm: Union[float, bool], findings: Findings
+) -> None:
     path = f"{ROOT}.zero_optimization"
     if zero.offload_param is not None and zero.offload_param.device != "none" and zero.stage != 3:
-        raise ConfigurationError(
+        findings.add(
             f'{path}.offload_param.device is "{zero.offload_param.device}", but parameters can be '
             f'offloaded only at stage 3, and {path}.stage is {zero.stage}: write "stage": 3 or '
             '"offload_param": null'
         )
     optimizer = zero.offload_optimizer
     if optimizer is not None and optimizer.device != "none" and zero.stage == 0:
-        raise ConfigurationError(
+        findings.add(
             f'{path}.offload_optimizer.device is "{optimizer.device}", but optimizer states can be '
             f'offloaded only at stages 1 to 3, and {path}.stage is 0: write "stage": 1 or '
             '"offload_optimizer": null'
         )
     if not zero.compute_grad_norm and grad_norm is not False:
-        raise ConfigurationError(
+        findings.add(
             f"{path}.compute_grad_norm is false, but grad_norm (or {ROOT}.gradient_clipping) is "
             f"{json.dumps(grad_norm)}: remove one of them"
         )
@@ -520,29 +555,35 @@ def _check_partition_size(zero: DeepSpeedZeroConfig, settings: TrainerSettings) 
         )
 
 
-def _check_data_types(config: Dict[str, Any], zero: DeepSpeedZeroConfig, precision: str) -> None:
+def _check_data_types(
+    config: Dict[str, Any], zero: DeepSpeedZeroConfig, precision: str, findings: Findings
+) -> None:
     """DeepSpeed checks these only once it wraps the optimizer, with a bare assertion."""
     model = DtypeEnum(precision if precision in ("bf16", "fp16") else "fp32")
     accumulation = _said(config, "data_types.grad_accum_dtype")
     if zero.stage == 0 and accumulation is not None and DtypeEnum(accumulation) is not model:
-        raise ConfigurationError(
+        findings.add(
             f'{ROOT}.data_types.grad_accum_dtype is "{accumulation}", but at stage 0 DeepSpeed '
             f"accumulates gradients in the model's own type, which is {model.name}: remove the "
             'key, or write "zero_optimization": {"stage": 1}'
         )
     parameters = _said(config, "data_types.param_dtype")
     if parameters is not None and DtypeEnum(parameters) is not model:
-        raise ConfigurationError(
+        findings.add(
             f'{ROOT}.data_types.param_dtype is "{parameters}", but the model trains in '
             f'{model.name}: remove the key, or turn on "bf16" or "fp16"'
         )
 
 
-def _check_with_deepspeed(config: Dict[str, Any]) -> None:
+def _check_with_deepspeed(config: Dict[str, Any], findings: Findings) -> None:
     """Has DeepSpeed make the checks across sections that it makes when the engine is built."""
     # The number of workers that `train_batch_size` is for need not be running yet.
-    config = {key: value for key, value in config.items() if key != "train_batch_size"}
+    config = {key: value for key, value in deepcopy(config).items() if key != "train_batch_size"}
+    for path in findings.paths(ROOT):
+        # What has been found already isn't to be said again in DeepSpeed's words.
+        remove(config, path)
     try:
-        EngineConfig(deepcopy(config))
+        EngineConfig(config)
     except (AssertionError, ValueError, TypeError, DeepSpeedConfigError) as error:
-        raise ConfigurationError(f"{ROOT} is refused by DeepSpeed: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"{ROOT} is refused by DeepSpeed: {reason}") from error

@@ -5,17 +5,19 @@ key, what it holds, what is wrong and what to write.
 
 import json
 import re
+from copy import deepcopy
 from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, get_args
 
-from allennlp.common.checks import ConfigurationError
 from deepspeed.runtime import config as ds_config
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from allennlp_deepspeed.config_findings import Findings
 from allennlp_deepspeed.config_schema import Schema, did_you_mean
 
 ROOT = "deepspeed_config"
+AUTO = "auto"
 
 # What can't work inside an AllenNLP trainer: the key, the values that leave it turned off, and why
 # no other will do.
@@ -70,34 +72,81 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
 RENAMED = {"aio.thread_count": "intra_op_parallelism"}
 
 
-def validate(config: Dict[str, Any]) -> None:
+def validate(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
     """
-    Checks a configuration against DeepSpeed's schema. The string "auto" passes anywhere.
+    Checks a configuration against DeepSpeed's schema. The string "auto" passes for the value of any
+    known key.
 
     # Parameters
 
     config : `Dict[str, Any]`
-        The content of a `ds_config.json`.
+        The content of a `ds_config.json`. It is not changed.
+    findings : `Findings`
+        Gets a line for each key that is unknown, removed or unsupported, or whose value is wrong.
 
-    # Raises
+    # Returns
 
-    `ConfigurationError`
-        With a line for each key that is unknown, removed or unsupported, or whose value is wrong.
+    `Dict[str, Any]`
+        The configuration without these keys.
     """
+    config = deepcopy(config)
     for path, (accepted, reason) in UNSUPPORTED.items():
         value = lookup(config, path)
-        if value is not None and value not in (*accepted, "auto"):
-            raise ConfigurationError(
-                f"{ROOT}.{path} is {_json(value)}, but can't work in an AllenNLP trainer: {reason}"
+        if value is not None and value not in (*accepted, AUTO):
+            findings.refuse(
+                f"{ROOT}.{path}",
+                f"{ROOT}.{path} is {_json(value)}, but can't work in an AllenNLP trainer: {reason}",
             )
+            remove(config, path)
+    for check in (_schema_errors, _missed_errors):
+        for section in list(config):
+            # A section's own check comes after those of its keys.
+            while section in config:
+                errors = list(check({section: config[section]}))
+                for keys, line in errors:
+                    findings.refuse(".".join([ROOT, *keys]), line)
+                    remove(config, ".".join(keys))
+                if not errors:
+                    break
+    return config
+
+
+def _schema_errors(config: Dict[str, Any]) -> Iterator[Tuple[List[str], str]]:
+    """What DeepSpeed's models refuse: the keys that lead there, and a line about it."""
     try:
         Schema(**config)
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(details, config) for details in error.errors())
-        raise ConfigurationError("\n".join(lines)) from None
+        for details in error.errors():
+            yield list(_keys_in(config, details["loc"])), _explain(details, config)
     except (AssertionError, TypeError) as error:
         # Some of DeepSpeed's validators raise what pydantic does not collect.
-        raise ConfigurationError(f"{ROOT}: {error}") from None
+        yield list(config), f"{ROOT}: {error}"
+
+
+def _missed_errors(
+    section: Dict[str, Any], keys: Tuple[str, ...] = (), model: Type[BaseModel] = Schema
+) -> Iterator[Tuple[List[str], str]]:
+    """
+    What DeepSpeed's models let pass: they drop an "auto" before they look at its key, and take true
+    for 1.
+    """
+    fields = {name: f for key, f in model.model_fields.items() for name in (key, f.alias) if name}
+    for key, value in section.items():
+        here = [*keys, key]
+        path = ".".join([ROOT, *here])
+        field = fields.get(key)
+        submodel = None if field is None else _submodel(field)
+        if field is None:
+            if value == AUTO:
+                yield here, _explain_unknown(path, here)
+        elif isinstance(value, bool) and not _takes_bool(field.annotation):
+            yield here, f"{path} is {_json(value)}: must be a number{_hint(here, field)}"
+        elif isinstance(value, dict) and submodel is not None:
+            yield from _missed_errors(value, tuple(here), submodel)
+
+
+def _takes_bool(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))
 
 
 def lookup(config: Dict[str, Any], path: str) -> Any:
@@ -106,6 +155,14 @@ def lookup(config: Dict[str, Any], path: str) -> Any:
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+def remove(config: Dict[str, Any], path: str) -> None:
+    """Removes what is at a dotted path, if anything is."""
+    *sections, key = path.split(".")
+    section = lookup(config, ".".join(sections)) if sections else config
+    if isinstance(section, dict):
+        section.pop(key, None)
 
 
 def _explain(error: Any, config: Dict[str, Any]) -> str:
@@ -129,9 +186,12 @@ def _explain(error: Any, config: Dict[str, Any]) -> str:
         )
     if isinstance(error["input"], (dict, BaseModel)):
         return f"{path}: {message}"
+    return f"{path} is {_json(error['input'])}: {message}{_hint(keys, field)}"
+
+
+def _hint(keys: List[str], field: FieldInfo) -> str:
     default = None if field.is_required() else field.get_default()
-    hint = "" if default is None else f" (DeepSpeed's default is {_json(default)})"
-    return f"{path} is {_json(error['input'])}: {message}{hint}"
+    return "" if default is None else f" (DeepSpeed's default is {_json(default)})"
 
 
 def _explain_unknown(path: str, keys: List[str]) -> str:

@@ -29,6 +29,7 @@ from allennlp_deepspeed import activation_checkpointing, recovery
 from allennlp_deepspeed.batch_groups import fixed_size
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.config_findings import Findings
 from allennlp_deepspeed.config_schema import did_you_mean
 from allennlp_deepspeed.contrastive.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.operators import check_nvme
@@ -86,7 +87,8 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     # Raises
 
     `ConfigurationError`
-        If the config has a "deepspeed" trainer that can't be constructed or can't finish.
+        If the config has a "deepspeed" trainer that can't be constructed or can't finish. With a
+        line for each reason.
     """
     config: Dict[str, Any] = params.as_dict(quiet=True)
     trainer = config.get("trainer")
@@ -106,39 +108,54 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     if trainer_type != "deepspeed":
         _check_no_own_keys(trainer, trainer_type)
         return
-    _check_keys(trainer)
-    ReadingPace(trainer.get("log_every_num_steps"))  # raises
+    findings = Findings()
+    _check_keys(trainer, findings)
+    _check_trainer(config, findings)
+    _check_checkpointer(trainer.get("checkpointer"), findings)
+    with findings.collect():
+        _check_deepspeed_config(config, findings, on_this_machine)
+    findings.raise_any()
+
+
+def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
+    """What it says itself, whatever DeepSpeed makes of it."""
+    trainer = config["trainer"]
+    with findings.collect():
+        ReadingPace(trainer.get("log_every_num_steps"))  # raises
     if trainer.get("grad_cache") is not None:
-        GradCacheSettings(trainer["grad_cache"])  # raises
+        with findings.collect():
+            GradCacheSettings(trainer["grad_cache"])  # raises
     if trainer.get("activation_checkpointing") is not None:
-        activation_checkpointing.check_patterns(trainer["activation_checkpointing"])
-    devices = worker_devices(config)
-    if len(devices) > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
-        raise ConfigurationError(
+        with findings.collect():
+            activation_checkpointing.check_patterns(trainer["activation_checkpointing"])
+    num_workers = len(worker_devices(config))
+    if num_workers > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
+        findings.add(
             "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
             'them: add "type": "deepspeed" at the top level of the config.'
         )
     accelerator = _accelerator(config)
     if _registered_name(accelerator) not in (None, _DEFAULT_TYPE, "torch", "deepspeed"):
-        raise ConfigurationError(
+        findings.add(
             f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
             'DeepSpeed takes its place: write "deepspeed", or leave it out.'
         )
-    checkpointer = _registered_name(trainer.get("checkpointer"))
-    if checkpointer not in (None, _DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available()):
-        raise ConfigurationError(
-            f"'trainer.checkpointer.type' is '{checkpointer}', but the 'deepspeed' trainer needs a "
-            'DeepSpeedCheckpointer: write "deepspeed", or leave out the type.'
-        )
-    if checkpointer in (_DEFAULT_TYPE, "deepspeed") and isinstance(trainer["checkpointer"], dict):
-        _check_checkpointer(trainer["checkpointer"])
+
+
+def _check_deepspeed_config(
+    config: Dict[str, Any], findings: Findings, on_this_machine: bool
+) -> None:
+    trainer = config["trainer"]
     deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
     if not on_this_machine:
+        deepspeed_config.check_schema(findings)
         return
-    settings = trainer_settings(config, devices, deepspeed_config)
-    resolved = deepspeed_config.resolve(settings)
-    check_nvme(resolved, settings.device_type)
-    check_optimizer(trainer.get("optimizer"), resolved, settings.device_type)
+    settings = trainer_settings(config, worker_devices(config), deepspeed_config)
+    resolved = deepspeed_config.resolve_collecting(settings, findings)
+    with findings.collect():
+        check_nvme(resolved, settings.device_type)
+    with findings.collect():
+        check_optimizer(trainer.get("optimizer"), resolved, settings.device_type)
 
 
 def _accelerator(config: Dict[str, Any]) -> Any:
@@ -193,7 +210,7 @@ def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> 
             )
 
 
-def _check_keys(trainer: Dict[str, Any]) -> None:
+def _check_keys(trainer: Dict[str, Any], findings: Findings) -> None:
     """AllenNLP drops keys that a trainer doesn't know in silence."""
     known = [
         name
@@ -202,7 +219,7 @@ def _check_keys(trainer: Dict[str, Any]) -> None:
     ]
     for key in trainer:
         if key not in ("type", "run_sanity_checks", *known):
-            raise ConfigurationError(
+            findings.add(
                 f"'trainer.{key}' is no key of the 'deepspeed' trainer: {did_you_mean(key, known)}"
             )
 
@@ -222,20 +239,30 @@ class _CheckpointerKeys(BaseModel):
     on_corrupt: Literal["error", "previous"] = "error"
 
 
-def _check_checkpointer(checkpointer: Dict[str, Any]) -> None:
+def _check_checkpointer(checkpointer: Any, findings: Findings) -> None:
+    name = _registered_name(checkpointer)
+    if name not in (None, _DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available()):
+        findings.add(
+            f"'trainer.checkpointer.type' is '{name}', but the 'deepspeed' trainer needs a "
+            'DeepSpeedCheckpointer: write "deepspeed", or leave out the type.'
+        )
+        return
+    if name not in (_DEFAULT_TYPE, "deepspeed") or not isinstance(checkpointer, dict):
+        return
     try:
         _CheckpointerKeys.model_validate(checkpointer)
     except ValidationError as validation_error:
-        error = validation_error.errors()[0]
-        key = ".".join(map(str, error["loc"]))
-        if error["type"] == "extra_forbidden":
-            advice = did_you_mean(key, list(_CheckpointerKeys.model_fields))
-            raise ConfigurationError(
-                f"'trainer.checkpointer.{key}' is no key of the checkpointer: {advice}"
-            ) from None
-        raise ConfigurationError(
-            f"'trainer.checkpointer.{key}' is {json.dumps(error['input'])}: {error['msg']}."
-        ) from None
+        for error in validation_error.errors():
+            key = ".".join(map(str, error["loc"]))
+            if error["type"] == "extra_forbidden":
+                advice = did_you_mean(key, list(_CheckpointerKeys.model_fields))
+                findings.add(
+                    f"'trainer.checkpointer.{key}' is no key of the checkpointer: {advice}"
+                )
+            else:
+                findings.add(
+                    f"'trainer.checkpointer.{key}' is {json.dumps(error['input'])}: {error['msg']}."
+                )
 
 
 def worker_devices(config: Dict[str, Any]) -> List[int]:
