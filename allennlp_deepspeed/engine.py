@@ -26,7 +26,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from overrides import overrides
 from torch.utils._pytree import tree_map_only
 
-from allennlp_deepspeed import activation_checkpointing, deepspeed_logging
+from allennlp_deepspeed import activation_checkpointing, deepspeed_logging, parameter_layout
 from allennlp_deepspeed.config import ResolvedConfig
 from allennlp_deepspeed.one_process import as_one_process
 from allennlp_deepspeed.operators import check_nvme
@@ -128,6 +128,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
+            self._undo.callback(parameter_layout.freeze_empty(model))
         attributes = {module: set(vars(module)) for module in model.modules()}
         self.engine, *_ = deepspeed.initialize(
             # DeepSpeed takes the device's index for the local rank unless it is told both.
@@ -246,6 +247,7 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
             _init_group_of_one(device)
             undo.callback(_destroy_process_group)
             undo.enter_context(as_one_process())
+        undo.enter_context(parameter_layout.any_layout())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)
         # ZeRO-3 puts its own in the place of it.

@@ -1,0 +1,111 @@
+"""
+Parameters that DeepSpeed doesn't expect: those without dimensions, transposed or in another memory
+format it can't view as the bytes that it broadcasts, and empty ones it can't partition.
+"""
+
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Iterable, Iterator, List
+from unittest import mock
+
+from deepspeed import zero
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.nn import Module, Parameter
+
+
+@contextmanager
+def any_layout() -> Iterator[None]:
+    """
+    Within it DeepSpeed takes parameters of any shape and layout: it sees them as vectors where it
+    broadcasts them, and at ZeRO stage 3 those without elements stay as they are. Stages 1 to 3
+    leave them contiguous.
+    """
+    broadcast_model = DeepSpeedEngine._broadcast_model
+    zero_init_param = zero.Init._zero_init_param
+    iter_params = partitioned_param_coordinator.iter_params
+    partition = zero.Init._partition
+    exit_gathered = zero.GatheredParameters._exit
+
+    def _broadcast_model(engine: DeepSpeedEngine) -> None:
+        with _as_vectors(engine.module.parameters()):
+            broadcast_model(engine)
+
+    def _zero_init_param(init: zero.Init, parameter: Any) -> None:
+        shape = parameter.shape
+        with _as_vectors([parameter]):
+            zero_init_param(init, parameter)
+        parameter.ds_shape = shape
+        if parameter.ds_numel == 0:
+            parameter.data = parameter.data.new_empty(shape)
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+    def _partition(init: zero.Init, parameters: List[Any], *args: Any, **kwargs: Any) -> None:
+        # An empty one is partitioned once, for what DeepSpeed keeps on it.
+        parameters = [p for p in parameters if p.ds_numel > 0 or p.ds_tensor is None]
+        partition(init, parameters, *args, **kwargs)
+
+    def _iter_params(*args: Any, **kwargs: Any) -> Iterable[Any]:
+        return (p for p in iter_params(*args, **kwargs) if _numel(p) > 0)
+
+    def _exit(gathered: zero.GatheredParameters, *exception: Any) -> Any:
+        if gathered.src_rank is None:
+            return exit_gathered(gathered, *exception)
+        with _as_vectors(gathered.params):
+            return exit_gathered(gathered, *exception)
+
+    with ExitStack() as patches:
+        for owner, name, function in (
+            (DeepSpeedEngine, "_broadcast_model", _broadcast_model),
+            (zero.Init, "_zero_init_param", _zero_init_param),
+            (zero.Init, "_partition", _partition),
+            (partitioned_param_coordinator, "iter_params", _iter_params),
+            (parameter_offload, "iter_params", _iter_params),
+            (zero.GatheredParameters, "_exit", _exit),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+@contextmanager
+def _as_vectors(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """
+    Within it parameters that can't be viewed as bytes have one dimension. They get their shape and
+    layout back with the values that the vectors have then, unless they have been partitioned.
+    """
+    changed = []
+    for parameter in parameters:
+        data = parameter.data
+        if data.dim() == 0 or not data.is_contiguous():
+            parameter.data = data.reshape(-1)
+            changed.append((parameter, parameter.data, data))
+    try:
+        yield
+    finally:
+        for parameter, vector, data in changed:
+            if parameter.data.shape == vector.shape:
+                parameter.data = data.copy_(parameter.data.view(data.shape))
+
+
+def freeze_empty(model: Module) -> Callable[[], None]:
+    """
+    Freezes the parameters without elements, for ZeRO stage 3, whose optimizer has no place for
+    them. Their gradients are all that changes.
+
+    # Returns
+
+    `Callable[[], None]`
+        Undoes it.
+    """
+    empty = [p for p in model.parameters() if p.requires_grad and _numel(p) == 0]
+
+    def require_grad(value: bool) -> None:
+        for parameter in empty:
+            parameter.requires_grad_(value)
+
+    require_grad(False)
+    return lambda: require_grad(True)
+
+
+def _numel(parameter: Any) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())
