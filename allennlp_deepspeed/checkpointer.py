@@ -554,7 +554,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             raise CheckpointError(
                 f"The workers see no checkpoint in common in {self._serialization_dir}: {seen}. "
                 "All nodes need one serialization directory that they share, or "
-                '"deepspeed_config": {"checkpoint": {"use_node_local_storage": true}}.'
+                '"checkpoint": {"use_node_local_storage": true} in "deepspeed_config".'
             )
         for point in own:
             if point not in common and dist.get_rank() == ranks_here[0]:

@@ -30,7 +30,9 @@ class DeepSpeedConfig(Registrable):
     "deepspeed_config": {"type": "zero_3_offload", "bf16": {"enabled": true}}
     ```
 
-    The value "auto", or no value at all, leaves a key to the AllenNLP side of the config file. To
+    The value "auto", or no value at all, leaves a key to the AllenNLP side of the config file. The
+    ZeRO stage is 2 unless something here says otherwise, wherever it comes from: with
+    `{"bf16": {"enabled": true}}`, with `{"zero_optimization": {}}` and with nothing at all. To
     register a preset of your own, give a subclass its own `preset`.
 
     # Parameters

@@ -26,6 +26,7 @@ from allennlp_deepspeed.config_validation import AUTO, ROOT, lookup, remove
 logger = logging.getLogger(__name__)
 
 PRECISIONS = ("bf16", "fp16", "torch_autocast")
+DEFAULT_STAGE = 2
 _STAGE = "zero_optimization.stage"
 _PARTITION_SIZE = "zero_optimization.zero_hpz_partition_size"
 
@@ -48,6 +49,7 @@ def resolve(
     """
     config = {key: value for key, value in deepcopy(config).items() if value != AUTO}
     has_optimizer, has_scheduler = "optimizer" in config, "scheduler" in config
+    _resolve_stage(config)
     micro_batch_size, num_gradient_accumulation_steps = _resolve_batch_sizes(
         config, settings, findings
     )
@@ -137,14 +139,29 @@ def _agreed(key: str, value: Any, config: Dict[str, Any], path: str, findings: F
     return value
 
 
+def _resolve_stage(config: Dict[str, Any]) -> None:
+    """What a config doesn't say is as if there were none, which is "zero_2"."""
+    if _said(config, _STAGE) is None:
+        _fill(config, _STAGE, DEFAULT_STAGE, 'default, as with "zero_2"')
+    else:
+        logger.info("%s.%s is %s", ROOT, _STAGE, lookup(config, _STAGE))
+
+
 def _resolve_batch_sizes(
     config: Dict[str, Any], settings: TrainerSettings, findings: Findings
 ) -> Tuple[int, int]:
     """The number of instances in a micro-batch, and of micro-batches in an optimizer step."""
     num_lines = len(findings.lines)
+    steps = settings.num_gradient_accumulation_steps
+    if steps is not None and (isinstance(steps, bool) or steps < 1):
+        findings.refuse(
+            "num_gradient_accumulation_steps",
+            f"num_gradient_accumulation_steps is {json.dumps(steps)}: must be at least 1",
+        )
+        steps = None
     steps = _agreed(
         "num_gradient_accumulation_steps",
-        settings.num_gradient_accumulation_steps,
+        steps,
         config,
         "gradient_accumulation_steps",
         findings,
@@ -181,7 +198,8 @@ def _resolve_batch_sizes(
 def _resolve_grad_norm(
     config: Dict[str, Any], settings: TrainerSettings, findings: Findings
 ) -> Union[float, bool]:
-    if settings.grad_norm is True:
+    norm = settings.grad_norm
+    if norm is True:
         clipping = _said(config, "gradient_clipping")
         if clipping:
             findings.add(
@@ -190,9 +208,15 @@ def _resolve_grad_norm(
                 "reported then too), or gradient_clipping to report only"
             )
         return True
+    if norm is not None and not (isinstance(norm, (int, float)) and norm >= 0):
+        findings.refuse(
+            "grad_norm",
+            f"grad_norm is {json.dumps(norm)}: must be a number above 0 to clip to, true to report "
+            "the norm without clipping, or false",
+        )
+        norm = None
     # AllenNLP takes 0 for false.
-    norm = _agreed("grad_norm", settings.grad_norm or None, config, "gradient_clipping", findings)
-    return norm or False
+    return _agreed("grad_norm", norm, config, "gradient_clipping", findings) or False
 
 
 def _resolve_precision(
@@ -205,6 +229,11 @@ def _resolve_precision(
             "trains in one precision: turn on one of them"
         )
         return enabled[0]
+    if enabled and settings.use_amp is False:
+        findings.add(
+            f"use_amp is false, but {ROOT}.{enabled[0]}.enabled is true: remove one of them, or "
+            "give both the same value"
+        )
     if not enabled and settings.use_amp:
         with findings.collect():
             enabled = [_precision_of_amp(config, settings)]
@@ -388,7 +417,7 @@ def _resolve_shard_within(config: Dict[str, Any], settings: TrainerSettings) -> 
     if within is None:
         return
     num_ranks, description = _num_ranks_within(within, settings)
-    stage = lookup(config, "zero_optimization.stage") or 0
+    stage = lookup(config, _STAGE)
     if stage != 3:
         raise ConfigurationError(
             f"shard_within is {description}, but parameters are sharded only at ZeRO stage 3, and "
@@ -485,7 +514,6 @@ def _drop_remaining_autos(section: Dict[str, Any], findings: Findings, path: str
 
 
 _CHOICES = {
-    "stage": "0, 1, 2 or 3",
     "device": '"none", "cpu" or "nvme"',
     "enabled": "true or false",
 }

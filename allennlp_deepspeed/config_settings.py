@@ -12,8 +12,8 @@ class TrainerSettings:
     num_gradient_accumulation_steps : `int`, optional (default = `None`)
     gradient_synchronization : `str`, optional (default = `"auto"`)
     grad_norm : `Union[float, bool]`, optional (default = `None`)
-        `False` says no more than `None`.
-    use_amp : `bool`, optional (default = `False`)
+        `False`, as 0, is no clipping.
+    use_amp : `bool`, optional (default = `None`)
     grad_scaling : `bool`, optional (default = `True`)
     optimizer : `str`, optional (default = `None`)
         The registered name or the class name of the AllenNLP optimizer.
@@ -41,7 +41,7 @@ class TrainerSettings:
     num_gradient_accumulation_steps: Optional[int] = None
     gradient_synchronization: str = "auto"
     grad_norm: Union[float, bool, None] = None
-    use_amp: bool = False
+    use_amp: Optional[bool] = None
     grad_scaling: bool = True
     optimizer: Optional[str] = None
     learning_rate: Optional[float] = None

@@ -191,6 +191,8 @@ def _explain(error: Any, config: Dict[str, Any]) -> str:
 
 def _hint(keys: List[str], field: FieldInfo) -> str:
     default = None if field.is_required() else field.get_default()
+    if keys == [ZERO_OPTIMIZATION, "stage"]:
+        return " (2 if nothing is said)"
     return "" if default is None else f" (DeepSpeed's default is {_json(default)})"
 
 

@@ -293,7 +293,7 @@ def trainer_settings(
         num_gradient_accumulation_steps=trainer.get("num_gradient_accumulation_steps"),
         gradient_synchronization=trainer.get("gradient_synchronization", "auto"),
         grad_norm=trainer.get("grad_norm"),
-        use_amp=trainer.get("use_amp", False),
+        use_amp=trainer.get("use_amp"),
         grad_scaling=trainer.get("grad_scaling", True),
         optimizer=_registered_name(optimizer),
         learning_rate=learning_rate,

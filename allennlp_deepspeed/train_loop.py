@@ -142,7 +142,7 @@ def _constructed_partitioned(arguments: Arguments) -> Iterator[None]:
     world_size = trainer.get("world_size", 1)
     partitioning = DeepSpeedConfig.of(trainer.get("deepspeed_config")).partitioning(
         TrainerSettings(
-            use_amp=trainer.get("use_amp", False),
+            use_amp=trainer.get("use_amp"),
             world_size=world_size,
             serialization_dir=arguments["serialization_dir"],
             shard_within=trainer.get("shard_within"),

@@ -113,15 +113,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         steps the progress bar is updated, the ranks tell each other of a signal or a NaN, which
         ends training, and `save_every_num_seconds` is asked. `None` for about once a second. The
         metrics of an epoch, and those that callbacks look into, are the same with any number.
-    grad_norm : `Union[float, bool]`, optional (default = `False`)
+    grad_norm : `Union[float, bool]`, optional (default = `None`)
         A number is DeepSpeed's `gradient_clipping`. A number or `True` has `batch_grad_norm`
         reported to callbacks, the norm of the whole gradient over all ranks before clipping.
     grad_clipping : `float`, optional (default = `None`)
         Applied as in AllenNLP, after the norm has been clipped, to each element of the gradient
         that the optimizer steps with.
-    use_amp : `bool`, optional (default = `False`)
+    use_amp : `bool`, optional (default = `None`)
         Computes in bf16 where the device can, else in fp16, unless `deepspeed_config` already
-        names a precision. On CPU too.
+        names a precision. On CPU too. `None` leaves it to `deepspeed_config`, and `False` is fp32.
     checkpointer : `DeepSpeedCheckpointer`, optional (default = `None`)
         `None` saves no checkpoints. In a config file the default is a `DeepSpeedCheckpointer`.
     shard_within : `Union[int, str]`, optional (default = `None`)
@@ -157,7 +157,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         serialization_dir: Optional[Union[str, os.PathLike]] = None,
         checkpointer: Optional[DeepSpeedCheckpointer] = None,
         cuda_device: Optional[Union[int, torch.device]] = None,
-        grad_norm: Union[float, bool] = False,
+        grad_norm: Union[float, bool, None] = None,
         grad_clipping: Optional[float] = None,
         learning_rate_scheduler: Optional[LearningRateScheduler] = None,
         momentum_scheduler: Optional[MomentumScheduler] = None,
@@ -170,7 +170,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         gradient_synchronization: str = "auto",
         grad_cache: Optional[Dict[str, Any]] = None,
         log_every_num_steps: Optional[int] = None,
-        use_amp: bool = False,
+        use_amp: Optional[bool] = None,
         enable_default_callbacks: bool = True,
         run_confidence_checks: bool = True,
         grad_scaling: bool = True,
@@ -923,7 +923,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         validation_metric: Union[str, List[str]] = "-loss",
         num_epochs: int = 20,
         cuda_device: Optional[Union[int, torch.device]] = None,
-        grad_norm: Union[float, bool] = False,
+        grad_norm: Union[float, bool, None] = None,
         grad_clipping: float = None,
         distributed: bool = False,
         world_size: int = 1,
@@ -931,7 +931,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         gradient_synchronization: str = "auto",
         grad_cache: Optional[Dict[str, Any]] = None,
         log_every_num_steps: Optional[int] = None,
-        use_amp: bool = False,
+        use_amp: Optional[bool] = None,
         no_grad: List[str] = None,
         optimizer: Optional[Lazy[Optimizer]] = None,
         learning_rate_scheduler: Lazy[LearningRateScheduler] = None,

@@ -211,6 +211,33 @@ class TestPresets:
         assert (zero.offload_optimizer and zero.offload_optimizer.device) == optimizer_device
         assert (zero.offload_param and zero.offload_param.device) == parameter_device
 
+    @pytest.mark.parametrize(
+        "config",
+        [
+            None,
+            {},
+            {"bf16": {"enabled": True}},
+            {"type": "ds_config", "checkpoint": {"use_node_local_storage": True}},
+            {"zero_optimization": {}},
+            {"zero_optimization": {"reduce_bucket_size": 10**6}},
+            {"zero_optimization": {"stage": "auto"}},
+            {"zero_optimization": "auto"},
+            {"type": "zero_3", "zero_optimization": None},
+        ],
+    )
+    def test_the_stage_is_2_unless_something_says_otherwise(self, config, caplog):
+        with caplog.at_level(logging.INFO, logger="allennlp_deepspeed"):
+            resolved = resolve(config)
+        assert resolved.zero_stage == EngineConfig(resolved.engine_config).zero_config.stage == 2
+        assert "deepspeed_config.zero_optimization.stage is 2" in caplog.text
+        partitioning = DeepSpeedConfig.of(config).partitioning(TrainerSettings())
+        assert partitioning["zero_optimization"]["stage"] == 2
+
+    def test_a_stage_that_is_said_stays(self, caplog):
+        with caplog.at_level(logging.INFO, logger="allennlp_deepspeed"):
+            assert resolve({"zero_optimization": {"stage": 0}}).zero_stage == 0
+        assert "deepspeed_config.zero_optimization.stage is 0" in caplog.text
+
     def test_all_presets_are_listed(self):
         assert set(DeepSpeedConfig.list_available()) == {"ds_config", *PRESETS}
 
@@ -263,6 +290,16 @@ class TestUnknownKeys:
             ({"comms_logger": {"verbos": True}}, 'did you mean "verbose"?'),
             ({"compile": {"deep_compile": True}}, 'did you mean "deepcompile"?'),
             ({"data_efficiency": {"seeds": 1}}, 'did you mean "seed"?'),
+            # DeepSpeed drops an "auto" before it looks at the key.
+            ({"gradient_cliping": "auto"}, 'did you mean "gradient_clipping"?'),
+            (
+                {"zero_optimization": {"stage3_max_live_params": "auto"}},
+                'did you mean "stage3_max_live_parameters"?',
+            ),
+            (
+                {"zero_optimization": {"stage": 3, "offload_param": {"nvme_pth": "auto"}}},
+                'offload_param.nvme_pth is unknown: did you mean "nvme_path"?',
+            ),
         ],
     )
     def test_an_unknown_key_is_refused_with_the_nearest_known_one(self, config, message):
@@ -330,7 +367,7 @@ class TestWrongValues:
         [
             (
                 {"zero_optimization": {"stage": 7}},
-                "deepspeed_config.zero_optimization.stage is 7: must be one of 0, 1, 2, 3 (Deep",
+                "deepspeed_config.zero_optimization.stage is 7: must be one of 0, 1, 2, 3 (2 if",
             ),
             (
                 {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
@@ -358,6 +395,13 @@ class TestWrongValues:
             (
                 {"gradient_clipping": -1},
                 "gradient_clipping is -1: must be greater than or equal to 0",
+            ),
+            ({"gradient_clipping": True}, "gradient_clipping is true: must be a number"),
+            ({"train_batch_size": True}, "train_batch_size is true: must be a number"),
+            ({"steps_per_print": True}, "steps_per_print is true: must be a number"),
+            (
+                {"zero_optimization": {"stage": True}},
+                "zero_optimization.stage is true: must be a number (2 if nothing is said)",
             ),
             (
                 {"torch_autocast": {"enabled": "false"}},
@@ -398,7 +442,10 @@ class TestWrongValues:
                 "deepspeed_config is refused by DeepSpeed: gradient_allreduce_op='sum' is not",
             ),
             (
-                {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+                {
+                    "zero_optimization": {"stage": 0},
+                    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+                },
                 "deepspeed_config is refused by DeepSpeed: Bf16_master_weights_and_grads is only",
             ),
         ],
@@ -438,7 +485,7 @@ class TestWrongValues:
 
     def test_what_cannot_work_is_accepted_where_it_is_turned_off(self):
         off = {"autotuning": {"enabled": False}, "hybrid_engine": {"enabled": False}}
-        assert resolve({**off, "dataloader_drop_last": False}).zero_stage == 0
+        assert resolve({**off, "dataloader_drop_last": False}).zero_stage == 2
 
 
 class TestBatchSizes:
@@ -467,6 +514,12 @@ class TestBatchSizes:
             "num_gradient_accumulation_steps is 2, "
             "but deepspeed_config.gradient_accumulation_steps is 4: "
         )
+
+    @pytest.mark.parametrize("steps", [0, -1, False, True])
+    def test_no_accumulation_is_one_step(self, steps):
+        message = refusal({"gradient_accumulation_steps": 4}, num_gradient_accumulation_steps=steps)
+        shown = json.dumps(steps)
+        assert message == f"num_gradient_accumulation_steps is {shown}: must be at least 1"
 
     def test_a_micro_batch_of_another_size_than_the_data_loaders_is_refused(self):
         message = refusal({"train_micro_batch_size_per_gpu": 16}, micro_batch_size=8)
@@ -518,11 +571,18 @@ class TestGradientNorm:
         assert isinstance(resolved.grad_norm, bool) == isinstance(expected, bool)
         assert resolved.engine_config["gradient_clipping"] == engine_clipping
 
-    @pytest.mark.parametrize("clipping, grad_norm", [(1.0, 2.0), (0.0, 1.0), (1.0, True)])
+    @pytest.mark.parametrize(
+        "clipping, grad_norm", [(1.0, 2.0), (0.0, 1.0), (1.0, True), (2.0, False), (2.0, 0)]
+    )
     def test_different_norms_are_refused_with_both_keys_and_values(self, clipping, grad_norm):
         message = refusal({"gradient_clipping": clipping}, grad_norm=grad_norm)
         assert f"grad_norm is {json.dumps(grad_norm)}" in message
         assert f"deepspeed_config.gradient_clipping is {clipping}" in message
+
+    @pytest.mark.parametrize("grad_norm", [-1, "1.0", [1.0]])
+    def test_what_is_no_norm_is_refused(self, grad_norm):
+        message = refusal({"gradient_clipping": 2.0}, grad_norm=grad_norm)
+        assert message.startswith(f"grad_norm is {json.dumps(grad_norm)}: must be a number above 0")
 
     def test_a_norm_that_is_not_computed_is_refused(self):
         zero = {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}
@@ -584,6 +644,13 @@ class TestPrecision:
         message = refusal(config, device_type="cuda")
         assert all(f"deepspeed_config.{name}.enabled" in message for name in config)
 
+    @pytest.mark.parametrize("precision", ["bf16", "torch_autocast"])
+    def test_a_precision_where_use_amp_is_turned_off_is_refused(self, precision):
+        message = refusal({precision: {"enabled": True}}, use_amp=False)
+        assert f"use_amp is false, but deepspeed_config.{precision}.enabled is true" in message
+        assert resolve({precision: {"enabled": "auto"}}, use_amp=False).precision == "fp32"
+        assert resolve({precision: {"enabled": True}}, use_amp=None).precision == precision
+
     def test_use_amp_where_every_precision_is_off_is_refused(self):
         off = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
         message = refusal(off, use_amp=True)
@@ -622,8 +689,10 @@ class TestPrecision:
 
     def test_another_type_for_accumulation_is_refused_at_stage_0(self):
         config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-        assert 'data_types.grad_accum_dtype is "fp32", but at stage 0' in refusal(config)
+        stage_0 = {"zero_optimization": {"stage": 0}, **config}
+        assert 'data_types.grad_accum_dtype is "fp32", but at stage 0' in refusal(stage_0)
         assert resolve({"type": "zero_1", **config}).zero_stage == 1
+        assert resolve(config).zero_stage == 2
 
     def test_another_type_for_parameters_is_refused(self):
         config = {"type": "zero_2", "data_types": {"param_dtype": "bf16"}}
@@ -705,7 +774,6 @@ class TestOptimizerAndScheduler:
                 {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}},
                 "scheduler.params.warmup_max_lr is left open",
             ),
-            ({"zero_optimization": {"stage": "auto"}}, "stage is left open"),
             (
                 {"type": "zero_2", "zero_optimization": {"offload_optimizer": {"device": "auto"}}},
                 'says what it is: write "none", "cpu" or "nvme"',
@@ -744,7 +812,8 @@ class TestOffloading:
     def test_optimizer_states_are_not_offloaded_at_stage_0(self):
         offload = {"offload_optimizer": {"device": "cpu"}}
         assert 'write "stage": 1 or' in refusal({"zero_optimization": {"stage": 0, **offload}})
-        assert 'write "stage": 1 or' in refusal({"zero_optimization": {"cpu_offload": True}})
+        offload_0 = {"zero_optimization": {"stage": 0, "cpu_offload": True}}
+        assert 'write "stage": 1 or' in refusal(offload_0)
         assert resolve({"zero_optimization": {"stage": 1, **offload}}).zero_stage == 1
 
 

@@ -163,9 +163,10 @@ def test_the_console_has_each_record_once(tmp_path: Path):
 def test_deepspeeds_logger_is_as_it_was_when_the_engine_is_gone(caplog):
     logger = deepspeed.utils.logger
     before = (list(logger.handlers), logger.level, logger.propagate)
+    stage_0 = {"zero_optimization": {"stage": 0}}
     reports = {"steps_per_print": 5, "comms_logger": {"enabled": True}}
     with caplog.at_level(logging.INFO):
-        train_in_python(DeepSpeedTrainer, deepspeed_config={"zero_optimization": {}, **reports})
+        train_in_python(DeepSpeedTrainer, deepspeed_config={**stage_0, **reports})
     assert "step=5, skipped=0" in caplog.text
     assert (list(logger.handlers), logger.level, logger.propagate) == before
     assert not deepspeed.comm.comm.comms_logger.enabled
