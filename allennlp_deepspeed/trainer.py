@@ -42,6 +42,7 @@ from allennlp_deepspeed import files, optimizers, weights, worker_failure
 from allennlp_deepspeed.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, micro_batch_size, num_batches
 from allennlp_deepspeed.batch_metrics import BatchMetrics
+from allennlp_deepspeed.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.communication_callback import CommunicationCallback
@@ -70,7 +71,6 @@ logger = logging.getLogger(__name__)
 _LOADERS_OF_ALLENNLP = (MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader)
 
 _PROGRESS_INTERVAL = 1.0  # seconds
-_BROADCAST_BUCKET_SIZE = 250 * 1024 * 1024  # bytes, as in DistributedDataParallel
 
 
 @Trainer.register("deepspeed", constructor="from_partial_objects")
@@ -268,7 +268,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             # Epochs completed when the best weights were saved last.
             self._best_weights_saved_after: Optional[int] = None
             self._interruption = TrainingInterruption(is_worker=distributed)
-            self._buffers = list(self.model.buffers())
+            self._buffers = BufferBroadcast(self.model, self.cuda_device)
             if self._moving_average is not None:
                 if self.engine.zero_nvme_offload_optimizer():
                     raise ConfigurationError(
@@ -493,14 +493,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return super().batch_outputs(batch, for_training)
 
     def _broadcast_buffers(self) -> None:
-        """
-        Gives every rank the buffers of rank 0, as `DistributedDataParallel` does before each
-        forward pass: batch normalisation, for example, is to validate with the same statistics
-        everywhere.
-        """
-        if self._buffers and self._distributed:
-            group = torch.distributed.distributed_c10d._get_default_group()
-            torch.distributed._broadcast_coalesced(group, self._buffers, _BROADCAST_BUCKET_SIZE, 0)
+        """Gives every rank the buffers of rank 0, before each forward pass."""
+        if self._distributed:
+            self._buffers.broadcast()
 
     @overrides
     def _train_epoch(self, epoch: int) -> Dict[str, float]:

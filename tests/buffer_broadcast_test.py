@@ -1,0 +1,66 @@
+"""
+Before each forward pass every worker has the buffers of rank 0, those that the model has then.
+"""
+
+from typing import Any, Dict, List
+
+import pytest
+import torch
+import torch.distributed as dist
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from torch import nn
+
+from tests.experiment import assert_same_weights
+from tests.side_by_side import Side
+from tests.workers import run_workers  # noqa: F401  # workers are forked
+
+
+class KeepsAverages(Model):
+    """Assigns a buffer anew in each forward pass, and makes another in the first."""
+
+    def __init__(self, vocab: Vocabulary, only_on_rank: int = -1) -> None:
+        super().__init__(vocab)
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("absent", None)
+        self._only_on_rank = only_on_rank
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        loss = (self.layer(x - self.mean) - 1).pow(2).mean()
+        if hasattr(self, "scale"):
+            loss = loss * self.scale
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(dim=0)
+        if self._only_on_rank in (-1, dist.get_rank()):
+            self.register_buffer("scale", x.detach().abs().mean())
+        return {"loss": loss}
+
+
+def _batches(rank: int) -> List[Dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"x": rank + torch.randn(3, 4, generator=generator)} for _ in range(6)]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Dict[str, torch.Tensor]:
+    return Side(lambda: KeepsAverages(Vocabulary()), _batches, world_size=2).train()
+
+
+@pytest.mark.parametrize(
+    "stage", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2)), 3]
+)
+def test_buffers_that_are_assigned_anew_or_made_later_are_those_of_rank_0(
+    reference: Dict[str, torch.Tensor], stage: int
+):
+    side = Side(lambda: KeepsAverages(Vocabulary()), _batches, stage, world_size=2)
+    assert_same_weights(side.train(), reference)
+
+
+def test_workers_with_different_buffers_end_with_an_error():
+    def train(trainer: Any) -> str:
+        with pytest.raises(RuntimeError, match="different buffers") as error:
+            trainer.train()
+        return str(error.value)
+
+    side = Side(lambda: KeepsAverages(Vocabulary(), only_on_rank=1), _batches, 0, world_size=2)
+    assert ["scale" in message for message in side.on_all_ranks(train)] == [False, True]
