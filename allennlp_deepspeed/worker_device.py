@@ -28,7 +28,12 @@ def workers_per_node(world_size: int) -> Optional[int]:
 
 def capabilities(device: torch.device) -> Dict[str, Any]:
     """What `TrainerSettings` asks of the device."""
-    return {
-        "device_type": device.type,
-        "bf16_supported": device.type == "cpu" or torch.cuda.is_bf16_supported(),
-    }
+    return {"device_type": device.type, "bf16_supported": _computes_in_bf16(device)}
+
+
+def _computes_in_bf16(device: torch.device) -> bool:
+    """A GPU without bf16 can still store it, and emulates what it computes in it."""
+    if device.type == "cpu":
+        return True
+    with torch.cuda.device(device):  # which PyTorch asks
+        return torch.cuda.is_bf16_supported(including_emulation=False)
