@@ -246,10 +246,43 @@ def _resolve_precision(
     if precision == "torch_autocast" and _said(config, "torch_autocast.dtype") is None:
         dtype = "bfloat16" if settings.bf16_supported else "float16"
         _fill(config, "torch_autocast.dtype", dtype, f"for {settings.device_type}")
+    stage = int(lookup(config, _STAGE))
     with findings.collect():
-        _check_device(config, precision, settings)
+        _check_dtype(config, precision, settings, stage)
+    with findings.collect():
+        _check_multi(precision, settings, stage)
+    with findings.collect():
         _resolve_loss_scale(config, precision, settings)
     return precision
+
+
+def _check_dtype(
+    config: Dict[str, Any], precision: str, settings: TrainerSettings, stage: int
+) -> None:
+    if precision == "bf16" and not settings.bf16_supported:
+        raise ConfigurationError(
+            f"{ROOT}.bf16.enabled is true, but this device does not support bf16: write "
+            '"fp16": {"enabled": true}, or remove the section'
+        )
+    if _is_autocast_to_fp16(config, precision) and stage > 0:
+        raise ConfigurationError(
+            f"{ROOT}.torch_autocast.dtype is float16, but at ZeRO stage {stage} DeepSpeed clips "
+            "gradients before it divides them by the loss scale, and makes no more steps after one "
+            'that has overflowed: write "fp16": {"enabled": true} in the place of the section, '
+            '"dtype": "bfloat16" where the device can, or "zero_optimization": {"stage": 0}'
+        )
+
+
+def _check_multi(precision: str, settings: TrainerSettings, stage: int) -> None:
+    """At the other stages it is refused whatever the precision."""
+    if precision in ("bf16", "fp16") and stage == 0:
+        if settings.optimizer in ("multi", "MultiOptimizer"):
+            raise ConfigurationError(
+                f"The optimizer 'multi' has optimizers of its own inside, which would step other "
+                f"weights than those that the model gets, where {ROOT}.{precision}.enabled is "
+                'true: write "torch_autocast": {"enabled": true} in the place of the section, '
+                "remove it to train in fp32, or use one optimizer with 'parameter_groups'."
+            )
 
 
 def _is_enabled(config: Dict[str, Any], section: str) -> Optional[bool]:
@@ -260,11 +293,21 @@ def _is_enabled(config: Dict[str, Any], section: str) -> Optional[bool]:
 
 
 def _precision_of_amp(config: Dict[str, Any], settings: TrainerSettings) -> str:
-    """What `use_amp` stands for: the first precision left to it that works, or autocast."""
-    works = {"bf16": settings.bf16_supported, "fp16": settings.device_type == "cuda"}
+    """
+    What `use_amp` stands for: the first precision left to it that works, or autocast. Where that
+    would have to be autocast to fp16, which is right at stage 0 only, it is fp16.
+    """
+    needs_fp16 = not settings.bf16_supported and lookup(config, _STAGE) > 0
+    works = {
+        "bf16": settings.bf16_supported,
+        "fp16": settings.device_type == "cuda",
+        "torch_autocast": not needs_fp16,
+    }
     for name in PRECISIONS:
-        if lookup(config, f"{name}.enabled") == AUTO and works.get(name, True):
+        if lookup(config, f"{name}.enabled") == AUTO and works[name]:
             return name
+    if needs_fp16 and _is_enabled(config, "fp16") is not False:
+        return "fp16"
     if _is_enabled(config, "torch_autocast") is False:
         raise ConfigurationError(
             f"use_amp is true, but {ROOT}.torch_autocast.enabled is false and no other precision "
@@ -278,25 +321,6 @@ def _is_autocast_to_fp16(config: Dict[str, Any], precision: str) -> bool:
         precision == "torch_autocast"
         and DtypeEnum(lookup(config, "torch_autocast.dtype")) is DtypeEnum.fp16
     )
-
-
-def _check_device(config: Dict[str, Any], precision: str, settings: TrainerSettings) -> None:
-    if settings.device_type == "cpu":
-        if precision == "fp16":
-            raise ConfigurationError(
-                f"{ROOT}.fp16.enabled is true, but fp16 needs a GPU: on CPU write "
-                '"bf16": {"enabled": true}'
-            )
-        if _is_autocast_to_fp16(config, precision):
-            raise ConfigurationError(
-                f"{ROOT}.torch_autocast.dtype is float16, but fp16 needs a GPU: on CPU write "
-                '"dtype": "bfloat16"'
-            )
-    if precision == "bf16" and not settings.bf16_supported:
-        raise ConfigurationError(
-            f"{ROOT}.bf16.enabled is true, but this device does not support bf16: write "
-            '"fp16": {"enabled": true} on a GPU, or remove the section'
-        )
 
 
 def _resolve_loss_scale(config: Dict[str, Any], precision: str, settings: TrainerSettings) -> None:

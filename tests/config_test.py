@@ -85,6 +85,10 @@ HUGGING_FACE_SETTINGS = {
     "serialization_dir": "out",
 }
 
+STAGE_0 = {"zero_optimization": {"stage": 0}}
+
+WITHOUT_BF16 = {"device_type": "cuda", "bf16_supported": False}
+
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
@@ -610,6 +614,9 @@ class TestPrecision:
                 "fp16",
             ),
             ({"fp16": {"enabled": "auto"}}, {"use_amp": True}, "torch_autocast"),
+            ({"type": "zero_2"}, {"use_amp": True, **WITHOUT_BF16}, "fp16"),
+            (STAGE_0, {"use_amp": True, **WITHOUT_BF16}, "torch_autocast"),
+            ({"fp16": {"enabled": True}}, {}, "fp16"),
             ({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}, {"use_amp": True}, "bf16"),
         ],
     )
@@ -626,11 +633,11 @@ class TestPrecision:
         [
             ({"device_type": "cpu"}, "bfloat16"),
             ({"device_type": "cuda"}, "bfloat16"),
-            ({"device_type": "cuda", "bf16_supported": False}, "float16"),
+            (WITHOUT_BF16, "float16"),
         ],
     )
     def test_autocast_takes_the_type_that_the_device_supports(self, settings, dtype):
-        autocast = resolve({}, use_amp=True, **settings).engine_config["torch_autocast"]
+        autocast = resolve(STAGE_0, use_amp=True, **settings).engine_config["torch_autocast"]
         assert autocast == {"enabled": True, "dtype": dtype}
 
     @pytest.mark.parametrize(
@@ -659,21 +666,34 @@ class TestPrecision:
     @pytest.mark.parametrize(
         "config, settings, message",
         [
-            ({"fp16": {"enabled": True}}, {}, 'on CPU write "bf16": {"enabled": true}'),
+            ({"bf16": {"enabled": True}}, WITHOUT_BF16, "does not support bf16"),
             (
-                {"torch_autocast": {"enabled": True, "dtype": "fp16"}},
-                {},
-                'on CPU write "dtype": "bfloat16"',
-            ),
-            (
-                {"bf16": {"enabled": True}},
-                {"device_type": "cuda", "bf16_supported": False},
-                "does not support bf16",
+                {"type": "zero_2", "fp16": {"enabled": False}},
+                {"use_amp": True, **WITHOUT_BF16},
+                "torch_autocast.dtype is float16, but at ZeRO stage 2",
             ),
         ],
     )
     def test_what_the_device_cannot_compute_is_refused(self, config, settings, message):
         assert message in refusal(config, **settings)
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    @pytest.mark.parametrize("settings", [{}, {"device_type": "cuda"}])
+    def test_autocast_to_fp16_is_refused_where_deepspeed_shards(self, stage, settings):
+        autocast = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
+        message = refusal({"zero_optimization": {"stage": stage}, **autocast}, **settings)
+        assert f"torch_autocast.dtype is float16, but at ZeRO stage {stage}" in message
+        assert 'write "fp16": {"enabled": true}' in message
+        assert resolve({**STAGE_0, **autocast}, **settings).precision == "torch_autocast"
+
+    @pytest.mark.parametrize("optimizer", ["multi", "MultiOptimizer"])
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    def test_half_precision_is_refused_for_several_optimizers(self, optimizer, precision):
+        config = {**STAGE_0, precision: {"enabled": True}}
+        message = refusal(config, optimizer=optimizer)
+        assert f'deepspeed_config.{precision}.enabled is true: write "torch_autocast"' in message
+        autocast = {**STAGE_0, "torch_autocast": {"enabled": True}}
+        assert resolve(autocast, optimizer=optimizer).precision == "torch_autocast"
 
     def test_without_grad_scaling_fp16_has_a_loss_scale_of_one(self):
         gpu = {"device_type": "cuda", "grad_scaling": False}
@@ -684,7 +704,7 @@ class TestPrecision:
         assert "grad_scaling is false, but deepspeed_config.fp16.loss_scale is 0" in message
 
     def test_without_grad_scaling_autocast_to_fp16_is_refused(self):
-        autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+        autocast = {**STAGE_0, "torch_autocast": {"enabled": True, "dtype": "float16"}}
         assert "grad_scaling is false" in refusal(autocast, device_type="cuda", grad_scaling=False)
 
     def test_another_type_for_accumulation_is_refused_at_stage_0(self):
