@@ -20,6 +20,9 @@ from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
 from allennlp.training.optimizers import MultiOptimizer
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -28,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from allennlp_deepspeed import activation_checkpointing, deepspeed_logging, parameter_layout
 from allennlp_deepspeed.config import ResolvedConfig
+from allennlp_deepspeed.loss_scaling import mended_loss_scale
 from allennlp_deepspeed.one_process import as_one_process
 from allennlp_deepspeed.operators import check_nvme
 from allennlp_deepspeed.regularization import PartitionedRegularizer
@@ -121,10 +125,18 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
             self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
-            model.forward = _predicting_in_fp32(  # type: ignore[method-assign]
+            model.forward = _returning_fp32(  # type: ignore[method-assign]
                 self._autocast(model.forward)
             )
             self._undo.callback(delattr, model, "forward")
+        if config.precision == "fp16" and device.type == "cpu":
+            self._undo.enter_context(_fp16_on_cpu())
+        # DeepSpeed's variables, which it would set for good.
+        self._undo.enter_context(
+            mock.patch.multiple(
+                torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
+            )
+        )
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
@@ -153,6 +165,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             regularizer.gather_with_model()
         _undo_first_step(self.engine)
         _keep_adagrad(self.engine)
+        if config.precision == "fp16":
+            self._undo.enter_context(mended_loss_scale(self.engine))
         if config.zero_stage == 0 and config.precision != "fp16":
             # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run. The
             # trainer calls the reduction itself, and without a loss scale there is nothing else to
@@ -256,20 +270,23 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
         _environment.push(undo.pop_all())
 
 
-def _predicting_in_fp32(forward: Callable) -> Callable:
+def _returning_fp32(forward: Callable) -> Callable:
     """
     A forward pass whose outputs are in fp32 outside of training, because NumPy, which AllenNLP's
-    predictions go through, has no bf16.
+    predictions go through, has no bf16. In training its loss is, because fp16 has no number for
+    that of a large batch, or with a regularizer's penalty.
     """
 
     @wraps(forward)
-    def predict_in_fp32(*args, **kwargs):
+    def return_fp32(*args, **kwargs):
         outputs = forward(*args, **kwargs)
-        if torch.is_grad_enabled():
-            return outputs
-        return tree_map_only(torch.Tensor, _in_fp32, outputs)
+        if not torch.is_grad_enabled():
+            return tree_map_only(torch.Tensor, _in_fp32, outputs)
+        if "loss" in outputs:
+            outputs["loss"] = _in_fp32(outputs["loss"])
+        return outputs
 
-    return predict_in_fp32
+    return return_fp32
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,10 +317,22 @@ def _remove_attributes(attributes: Dict[torch.nn.Module, Set[str]]) -> None:
 
 def _use_accelerator(device: torch.device) -> None:
     """DeepSpeed trains on the best device it sees; AllenNLP on the one that the config names."""
-    if device.type == "cpu" and get_accelerator().device_name() != "cpu":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    if get_accelerator().device_name() != device.type:
+        set_accelerator(CPU_Accelerator() if device.type == "cpu" else CUDA_Accelerator())
 
-        set_accelerator(CPU_Accelerator())
+
+@contextmanager
+def _fp16_on_cpu() -> Iterator[None]:
+    """
+    Within it DeepSpeed's accelerator for the CPU takes fp16, which it does by itself only for CPUs
+    that have instructions for it. PyTorch computes in it on all of them.
+    """
+    logger.warning(
+        "fp16 is slow on a CPU. To train there, rather than to try out what is to train on a GPU, "
+        'write "bf16": {"enabled": true}.'
+    )
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+        yield
 
 
 def _skip_shared_memory_all_reduce() -> None:

@@ -38,7 +38,7 @@ from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from overrides import overrides
 
-from allennlp_deepspeed import files, optimizers, weights, worker_failure
+from allennlp_deepspeed import files, loss_scaling, optimizers, weights, worker_failure
 from allennlp_deepspeed.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, micro_batch_size, num_batches
 from allennlp_deepspeed.batch_metrics import BatchMetrics
@@ -562,8 +562,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._momentum_scheduler:
             self._momentum_scheduler.step_batch(self._total_batches_completed + 1)
         self._log_writers.start_step()
-        batch_grad_norm = self._step(len(batches))
-        if self._moving_average is not None:
+        has_stepped, batch_grad_norm = self._step(len(batches))
+        if self._moving_average is not None and has_stepped:
             self._moving_average.apply(self._total_batches_completed + 1)
         self._gradients.find_mode()
 
@@ -662,9 +662,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if not backward_called:
             self.engine.backward(batch_outputs["loss"] / self.group_size, scale_wrt_gas=False)
 
-    def _step(self, num_micro_batches: int) -> Union[torch.Tensor, float, None]:
+    def _step(self, num_micro_batches: int) -> Tuple[bool, Union[torch.Tensor, float, None]]:
         """
-        Steps the optimizer and returns the norm of the gradient if `grad_norm` asks for it.
+        Steps the optimizer, unless the gradient has overflowed. Returns whether it has, and the
+        norm of the gradient if `grad_norm` asks for it.
         """
         reports_norm = self._grad_norm is not False
         norm = None
@@ -673,15 +674,16 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             norm = torch.nn.utils.get_total_norm(
                 [p.grad for p in self.model.parameters() if p.grad is not None]
             )
-            if self.engine.torch_autocast_z0_gradscaler is not None:
-                norm = norm / self.engine.torch_autocast_z0_gradscaler.get_scale()
+            scaler = loss_scaling.grad_scaler(self.engine)
+            if scaler is not None:
+                norm = norm / scaler.get_scale()
         # The engine counts one micro-batch a step, because the groups are the trainer's. The others
         # come first, because it is in the step that it reports how many samples it has seen.
         self.engine.global_samples += (num_micro_batches - 1) * self.engine.train_batch_size()
-        self.engine.step()
+        has_stepped = loss_scaling.step(self.engine)
         if not reports_norm:
-            return None
-        return self.engine.get_global_grad_norm() if norm is None else norm
+            return has_stepped, None
+        return has_stepped, self.engine.get_global_grad_norm() if norm is None else norm
 
     def _call_on_batch(
         self,
@@ -821,8 +823,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "learning_rate_scheduler": self._learning_rate_scheduler,
             "momentum_scheduler": self._momentum_scheduler,
             "moving_average": self._moving_average,
-            # The loss scale, which DeepSpeed doesn't save at stage 0.
-            "gradient_scaler": self.engine.torch_autocast_z0_gradscaler,
+            # Of autocast at stage 0, which DeepSpeed doesn't save.
+            "gradient_scaler": loss_scaling.grad_scaler(self.engine),
         }
         return {name: part for name, part in parts.items() if part is not None}
 

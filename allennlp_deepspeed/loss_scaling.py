@@ -1,0 +1,100 @@
+"""
+The loss scale of fp16: what an engine multiplies each loss by, and divides the gradient by before
+it clips it and steps, so that small gradients aren't rounded to zero.
+"""
+
+from contextlib import ExitStack, contextmanager
+from typing import Any, Iterator, List, Optional
+from unittest import mock
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+
+class LossScale:
+    """
+    Has the engine scale losses for DeepSpeed's fp16 optimizers at stage 0, which divide gradients
+    by a loss scale that nothing else multiplies by. It stands where the engine has a
+    `torch.amp.GradScaler` under autocast; the optimizer unscales, and keeps the scale, itself.
+
+    # Parameters
+
+    optimizer : `Union[FP16_Optimizer, FP16_UnfusedOptimizer]`, required.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.float() * self._optimizer.loss_scale
+
+    def unscale_(self, optimizer: Any) -> None:
+        pass
+
+    def step(self, optimizer: Any) -> None:
+        optimizer.step()
+
+    def update(self) -> None:
+        pass
+
+
+@contextmanager
+def mended_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
+    """
+    Within it an engine in fp16 scales its losses at every ZeRO stage, in fp32 also where the model
+    has returned one in half precision, and unscales gradients by what they were scaled with:
+    DeepSpeed's optimizers take the scale of the next step, which is twice as large whenever it has
+    grown.
+    """
+    optimizer = engine.optimizer
+    with ExitStack() as undo:
+        if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+            engine.torch_autocast_z0_gradscaler = LossScale(optimizer)
+            undo.callback(setattr, engine, "torch_autocast_z0_gradscaler", None)
+        else:
+            scale = optimizer.scale_if_loss
+            undo.enter_context(
+                mock.patch.object(optimizer, "scale_if_loss", lambda loss: scale(loss.float()))
+            )
+        step, update_scale = optimizer.step, optimizer._update_scale
+        overflows: List[bool] = []
+
+        def step_and_update_scale(*args: Any, **kwargs: Any) -> Any:
+            loss_scale = optimizer.loss_scale
+            result = step(*args, **kwargs)
+            if isinstance(optimizer, FP16_UnfusedOptimizer):
+                optimizer._global_grad_norm /= loss_scale
+            for overflow in overflows:
+                update_scale(overflow)
+            overflows.clear()
+            return result
+
+        undo.enter_context(mock.patch.object(optimizer, "step", step_and_update_scale))
+        undo.enter_context(mock.patch.object(optimizer, "_update_scale", overflows.append))
+        yield
+
+
+def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
+    """That of autocast to fp16, which is at stage 0 only."""
+    scaler = engine.torch_autocast_z0_gradscaler
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
+def step(engine: DeepSpeedEngine) -> bool:
+    """
+    Steps the optimizer, unless the gradient has overflowed. To be called by every rank.
+
+    # Returns
+
+    `bool`
+        Whether it has.
+    """
+    scaler = grad_scaler(engine)
+    if scaler is None:
+        engine.step()
+        return engine.was_step_applied()
+    scale = scaler.get_scale()
+    engine.step()
+    return scaler.get_scale() >= scale
