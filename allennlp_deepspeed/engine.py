@@ -18,7 +18,6 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
-from allennlp.training.optimizers import MultiOptimizer
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
@@ -29,7 +28,12 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from overrides import overrides
 from torch.utils._pytree import tree_map_only
 
-from allennlp_deepspeed import activation_checkpointing, deepspeed_logging, parameter_layout
+from allennlp_deepspeed import (
+    activation_checkpointing,
+    deepspeed_logging,
+    optimizers,
+    parameter_layout,
+)
 from allennlp_deepspeed.config import ResolvedConfig
 from allennlp_deepspeed.loss_scaling import mended_loss_scale
 from allennlp_deepspeed.one_process import as_one_process
@@ -89,7 +93,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     ) -> None:
         _use_accelerator(device)
         check_nvme(config, device.type)
-        check_sharding(model, type(optimizer), config)
+        _check_optimizer(optimizer, config)
+        check_sharding(model, config)
         if find_unused_parameters and config.zero_stage == 3:
             raise ConfigurationError(
                 "'distributed.ddp_accelerator.find_unused_parameters' is true, but at ZeRO stage 3 "
@@ -107,6 +112,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
                     activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
                 )
             self._bring_up(model, config, device, local_rank, optimizer)
+            if optimizer is not None and dist.get_rank() == 0:
+                optimizers.warn_if_unknown(type(optimizer), config)
             undo_if_failed.pop_all()
         super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
         self.config = config
@@ -344,19 +351,19 @@ def _skip_shared_memory_all_reduce() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def check_sharding(model: Model, optimizer_class: type, config: ResolvedConfig) -> None:
-    """
-    Refuses what DeepSpeed would get wrong, or fail at, where it shards the optimizer. Without an
-    optimizer its class is that of `None`.
-    """
+def _check_optimizer(optimizer: Optional[torch.optim.Optimizer], config: ResolvedConfig) -> None:
+    if optimizer is None:
+        optimizers.check_section(config.engine_config["optimizer"], config)
+        return
+    name = type(optimizer).__name__
+    optimizers.check_elementwise(f"The optimizer is {name}", name, type(optimizer), config)
+
+
+def check_sharding(model: Model, config: ResolvedConfig) -> None:
+    """Refuses what DeepSpeed would get wrong, or fail at, where it shards the optimizer."""
     if config.zero_stage == 0:
         return
     advice = f'ZeRO stage {config.zero_stage}; write "zero_optimization": {{"stage": 0}}'
-    if issubclass(optimizer_class, MultiOptimizer):
-        raise ConfigurationError(
-            "The optimizer 'multi' has optimizers of its own inside, which DeepSpeed can't shard "
-            f"at {advice}, or use one optimizer with 'parameter_groups'."
-        )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ConfigurationError(

@@ -232,7 +232,7 @@ class Estimator:
             resolved = DeepSpeedConfig.of(
                 {key: value for key, value in config.items() if key != "train_batch_size"}
             ).resolve(self._settings_for(placement))
-            check_sharding(self._model, self._optimizer_class, resolved)
+            check_sharding(self._model, resolved)
             check_optimizer(self._optimizer, resolved, device_type, on_this_machine=False)
         except ConfigurationError as error:
             return PlacementEstimate(placement, pasted, problem=str(error))

@@ -10,6 +10,11 @@ from allennlp_deepspeed.optimizers.adam import (
     FusedAdamWOptimizer,
 )
 from allennlp_deepspeed.optimizers.check import check_optimizer, registered_class
+from allennlp_deepspeed.optimizers.elementwise import (
+    check_elementwise,
+    check_section,
+    warn_if_unknown,
+)
 from allennlp_deepspeed.optimizers.lamb import FusedLambOptimizer
 from allennlp_deepspeed.optimizers.lion import (
     CPULionOptimizer,
@@ -32,7 +37,10 @@ __all__ = [
     "LionOptimizer",
     "MuonOptimizer",
     "adapt_loaded_states",
+    "check_elementwise",
     "check_optimizer",
+    "check_section",
     "for_offload",
     "registered_class",
+    "warn_if_unknown",
 ]

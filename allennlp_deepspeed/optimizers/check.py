@@ -11,6 +11,7 @@ from allennlp_deepspeed.config_settings import ResolvedConfig
 from allennlp_deepspeed.config_validation import ROOT
 from allennlp_deepspeed.operators import check_operator
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
+from allennlp_deepspeed.optimizers.elementwise import check_elementwise, check_section
 from allennlp_deepspeed.optimizers.offload import Counterpart, counterpart_of
 
 # What DeepSpeed used to have, and what does the same without compressing what it communicates.
@@ -67,6 +68,7 @@ def check_optimizer(
         machine to compile the operator that it steps with.
     """
     if config.has_optimizer:
+        check_section(config.engine_config["optimizer"], config)
         return
     params: Dict[str, Any] = {"type": optimizer} if isinstance(optimizer, str) else optimizer or {}
     name = params.get("type", Optimizer.default_implementation)
@@ -95,6 +97,7 @@ def _check_placement(
         )
     if issubclass(optimizer_class, DeepSpeedOptimizer):
         optimizer_class.check(name, config, device_type)
+    check_elementwise(f"'trainer.optimizer.type' is \"{name}\"", name, optimizer_class, config)
 
 
 def _check_operator(
