@@ -252,7 +252,7 @@ Schema = _section(
             "_FlopsProfiler", **_types(_defaults(profiling, "FLOPS_PROFILER_"))
         ),
         TIMERS: _section("_Timers", **{TIMERS_THROUGHPUT: DeepSpeedThroughputTimerConfig}),
-        # Known, but of no use in an AllenNLP trainer: see `config_validation.UNSUPPORTED`
+        # Known, but of no use in an AllenNLP trainer: see `config_support`
         autotuning.AUTOTUNING: _section(
             "_Autotuning", model_info=Any, **_types(_defaults(autotuning, "AUTOTUNING_"))
         ),

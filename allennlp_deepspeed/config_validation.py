@@ -15,57 +15,10 @@ from pydantic.fields import FieldInfo
 
 from allennlp_deepspeed.config_findings import Findings
 from allennlp_deepspeed.config_schema import Schema, did_you_mean
+from allennlp_deepspeed.config_support import UNSUPPORTED, unlisted
 
 ROOT = "deepspeed_config"
 AUTO = "auto"
-
-# What can't work inside an AllenNLP trainer: the key, the values that leave it turned off, and why
-# no other will do.
-UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
-    "pipeline": ((), "an AllenNLP model is no sequence of pipeline stages; use ZeRO stage 3"),
-    "tensor_parallel.autotp_size": ((0,), "its workers read different instances; use ZeRO stage 3"),
-    "sequence_parallel_size": ((1,), "its workers read different instances; remove the key"),
-    "data_parallel_size": ((), 'it is the length of "distributed.cuda_devices"; remove the key'),
-    "expert_parallel.enabled": ((False,), "its modules don't fit an archive; remove the section"),
-    "hybrid_engine.enabled": ((False,), "its modules don't fit an archive; remove the section"),
-    "autotuning.enabled": ((False,), "it drives DeepSpeed's own launcher; remove the section"),
-    "data_efficiency.enabled": (
-        (False,),
-        'choose the batches in "data_loader"; remove the section',
-    ),
-    "checkpoint.load_universal": (
-        (False,),
-        "it expects another kind of checkpoint; remove the key",
-    ),
-    "checkpoint.writer.decoupled": (
-        (False,),
-        "a checkpoint is committed when it is complete; remove the key",
-    ),
-    "datastates_ckpt": ((), "a checkpoint is committed when it is complete; remove the section"),
-    "activation_checkpointing.partition_activations": (
-        (False,),
-        "the workers that would share an activation compute on different instances, so that each "
-        'would only copy its own; remove the key, or write "cpu_checkpointing": true',
-    ),
-    "activation_checkpointing.contiguous_memory_optimization": (
-        (False,),
-        "it is a part of partition_activations; remove the key",
-    ),
-    "activation_checkpointing.number_checkpoints": (
-        (None,),
-        "only contiguous_memory_optimization reads it; remove the key",
-    ),
-    "zero_optimization.round_robin_gradients": (
-        (False,),
-        "DeepSpeed then takes the fp32 weights of one parameter for those of another; remove the "
-        "key",
-    ),
-    "dataloader_drop_last": ((False,), 'write "drop_last" in "data_loader" instead'),
-    "managed_gradient_accumulation": (
-        (),
-        'the trainer says where an accumulated batch ends; use "num_gradient_accumulation_steps"',
-    ),
-}
 
 # Keys that pasted configurations still hold under an earlier name, too far from today's for
 # `did_you_mean`, and that DeepSpeed ignores in silence.
@@ -98,6 +51,13 @@ def validate(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
                 f"{ROOT}.{path} is {_json(value)}, but can't work in an AllenNLP trainer: {reason}",
             )
             remove(config, path)
+    for path in list(unlisted(config)):
+        findings.refuse(
+            f"{ROOT}.{path}",
+            f"{ROOT}.{path} is {_json(lookup(config, path))}, but isn't tested in an AllenNLP "
+            "trainer: remove the key",
+        )
+        remove(config, path)
     for check in (_schema_errors, _missed_errors):
         for section in list(config):
             # A section's own check comes after those of its keys.
