@@ -1,5 +1,5 @@
 from contextlib import ExitStack
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, ClassVar, Dict, Optional, Tuple, Union
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -30,14 +30,17 @@ class DeepSpeedDdpAccelerator(DdpAccelerator):
     # Parameters
 
     deepspeed_config : `Dict[str, Any]`, optional (default = `None`)
-        How parameters are partitioned, which the train command fills in from the trainer's. `None`
-        partitions nothing.
+        How parameters are partitioned: in a config file not given, because the train command tells
+        it what the trainer's says. `None` where nobody tells it partitions nothing.
     find_unused_parameters : `bool`, optional (default = `False`)
         As in `TorchDdpAccelerator`.
     local_rank : `int`, optional (default = `None`)
     world_size : `int`, optional (default = `None`)
     cuda_device : `Union[torch.device, int]`, optional (default = `-1`)
     """
+
+    partitioning: ClassVar[Optional[Dict[str, Any]]] = None
+    """What the train command has told this worker, which constructs it without the trainer."""
 
     def __init__(
         self,
@@ -51,12 +54,25 @@ class DeepSpeedDdpAccelerator(DdpAccelerator):
         self.find_unused_parameters = find_unused_parameters
         self._until_finished = ExitStack()
         self._construction: Optional[PartitionedConstruction] = None
-        if is_partitioned(deepspeed_config or {}):
+        partitioning = self.partitioning or deepspeed_config or {}
+        if is_partitioned(partitioning):
             self._construction = self._until_finished.enter_context(
                 PartitionedConstruction(
-                    deepspeed_config or {}, self.cuda_device, self.local_rank, everything=False
+                    partitioning, self.cuda_device, self.local_rank, everything=False
                 )
             )
+
+    @classmethod
+    def tell(cls, partitioning: Dict[str, Any]) -> None:
+        """
+        Says how those that this process constructs are to partition parameters.
+
+        # Parameters
+
+        partitioning : `Dict[str, Any]`, required.
+            As `DeepSpeedConfig.partitioning` gives it.
+        """
+        cls.partitioning = partitioning
 
     @overrides
     def wrap_module(self, module: torch.nn.Module) -> torch.nn.Module:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import json
 from dataclasses import replace
-from typing import Any, Dict, List, Literal, Optional
+from typing import Any, Callable, Dict, List, Literal, Optional
 
 import torch
 from allennlp.commands import train as train_command
@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from allennlp_deepspeed import activation_checkpointing, recovery
+from allennlp_deepspeed.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.batch_groups import fixed_size
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
@@ -64,10 +65,10 @@ def install() -> None:
         if _trainer_type(params.as_dict(quiet=True)) != "deepspeed":
             return train_model(params, *args, **kwargs)
         arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
-        tell_accelerator(params, arguments["serialization_dir"])
+        prepare = worker_preparation(params, arguments["serialization_dir"])
         if arguments.get("recover"):
             recovery.prepare(params, arguments["serialization_dir"], arguments.get("node_rank", 0))
-        with supervised_workers():
+        with supervised_workers(prepare):
             return train_model(params, *args, **kwargs)
 
     checked_train_model.checks_deepspeed = True  # type: ignore[attr-defined]
@@ -162,15 +163,16 @@ def _accelerator(config: Dict[str, Any]) -> Any:
     return (config.get("distributed") or {}).get("ddp_accelerator")
 
 
-def tell_accelerator(params: Params, serialization_dir: str) -> None:
+def worker_preparation(params: Params, serialization_dir: str) -> Optional[Callable[[], None]]:
     """
-    Writes into the section of a "deepspeed" accelerator how parameters are to be partitioned:
-    AllenNLP constructs it from that section alone, and before the trainer.
+    What each worker has to call before AllenNLP constructs its accelerator, which it does before
+    the trainer: it tells a "deepspeed" accelerator how the trainer partitions parameters. `None` if
+    there is no such accelerator.
     """
     config = params.as_dict(quiet=True)
     accelerator = _accelerator(config)
     if _registered_name(accelerator) != "deepspeed":
-        return
+        return None
     deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
     settings = trainer_settings(config, worker_devices(config), deepspeed_config)
     if settings.use_amp and settings.device_type == "cuda":
@@ -178,14 +180,14 @@ def tell_accelerator(params: Params, serialization_dir: str) -> None:
     partitioning = deepspeed_config.partitioning(
         replace(settings, serialization_dir=serialization_dir)
     )
-    section = accelerator if isinstance(accelerator, dict) else {"type": accelerator}
-    said = section.get("deepspeed_config")
+    # Version 0.1.0 wrote it into the recorded config.
+    said = accelerator.get("deepspeed_config") if isinstance(accelerator, dict) else None
     if said is not None and _without_nvme_paths(said) != _without_nvme_paths(partitioning):
         raise ConfigurationError(
             "'distributed.ddp_accelerator.deepspeed_config' is not what "
             "'trainer.deepspeed_config' says: remove it, and it is taken from there."
         )
-    params.params["distributed"]["ddp_accelerator"] = {**section, "deepspeed_config": partitioning}
+    return functools.partial(DeepSpeedDdpAccelerator.tell, partitioning)
 
 
 def _without_nvme_paths(partitioning: Dict[str, Any]) -> Dict[str, Any]:

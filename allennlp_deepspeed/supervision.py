@@ -43,13 +43,21 @@ _POLL_SECONDS = 0.3
 
 
 @contextmanager
-def supervised_workers() -> Iterator[None]:
-    """A context in which AllenNLP's train command starts its workers with `spawn`."""
-    with mock.patch.object(train_command, "mp", SimpleNamespace(spawn=spawn)):
+def supervised_workers(prepare: Optional[Callable[[], None]] = None) -> Iterator[None]:
+    """
+    A context in which AllenNLP's train command starts its workers with `spawn`, each of which calls
+    `prepare` first.
+    """
+    with mock.patch.object(train_command, "mp", SimpleNamespace(spawn=partial(spawn, prepare))):
         yield
 
 
-def spawn(function: Callable[..., Any], args: Tuple = (), nprocs: int = 1) -> None:
+def spawn(
+    prepare: Optional[Callable[[], None]],
+    function: Callable[..., Any],
+    args: Tuple = (),
+    nprocs: int = 1,
+) -> None:
     """
     `torch.multiprocessing.spawn`, but none of the processes outlives a failure of another, and what
     is raised is what failed first. On SIGTERM and SIGINT the workers get the same signal, and leave
@@ -69,7 +77,7 @@ def spawn(function: Callable[..., Any], args: Tuple = (), nprocs: int = 1) -> No
     with Interruption() as interruption:
         context = torch.multiprocessing.spawn(
             _run_worker,
-            args=(function, [writer for _, writer in pipes], args),
+            args=(prepare, function, [writer for _, writer in pipes], args),
             nprocs=nprocs,
             join=False,
         )
@@ -89,7 +97,11 @@ def spawn(function: Callable[..., Any], args: Tuple = (), nprocs: int = 1) -> No
 
 
 def _run_worker(
-    rank: int, function: Callable[..., Any], connections: Sequence[Connection], args: Tuple
+    rank: int,
+    prepare: Optional[Callable[[], None]],
+    function: Callable[..., Any],
+    connections: Sequence[Connection],
+    args: Tuple,
 ) -> None:
     """Runs in the worker. Its exit code is 1 after any exception, `KeyboardInterrupt` included."""
     # Those of the supervisor, if the worker is a fork of it.
@@ -99,6 +111,8 @@ def _run_worker(
     os.register_at_fork(after_in_child=partial(_end_with_parent, threading.get_ident()))
     worker_failure.report_to(connections[rank], rank)
     try:
+        if prepare is not None:
+            prepare()
         function(rank, *args)
     except BaseException as error:
         worker_failure.report(error)

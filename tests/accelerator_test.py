@@ -1,6 +1,7 @@
 """The accelerator "deepspeed" in a config file."""
 
-from typing import Any, Dict
+import pickle
+from typing import Any
 
 import pytest
 from allennlp.common import Params
@@ -20,36 +21,42 @@ def config(accelerator: Any, **trainer: Any) -> Params:
     return Params(values)
 
 
-def told(params: Params) -> Dict[str, Any]:
-    preflight.tell_accelerator(params, "out")
-    return params["distributed"].pop("ddp_accelerator").as_dict()
+def told(params: Params, monkeypatch: pytest.MonkeyPatch) -> Any:
+    given = params.as_dict(quiet=True)
+    monkeypatch.setattr(DeepSpeedDdpAccelerator, "partitioning", None)
+    prepare = preflight.worker_preparation(params, "out")
+    if prepare is not None:
+        pickle.loads(pickle.dumps(prepare))()  # as a worker that is spawned gets it
+    assert params.as_dict(quiet=True) == given
+    return DeepSpeedDdpAccelerator.partitioning
 
 
-def test_it_is_told_how_the_trainer_partitions() -> None:
+def test_it_is_told_how_the_trainer_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     nvme = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
-    accelerator = told(config("deepspeed", deepspeed_config=nvme, use_amp=True))
-    assert accelerator["type"] == "deepspeed"
-    partitioning = accelerator["deepspeed_config"]
+    params = config("deepspeed", deepspeed_config=nvme, use_amp=True)
+    partitioning = told(params, monkeypatch)
     assert partitioning["zero_optimization"]["stage"] == 3
     assert partitioning["zero_optimization"]["offload_param"]["nvme_path"] == "out/nvme"
     assert partitioning["torch_autocast"]["enabled"] is True
     assert "optimizer" not in partitioning
 
 
-def test_a_config_that_has_been_told_may_be_trained_again() -> None:
-    accelerator = told(config("deepspeed"))
-    assert told(config(accelerator)) == accelerator
+def test_what_0_1_0_wrote_into_a_config_may_be_trained_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    partitioning = told(config("deepspeed"), monkeypatch)
+    accelerator = {"type": "deepspeed", "deepspeed_config": partitioning}
+    assert told(config(accelerator), monkeypatch) == partitioning
 
 
 def test_it_may_not_contradict_the_trainer() -> None:
     accelerator = {"type": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 1}}}
     with pytest.raises(ConfigurationError, match="ddp_accelerator.deepspeed_config.*remove it"):
-        preflight.tell_accelerator(config(accelerator), "out")
+        preflight.worker_preparation(config(accelerator), "out")
 
 
-def test_others_are_left_alone() -> None:
-    params = config({"type": "torch", "find_unused_parameters": True})
-    assert told(params) == {"type": "torch", "find_unused_parameters": True}
+def test_others_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(config({"type": "torch", "find_unused_parameters": True}), monkeypatch) is None
 
 
 @pytest.mark.parametrize("accelerator", ["deepspeed", {"type": "deepspeed"}])

@@ -3,9 +3,13 @@ A model that is constructed partitioned, because the config has "type": "deepspe
 or as the accelerator, trains as one that isn't.
 """
 
+import json
+import tarfile
 from pathlib import Path
 
 import pytest
+from allennlp.common import Params
+from allennlp.models.archival import CONFIG_NAME
 
 from tests.end_to_end.parity_test import TRAINING
 from tests.end_to_end.precision_test import BF16, EPOCHS
@@ -86,4 +90,11 @@ def test_modules_that_a_model_wraps_with_the_accelerator(
     else:
         sharded = deepspeed(config, stage=3, **BF16)
         expected = experiments.run(sharded)
-    assert_same_run(experiments.run({**sharded, "distributed": wrapping}), expected)
+    sharded["distributed"] = wrapping
+    result = experiments.run(sharded)
+    assert_same_run(result, expected)
+    # What is recorded is what the user gave, nothing added.
+    assert Params.from_file(result.serialization_dir / CONFIG_NAME).as_dict(quiet=True) == sharded
+    with tarfile.open(result.archive) as archive:
+        recorded = archive.extractfile(CONFIG_NAME)
+        assert recorded is not None and json.load(recorded) == sharded
