@@ -38,7 +38,7 @@ from allennlp_deepspeed.config import ResolvedConfig
 from allennlp_deepspeed.loss_scaling import mended_loss_scale
 from allennlp_deepspeed.one_process import as_one_process
 from allennlp_deepspeed.operators import check_nvme
-from allennlp_deepspeed.regularization import PartitionedRegularizer
+from allennlp_deepspeed.regularization import PartitionedRegularizer, penalty_in_fp32
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
                 self._autocast(model.forward)
             )
             self._undo.callback(delattr, model, "forward")
+            if config.zero_stage < 3:  # where `PartitionedRegularizer` sees to it
+                self._undo.enter_context(penalty_in_fp32(model))
         if config.precision == "fp16" and device.type == "cpu":
             self._undo.enter_context(_fp16_on_cpu())
         # DeepSpeed's variables, which it would set for good.

@@ -1,10 +1,15 @@
 import logging
 import re
-from typing import Any, List, Optional
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Callable, Iterator, List, Optional
+from unittest import mock
 
 import torch
 from allennlp.models.model import Model
 from deepspeed import zero
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +33,7 @@ class PartitionedRegularizer:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._compute_penalty = model.get_regularization_penalty
+        self._compute_penalty = _in_fp32(model.get_regularization_penalty)
         # Whole already, unless the model has been constructed partitioned.
         with zero.GatheredParameters(self._penalized_parameters()):
             self._penalty: Optional[torch.Tensor] = self._compute_penalty()
@@ -75,3 +80,35 @@ class PartitionedRegularizer:
 
     def _last_penalty(self) -> Optional[torch.Tensor]:
         return self._penalty
+
+
+@contextmanager
+def penalty_in_fp32(model: Model) -> Iterator[None]:
+    """
+    Within it the penalty of a model with weights in half precision is computed in fp32: fp16 has no
+    number for the sum of the squares of many weights.
+    """
+    penalty = _in_fp32(model.get_regularization_penalty)
+    with mock.patch.object(model, "get_regularization_penalty", penalty):
+        yield
+
+
+def _in_fp32(function: Callable[[], Any]) -> Callable[[], Any]:
+    @wraps(function)
+    def compute() -> Any:
+        with _InFp32():
+            return function()
+
+    return compute
+
+
+class _InFp32(TorchFunctionMode):
+    """Within it PyTorch's functions see tensors in half precision as if they were in fp32."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(torch.Tensor, _to_fp32, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -13,6 +13,7 @@ from allennlp.common import Params
 from allennlp.common.util import prepare_environment
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import Model
+from allennlp.nn.regularizers import L2Regularizer, RegularizerApplicator
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.learning_rate_schedulers import SlantedTriangular
@@ -215,6 +216,24 @@ def test_parameters_may_be_unused_in_fp16(tmp_path: Path, stage: int) -> None:
     reference.optimizer.skipped = task.record.skipped
     expected = reference.train(tmp_path / "fp32", None)
     assert_trains_as_fp32(task, reference, losses, expected)
+
+
+@STAGES
+def test_a_penalty_is_computed_in_fp32(tmp_path: Path, stage: int) -> None:
+    reference, task = Task(), Task()
+    for each in (reference, task):
+        # The sum of their squares is no number of fp16.
+        each.model.penalized = torch.nn.Parameter(torch.full((1000,), 20.0))
+        each.model._regularizer = RegularizerApplicator([("penalized", L2Regularizer(1e-5))])
+        each.optimizer.add_param_group({"params": [each.model.penalized]})
+        each.untrained = copy.deepcopy(each.model.state_dict())
+    expected = reference.train(tmp_path / "fp32", None, num_epochs=1)
+    losses = task.train(tmp_path / "fp16", config(stage, FP16), num_epochs=1)
+    for key in ("training_loss", "training_reg_loss"):
+        assert losses[key] == pytest.approx(expected[key], rel=2e-3)
+    weights = [each.model.state_dict()["penalized"] - 20 for each in (task, reference)]
+    assert weights[0] == pytest.approx(weights[1], rel=0.02)
+    assert "get_regularization_penalty" not in vars(task.model)
 
 
 class Interrupt(TrainerCallback):
