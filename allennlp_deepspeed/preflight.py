@@ -16,6 +16,7 @@ import torch
 from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from allennlp.common.util import int_to_device
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -38,6 +39,7 @@ from allennlp_deepspeed.optimizers import check_optimizer
 from allennlp_deepspeed.reading_pace import ReadingPace
 from allennlp_deepspeed.supervision import supervised_workers
 from allennlp_deepspeed.trainer import DeepSpeedTrainer
+from allennlp_deepspeed.worker_device import capabilities
 
 _DEFAULT_TYPE = "of the default type"
 _OWN_KEYS = (
@@ -174,9 +176,10 @@ def worker_preparation(params: Params, serialization_dir: str) -> Optional[Calla
     if _registered_name(accelerator) != "deepspeed":
         return None
     deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
-    settings = trainer_settings(config, worker_devices(config), deepspeed_config)
-    if settings.use_amp and settings.device_type == "cuda":
-        settings = replace(settings, bf16_supported=torch.cuda.is_bf16_supported())
+    devices = worker_devices(config)
+    settings = trainer_settings(config, devices, deepspeed_config)
+    if settings.use_amp:
+        settings = replace(settings, **capabilities(int_to_device(devices[0])))
     partitioning = deepspeed_config.partitioning(
         replace(settings, serialization_dir=serialization_dir)
     )
