@@ -124,7 +124,14 @@ def _fill_if_open(config: Dict[str, Any], path: str, value: Any) -> None:
         _fill(config, path, value, "default of this trainer")
 
 
-def _agreed(key: str, value: Any, config: Dict[str, Any], path: str, findings: Findings) -> Any:
+def _agreed(
+    key: str,
+    value: Any,
+    config: Dict[str, Any],
+    path: str,
+    findings: Findings,
+    advice: str = "remove one of them",
+) -> Any:
     """The value of an AllenNLP key and its counterpart of DeepSpeed's, `None` if both are open."""
     deepspeed_value = _said(config, path)
     if value is None:
@@ -134,7 +141,7 @@ def _agreed(key: str, value: Any, config: Dict[str, Any], path: str, findings: F
     elif deepspeed_value != value:
         findings.add(
             f"{key} is {json.dumps(value)}, but {ROOT}.{path} is {json.dumps(deepspeed_value)}: "
-            "remove one of them, or give both the same value"
+            f"{advice}, or give both the same value"
         )
     return value
 
@@ -153,10 +160,12 @@ def _resolve_batch_sizes(
     """The number of instances in a micro-batch, and of micro-batches in an optimizer step."""
     num_lines = len(findings.lines)
     steps = settings.num_gradient_accumulation_steps
-    if steps is not None and (isinstance(steps, bool) or steps < 1):
+    is_integer = isinstance(steps, int) and not isinstance(steps, bool)
+    if steps is not None and not (is_integer and steps >= 1):
         findings.refuse(
             "num_gradient_accumulation_steps",
-            f"num_gradient_accumulation_steps is {json.dumps(steps)}: must be at least 1",
+            f"num_gradient_accumulation_steps is {json.dumps(steps)}: must be an integer, "
+            "at least 1",
         )
         steps = None
     steps = _agreed(
@@ -172,11 +181,18 @@ def _resolve_batch_sizes(
         config,
         "train_micro_batch_size_per_gpu",
         findings,
+        advice="remove the latter",
     )
     batch_size = _said(config, "train_batch_size")
     if batch_size is None:
         return micro_batch_size or 1, steps or 1
 
+    if len(findings.lines) > num_lines:
+        findings.add(
+            f"{ROOT}.train_batch_size is {batch_size}, but nothing is certain of its factors: "
+            "remove the key"
+        )
+        return micro_batch_size or 1, steps or 1
     # As in DeepSpeed, the total says what of its factors is left open.
     if micro_batch_size is None:
         micro_batch_size = max(1, batch_size // ((steps or 1) * settings.world_size))
@@ -185,12 +201,10 @@ def _resolve_batch_sizes(
     steps = steps or 1
     product = micro_batch_size * steps * settings.world_size
     if product != batch_size:
-        # It depends on what the user makes of a contradiction between them.
-        is_settled = len(findings.lines) == num_lines
         findings.add(
             f"{ROOT}.train_batch_size is {batch_size}, but {micro_batch_size} instances in a "
             f"micro-batch x {steps} gradient accumulation steps x {settings.world_size} workers "
-            f"are {product}: remove the key" + (f", or write {product}" if is_settled else "")
+            f"are {product}: remove the key, or write {product}"
         )
     return micro_batch_size, steps
 
@@ -413,9 +427,11 @@ def _refuse_both(
 ) -> None:
     if name is not None:
         path = "optimizer" if key == "optimizer" else "scheduler"
+        needs_lr = lookup(section, "params.lr") == AUTO
         findings.add(
             f'{key} is "{name}", but {ROOT}.{path} is "{section["type"]}": give one of them. '
             f'AllenNLP\'s stays if you remove the section (or write "{path}": null over a preset)'
+            + ("; DeepSpeed's needs a number for its lr then" if needs_lr else "")
         )
 
 
@@ -634,6 +650,7 @@ def _check_with_deepspeed(config: Dict[str, Any], findings: Findings) -> None:
     for path in findings.paths(ROOT):
         # What has been found already isn't to be said again in DeepSpeed's words.
         remove(config, path)
+    config["train_micro_batch_size_per_gpu"] = 1
     try:
         EngineConfig(config)
     except (AssertionError, ValueError, TypeError, DeepSpeedConfigError) as error:

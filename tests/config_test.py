@@ -551,11 +551,13 @@ class TestBatchSizes:
             "but deepspeed_config.gradient_accumulation_steps is 4: "
         )
 
-    @pytest.mark.parametrize("steps", [0, -1, False, True])
+    @pytest.mark.parametrize("steps", [0, -1, False, True, "2"])
     def test_no_accumulation_is_one_step(self, steps):
         message = refusal({"gradient_accumulation_steps": 4}, num_gradient_accumulation_steps=steps)
         shown = json.dumps(steps)
-        assert message == f"num_gradient_accumulation_steps is {shown}: must be at least 1"
+        assert (
+            message == f"num_gradient_accumulation_steps is {shown}: must be an integer, at least 1"
+        )
 
     def test_a_micro_batch_of_another_size_than_the_data_loaders_is_refused(self):
         message = refusal({"train_micro_batch_size_per_gpu": 16}, micro_batch_size=8)
