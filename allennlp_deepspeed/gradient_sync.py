@@ -4,6 +4,7 @@ When gradients are reduced across ranks.
 
 import logging
 import zlib
+from array import array
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional
@@ -15,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import z3_leaf_parameter
+from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed import gradient_memory
@@ -35,11 +37,16 @@ class GradientSynchronizer:
     inside it, so that the reduction overlaps with it where `overlap_comm` is on. What that pass
     doesn't touch follows when it is done.
 
-    DeepSpeed reduces gradients in the order in which they come, as many as come. It is right only
-    if every rank has gradients for the same parameters. Where it may not be so, gradients are held
-    until the backward passes are done, those that a rank lacks are zeros, and then all are reduced
-    in the same order. At stage 0 and, without `overlap_comm`, at stage 1, this costs nothing and is
-    always done.
+    DeepSpeed by itself reduces gradients in the order in which they come, and fills its buckets so.
+    That order may be another on each rank: an LSTM's depends on whether all sequences of the batch
+    are of the same length. Here it is the reverse of the order in which the model registers its
+    parameters, on every rank, which is about that in which gradients come. One that comes early
+    waits for those before it which the pass still computes, as in `DistributedDataParallel`.
+
+    It is right only if every rank has gradients for the same parameters. Where it may not be so,
+    gradients are held until the backward passes are done, those that a rank lacks are zeros, and
+    then all are reduced. At stage 0 and, without `overlap_comm`, at stage 1, this costs nothing and
+    is always done.
 
     # Parameters
 
@@ -82,8 +89,10 @@ class GradientSynchronizer:
         self._average_each_pass = average_each_pass
         # These accumulate in buffers of their own, where no gradient is ever missing.
         has_own_buffers = isinstance(engine.optimizer, BF16_Optimizer)
-        self._groups = self._parameter_groups()
-        self._parameters = [parameter for group in self._groups for parameter in group]
+        self._group_indices = self._group_index_of_each()
+        # In the order in which they are reduced.
+        places = {p: i for i, p in enumerate(engine.module.parameters())}
+        self._parameters = sorted(self._group_indices, key=lambda p: -places.get(p, -1))
         if average_each_pass and self._accumulation_dtype_differs():
             raise ConfigurationError(
                 "A callback with 'on_backward' needs gradients that stay on the parameters, and "
@@ -121,14 +130,23 @@ class GradientSynchronizer:
         self._is_due = True
         self._is_in_no_sync = False
         self._has_held = False
-        # Which parameters the micro-batch has reduced from inside a backward pass.
-        self._is_reduced = bytearray(len(self._parameters))
+        # Whether gradients are reduced from inside the next backward pass.
+        self._reduces_in_pass = False
+        # Of the micro-batch: in which backward pass of autograd each gradient has come, the indices
+        # of those that have been reduced, in that order, and for each pass the next to be reduced.
+        self._came_in: List[Optional[int]] = []
+        self._reduced = array("I")
+        self._next: Dict[int, int] = {}
+        # The streams in which gradients have come, where the device has any.
+        self._streams: Optional[Dict[int, Any]] = None
+        if not get_accelerator().resolves_data_dependency():
+            self._streams = {}
         self._checksum = 0
         self._is_average_queued = False
         self._hooks: List[RemovableHandle] = []
         for i, parameter in enumerate(self._parameters):
             if not self._waits_for_all:
-                self._add_hook(parameter, partial(self._record, i))
+                self._add_hook(parameter, partial(self._reduce_in_pass, i))
             elif average_each_pass and dist.get_world_size() > 1:
                 self._add_hook(parameter, self._average_after_pass)
         for parameter in self._accumulators:
@@ -191,12 +209,13 @@ class GradientSynchronizer:
             # DeepSpeed adds to what a parameter has there from the step before if it isn't used in
             # the first micro-batch, and steps with that if it isn't used at all.
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
+        self._hold(True)
         try:
             yield
         finally:
             # Nothing is reduced in here after an exception: the other ranks may not come to it.
             self._has_held = False
-            self._tell_deepspeed(reduces=True)
+            self._hold(False)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -209,15 +228,15 @@ class GradientSynchronizer:
             Whether the optimizer's step follows.
         """
         self._is_due = is_last or self._mode != BOUNDARY
-        self._is_reduced[:] = bytes(len(self._is_reduced))
+        self._came_in = [None] * len(self._parameters)
+        self._next.clear()
+        del self._reduced[:]
         if self._engine.is_gradient_accumulation_boundary() != is_last:
             self._engine.set_gradient_accumulation_boundary(is_last)
         self._prepare_pass()
         yield
         if self._is_due:
-            self._checksum = zlib.crc32(self._is_reduced, self._checksum)
-            if self._has_held:
-                self._reduce_held()
+            self._reduce_rest()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -232,18 +251,18 @@ class GradientSynchronizer:
 
     def used_parameters_checksum(self) -> int:
         """
-        A checksum of which gradients have been reduced since the last call. If it differs between
-        the ranks, they are wrong. Always the same where that can't be, or where nothing could be
-        said in time: at stage 3 such ranks wait for each other.
+        A checksum of which gradients have been reduced since the last call, and in which order. If
+        it differs between the ranks, they are wrong. Always the same where that can't be, or where
+        nothing could be said in time: at stage 3 such ranks wait for each other.
         """
         checksum, self._checksum = self._checksum, 0
         return checksum
 
-    def _parameter_groups(self) -> List[List[torch.nn.Parameter]]:
-        """In the order in which DeepSpeed flushes gradients."""
+    def _group_index_of_each(self) -> Dict[torch.nn.Parameter, int]:
+        """The parameters that are trained, and in which group DeepSpeed has each."""
         name = {0: "", 1: "bit16_groups", 2: "bit16_groups", 3: "fp16_groups"}[self._stage]
-        groups = getattr(self._engine.optimizer, name, [list(self._engine.module.parameters())])
-        return [[parameter for parameter in group if parameter.requires_grad] for group in groups]
+        groups = getattr(self._engine.optimizer, name, [self._engine.module.parameters()])
+        return {p: i for i, group in enumerate(groups) for p in group if p.requires_grad}
 
     def _accumulation_dtype_differs(self) -> bool:
         dtype = getattr(self._engine.optimizer, "gradient_accumulation_dtype", None)
@@ -256,37 +275,74 @@ class GradientSynchronizer:
         # Where both would communicate the same, the one that holds nothing.
         return MICRO_BATCH if self._num_micro_batches == 1 or dist.get_world_size() == 1 else None
 
-    def _prepare_pass(self) -> None:
-        """Has DeepSpeed reduce gradients in the next backward pass, or hold them."""
-        reduces = self._is_due and not self._is_in_no_sync and not self._waits_for_all
-        if self._has_held and self._accumulators:
-            reduces = False
-        self._has_held |= not reduces
-        self._tell_deepspeed(reduces)
-
-    def _tell_deepspeed(self, reduces: bool) -> None:
+    def _hold(self, holds: bool) -> None:
+        """Has DeepSpeed leave gradients alone, or not."""
         # What `engine.no_sync` and `engine.coalesce_grad_reduction` set. The latter would reduce
         # all at its end, and not from inside the last backward pass.
         if not self._is_reduced_at_once:
-            self._engine.optimizer._coalesce_grad_reduction = not reduces
-        # A pass after some that were held is finished in `_reduce_held` instead.
-        waits = not reduces or self._has_held
-        # Setting an attribute of a module takes long.
-        if self._engine.inside_no_sync_ctxt != waits:
-            self._engine.inside_no_sync_ctxt = waits
+            self._engine.optimizer._coalesce_grad_reduction = holds
+        self._engine.inside_no_sync_ctxt = holds
 
-    def _record(self, index: int, parameter: torch.nn.Parameter) -> None:
-        if self._engine.optimizer._coalesce_grad_reduction:
+    def _prepare_pass(self) -> None:
+        self._reduces_in_pass = self._is_due and not (self._is_in_no_sync or self._waits_for_all)
+        if self._has_held and self._accumulators:
+            self._reduces_in_pass = False
+        self._has_held |= not self._reduces_in_pass
+
+    def _reduce_in_pass(self, index: int, _: torch.nn.Parameter) -> None:
+        """Reduces the gradient that has come, and those that have waited for it."""
+        if not self._reduces_in_pass:
             return
-        if self._is_reduced[index]:
+        if self._came_in[index] is not None:
             raise RuntimeError(
                 "A second backward pass of the same micro-batch would reduce gradients again, and "
                 "the first would be lost. Put all passes but the last into `trainer.no_sync()`."
             )
-        self._is_reduced[index] = 1
+        # Another one inside it, for activation checkpointing that is reentrant, has its own.
+        backward_pass = torch._C._current_graph_task_id()
+        self._came_in[index] = backward_pass
+        if self._streams is not None:
+            self._streams[index] = get_accelerator().current_stream()
+        i = self._next.get(backward_pass, 0)
+        if index != i and backward_pass in self._next:
+            return
+        while i < len(self._parameters):
+            if self._came_in[i] == backward_pass:
+                self._wait_for_gradient(i)
+                self._reduce(i)
+            elif self._came_in[i] is None and self._is_coming(i):
+                break
+            i += 1
+        self._next[backward_pass] = i
+
+    def _is_coming(self, index: int) -> bool:
+        """Whether the backward pass that is running computes a gradient for the parameter."""
+        node = _get_grad_fn_or_grad_acc(self._parameters[index])
+        return torch._C._will_engine_execute_node(node)
+
+    def _wait_for_gradient(self, index: int) -> None:
+        """Has the current stream wait for the one in which the gradient has come."""
+        if self._streams is not None:
+            stream = get_accelerator().current_stream()
+            if self._streams[index] != stream:
+                stream.wait_stream(self._streams[index])
+                self._parameters[index].grad.record_stream(stream)  # type: ignore[union-attr]
+
+    def _reduce(self, index: int) -> None:
+        parameter = self._parameters[index]
+        optimizer = self._engine.optimizer
+        self._reduced.append(index)
+        if self._stage == 3:
+            optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter)
+            return
+        optimizer.setup_buckets()
+        if optimizer.use_grad_accum_attribute:
+            optimizer._fill_param_grad_accum_attribute(parameter)
+        group_index = self._group_indices[parameter]
+        optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
 
     def _move_to_accumulator(self, parameter: torch.nn.Parameter) -> None:
-        if not self._engine.optimizer._coalesce_grad_reduction:
+        if self._reduces_in_pass:
             return
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # the hook runs when it has just been added to
@@ -297,10 +353,9 @@ class GradientSynchronizer:
         else:
             accumulator.add_(gradient)
 
-    def _reduce_held(self) -> None:
-        """Reduces what is left of the gradients that were held, and finishes the reduction."""
+    def _reduce_rest(self) -> None:
+        """Reduces the gradients that no backward pass has, and finishes the reduction."""
         self._has_held = False
-        self._tell_deepspeed(reduces=True)
         if self._is_reduced_at_once:
             self._engine.allreduce_gradients()
             return
@@ -308,46 +363,34 @@ class GradientSynchronizer:
             if accumulator is not None:
                 _set_gradient(parameter, accumulator.to(parameter.dtype))
                 self._accumulators[parameter] = None
-        if self._waits_for_all:
-            self._fill_missing_gradients()
-        self._reduce_remaining()
-        self._engine.optimizer.overlapping_partition_gradients_reduce_epilogue()
-
-    def _reduce_remaining(self) -> None:
-        """Every gradient that no hook has reduced, in the same order on every rank."""
         optimizer = self._engine.optimizer
         if self._stage < 3:
-            if optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():
-                # The buckets of the step before may still be on their way.
-                optimizer.reduction_stream.synchronize()
-            optimizer.setup_buckets()
-        is_left = bytearray(len(self._parameters))
-        i = 0
-        for group_index, group in enumerate(self._groups):
-            for parameter in group:
-                if not self._is_reduced[i] and self._has_gradient(parameter):
-                    is_left[i] = 1
-                    group_arguments = () if self._stage == 3 else (group_index,)
-                    optimizer.reduce_ready_partitions_and_remove_grads(parameter, *group_arguments)
-                i += 1
+            optimizer.setup_buckets()  # also if there is nothing to reduce
+        is_reduced = set(self._reduced)
+        for i, parameter in enumerate(self._parameters):
+            if i in is_reduced:
+                continue
+            if not self._has_gradient(parameter):
+                if not self._waits_for_all:
+                    continue
+                self._set_zero_gradient(parameter)
+            self._reduce(i)
         if not self._waits_for_all:
-            self._checksum = zlib.crc32(is_left, self._checksum)
+            self._checksum = zlib.crc32(self._reduced, self._checksum)
+        optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def _has_gradient(self, parameter: torch.nn.Parameter) -> bool:
         if self._stage == 3:
             return parameter.grad is not None
         return self._engine.optimizer.get_gradient_for_reduction(parameter) is not None
 
-    def _fill_missing_gradients(self) -> None:
+    def _set_zero_gradient(self, parameter: torch.nn.Parameter) -> None:
         optimizer = self._engine.optimizer
-        for parameter in self._parameters:
-            if self._has_gradient(parameter):
-                continue
-            if getattr(optimizer, "use_grad_accum_attribute", False):
-                dtype = optimizer.gradient_accumulation_dtype
-                parameter.grad_accum = torch.zeros_like(parameter, dtype=dtype)  # type: ignore[attr-defined]
-            else:
-                _set_gradient(parameter, parameter.new_zeros(_shape(parameter)))
+        if getattr(optimizer, "use_grad_accum_attribute", False):
+            dtype = optimizer.gradient_accumulation_dtype
+            parameter.grad_accum = torch.zeros_like(parameter, dtype=dtype)  # type: ignore[attr-defined]
+        else:
+            _set_gradient(parameter, parameter.new_zeros(_shape(parameter)))
 
     def _average_after_pass(self, _: torch.nn.Parameter) -> None:
         if not self._is_in_no_sync and not self._is_average_queued:
