@@ -48,6 +48,10 @@ class GradientSynchronizer:
     then all are reduced. At stage 0 and, without `overlap_comm`, at stage 1, this costs nothing and
     is always done.
 
+    Where DeepSpeed offloads the optimizer, it steps with what the last micro-batch has reduced, and
+    for other parameters with what is left of the step before. So the last micro-batch reduces every
+    parameter, those that it doesn't use with a gradient of zero.
+
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
@@ -89,6 +93,7 @@ class GradientSynchronizer:
         self._average_each_pass = average_each_pass
         # These accumulate in buffers of their own, where no gradient is ever missing.
         has_own_buffers = isinstance(engine.optimizer, BF16_Optimizer)
+        self._is_offloaded = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
         self._group_indices = self._group_index_of_each()
         # In the order in which they are reduced.
         places = {p: i for i, p in enumerate(engine.module.parameters())}
@@ -236,7 +241,7 @@ class GradientSynchronizer:
         self._prepare_pass()
         yield
         if self._is_due:
-            self._reduce_rest()
+            self._reduce_rest(is_last)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -353,7 +358,7 @@ class GradientSynchronizer:
         else:
             accumulator.add_(gradient)
 
-    def _reduce_rest(self) -> None:
+    def _reduce_rest(self, is_last: bool) -> None:
         """Reduces the gradients that no backward pass has, and finishes the reduction."""
         self._has_held = False
         if self._is_reduced_at_once:
@@ -371,13 +376,26 @@ class GradientSynchronizer:
             if i in is_reduced:
                 continue
             if not self._has_gradient(parameter):
-                if not self._waits_for_all:
+                if not (self._waits_for_all or (self._is_offloaded and is_last)):
                     continue
                 self._set_zero_gradient(parameter)
             self._reduce(i)
         if not self._waits_for_all:
             self._checksum = zlib.crc32(self._reduced, self._checksum)
+        if self._is_offloaded and not is_last and optimizer.micro_step_id == 0 and self._stage < 3:
+            self._clear_accumulated_on_cpu()
         optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+    def _clear_accumulated_on_cpu(self) -> None:
+        """
+        Clears the gradients of the step before that the first micro-batch has not replaced:
+        DeepSpeed would add to them.
+        """
+        optimizer = self._engine.optimizer
+        replaced = {optimizer.get_param_id(self._parameters[i]) for i in self._reduced}
+        for param_id, accumulated in optimizer.accumulated_grads_in_cpu.items():
+            if param_id not in replaced:
+                accumulated.zero_()
 
     def _has_gradient(self, parameter: torch.nn.Parameter) -> bool:
         if self._stage == 3:

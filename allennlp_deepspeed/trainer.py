@@ -309,7 +309,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self, gradient_synchronization: str, grad_cache: Optional[Dict[str, Any]]
     ) -> Tuple[GradientSynchronizer, Optional[GradCache]]:
         settings = self._grad_cache_settings(grad_cache)
-        is_offloaded = self.engine.zero_cpu_offload() or self.engine.zero_nvme_offload_optimizer()
         gradients = GradientSynchronizer(
             self.engine,
             mode=gradient_synchronization,
@@ -317,10 +316,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             num_micro_batches=self._num_gradient_accumulation_steps
             * (1 if settings is None else 2),
             find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
-            several_passes=any(map(_goes_backward, self._callbacks))
-            # A chunk may use a part of the parameters, and with offload DeepSpeed forgets those
-            # that the last micro-batch doesn't use.
-            or (settings is not None and is_offloaded),
+            several_passes=any(map(_goes_backward, self._callbacks)),
             average_each_pass=any(map(_reads_gradients, self._callbacks)),
         )
         if settings is None:
