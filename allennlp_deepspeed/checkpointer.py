@@ -33,6 +33,7 @@ from allennlp_deepspeed.checkpoint_directory import (
 from allennlp_deepspeed.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.commit import CheckpointError, CommitRecord, FrozenRecord
 from allennlp_deepspeed.optimizers import adapt_loaded_states
+from allennlp_deepspeed.resumption import TRAINING_STATE_VERSION
 
 if TYPE_CHECKING:
     from allennlp_deepspeed.trainer import DeepSpeedTrainer
@@ -423,6 +424,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         # With more workers than wrote it, some start from the same state.
         rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
+        self._check_version(path, record, trainer_state)
         if universal.needs_conversion(record, dist.get_world_size()):
             self._load_conversion(trainer.engine, path, record, trainer_state)
         else:
@@ -433,6 +435,19 @@ class DeepSpeedCheckpointer(Checkpointer):
         if trainer_state["has_best_weights"]:
             self._restore_best_weights(path, record, trainer)
         return TrainerCheckpoint({}, trainer_state)
+
+    def _check_version(
+        self, path: str, record: CommitRecord, trainer_state: Dict[str, Any]
+    ) -> None:
+        version = trainer_state.get("version")
+        if version != TRAINING_STATE_VERSION:
+            raise CheckpointError(
+                f"{path} has a training state of version {version}, and this version of "
+                f"allennlp-deepspeed continues from {TRAINING_STATE_VERSION}: continue with the "
+                f"version that wrote it ({record.versions}); or take its weights with `allennlp "
+                f"deepspeed export {self._serialization_dir}` and start anew from them with "
+                '"model": {"type": "from_archive", ...}.'
+            )
 
     def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
         """Loads what as many ranks have saved."""

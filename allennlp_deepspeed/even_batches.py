@@ -25,14 +25,14 @@ class EvenBatches:
     """
 
     def __init__(self, data_loader: DataLoader, device: torch.device) -> None:
-        self._data_loader = data_loader
+        self.data_loader = data_loader
         self._device = device
 
     def __len__(self) -> int:
-        return len(self._data_loader)
+        return len(self.data_loader)
 
     def __iter__(self) -> Iterator[TensorDict]:
-        batches = iter(self._data_loader)
+        batches = iter(self.data_loader)
         last: Optional[TensorDict] = None
         while True:
             batch = next(batches, None)

@@ -3,6 +3,8 @@ What a model keeps besides its `state_dict`: the metrics it has added up, and co
 """
 
 import copy
+import hashlib
+import io
 import logging
 from collections import deque
 from typing import Any, Dict, Optional
@@ -47,6 +49,40 @@ def module_states(model: torch.nn.Module) -> Dict[str, State]:
         if state:
             states[name] = state
     return states
+
+
+def fingerprints(states: Dict[str, State]) -> Dict[str, Any]:
+    """
+    What tells whether states are still the same, without their tensors.
+
+    # Parameters
+
+    states : `Dict[str, Dict[str, Any]]`, required.
+        As `module_states` gave them.
+    """
+    return {
+        name: {key: _fingerprint(encoded) for key, encoded in state.items()}
+        for name, state in states.items()
+    }
+
+
+def changed_states(states: Dict[str, State], before: Dict[str, Any]) -> Dict[str, State]:
+    """
+    The part of `states` that isn't as it was: what else there is, such as a rank, was constructed
+    so and may be constructed otherwise when training goes on.
+
+    # Parameters
+
+    states : `Dict[str, Dict[str, Any]]`, required.
+        As `module_states` gave them.
+    before : `Dict[str, Any]`, required.
+        The `fingerprints` of those of before.
+    """
+    changed = {
+        name: _changed({"some": state}, {"some": before.get(name, {})})["some"]
+        for name, state in states.items()
+    }
+    return {name: state for name, state in changed.items() if state}
 
 
 def load_module_states(model: torch.nn.Module, states: Dict[str, State]) -> None:
@@ -103,6 +139,46 @@ def _encode_items(kind: str, items: Dict[Any, Any], within_metric: bool) -> Opti
         return {kind: encoded} if None not in encoded.values() else None
     metrics = {k: v for k, v in encoded.items() if v is not None and set(v) & {"metric", "some"}}
     return {"some": metrics} if metrics else None
+
+
+def _changed(encoded: State, before: Any) -> State:
+    """
+    `encoded` without what is as it was in metrics and in what is filled in place. Other containers
+    are made anew, and need all of their items.
+    """
+    ((kind, items),) = encoded.items()
+    if not isinstance(items, dict):
+        return encoded
+    was_of_this_kind = isinstance(before, dict) and before.keys() == {kind}
+    items_before = before[kind] if was_of_this_kind else {}
+    is_filled = kind in ("metric", "some")
+    return {
+        kind: {
+            key: _changed(item, items_before.get(key))
+            for key, item in items.items()
+            if not (is_filled and key in items_before and _fingerprint(item) == items_before[key])
+        }
+    }
+
+
+def _fingerprint(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), _checksum(value)
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()
+    if isinstance(value, dict):
+        return {key: _fingerprint(item) for key, item in value.items()}
+    # Of a float, all its digits; of NaN, something that is equal to itself.
+    return type(value).__name__, sorted(map(repr, value)) if isinstance(value, set) else repr(value)
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    if tensor.layout == torch.strided:
+        contents = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return hashlib.sha256(contents.numpy().data).hexdigest()
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return hashlib.sha256(buffer.getvalue()).hexdigest()
 
 
 def _load_attributes(owner: Any, state: State) -> None:

@@ -1,13 +1,22 @@
 import copy
-from typing import TYPE_CHECKING, Any, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, Optional
 
 from allennlp_deepspeed.checkpoint_directory import PointInTime
-from allennlp_deepspeed.module_states import load_module_states, module_states
-from allennlp_deepspeed.random_states import random_states, set_random_states
+from allennlp_deepspeed.module_states import (
+    changed_states,
+    fingerprints,
+    load_module_states,
+    module_states,
+)
+from allennlp_deepspeed.random_states import RandomHistory, random_states, set_random_states
 from allennlp_deepspeed.running_loss import RunningLoss
+from allennlp_deepspeed.validation_history import ValidationHistory
 
 if TYPE_CHECKING:
     from allennlp_deepspeed.trainer import DeepSpeedTrainer
+
+TRAINING_STATE_VERSION = 3
+"""Of what `state_dict` returns. Version 2 was that of 0.1.0."""
 
 
 class Resumption:
@@ -15,8 +24,9 @@ class Resumption:
     Brings a worker back to where it was at a checkpoint, so exactly that it goes on as if it had
     never stopped. The epochs before are read again but not trained, as in AllenNLP, because readers
     and data loaders may have a state. What AllenNLP leaves out is in here: the random states, now
-    and at the start of each epoch, so that the data comes in the same order again; the losses and
-    metrics that the epoch has added up; and what callbacks have decided about the epoch.
+    and at the start of each epoch, so that the data comes in the same order again; the place in the
+    validation data; the losses and metrics that the epoch has added up; what else of the model
+    training has changed; and what callbacks have decided about the epoch.
 
     # Parameters
 
@@ -26,12 +36,19 @@ class Resumption:
     def __init__(self, trainer: "DeepSpeedTrainer") -> None:
         self._trainer = trainer
         self._running_loss: Optional[RunningLoss] = None
-        self._epoch_starts: List[Dict[str, Any]] = []
+        self._epoch_starts = RandomHistory()
+        self._validations = ValidationHistory(trainer)
+        self._fingerprints_before: Optional[Dict[str, Any]] = None
         self._before_validation: Optional[Dict[str, Any]] = None
         # What `load_state_dict` was given, until its point in time is reached.
         self._pending: Optional[Dict[str, Any]] = None
         # The same, if the checkpoint was saved in a validation, until that begins again.
         self._interrupted_validation: Optional[Dict[str, Any]] = None
+
+    def start_training(self) -> None:
+        """To be called once callbacks have prepared the model, and before anything is trained."""
+        if self._fingerprints_before is None:
+            self._fingerprints_before = fingerprints(module_states(self._trainer.model))
 
     def start_epoch(self, running_loss: RunningLoss) -> None:
         """To be called before the data of the epoch are asked for."""
@@ -43,6 +60,10 @@ class Resumption:
             set_random_states(self._epoch_starts[epoch])
         else:
             self._epoch_starts.append(random_states())
+
+    def start_validation(self) -> None:
+        """To be called before the data of the validation are asked for."""
+        self._validations.start()
 
     def restore_if_reached(self) -> None:
         """
@@ -98,6 +119,7 @@ class Resumption:
         """
         trainer = self._trainer
         if trainer._epochs_completed < trainer._start_after_epochs_completed:
+            self._validations.read_again()
             return metrics
         if self._interrupted_validation is not None:
             metrics = self._interrupted_validation["train_metrics"]
@@ -108,7 +130,7 @@ class Resumption:
             return metrics
         self._before_validation = {
             "random_states": random_states(),
-            "modules": module_states(trainer.model),
+            "modules": self._module_states(),
             "train_metrics": metrics,
             "callbacks": copy.deepcopy([c.state_dict() for c in trainer._callbacks]),
         }
@@ -125,19 +147,26 @@ class Resumption:
         trainer = self._trainer
         running_loss = self._running_loss if trainer._batches_in_epoch_completed > 0 else None
         state = {
-            "epoch_starts": self._epoch_starts,
+            "version": TRAINING_STATE_VERSION,
+            "epoch_starts": self._epoch_starts.state_dict(),
+            "validations": self._validations.state_dict(),
             "total_batches_completed": trainer._total_batches_completed,
             "should_validate_this_epoch": trainer._should_validate_this_epoch,
             "running_loss": None if running_loss is None else running_loss.state_dict(),
             "steps_of_running_loss": trainer._batches_in_epoch_completed,
             "random_states": random_states(),
-            "modules": module_states(trainer.model),
+            "modules": self._module_states(),
         }
         if in_validation and self._before_validation is not None:
             state.update(self._before_validation)
         return state
 
+    def _module_states(self) -> Dict[str, Any]:
+        return changed_states(module_states(self._trainer.model), self._fingerprints_before or {})
+
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Takes effect when training has come to the point in time of the checkpoint."""
         self._pending = state_dict
-        self._epoch_starts = list(state_dict["epoch_starts"])
+        starts = state_dict["epoch_starts"]
+        self._epoch_starts = RandomHistory.from_state_dict(starts, len(starts["lengths"]))
+        self._validations.load_state_dict(state_dict["validations"], state_dict["epochs_completed"])

@@ -443,6 +443,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _try_train(self) -> Tuple[Dict[str, Any], int]:
         if self._checkpointer is not None:
             self._checkpointer.check_state(self)
+        self._resumption.start_training()
         try:
             metrics, epoch = super()._try_train()
         except BaseException as error:
@@ -454,6 +455,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @overrides
     def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
+        self._resumption.start_validation()
         try:
             return super()._validation_loss(epoch)
         except TrainingInterrupted as interruption:
@@ -767,7 +769,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         the engine save them.
         """
         training_states = {
-            "version": 2,
             "metric_tracker": self._metric_tracker.state_dict(),
             "callbacks": [callback.state_dict() for callback in self._callbacks],
             "epochs_completed": self._epochs_completed,

@@ -31,7 +31,12 @@ from allennlp.training.metrics import (
 )
 
 from allennlp_deepspeed import serialization
-from allennlp_deepspeed.module_states import load_module_states, module_states
+from allennlp_deepspeed.module_states import (
+    changed_states,
+    fingerprints,
+    load_module_states,
+    module_states,
+)
 
 Batch = Tuple[Any, ...]
 
@@ -292,6 +297,77 @@ def test_numbers_and_tensors_of_a_module_are_kept_and_constants_left_alone():
     assert torch.equal(loaded.weight, torch.zeros(2))
     assert torch.equal(loaded.graph, torch.zeros(2))
     assert loaded.names == {"device": "new"}
+
+
+@pytest.mark.parametrize("construct, batch", METRICS, ids=METRIC_NAMES)
+def test_what_has_changed_is_enough_for_a_metric(
+    construct: Callable[[], Metric], batch: Callable[[torch.Generator], Batch]
+):
+    generator = torch.Generator().manual_seed(0)
+    model = ModelWithMetric(construct)
+    before = fingerprints(module_states(model))
+    assert changed_states(module_states(model), before) == {}
+    for arguments in [batch(generator), batch(generator)]:
+        for metric in model.metrics():
+            metric(*arguments)
+    loaded = ModelWithMetric(construct)
+    load_module_states(loaded, through_a_file(changed_states(module_states(model), before)))
+    last = batch(generator)
+    for metric, expected in zip(loaded.metrics(), model.metrics(), strict=True):
+        metric(*last)
+        expected(*last)
+        assert same(metric.get_metric(), expected.get_metric())
+
+
+class Constants(torch.nn.Module):
+    """Constants of every type, and next to each of them something that training changes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.rank = number
+        self.name = f"rank {number}"
+        self.temperature = float("nan") if number == 0 else 0.5
+        self.weights = torch.full((2,), float(number))
+        self.adjacency = torch.eye(2 + number).to_sparse()
+        self.table = np.full(2, number)
+        self.accuracy = CategoricalAccuracy(top_k=1 + number)
+        self.metrics = {"k": CategoricalAccuracy(top_k=1 + number)}
+        self.steps = 0
+        self.history = torch.zeros(2)
+        self.sums = np.zeros(2)
+
+    def train_once(self) -> None:
+        self.steps += 1
+        self.history += 1
+        self.sums += 1
+        for metric in (self.accuracy, *self.metrics.values()):
+            metric(torch.eye(4), torch.tensor([0, 1, 2, 0]))
+
+    def constants(self) -> List[str]:
+        constants = (self.rank, self.name, self.temperature, self.weights, self.table)
+        metrics = (self.accuracy, *self.metrics.values())
+        return [*map(str, constants), str(self.adjacency), *(str(m._top_k) for m in metrics)]
+
+
+def test_constants_are_as_they_are_constructed_now():
+    model, loaded = Constants(0), Constants(1)
+    before = fingerprints(module_states(model))
+    model.train_once()
+    states = through_a_file(changed_states(module_states(model), before))
+    load_module_states(loaded, states)
+    assert loaded.constants() == Constants(1).constants()
+    assert loaded.steps == 1
+    assert torch.equal(loaded.history, model.history) and (loaded.sums == model.sums).all()
+    assert loaded.accuracy.total_count == loaded.metrics["k"].total_count == 4
+
+
+def test_what_training_has_changed_back_is_as_it_was_constructed():
+    model, loaded = Constants(0), Constants(0)
+    before = fingerprints(module_states(model))
+    model.train_once()
+    model.steps = 0
+    load_module_states(loaded, through_a_file(changed_states(module_states(model), before)))
+    assert (loaded.steps, float(loaded.history[0])) == (0, 1.0)
 
 
 def test_modules_that_are_no_longer_there_are_left_out():

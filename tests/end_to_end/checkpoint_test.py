@@ -12,6 +12,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from tests.command import Run, allennlp
 from tests.experiment import (
     INCLUDED,
+    ONE_PROCESS,
     Config,
     Experiments,
     Result,
@@ -120,6 +121,43 @@ def test_recovery_where_an_epoch_has_another_number_of_steps(
     # What was trained before is in it: it is far from the loss of an epoch's beginning.
     losses = [epoch["training_loss"] for epoch in uninterrupted.epochs()]
     assert recovered.epochs()[1]["training_loss"] == pytest.approx(losses[1], abs=0.1)
+
+
+# What an epoch reads and validates depends on where the one before has stopped in the data, and how
+# the next is trained, and until when, on the validation.
+PLACES = {
+    "data_loader": {"batch_size": 6, "shuffle": True, "batches_per_epoch": 4},
+    "validation_data_loader": {"batch_size": 3, "shuffle": True, "batches_per_epoch": 2},
+    "model.encoder.num_layers": 2,
+    "model.encoder.dropout": 0.2,
+    "trainer.num_epochs": 5,
+    "trainer.patience": 4,
+    "trainer.validation_metric": "-loss",
+    "trainer.optimizer": {"type": "sgd", "lr": 0.5},
+    "trainer.learning_rate_scheduler": {"type": "reduce_on_plateau", "patience": 0, "factor": 0.3},
+    "trainer.checkpointer": {"save_every_num_batches": 3, "keep_most_recent_by_count": None},
+}
+
+
+POINTS = ["e0_b3", "e1_b0", "e1_b3", "e2_b0", "e2_b3", "e3_b0", "e3_b3", "e4_b0", "e4_b3"]
+QUICK_POINTS = [(ONE_PROCESS, "e4_b0"), (WORKERS, "e2_b0"), (WORKERS, "e3_b3")]
+
+
+@pytest.mark.parametrize(
+    "world, last",
+    [
+        pytest.param(world, last, marks=[] if (world, last) in QUICK_POINTS else pytest.mark.soak)
+        for world in (ONE_PROCESS, WORKERS)
+        for last in POINTS
+    ],
+)
+def test_data_that_keep_their_place_are_at_it_after_recovery(
+    experiments: Experiments, tmp_path: Path, world: Config, last: str
+):
+    config = deepspeed(load_config("tagger", PLACES, world), 2)
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, f"checkpoint_{last}")
+    assert_ends_alike(recovered, uninterrupted)
 
 
 def test_a_run_that_died_after_its_last_checkpoint_ends_as_an_uninterrupted_one(
