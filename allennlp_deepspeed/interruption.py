@@ -5,7 +5,9 @@ SIGTERM and Ctrl-C during training: remembered when they come, acted on where al
 import logging
 import os
 import signal
+import sys
 import threading
+from multiprocessing import popen_fork
 from types import FrameType, TracebackType
 from typing import Any, Dict, Optional, Type
 
@@ -80,8 +82,9 @@ class TrainingInterruption(Interruption):
     The interruption of a training, which ends where all ranks agree to and not in front of a
     collective that others have already entered.
 
-    What is forked in the meantime, such as the processes of a data loader, leaves both signals to
-    this process, which may need one more batch.
+    What `multiprocessing` forks in the meantime, such as the processes of a data loader, leaves
+    both signals to this process, which may need one more batch. Any other child has them as if it
+    had been started before.
 
     # Parameters
 
@@ -98,9 +101,9 @@ class TrainingInterruption(Interruption):
 
     @overrides
     def __enter__(self) -> "TrainingInterruption":
-        global _is_training
+        global _handlers_before_training
         super().__enter__()
-        _is_training = True
+        _handlers_before_training = dict(self._previous_handlers)
         return self
 
     @overrides
@@ -110,8 +113,8 @@ class TrainingInterruption(Interruption):
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
-        global _is_training
-        _is_training = False
+        global _handlers_before_training
+        _handlers_before_training = None
         if self._is_worker and isinstance(error, TrainingInterrupted):
             return
         super().__exit__(error_type, error, traceback)
@@ -153,15 +156,27 @@ def interrupted(signal_number: int, where: str) -> BaseException:
     return TrainingInterrupted(message, signal_number)
 
 
-# Whether this process, or the one that it is a fork of, is in a `TrainingInterruption`.
-_is_training = False
+# The handlers of before, while this process, or the one that it is a fork of, is in a
+# `TrainingInterruption`.
+_handlers_before_training: Optional[Dict[int, Any]] = None
 
 
-def _leave_signals_to_parent() -> None:
+def _settle_signals_of_fork() -> None:
+    if _handlers_before_training is None:
+        return
     # Without `sigwaitinfo`, on macOS, nothing says who has sent a signal.
-    if _is_training and hasattr(signal, "sigwaitinfo"):
+    if hasattr(signal, "sigwaitinfo") and _is_forked_by_multiprocessing(sys._getframe(1)):
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         threading.Thread(target=_wait_for_sigterm_of, args=(os.getppid(),), daemon=True).start()
+    else:
+        # It may go on to be another program, as where a `preexec_fn` is run: what it blocks or
+        # ignores that program would too.
+        for signal_number, handler in _handlers_before_training.items():
+            signal.signal(signal_number, handler)
+
+
+def _is_forked_by_multiprocessing(caller: FrameType) -> bool:
+    return caller.f_globals.get("__name__") == popen_fork.__name__
 
 
 def _wait_for_sigterm_of(parent: int) -> None:
@@ -170,4 +185,4 @@ def _wait_for_sigterm_of(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-os.register_at_fork(after_in_child=_leave_signals_to_parent)
+os.register_at_fork(after_in_child=_settle_signals_of_fork)
