@@ -56,12 +56,16 @@ def save(value: Any, path: str) -> None:
 def empty_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
     """
     A tensor of the same shape and type on the CPU, whose values are kept in a file without a name
-    that is gone with it. The system writes them there when it needs the memory.
+    that is gone with it. The system writes them there when it needs the memory. While it is made
+    the file is called `mapped_*.tmp`.
     """
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes == 0:
         return torch.empty_like(tensor, device="cpu")
-    with _naming(directory), tempfile.NamedTemporaryFile(dir=directory, suffix=".tmp") as file:
+    with (
+        _naming(directory),
+        tempfile.NamedTemporaryFile(dir=directory, prefix="mapped_", suffix=".tmp") as file,
+    ):
         # A full disk is an error here, and would be a crash where it is written to.
         os.posix_fallocate(file.fileno(), 0, num_bytes)
         # Unlike Python's `mmap` it doesn't keep a descriptor, of which there are as few as 1,024.

@@ -1,14 +1,17 @@
 """Tensors whose values are kept in files."""
 
+import os
 import resource
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
 from allennlp_deepspeed import files
+from allennlp_deepspeed.checkpoint_directory import CheckpointDirectory
 
 
 @pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
@@ -20,6 +23,17 @@ def test_mapped_tensors_are_tensors(tmp_path: Path, shape, dtype) -> None:
     files.save({"weight": mapped}, str(tmp_path / "saved.th"))
     assert [path.name for path in tmp_path.iterdir()] == ["saved.th"]
     assert torch.equal(torch.load(tmp_path / "saved.th")["weight"], tensor)
+
+
+def test_a_file_whose_tensor_was_never_made_is_cleaned_up(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        with mock.patch.object(torch.UntypedStorage, "from_file", lambda *a, **k: os._exit(9)):
+            files.empty_mapped(torch.zeros(2), str(tmp_path))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert len(list(tmp_path.iterdir())) == 1
+    CheckpointDirectory(str(tmp_path)).clean_up()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_there_may_be_more_of_them_than_files_may_be_open(tmp_path: Path) -> None:
