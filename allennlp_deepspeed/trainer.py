@@ -38,7 +38,14 @@ from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from overrides import overrides
 
-from allennlp_deepspeed import files, loss_scaling, optimizers, weights, worker_failure
+from allennlp_deepspeed import (
+    files,
+    loss_scaling,
+    optimizers,
+    serialization,
+    weights,
+    worker_failure,
+)
 from allennlp_deepspeed.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.batch_groups import BatchGroup, BatchGroups, micro_batch_size, num_batches
 from allennlp_deepspeed.batch_metrics import BatchMetrics
@@ -881,7 +888,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         state_dict = None
         if torch.distributed.get_rank() == 0:
             # Without a copy of the file in memory.
-            state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            state_dict = serialization.load(path, mmap=True)
         weights.load_full_state_dict(self.engine, state_dict)
 
     @overrides

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import traceback
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
@@ -470,11 +471,41 @@ class Malicious:
 def test_a_malicious_file_runs_no_code(tmp_path: Path):
     file, evidence = tmp_path / "state.th", tmp_path / "evidence"
     torch.save({"state": [Malicious(evidence)]}, file)
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(CheckpointError):
         serialization.load(str(file))
     assert not evidence.exists()
     torch.load(file, weights_only=False)
     assert evidence.exists()  # so that the test shows something
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda value, path: torch.save(value, path),
+        lambda value, path: torch.save(value, path, _use_new_zipfile_serialization=False),
+        lambda value, path: path.write_bytes(pickle.dumps(value)),
+        lambda value, path: path.write_text("import os"),
+        lambda value, path: path.write_bytes(b""),
+        lambda value, path: path.write_bytes(b"PK\3\4 and no more"),
+        lambda value, path: torch.jit.script(torch.nn.Identity()).save(path),
+    ],
+    ids=["zip", "legacy", "pickle", "text", "empty", "truncated", "script"],
+)
+def test_a_foreign_file_is_named_with_what_to_do(tmp_path: Path, write: Any, mmap: bool):
+    for name, advice in [
+        ("checkpoint_e1_b0/engine/state.pt", f"remove {tmp_path / 'checkpoint_e1_b0'}, and"),
+        ("best.th", "run `allennlp train --recover`"),
+    ]:
+        path, evidence = tmp_path / name, tmp_path / "evidence"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write({"state": Malicious(evidence)}, path)
+        with pytest.raises(CheckpointError) as error:
+            serialization.load(str(path), mmap=mmap)
+        text = "".join(traceback.format_exception(error.value))
+        assert f"{path} is not a file that this package has written" in text
+        assert advice in text and "weights_only" not in text
+        assert not evidence.exists()
 
 
 def test_the_safe_loader_loads_what_checkpoints_hold(tmp_path: Path):

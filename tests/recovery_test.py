@@ -1,15 +1,21 @@
 """What training takes from a checkpoint, and what it leaves as it is now, in one process."""
 
+import os
+import pickle
+import shutil
+import traceback
+from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
 from allennlp.models import BasicClassifier
 
-from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed import DeepSpeedTrainer, universal
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commit import CheckpointError, CommitRecord, FileRecord
+from allennlp_deepspeed.export import export
 from tests.trainer_test import Task
 
 
@@ -26,13 +32,13 @@ class Counting(BasicClassifier):
         return {**output, "loss": output["loss"] * self.scale}
 
 
-def train(directory: Path, num_epochs: int, scale: float = 1.0) -> Counting:
+def train(directory: Path, num_epochs: int, scale: float = 1.0, **changes: Any) -> Counting:
     """Trains on from what is in the directory."""
     task = Task()
     task.model.__class__ = Counting
     task.model.scale = scale
     checkpointer = DeepSpeedCheckpointer(directory, keep_most_recent_by_count=None)
-    arguments = {**task.arguments(directory), "num_epochs": num_epochs}
+    arguments = {**task.arguments(directory), "num_epochs": num_epochs, **changes}
     DeepSpeedTrainer(**arguments, checkpointer=checkpointer).train()
     return task.model
 
@@ -69,3 +75,87 @@ def test_an_epoch_adds_little_to_the_training_state(tmp_path: Path):
     ]
     # The model's dropout is the only one to draw numbers.
     assert max(after - before for before, after in zip(sizes, sizes[1:])) <= 2_800
+
+
+# files that are not of this package
+
+
+class Malicious:
+    """Its pickle makes a directory when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._path,)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after the first of two epochs, which validated best."""
+    directory = tmp_path_factory.mktemp("trained") / "out"
+    train(directory, num_epochs=1, validation_metric="+loss")
+    return directory
+
+
+ENGINE_FILES = [
+    "engine/mp_rank_00_model_states.pt",
+    "engine/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+]
+CONTENTS: Dict[str, Callable[[Any, Path], None]] = {
+    "zip": torch.save,
+    "legacy": partial(torch.save, _use_new_zipfile_serialization=False),
+    "pickle": lambda value, path: path.write_bytes(pickle.dumps(value)),
+    "text": lambda value, path: path.write_text(f"import {value}"),
+    "empty": lambda value, path: path.write_bytes(b""),
+}
+
+
+def replace_file(directory: Path, name: str, content: str, evidence: Path) -> Path:
+    """Puts another file in the place of one of the checkpoint, and has its record agree."""
+    checkpoint = directory / "checkpoint_e1_b0"
+    path = checkpoint / name
+    path.unlink()  # it may be a link to another
+    CONTENTS[content](Malicious(evidence), path)
+    record = CommitRecord.read(str(checkpoint))
+    record.files[name] = FileRecord.of(str(path))
+    record.write(str(checkpoint))
+    return path
+
+
+def recover(directory: Path) -> Any:
+    return train(directory, num_epochs=2, validation_metric="+loss")
+
+
+def resize(directory: Path) -> Any:
+    return universal.convert(str(directory / "checkpoint_e1_b0"))
+
+
+def export_(directory: Path) -> Any:
+    return export(str(directory), epoch=1)
+
+
+@pytest.mark.parametrize(
+    "content", ["zip", *(pytest.param(c, marks=pytest.mark.soak) for c in list(CONTENTS)[1:])]
+)
+@pytest.mark.parametrize(
+    "command, name",
+    [
+        *((recover, name) for name in (*ENGINE_FILES, "training_state_w0.th", "best.th")),
+        *((resize, name) for name in (*ENGINE_FILES, "training_state_w0.th")),
+        *((export_, name) for name in ENGINE_FILES),
+    ],
+)
+def test_a_foreign_file_is_named_and_no_code_in_it_is_run(
+    trained: Path, tmp_path: Path, command: Callable[[Path], Any], name: str, content: str
+):
+    directory, evidence = tmp_path / "out", tmp_path / "evidence"
+    shutil.copytree(trained, directory)
+    path = replace_file(directory, name, content, evidence)
+    with pytest.raises(CheckpointError) as error:
+        command(directory)
+    text = "".join(traceback.format_exception(error.value))
+    # Recovery gives the best weights their place in the serialization directory.
+    assert f"{directory / name if name == 'best.th' else path} is not a file that" in text
+    assert "--recover" in text and "weights_only" not in text
+    assert not evidence.exists()
