@@ -50,7 +50,6 @@ SUPPORTED = {
             "cpu_offload",
             "cpu_offload_param",
             "cpu_offload_use_pin_memory",
-            "elastic_checkpoint",
             "enable_sanity_checks",
             "leaf_module",
             "log_trace_cache_warnings",
@@ -123,6 +122,11 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
         (False,),
         "DeepSpeed then takes the fp32 weights of one parameter for those of another; remove the "
         "key",
+    ),
+    "zero_optimization.elastic_checkpoint": (
+        (False,),
+        "neither recovery nor `allennlp deepspeed export` reads its checkpoints, and those without "
+        "it are converted for any number of workers by `allennlp train --recover`; remove the key",
     ),
     "dataloader_drop_last": ((False,), 'write "drop_last" in "data_loader" instead'),
     "managed_gradient_accumulation": (

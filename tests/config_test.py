@@ -477,6 +477,7 @@ class TestWrongValues:
             {"data_efficiency": {"enabled": True}},
             {"activation_checkpointing": {"partition_activations": True}},
             {"zero_optimization": {"round_robin_gradients": True}},
+            {"zero_optimization": {"elastic_checkpoint": True}},
             {"dataloader_drop_last": True},
             {"managed_gradient_accumulation": True},
             {"compile": {"deepcompile": True}},
