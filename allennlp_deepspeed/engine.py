@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from allennlp_deepspeed import (
     activation_checkpointing,
     deepspeed_logging,
+    nvme_states,
     optimizers,
     parameter_layout,
 )
@@ -161,6 +162,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         )
         added = {m: set(vars(m)) - before for m, before in attributes.items()}
         self._undo.callback(_remove_attributes, added)
+        self._undo.callback(nvme_states.remove_swap_files, nvme_states.swap_folders(self.engine))
         # Before the process group: a worker can abort if the group goes away under a live engine.
         self._undo.callback(_destroy_engine, self.engine)
         self._undo.enter_context(deepspeed_logging.mended_reports(self.engine))

@@ -4,9 +4,10 @@ checkpoint and back, but they lack the step counts, the learning rates and the t
 small to be swapped, and it doesn't read those from the files in which it has saved them.
 """
 
+import os
 import shutil
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Callable, Dict, Iterable, Iterator, Set
 from unittest import mock
 
 import torch
@@ -14,6 +15,30 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed import serialization, weights
 from allennlp_deepspeed.checkpoint_directory import nvme_path
+
+
+def swap_folders(engine: DeepSpeedEngine) -> Set[str]:
+    """The folders in which this rank alone has swap files, of parameters and of the optimizer."""
+    swappers = [getattr(p, "nvme_swapper", None) for p in engine.module.parameters()]
+    swappers.append(getattr(engine.optimizer, "optimizer_swapper", None))
+    return {swapper.swap_folder for swapper in swappers if swapper is not None}
+
+
+def remove_swap_files(folders: Iterable[str]) -> None:
+    """
+    To be called when the engine is gone; what recovery needs is in the checkpoints.
+
+    # Parameters
+
+    folders : `Iterable[str]`, required.
+        As `swap_folders` gave them.
+    """
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        # What several ranks share goes with the last: "zero_stage_3" and what it holds.
+        for parent in (os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))):
+            with suppress(OSError):
+                os.rmdir(parent)
 
 
 @contextmanager

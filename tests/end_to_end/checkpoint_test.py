@@ -248,6 +248,9 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one_with_states_on_nvme(
     uninterrupted = experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
     assert_ends_alike(recovered, uninterrupted)
+    for result in (uninterrupted, recovered):
+        assert list(result.serialization_dir.rglob("*.swp")) == []
+        assert list((result.serialization_dir / "nvme").iterdir()) == []
 
 
 def test_recovery_in_one_process(experiments: Experiments, tmp_path: Path):
