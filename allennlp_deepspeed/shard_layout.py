@@ -1,4 +1,4 @@
-from typing import Dict, Iterator, List, Mapping, NamedTuple, Tuple
+from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from allennlp_deepspeed import weights
 class Fragment(NamedTuple):
     """
     `size` elements of a parameter, from its `offset` on, which are in `master`, a tensor that the
-    optimizer steps, from `start` on.
+    optimizer steps, from `start` on. At ZeRO stage 3 the last are followed by padding.
     """
 
     master: torch.Tensor
@@ -48,6 +48,10 @@ class ShardLayout:
     def needs_all_ranks(self) -> bool:
         """Whether it takes all ranks to gather something."""
         return self._is_sharded and dist.get_world_size() > 1
+
+    def fragment(self, parameter: torch.nn.Parameter) -> Optional[Fragment]:
+        """Where this rank has elements of a parameter. `None` if it has none that are stepped."""
+        return self._fragments.get(parameter)
 
     def has_whole(self, parameter: torch.nn.Parameter) -> bool:
         """Whether this rank has all of a parameter, as precise as the optimizer has it."""
@@ -124,7 +128,9 @@ def _fragments(engine: DeepSpeedEngine) -> Iterator[Tuple[torch.nn.Parameter, Fr
             if is_zero_param(parameter):
                 optimizer = engine.optimizer
                 position = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                yield parameter, Fragment(masters[position[0]], position[1], 0, position[2])
+                rank = dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
+                offset = rank * position[2]
+                yield parameter, Fragment(masters[position[0]], position[1], offset, position[2])
             elif not hasattr(parameter, "_hp_mapping"):
                 is_flat = len(group["params"]) < len(parameters)
                 master = group["params"][0 if is_flat else i]

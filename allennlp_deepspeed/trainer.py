@@ -65,11 +65,14 @@ from allennlp_deepspeed.even_batches import EvenBatches
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.interruption import TrainingInterrupted, TrainingInterruption, interrupted
 from allennlp_deepspeed.log_writers import LogWriters
+from allennlp_deepspeed.max_norm import MaxNorm
 from allennlp_deepspeed.metric_tracker import AgreedMetricTracker
+from allennlp_deepspeed.modified_weights import Which, modified_weights
 from allennlp_deepspeed.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.reading_pace import ReadingPace
 from allennlp_deepspeed.resumption import Resumption
 from allennlp_deepspeed.running_loss import Agreement, RunningLoss
+from allennlp_deepspeed.weight_watch import WeightWatch
 from allennlp_deepspeed.worker_device import capabilities, worker_device, workers_per_node
 
 logger = logging.getLogger(__name__)
@@ -293,6 +296,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             # After the hook that clips: it records what the optimizer steps with.
             self._log_writers = LogWriters(self)
             ddp_wrapped_model.before_destroying(self._log_writers.remove)
+            self._max_norm = MaxNorm(self.engine)
+            ddp_wrapped_model.before_destroying(self._max_norm.remove)
+            self._weight_watch = WeightWatch(self.engine, except_for=self._max_norm.weights)
             self._has_global_loss = (
                 isinstance(model, ContrastiveModel) and model.negatives == "global"
             )
@@ -400,6 +406,41 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             yield
 
     @contextmanager
+    def modified_weights(self, which: Which = None) -> Iterator[None]:
+        """
+        For callbacks that change weights outside the optimizer. Within it the model's parameters
+        are whole and in fp32, with the values that the optimizer steps, and may be changed in
+        place, through `.data` too. When it ends, the changes are written to these, and to the
+        weights that the model computes with, at every ZeRO stage and precision. Changes that are
+        made elsewhere would be undone by the next step, and end in an error.
+
+        ```python
+        class Clamp(TrainerCallback):
+            def on_batch(self, trainer, *args, is_training, **kwargs) -> None:
+                if is_training:
+                    with trainer.modified_weights(["_critic"]):
+                        for parameter in trainer.model._critic.parameters():
+                            parameter.clamp_(-0.01, 0.01)
+        ```
+
+        To be entered by every rank, between steps, with the same `which`. All make the change, and
+        what rank 0 has made of the weights counts. Not for forward passes. Frozen parameters can be
+        changed too; in half precision these are rounded to it, since they are kept in no other. If
+        it ends by an exception, the weights stay as they were, but for those that the optimizer
+        steps whole, at stage 0 in fp32.
+
+        # Parameters
+
+        which : `Iterable[Union[str, torch.nn.Parameter]]`, optional (default = `None`)
+            Parameters, or regular expressions that are searched in their names: only these are
+            gathered. `None` for all.
+        """
+        self._weight_watch.check()
+        with modified_weights(self.engine, which):
+            yield
+        self._weight_watch.snapshot()
+
+    @contextmanager
     def session(self) -> Iterator[None]:
         """
         Keeps the engine up. `train` is such a session, and takes the engine down when it ends; put
@@ -464,12 +505,17 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
         self._resumption.start_validation()
         try:
-            return super()._validation_loss(epoch)
+            result = super()._validation_loss(epoch)
         except TrainingInterrupted as interruption:
             # Here the moving average has been taken off again.
             if interruption.signal_number == signal.SIGTERM:
                 self._save_interrupted_validation()
             raise
+        if self._moving_average is None:
+            self._max_norm.apply()
+        else:
+            self._max_norm.forget()
+        return result
 
     def _save_interrupted_validation(self) -> None:
         """To be called by every rank."""
@@ -516,6 +562,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         logger.info("Training")
         self._resumption.start_epoch(running_loss)
+        self._weight_watch.start_epoch()
         batch_groups = BatchGroups(
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
         )
@@ -548,6 +595,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     ) -> None:
         """One optimizer step: forward and backward of each micro-batch, then the step."""
         self._finish_batch_metrics()
+        self._weight_watch.check()
         for callback in self._communication:
             callback.on_step_start()
         batches = batch_group.batches
@@ -567,9 +615,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._momentum_scheduler:
             self._momentum_scheduler.step_batch(self._total_batches_completed + 1)
         self._log_writers.start_step()
+        self._weight_watch.check()
+        self._weight_watch.compare()
+        self._max_norm.apply()
         has_stepped, batch_grad_norm = self._step(len(batches))
         if self._moving_average is not None and has_stepped:
             self._moving_average.apply(self._total_batches_completed + 1)
+        self._weight_watch.snapshot()
         self._gradients.find_mode()
 
         self._batches_in_epoch_completed += 1
@@ -629,6 +681,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 '"distributed": {"ddp_accelerator": {"type": "torch", "find_unused_parameters": '
                 "true}, ...}."
             )
+        self._weight_watch.read()
+        self._weight_watch.request_comparison()
         description = training_util.description_from_metrics(self._metrics_so_far(running_loss))
         progress.set_description(description, refresh=False)
         self._pace.finish_reading(agreement.seconds_per_step)
@@ -796,6 +850,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
         if state is None:
             return
+        self._weight_watch.snapshot()
         training_state = state.trainer_state
         self._metric_tracker.load_state_dict(training_state["metric_tracker"])
         for callback, callback_state in zip(self._callbacks, training_state["callbacks"]):
@@ -869,6 +924,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         Saves the best weights, as one file with the whole model in fp32 instead of the shard that
         AllenNLP's `path` is meant for. To be called by every rank.
         """
+        self._weight_watch.check()
         path = self._best_weights_path()
         self._best_model_filename = path
         if self._best_weights_saved_after == self._epochs_completed:

@@ -44,13 +44,13 @@ def full_state_dict(
     `Optional[Dict[str, Any]]`
         What `model.state_dict()` would be of the same model unpartitioned; `None` unless `keep`.
     """
-    masters = _replicated_masters(engine)
+    masters = replicated_masters(engine)
     gathered: Dict[int, torch.Tensor] = {}  # by identity, so that tied parameters stay tied
     state_dict: StateDict = {}
     for key, value in engine.module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.nn.Parameter):
             if id(value) not in gathered:
-                full = _full_parameter(value, masters)
+                full = full_parameter(value, masters)
                 gathered[id(value)] = _to_plain(full, directory) if keep else torch.empty(0)
             state_dict[key] = gathered[id(value)]
         elif keep:
@@ -70,13 +70,13 @@ def load_full_state_dict(engine: DeepSpeedEngine, state_dict: Optional[StateDict
     state_dict : `Optional[Dict[str, Any]]`, required.
         As `full_state_dict` gave it. Only the one of rank 0 is read.
     """
-    masters = _replicated_masters(engine)
+    masters = replicated_masters(engine)
     for key, value in engine.module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             source = state_dict[key] if dist.get_rank() == 0 and state_dict is not None else None
-            full = _broadcast(source, value, engine.device)
+            full = broadcast(source, value, engine.device)
             if isinstance(value, torch.nn.Parameter):
-                _set_full_parameter(value, full, masters)
+                set_full_parameter(value, full, masters)
             else:
                 value.copy_(full)
     update_weights_from_masters(engine)
@@ -115,7 +115,7 @@ def update_weights_from_masters(engine: DeepSpeedEngine) -> None:
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
     else:
-        for parameter, master in _replicated_masters(engine).values():
+        for parameter, master in replicated_masters(engine).values():
             parameter.data.copy_(master.data)
 
 
@@ -150,7 +150,7 @@ def _owned_parameters(
                 yield named_module, (name, parameter)
 
 
-def _replicated_masters(
+def replicated_masters(
     engine: DeepSpeedEngine,
 ) -> Dict[int, Tuple[torch.nn.Parameter, torch.Tensor]]:
     """
@@ -170,9 +170,18 @@ def _replicated_masters(
     return {id(p): (p, master) for group in groups for p, master in zip(*group)}
 
 
-def _full_parameter(
+def full_parameter(
     parameter: torch.nn.Parameter, masters: Dict[int, Tuple[torch.nn.Parameter, torch.Tensor]]
 ) -> torch.Tensor:
+    """
+    A whole parameter, in fp32 if it is trained.
+
+    # Parameters
+
+    parameter : `torch.nn.Parameter`, required.
+    masters : required.
+        As `replicated_masters` gives them.
+    """
     if id(parameter) in masters:
         return masters[id(parameter)][1]
     if parameter.requires_grad:
@@ -183,11 +192,15 @@ def _full_parameter(
         return parameter.data.clone()
 
 
-def _set_full_parameter(
+def set_full_parameter(
     parameter: torch.nn.Parameter,
     value: torch.Tensor,
     masters: Dict[int, Tuple[torch.nn.Parameter, torch.Tensor]],
 ) -> None:
+    """
+    Puts a whole value, which every rank has, into a parameter's master weights if it is trained,
+    else into the parameter. Afterwards comes `update_weights_from_masters`.
+    """
     if id(parameter) in masters:
         masters[id(parameter)][1].data.copy_(value)
     elif parameter.requires_grad and is_zero_param(parameter):
@@ -204,14 +217,15 @@ def _set_full_parameter(
             parameter.data.copy_(value)
 
 
-def _broadcast(
+def broadcast(
     source: Optional[torch.Tensor], like: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
+    """The tensor `source` of rank 0, in fp32 if it has floating point numbers."""
     dtype = torch.float32 if like.is_floating_point() else like.dtype
     if source is None:
         value = torch.empty(getattr(like, "ds_shape", like.shape), dtype=dtype, device=device)
     else:
-        value = source.to(device=device, dtype=dtype, copy=True)
+        value = source.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
     dist.broadcast(value, src=0)
     return value
 

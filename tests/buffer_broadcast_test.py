@@ -19,6 +19,8 @@ from tests.workers import run_workers  # noqa: F401  # workers are forked
 class KeepsAverages(Model):
     """Assigns a buffer anew in each forward pass, and makes another in the first."""
 
+    mean: torch.Tensor
+
     def __init__(self, vocab: Vocabulary, only_on_rank: int = -1) -> None:
         super().__init__(vocab)
         self.layer = nn.Linear(4, 4)

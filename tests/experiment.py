@@ -200,9 +200,10 @@ def assert_same_weights(actual: StateDict, expected: StateDict, tolerance: float
     differences = []
     for name, tensor in expected.items():
         assert (actual[name].shape, actual[name].dtype) == (tensor.shape, tensor.dtype), name
-        difference = (actual[name].double() - tensor.double()).norm() / tensor.double().norm()
-        if tensor.numel() > 0 and not difference <= tolerance:
-            differences.append(f"{name} differs by {float(difference)}")
+        difference = (actual[name].double() - tensor.double()).norm()
+        norm = tensor.double().norm()
+        if not difference <= tolerance * norm:
+            differences.append(f"{name} differs by {float(difference / norm)}")
     assert not differences, "\n".join(differences)
 
 

@@ -15,6 +15,7 @@ from allennlp.training import GradientDescentTrainer
 from allennlp_deepspeed import DeepSpeedTrainer, weights
 from allennlp_deepspeed.engine import process_environment
 from allennlp_deepspeed.partitioned_construction import PartitionedConstruction
+from tests.experiment import assert_same_weights
 from tests.workers import run_workers
 
 CPU = torch.device("cpu")
@@ -143,7 +144,7 @@ class Side:
 
         def call(rank: int) -> Any:
             trainer = self.construct(rank, serialization_dir or Path(directory))
-            if self.stage is None:
+            if not isinstance(trainer, DeepSpeedTrainer):
                 return function(trainer)
             with trainer.session():
                 return function(trainer)
@@ -152,14 +153,18 @@ class Side:
             return run_workers(self.world_size, work)
 
     def train(self, serialization_dir: Optional[Path] = None) -> Dict[str, torch.Tensor]:
-        """The weights and buffers after training."""
+        """The weights and buffers after training, which all ranks have."""
 
         def train_and_save(trainer: Any) -> Dict[str, Any]:
             trainer.train()
             return numbers(trainer)
 
-        arrays = self.on_all_ranks(train_and_save, serialization_dir)[0]
-        return {name: torch.tensor(array) for name, array in arrays.items()}
+        first, *others = self.on_all_ranks(train_and_save, serialization_dir)
+        weights = {name: torch.tensor(array) for name, array in first.items()}
+        for arrays in others:
+            of_rank = {name: torch.tensor(array) for name, array in arrays.items()}
+            assert_same_weights(of_rank, weights, tolerance=1e-6)
+        return weights
 
 
 def numbers(trainer: Any) -> Dict[str, Any]:

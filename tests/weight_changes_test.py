@@ -1,0 +1,265 @@
+"""
+Weights that are changed outside the optimizer are those that the next step begins with.
+"""
+
+from typing import Any, Callable, Dict, List, Optional
+
+import pytest
+import torch
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from allennlp.modules import Embedding
+from allennlp.training.callbacks import TrainerCallback
+from torch import nn
+
+from allennlp_deepspeed import DeepSpeedTrainer
+from tests.experiment import assert_same_weights
+from tests.side_by_side import Batches, Side
+from tests.workers import run_workers  # noqa: F401  # workers are forked
+
+soak = pytest.mark.soak
+NUM_TOKENS = 17
+
+
+class TargetNetwork(Model):
+    """Learns to be far from a frozen copy of itself, whose weights are a moving average."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.online = nn.Linear(5, 3)
+        self.target = nn.Linear(5, 3)
+        self.target.load_state_dict(self.online.state_dict())
+        self.target.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        distance = (self.online(x) - self.target(x) - 1) * self.scale
+        return {"loss": distance.pow(2).mean()}
+
+
+class Change(TrainerCallback):
+    """Clamps some weights after each step, and moves the target."""
+
+    def __init__(self, which: Optional[List[str]] = None) -> None:
+        super().__init__("")
+        self._which = which
+
+    def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        if not kwargs["is_training"]:
+            return
+        if not isinstance(trainer, DeepSpeedTrainer):
+            self._change(trainer.model)
+            return
+        with trainer.modified_weights(self._which):
+            self._change(trainer.model)
+
+    @staticmethod
+    @torch.no_grad()
+    def _change(model: Any) -> None:
+        model.online.weight.clamp_(-0.2, 0.2)
+        model.online.bias.data.mul_(0.9)
+        for target, online in zip(model.target.parameters(), model.online.parameters()):
+            target.mul_(0.7).add_(online, alpha=0.3)
+
+
+class ChangeOutside(TrainerCallback):
+    """Makes one change, after the second step, where it would be lost."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__("")
+        self._change = change
+        self._num_steps = 0
+
+    def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        self._num_steps += kwargs["is_training"]
+        if self._num_steps == 2:
+            with torch.no_grad():
+                self._change(trainer.model)
+
+
+def _target_network() -> Model:
+    return TargetNetwork(Vocabulary())
+
+
+def _vectors(rank: int) -> List[Dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"x": torch.randn(3, 5, generator=generator)} for _ in range(6)]
+
+
+@pytest.fixture(scope="module")
+def changed() -> Dict[str, torch.Tensor]:
+    return Side(_target_network, _vectors, world_size=2, callbacks=lambda: [Change()]).train()
+
+
+@pytest.mark.parametrize(
+    "stage, offload",
+    [
+        (0, None),
+        pytest.param(1, None, marks=soak),
+        (2, None),
+        pytest.param(2, "cpu", marks=soak),
+        (3, None),
+        pytest.param(3, "cpu", marks=soak),
+    ],
+)
+def test_changes_within_modified_weights_are_kept(
+    changed: Dict[str, torch.Tensor], stage: int, offload: Optional[str]
+):
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        world_size=2,
+        zero={"offload_optimizer": {"device": offload}} if offload else {},
+        callbacks=lambda: [Change(["online", "^target"])],
+    )
+    assert_same_weights(side.train(), changed)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=soak), 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=soak)])
+def test_master_weights_are_changed_in_half_precision(stage: int, precision: str):
+    value = 1.0001  # in fp32 only
+
+    class Set(TrainerCallback):
+        def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+            with trainer.modified_weights():
+                assert trainer.model.online.weight.dtype == torch.float32
+                trainer.model.online.weight.fill_(value)
+            assert trainer.model.online.weight.dtype != torch.float32
+
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        deepspeed_config={precision: {"enabled": True}},
+        callbacks=lambda: [Set("")],
+    )
+    weights = side.train()
+    assert torch.equal(weights["online.weight"], torch.full((3, 5), value))
+
+
+def test_the_changes_of_rank_0_count():
+    class Random(TrainerCallback):
+        def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+            with trainer.modified_weights(["online.bias", trainer.model.scale]):
+                trainer.model.online.bias.fill_(torch.distributed.get_rank())
+
+    side = Side(_target_network, _vectors, 2, world_size=2, callbacks=lambda: [Random("")])
+    assert side.train()["online.bias"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "stage, change",
+    [
+        (2, lambda model: model.online.weight.clamp_(-0.1, 0.1)),
+        (2, lambda model: model.online.weight.data.clamp_(-0.1, 0.1)),
+        pytest.param(1, lambda model: model.online.weight.data.zero_(), marks=soak),
+        (3, lambda model: model.online.weight.clamp_(-0.1, 0.1)),
+        pytest.param(3, lambda model: model.target.weight.zero_(), marks=soak),
+        pytest.param(3, lambda model: _replace(model.online.weight), marks=soak),
+    ],
+)
+def test_a_change_that_would_be_lost_ends_in_an_error_that_names_the_parameter(
+    stage: int, change: Callable[[Any], None]
+):
+    def train(trainer: Any) -> str:
+        with pytest.raises(RuntimeError, match="modified_weights") as error:
+            trainer.train()
+        return str(error.value)
+
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        log_every_num_steps=3,
+        callbacks=lambda: [ChangeOutside(change)],
+    )
+    (message,) = side.on_all_ranks(train)
+    assert "'online.weight'" in message or "'target.weight'" in message
+
+
+def _replace(parameter: nn.Parameter) -> None:
+    parameter.data = torch.zeros(3, 5)
+
+
+class Tokens(Model):
+    """Embeddings whose rows are to be short: one trained, one frozen, one with another norm."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.embedding = Embedding(3, num_embeddings=NUM_TOKENS, max_norm=0.8)
+        self.frozen = nn.Embedding(NUM_TOKENS, 3, max_norm=0.7)
+        self.frozen.weight.requires_grad_(False)
+        self.bag = nn.EmbeddingBag(NUM_TOKENS, 5, max_norm=0.9, norm_type=1.0)
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, tokens: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        embedded = (self.embedding(tokens) + self.frozen(tokens)).mean(dim=1)
+        scores = self.layer(torch.cat([embedded, self.bag(tokens)], dim=1))
+        return {"loss": (scores - 3).pow(2).mean()}
+
+
+def _tokens() -> Model:
+    return Tokens(Vocabulary())
+
+
+def _token_batches(rank: int, seed: int = 0) -> List[Dict[str, Any]]:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return [{"tokens": torch.randint(0, NUM_TOKENS, (2, 3), generator=generator)} for _ in range(4)]
+
+
+def _batches_of_both(_: int) -> List[Dict[str, Any]]:
+    """What two ranks see at a time, one after the other."""
+    return [batch for pair in zip(_token_batches(0), _token_batches(1)) for batch in pair]
+
+
+@pytest.fixture(scope="module")
+def short_rows() -> Dict[int, Dict[str, torch.Tensor]]:
+    """Of one process, with as many micro-batches in a step."""
+    return {
+        n: Side(_tokens, _batches_of_both, num_gradient_accumulation_steps=n).train()
+        for n in (2, 4)
+    }
+
+
+@pytest.mark.parametrize(
+    "stage, accumulation, offload",
+    [
+        (0, 1, None),
+        pytest.param(1, 1, None, marks=soak),
+        (2, 1, None),
+        (2, 2, None),
+        pytest.param(2, 1, "cpu", marks=soak),
+        (3, 1, None),
+        pytest.param(3, 2, "cpu", marks=soak),
+    ],
+)
+def test_rows_are_kept_within_max_norm_as_in_one_process(
+    short_rows: Dict[int, Dict[str, torch.Tensor]],
+    stage: int,
+    accumulation: int,
+    offload: Optional[str],
+):
+    side = Side(
+        _tokens,
+        _token_batches,
+        stage,
+        world_size=2,
+        num_gradient_accumulation_steps=accumulation,
+        zero={"offload_optimizer": {"device": offload}} if offload else {},
+    )
+    assert_same_weights(side.train(), short_rows[2 * accumulation])
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=soak), 3])
+def test_validation_keeps_rows_within_max_norm_too(stage: int):
+    def validating(*arguments: Any) -> Side:
+        return Side(
+            _tokens,
+            _token_batches,
+            *arguments,
+            validation_data_loader=Batches(_token_batches(0, seed=1)),
+        )
+
+    assert_same_weights(validating(stage).train(), validating().train())
