@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from allennlp_deepspeed import (
     activation_checkpointing,
     deepspeed_logging,
+    module_hooks,
     nvme_states,
     optimizers,
     parameter_layout,
@@ -172,6 +173,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if local_rank == 0 and self.engine.use_node_local_storage():
             # DeepSpeed asks for the index of the device instead, which may start at any.
             self.engine.save_non_zero_checkpoint = True
+        if config.zero_stage == 3:
+            self._undo.enter_context(module_hooks.only_with_graph(model))
+            self._undo.enter_context(module_hooks.keeping_what_is_read())
         if regularizer is not None:
             regularizer.gather_with_model()
         _undo_first_step(self.engine)
@@ -369,6 +373,12 @@ def check_sharding(model: Model, config: ResolvedConfig) -> None:
         return
     advice = f'ZeRO stage {config.zero_stage}; write "zero_optimization": {{"stage": 0}}'
     for name, module in model.named_modules():
+        if config.zero_stage == 3 and isinstance(module, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"The module '{name}' is compiled by TorchScript, and ZeRO stage 3 can't gather "
+                'parameters in its code. Write "deepspeed_config": {"zero_optimization": '
+                "{\"stage\": 2}}, or leave out 'torch.jit'."
+            )
         if getattr(module, "sparse", False) is True:
             raise ConfigurationError(
                 f"The embedding '{name}' has \"sparse\": true, and DeepSpeed can't reduce sparse "

@@ -1,0 +1,78 @@
+"""
+What ZeRO stage 3 does around modules and in linear layers, mended where it needs no graph.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
+from unittest import mock
+
+import torch
+from deepspeed.runtime.zero import linear, parameter_offload
+from deepspeed.utils.torch import is_functorch_transforming
+
+
+@contextmanager
+def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Within it DeepSpeed's functions for autograd are left out where no backward pass comes to them:
+    without gradients, and in the transforms of `torch.func`, for which they aren't made.
+
+    A module is then given the very tensors that it is called with, and its caller those that it
+    returns. `torch.nn.MultiheadAttention` looks whether its inputs are one and the same, and where
+    `torch.nn.TransformerEncoder` has left out the padding, neither it nor DeepSpeed's linear layer
+    would go on without.
+
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+        With DeepSpeed's hooks for stage 3.
+    """
+    names = ("pre_bwd_fn", "post_bwd_fn")
+    functions = [(m, name, vars(m)[name]) for m in model.modules() for name in names]
+    for module, name, function in functions:
+        setattr(module, name, _OnlyWithGraph(function.apply, _unchanged))
+    own_linear = linear.LinearFunctionForZeroStage3
+    try:
+        with mock.patch.object(
+            linear,
+            "LinearFunctionForZeroStage3",
+            _OnlyWithGraph(own_linear.apply, torch._C._nn.linear),
+        ):
+            yield
+    finally:
+        for module, name, function in functions:
+            setattr(module, name, function)
+
+
+@contextmanager
+def keeping_what_is_read() -> Iterator[None]:
+    """
+    Within it a parameter that a module reads from another one stays whole until the first module's
+    forward pass ends, also if the other's ends before. DeepSpeed sees to it only from the next
+    forward pass on.
+    """
+    register = parameter_offload.register_external_parameter
+
+    def register_active(module: torch.nn.Module, parameter: Any) -> None:
+        register(module, parameter)
+        parameter.ds_active_sub_modules.add(module.ds_id)
+
+    with mock.patch.object(parameter_offload, "register_external_parameter", register_active):
+        yield
+
+
+class _OnlyWithGraph:
+    """In the place of a `torch.autograd.Function`, of which only `apply` is called."""
+
+    def __init__(self, apply: Callable, without_graph: Callable) -> None:
+        self._apply = apply
+        self._without_graph = without_graph
+
+    def apply(self, *args: Any) -> Any:
+        if torch.is_grad_enabled() and not is_functorch_transforming():
+            return self._apply(*args)
+        return self._without_graph(*args)
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
