@@ -63,6 +63,7 @@ from allennlp_deepspeed.engine import DeepSpeedWrappedModel
 from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
 from allennlp_deepspeed.even_batches import EvenBatches
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.inner_gradients import InnerGradients
 from allennlp_deepspeed.interruption import TrainingInterrupted, TrainingInterruption, interrupted
 from allennlp_deepspeed.log_writers import LogWriters
 from allennlp_deepspeed.max_norm import MaxNorm
@@ -293,6 +294,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 gradient_synchronization, grad_cache
             )
             ddp_wrapped_model.before_destroying(self._gradients.remove_hooks)
+            self._inner_gradients = InnerGradients(self.engine)
             # After the hook that clips: it records what the optimizer steps with.
             self._log_writers = LogWriters(self)
             ddp_wrapped_model.before_destroying(self._log_writers.remove)
@@ -541,7 +543,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._broadcast_buffers()
         if self.cuda_device.type != "cpu":
             batch = to_device(batch, self.cuda_device)
-        return super().batch_outputs(batch, for_training)
+        if for_training:
+            return super().batch_outputs(batch, for_training)
+        with self._inner_gradients.allowed():
+            return super().batch_outputs(batch, for_training)
 
     def _broadcast_buffers(self) -> None:
         """Gives every rank the buffers of rank 0, before each forward pass."""
@@ -606,7 +611,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         with self._gradients.accumulate():
             for i, batch in enumerate(batches):
                 is_last = i == len(batches) - 1
-                batch_outputs = self._forward_backward(batch, is_last)
+                with self._inner_gradients.allowed():
+                    batch_outputs = self._forward_backward(batch, is_last)
                 batch_group_outputs.append(batch_outputs)
                 running_loss.add(batch_outputs)
 
