@@ -4,12 +4,15 @@ calls `deepspeed.initialize`, touches the environment variables that DeepSpeed r
 process group.
 """
 
+import gc
+import inspect
 import logging
 import os
+import weakref
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
-from typing import Callable, Dict, Iterator, List, Optional, Set
+from typing import Callable, Dict, Iterator, List, Optional
 from unittest import mock
 
 import deepspeed
@@ -25,6 +28,9 @@ from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from overrides import overrides
 from torch.utils._pytree import tree_map_only
 
@@ -35,12 +41,14 @@ from allennlp_deepspeed import (
     nvme_states,
     optimizers,
     parameter_layout,
+    restoration,
 )
 from allennlp_deepspeed.config import ResolvedConfig
 from allennlp_deepspeed.loss_scaling import mended_loss_scale
 from allennlp_deepspeed.one_process import as_one_process
 from allennlp_deepspeed.operators import check_nvme
 from allennlp_deepspeed.regularization import PartitionedRegularizer, penalty_in_fp32
+from allennlp_deepspeed.restoration import Restoration
 
 logger = logging.getLogger(__name__)
 
@@ -104,22 +112,48 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
                 'Write "deepspeed_config": {"zero_optimization": {"stage": 2}}, or remove '
                 "'ddp_accelerator' if all ranks use the same parameters in each step."
             )
+        self.config = config
+        self.find_unused_parameters = find_unused_parameters
+        # Where whole weights are kept while they are used, if they may not fit into memory.
+        self.mapping_directory: Optional[str] = None
+        # How many are using the engine, which may not be taken from them.
+        self.num_users = 0
+        self._plain_model = model
+        self._given = (device, local_rank, optimizer, checkpointed_modules)
         # Undone in the reverse order, by `destroy` or if anything fails in here.
         self._undo = ExitStack()
         self._autocast: Callable[[Callable], Callable] = lambda function: function
+        self._engine: Optional[DeepSpeedEngine] = None
+        self.bring_up()
+        super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
+
+    def bring_up(self) -> None:
+        """
+        Brings up an engine, as the constructor has done, after `destroy`. To be called by every
+        rank.
+
+        # Raises
+
+        `ConfigurationError`
+            If the engine that was destroyed had something that no other can go on with.
+        """
+        device, local_rank, optimizer, checkpointed_modules = self._given
+        model = self._plain_model
+        close_engines_of(model)
+        if optimizer is not None:
+            restoration.check_optimizer_is_of(model, optimizer)
         with ExitStack() as undo_if_failed:
             undo_if_failed.callback(self.destroy)
             if checkpointed_modules is not None:
                 self._undo.callback(
                     activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
                 )
-            self._bring_up(model, config, device, local_rank, optimizer)
+            self._bring_up(model, self.config, device, local_rank, optimizer)
             if optimizer is not None and dist.get_rank() == 0:
-                optimizers.warn_if_unknown(type(optimizer), config)
+                optimizers.warn_if_unknown(type(optimizer), self.config)
             undo_if_failed.pop_all()
-        super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
-        self.config = config
-        self.find_unused_parameters = find_unused_parameters
+        self.model = self.engine
+        _up.add(self)
 
     def _bring_up(
         self,
@@ -152,8 +186,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
             self._undo.callback(parameter_layout.freeze_empty(model))
-        attributes = {module: set(vars(module)) for module in model.modules()}
-        self.engine, *_ = deepspeed.initialize(
+        before = Restoration(model, optimizer)
+        self._undo.callback(self._leave, before, is_alone=dist.get_world_size() == 1)
+        self._engine, *_ = deepspeed.initialize(
             # DeepSpeed takes the device's index for the local rank unless it is told both.
             args=SimpleNamespace(local_rank=_device_index(device, local_rank)),
             model=model,
@@ -161,11 +196,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             config=config.engine_config,
         )
-        added = {m: set(vars(m)) - before for m, before in attributes.items()}
-        self._undo.callback(_remove_attributes, added)
-        self._undo.callback(nvme_states.remove_swap_files, nvme_states.swap_folders(self.engine))
-        # Before the process group: a worker can abort if the group goes away under a live engine.
-        self._undo.callback(_destroy_engine, self.engine)
+        before.find_added()
         self._undo.enter_context(deepspeed_logging.mended_reports(self.engine))
         self._undo.enter_context(
             activation_checkpointing.configured(model, config.engine_config, device)
@@ -182,11 +213,83 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         _keep_adagrad(self.engine)
         if config.precision == "fp16":
             self._undo.enter_context(mended_loss_scale(self.engine))
+        before.hand_over(self.engine, is_alone=dist.get_world_size() == 1)
         if config.zero_stage == 0 and config.precision != "fp16":
             # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run. The
             # trainer calls the reduction itself, and without a loss scale there is nothing else to
             # do.
             self.engine._support_torch_style_backward = True
+
+    def _leave(self, before: Restoration, is_alone: bool) -> None:
+        """
+        Destroys the engine and leaves the model and the optimizer to others: in a single process as
+        they were, with what they have learnt. With several the shards stay where they are.
+        """
+        engine = self._engine
+        with ExitStack() as undo:
+            undo.callback(_forget_modules, self._plain_model)
+            if is_alone:
+                undo.callback(before.restore)
+            undo.callback(before.remove_added)
+            if engine is None:
+                return
+            undo.callback(nvme_states.remove_swap_files, nvme_states.swap_folders(engine))
+            # Before the process group: a worker can abort if the group goes away under a live
+            # engine.
+            undo.callback(_destroy_engine, engine)
+            self._refuse_what_is_left(engine, is_alone)
+            if is_alone:
+                before.collect(engine, self._device_afterwards(engine), self.mapping_directory)
+
+    def _device_afterwards(self, engine: DeepSpeedEngine) -> torch.device:
+        offload = engine.zero_offload_param()
+        is_offloaded = offload is not None and offload.device != OffloadDeviceEnum.none
+        return torch.device("cpu") if is_offloaded else self._given[0]
+
+    def _refuse_what_is_left(self, engine: DeepSpeedEngine, is_alone: bool) -> None:
+        optimizer = engine.basic_optimizer
+        if not is_alone and engine.optimizer is not optimizer:
+            restoration.refuse_steps(
+                optimizer,
+                "The optimizer can't be used again: training has left its states sharded over "
+                f"{dist.get_world_size()} workers. To go on, put all training into one "
+                "`with trainer.session():`, or recover from a checkpoint.",
+            )
+        elif engine.zero_nvme_offload_optimizer():
+            restoration.refuse_steps(
+                optimizer,
+                "The optimizer can't be used again: training has left its states on NVMe. To go "
+                "on, put all training into one `with trainer.session():`, or recover from a "
+                "checkpoint.",
+            )
+        elif optimizer is not self._given[2]:
+            restoration.refuse_steps(
+                optimizer,
+                "This optimizer, which DeepSpeed has constructed from "
+                "deepspeed_config.optimizer, was gone with its engine. To go on, put all training "
+                "into one `with trainer.session():`, or construct the optimizer yourself and give "
+                "it to the trainer.",
+            )
+
+    @property
+    def engine(self) -> DeepSpeedEngine:
+        """
+        # Raises
+
+        `RuntimeError`
+            If it is down.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "The engine has been taken down. Put `with trainer.session():` around training "
+                "and whatever is to use the engine afterwards."
+            )
+        return self._engine
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is an engine."""
+        return self._engine is not None
 
     @property
     @overrides
@@ -233,9 +336,43 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     def destroy(self) -> None:
         """
         Takes the engine down, and the process group with it if it was made here. Not a collective,
-        so that a failing rank may call it alone.
+        so that a failing rank may call it alone. May be called again. In a single process the model
+        is a plain fp32 `Model` then, on the CPU if its weights were offloaded, and the optimizer
+        has whole states for its parameters.
         """
-        self._undo.close()
+        try:
+            self._undo.close()
+        finally:
+            self.model, self._engine = self._plain_model, None
+            _up.discard(self)
+            # What an engine is made of refers to each other, and holds memory, threads and files.
+            gc.collect()
+
+
+# Those whose engine is up.
+_up: "weakref.WeakSet[DeepSpeedWrappedModel]" = weakref.WeakSet()
+
+
+def close_engines_of(model: torch.nn.Module) -> None:
+    """
+    Takes down engines that have been brought up around a model, or parts of it, and are not in use:
+    a notebook's cell that constructs a trainer may be run again.
+
+    # Raises
+
+    `ConfigurationError`
+        If one is in use.
+    """
+    parameters = set(model.parameters())
+    for wrapped_model in list(_up):
+        if parameters.isdisjoint(wrapped_model.model.parameters()):
+            continue
+        if wrapped_model.num_users > 0:
+            raise ConfigurationError(
+                "Another trainer is training this model. Construct a new one when its `train` or "
+                "`session` has ended."
+            )
+        wrapped_model.destroy()
 
 
 _environment = ExitStack()
@@ -314,6 +451,17 @@ def _destroy_engine(engine: DeepSpeedEngine) -> None:
     engine.destroy()
 
 
+def _forget_modules(model: torch.nn.Module) -> None:
+    """Has ZeRO-3 let go of modules that it keeps in places that belong to no engine."""
+    modules = set(model.modules())
+    parameter_offload.FWD_MODULE_STACK[:] = [
+        module for module in parameter_offload.FWD_MODULE_STACK if module not in modules
+    ]
+    # A cache of all engines, which find it again.
+    function = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(function).nonlocals["func"].cache_clear()
+
+
 def _destroy_process_group() -> None:
     # DeepSpeed's function, because it also forgets the groups that it made of this one. It isn't
     # there yet if DeepSpeed has not come so far.
@@ -321,13 +469,6 @@ def _destroy_process_group() -> None:
         deepspeed.comm.destroy_process_group()
     else:
         dist.destroy_process_group()
-
-
-def _remove_attributes(attributes: Dict[torch.nn.Module, Set[str]]) -> None:
-    """Takes off modules what DeepSpeed has put on them."""
-    for module, names in attributes.items():
-        for name in names & set(vars(module)):
-            delattr(module, name)
 
 
 def _use_accelerator(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 Lets AllenNLP's "tensorboard" and "wandb" callbacks see a model that DeepSpeed has sharded.
 """
 
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -39,7 +40,8 @@ class LogWriters:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        # Not held by what leaves the callbacks as they were when it is gone.
+        self._trainer_reference = weakref.ref(trainer)
         self._callbacks = [c for c in trainer._callbacks if isinstance(c, LogWriterCallback)]
         if not self._callbacks:
             return
@@ -55,6 +57,10 @@ class LogWriters:
         for callback in self._callbacks:
             log_tensors = partial(_log_in_fp32, callback.log_tensors)
             callback.log_tensors = log_tensors  # type: ignore[method-assign]
+
+    @property
+    def _trainer(self) -> Any:
+        return self._trainer_reference()
 
     def remove(self) -> None:
         """Leaves the callbacks and the optimizer as they were."""

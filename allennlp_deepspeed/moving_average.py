@@ -5,6 +5,7 @@ Moving averages of weights that are sharded over the ranks.
 import sys
 from typing import Any, Dict, Optional
 
+import torch
 import torch.distributed as dist
 from allennlp.training.moving_average import MovingAverage
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -12,6 +13,7 @@ from overrides import overrides
 
 from allennlp_deepspeed import weights
 from allennlp_deepspeed.interruption import TrainingInterrupted
+from allennlp_deepspeed.shard_layout import Fragment, fragments, part_of
 
 
 class ShardedMovingAverage(MovingAverage):
@@ -30,12 +32,48 @@ class ShardedMovingAverage(MovingAverage):
     def __init__(self, moving_average: MovingAverage, engine: DeepSpeedEngine) -> None:
         shards = [(str(i), shard) for i, shard in enumerate(weights.master_shards(engine))]
         super().__init__(shards)
+        self._whole_parameters = moving_average._parameters
+        self._fragments: Dict[torch.Tensor, Fragment] = dict(fragments(engine))
+        self._take_shadows(moving_average._shadows)
         moving_average._parameters = self._parameters
         moving_average._shadows = self._shadows
         moving_average._backups = self._backups
         self._moving_average = moving_average
         self._engine = engine
         self._error_when_assigned: Optional[BaseException] = None
+
+    def _take_shadows(self, shadows: Dict[str, torch.Tensor]) -> None:
+        """Goes on with the averages of another training, where they aren't those of an engine."""
+        names = {shard: name for name, shard in self._parameters}
+        for name, parameter in self._whole_parameters:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            is_whole = shadows[name].shape == shape and shadows[name].dtype == torch.float32
+            if is_whole and parameter in self._fragments:
+                fragment = self._fragments[parameter]
+                whole = shadows[name].flatten().narrow(0, fragment.offset, fragment.size)
+                part_of(self._shadows[names[fragment.master]], fragment).copy_(whole)
+
+    def release(self) -> None:
+        """
+        To be called before the engine is taken down. In a single process the moving average is
+        again of the parameters that it was given.
+        """
+        if dist.get_world_size() > 1:
+            return
+        names = {shard: name for name, shard in self._parameters}
+        shadows, backups = {}, {}
+        for name, parameter in self._whole_parameters:
+            if parameter in self._fragments:
+                fragment = self._fragments[parameter]
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                shard = names[fragment.master]
+                shadows[name] = part_of(self._shadows[shard], fragment).view(shape)
+                backups[name] = part_of(self._backups[shard], fragment).view(shape)
+        self._moving_average._parameters = [
+            (name, p) for name, p in self._whole_parameters if name in shadows
+        ]
+        self._moving_average._shadows = shadows
+        self._moving_average._backups = backups
 
     @overrides
     def apply(self, num_updates: Optional[int] = None) -> None:

@@ -38,7 +38,7 @@ class ShardLayout:
         self._is_partitioned = engine.zero_optimization_partition_weights()
         self._masters = {master: master for master in weights.master_shards(engine)}
         # But for parameters of which this rank has nothing.
-        self._fragments: Dict[torch.nn.Parameter, Fragment] = dict(_fragments(engine))
+        self._fragments: Dict[torch.nn.Parameter, Fragment] = dict(fragments(engine))
         self._is_sharded = any(
             is_zero_param(parameter) or hasattr(parameter, "_hp_mapping")
             for parameter in engine.module.parameters()
@@ -119,7 +119,8 @@ def parameters_of_groups(engine: DeepSpeedEngine) -> List[List[torch.nn.Paramete
     return [group["params"] for group in groups]
 
 
-def _fragments(engine: DeepSpeedEngine) -> Iterator[Tuple[torch.nn.Parameter, Fragment]]:
+def fragments(engine: DeepSpeedEngine) -> Iterator[Tuple[torch.nn.Parameter, Fragment]]:
+    """What this rank has of each parameter in the tensors that the optimizer steps."""
     masters = weights.master_shards(engine)
     groups = engine.basic_optimizer.param_groups
     for group, parameters in zip(groups, parameters_of_groups(engine)):
@@ -146,4 +147,9 @@ def _fragments(engine: DeepSpeedEngine) -> Iterator[Tuple[torch.nn.Parameter, Fr
 def _part(tensors: Mapping[torch.Tensor, torch.Tensor], fragment: Fragment) -> torch.Tensor:
     if fragment.master not in tensors:
         return torch.zeros(fragment.size, device=fragment.master.device)
-    return tensors[fragment.master].flatten().narrow(0, fragment.start, fragment.size)
+    return part_of(tensors[fragment.master], fragment)
+
+
+def part_of(tensor: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    """The fragment's elements in a tensor that is like its `master`, such as a momentum."""
+    return tensor.flatten().narrow(0, fragment.start, fragment.size)

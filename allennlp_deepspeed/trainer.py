@@ -35,7 +35,6 @@ from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import Optimizer
 from allennlp.training.trainer import Trainer, TrainerCheckpoint
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from overrides import overrides
 
 from allennlp_deepspeed import (
@@ -59,7 +58,7 @@ from allennlp_deepspeed.contrastive.grad_cache import GradCache
 from allennlp_deepspeed.contrastive.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.device_transfer import to_device
-from allennlp_deepspeed.engine import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine import DeepSpeedWrappedModel, close_engines_of
 from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
 from allennlp_deepspeed.even_batches import EvenBatches
 from allennlp_deepspeed.gradient_sync import GradientSynchronizer
@@ -263,7 +262,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
             self._ddp_wrapped_model: DeepSpeedWrappedModel
             self._checkpointer: Optional[DeepSpeedCheckpointer]
-            self._open_sessions = 0
             if distributed:
                 self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
@@ -280,38 +278,20 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._best_weights_saved_after: Optional[int] = None
             self._interruption = TrainingInterruption(is_worker=distributed)
             self._buffers = BufferBroadcast(self.model, self.cuda_device)
-            if self._moving_average is not None:
-                if self.engine.zero_nvme_offload_optimizer():
-                    raise ConfigurationError(
-                        "'trainer.moving_average' needs the weights that it averages in memory. "
-                        "Remove it, or write 'cpu' for "
-                        "deepspeed_config.zero_optimization.offload_optimizer.device."
-                    )
-                self._moving_average = ShardedMovingAverage(self._moving_average, self.engine)
-            if self._grad_clipping is not None:
-                self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
-            self._gradients, self._grad_cache = self._construct_gradients(
-                gradient_synchronization, grad_cache
-            )
-            ddp_wrapped_model.before_destroying(self._gradients.remove_hooks)
-            self._inner_gradients = InnerGradients(self.engine)
-            # After the hook that clips: it records what the optimizer steps with.
-            self._log_writers = LogWriters(self)
-            ddp_wrapped_model.before_destroying(self._log_writers.remove)
-            self._max_norm = MaxNorm(self.engine)
-            ddp_wrapped_model.before_destroying(self._max_norm.remove)
-            self._weight_watch = WeightWatch(self.engine, except_for=self._max_norm.weights)
+            self._gradient_settings = (gradient_synchronization, grad_cache)
+            if self._moving_average is not None and self.engine.zero_nvme_offload_optimizer():
+                raise ConfigurationError(
+                    "'trainer.moving_average' needs the weights that it averages in memory. "
+                    "Remove it, or write 'cpu' for "
+                    "deepspeed_config.zero_optimization.offload_optimizer.device."
+                )
+            self._given_moving_average = moving_average
+            self._attach_engine()
             self._has_global_loss = (
                 isinstance(model, ContrastiveModel) and model.negatives == "global"
             )
             if distributed and isinstance(model, ContrastiveModel) and model.validates_whole_set:
                 self._validate_whole_set()
-            if isinstance(data_loader, _LOADERS_OF_ALLENNLP):
-                # They would wait for the device with each batch. `batch_outputs` doesn't.
-                ddp_wrapped_model.before_destroying(
-                    partial(setattr, data_loader, "cuda_device", data_loader.cuda_device)
-                )
-                data_loader.cuda_device = None
             # The number of micro-batches by which the losses of the step are divided. For callbacks
             # that go backward themselves.
             self.group_size = self._num_gradient_accumulation_steps
@@ -319,6 +299,35 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._has_metric_readers = any(map(_may_read_metrics, self._callbacks))
             # Of the last step, if a callback has kept it.
             self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
+        # A trainer that is dropped and has never trained leaves nothing behind either.
+        weakref.finalize(self, ddp_wrapped_model.destroy).atexit = False  # type: ignore[misc]
+
+    def _attach_engine(self) -> None:
+        """Constructs what works on the engine, which has just come up."""
+        wrapped_model = self._ddp_wrapped_model
+        wrapped_model.mapping_directory = self.mapping_directory
+        if self._given_moving_average is not None:
+            moving_average = ShardedMovingAverage(self._given_moving_average, self.engine)
+            wrapped_model.before_destroying(moving_average.release)
+            self._moving_average = moving_average
+        if self._grad_clipping is not None:
+            hook = self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
+            wrapped_model.before_destroying(hook.remove)
+        self._gradients, self._grad_cache = self._construct_gradients(*self._gradient_settings)
+        wrapped_model.before_destroying(self._gradients.remove_hooks)
+        self._inner_gradients = InnerGradients(self.engine)
+        # After the hook that clips: it records what the optimizer steps with.
+        self._log_writers = LogWriters(self)
+        wrapped_model.before_destroying(self._log_writers.remove)
+        self._max_norm = MaxNorm(self.engine)
+        wrapped_model.before_destroying(self._max_norm.remove)
+        self._weight_watch = WeightWatch(self.engine, except_for=self._max_norm.weights)
+        if isinstance(self.data_loader, _LOADERS_OF_ALLENNLP):
+            # They would wait for the device with each batch. `batch_outputs` doesn't.
+            wrapped_model.before_destroying(
+                partial(setattr, self.data_loader, "cuda_device", self.data_loader.cuda_device)
+            )
+            self.data_loader.cuda_device = None
 
     def _construct_gradients(
         self, gradient_synchronization: str, grad_cache: Optional[Dict[str, Any]]
@@ -446,29 +455,59 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def session(self) -> Iterator[None]:
         """
         Keeps the engine up. `train` is such a session, and takes the engine down when it ends; put
-        a session around it to use the engine after training. When the last one ends, the engine is
-        destroyed, and in a single process the model is a plain fp32 `Model` again.
+        a session around it to use the engine after training. When the last one ends, however it
+        does, the engine is destroyed, and in a single process the model is a plain fp32 `Model`
+        again and the optimizer steps its parameters: either can be given to any other loop. Another
+        session brings up another engine, which goes on with both. With several workers weights and
+        states stay sharded, and the first session is the last.
         """
-        self._open_sessions += 1
+        wrapped_model = self._ddp_wrapped_model
+        if not wrapped_model.is_up:
+            self._bring_up_engine()
+        wrapped_model.num_users += 1
         try:
             yield
-            if self._open_sessions == 1:
-                if self._checkpointer is not None:
-                    self._checkpointer.finish()
-                self._release_model()
+            if wrapped_model.num_users == 1 and self._checkpointer is not None:
+                self._checkpointer.finish()
         except BaseException as error:
-            if self._open_sessions == 1:
-                try:
-                    if self._checkpointer is not None:
-                        # All ranks are here after an interruption, and this is the only one after
-                        # a Ctrl-C.
-                        is_agreed = isinstance(error, (TrainingInterrupted, KeyboardInterrupt))
-                        (self._checkpointer.finish if is_agreed else self._checkpointer.abandon)()
-                finally:
-                    self._ddp_wrapped_model.destroy()
+            if wrapped_model.num_users == 1 and self._checkpointer is not None:
+                # All ranks are here after an interruption, and this is the only one after a
+                # Ctrl-C.
+                is_agreed = isinstance(error, (TrainingInterrupted, KeyboardInterrupt))
+                (self._checkpointer.finish if is_agreed else self._checkpointer.abandon)()
             raise
         finally:
-            self._open_sessions -= 1
+            wrapped_model.num_users -= 1
+            if wrapped_model.num_users == 0:
+                wrapped_model.destroy()
+
+    def close(self) -> None:
+        """
+        Takes the engine down, if it is up, as the end of a session does. For a trainer that is not
+        going to train; one that is dropped, or whose model is given to another, is closed by
+        itself. May be called again.
+        """
+        if self._ddp_wrapped_model.num_users > 0:
+            raise RuntimeError("A trainer can't be closed in its own `train` or `session`.")
+        self._ddp_wrapped_model.destroy()
+
+    def _bring_up_engine(self) -> None:
+        config = self._ddp_wrapped_model.config.engine_config
+        for section in ("optimizer", "scheduler"):
+            if section in config:
+                raise RuntimeError(
+                    f"This trainer can't go on, because the {section} that DeepSpeed has "
+                    f"constructed from deepspeed_config.{section} was gone with its engine. Put "
+                    "all training into one `with trainer.session():`."
+                )
+        if self._world_size > 1:
+            raise RuntimeError(
+                "This trainer can't go on, because weights and states are left sharded over "
+                f"{self._world_size} workers. Put all training into one `with trainer.session():`."
+            )
+        self._ddp_wrapped_model.bring_up()
+        with _destroyed_on_failure(self._ddp_wrapped_model):
+            self._attach_engine()
 
     @overrides
     def train(self) -> Dict[str, Any]:
@@ -750,6 +789,28 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             return has_stepped, None
         return has_stepped, self.engine.get_global_grad_norm() if norm is None else norm
 
+    def go_backward(self, batch: TensorDict) -> float:
+        """
+        Goes forward and backward through a batch that is an optimizer step by itself, for loops
+        other than `train`; `step_optimizer` is next. To be called by every rank, in a `session`.
+        Returns this rank's loss.
+        """
+        self.group_size = 1
+        with self._gradients.accumulate():
+            return float(self._forward_backward(batch, is_last=True)["loss"])
+
+    def step_optimizer(self) -> None:
+        """Makes the optimizer step after `go_backward`. To be called by every rank."""
+        self._step(num_micro_batches=1)
+
+    @overrides
+    def rescale_gradients(self) -> Optional[float]:
+        """Is called by AllenNLP's loops, which can't step the optimizer."""
+        raise RuntimeError(
+            "This loop is AllenNLP's own, and only the engine can make a step of the 'deepspeed' "
+            "trainer. For `search_learning_rate`, import it after `allennlp_deepspeed`."
+        )
+
     def _call_on_batch(
         self,
         batch_group: List[TensorDict],
@@ -957,22 +1018,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _finalize_best_model_state(self) -> None:
         """Nothing is left to do: `_save_model_state` has already written one file."""
 
-    def _release_model(self) -> None:
-        """
-        Takes the engine down. A single process gets its model back as it gave it, plain and in
-        fp32, with the weights that training ended with, on the CPU if they were offloaded; with
-        several the shards stay where they are.
-        """
-        state_dict = None
-        if torch.distributed.get_world_size() == 1:
-            state_dict = weights.full_state_dict(self.engine, True, self.mapping_directory)
-        offload = self.engine.zero_offload_param()
-        is_offloaded = offload is not None and offload.device != OffloadDeviceEnum.none
-        device = torch.device("cpu") if is_offloaded else self.cuda_device
-        self._ddp_wrapped_model.destroy()
-        if state_dict is not None:
-            weights.plain_model(self.model, state_dict, device)
-
     @classmethod
     @overrides
     def from_partial_objects(  # type: ignore[override]
@@ -1016,6 +1061,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         this method, but for those that the train command passes in. Its signature names every
         argument because `FromParams` does not see through `**kwargs`.
         """
+        close_engines_of(model)
         find_unused_parameters = _find_unused_parameters(ddp_accelerator)
         if isinstance(ddp_accelerator, DeepSpeedDdpAccelerator):
             ddp_accelerator.finish(model)

@@ -2,11 +2,11 @@
 Whole fp32 weights out of an engine that keeps them replicated, sharded or partitioned, and back in.
 
 Everything here works parameter by parameter, so that at no time a rank holds more than one whole
-parameter besides what it keeps, and everything but `plain_model` and `master_shards` is a
-collective: every rank must call it.
+parameter besides what it keeps, and everything but `master_shards` is a collective: every rank must
+call it.
 """
 
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -119,35 +119,26 @@ def update_weights_from_masters(engine: DeepSpeedEngine) -> None:
             parameter.data.copy_(master.data)
 
 
-def plain_model(model: torch.nn.Module, state_dict: StateDict, device: torch.device) -> None:
+def full_parameters(
+    engine: DeepSpeedEngine, directory: Optional[str] = None
+) -> Dict[torch.nn.Parameter, torch.Tensor]:
     """
-    Turns a model whose engine has been destroyed back into what it was before: a plain `Module`
-    with whole fp32 parameters, here with the weights of `state_dict`, which become its own if they
-    are on the `device` already.
+    The whole fp32 weights of each of the model's parameters that has not got them itself, on the
+    CPU. To be called by every rank.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    directory : `str`, optional (default = `None`)
+        As for `full_state_dict`.
     """
-    fresh: Dict[int, torch.nn.Parameter] = {}
-    for (prefix, module), (name, parameter) in _owned_parameters(model):
-        if id(parameter) not in fresh:
-            value = state_dict[f"{prefix}.{name}" if prefix else name]
-            fresh[id(parameter)] = torch.nn.Parameter(
-                value.to(device), requires_grad=parameter.requires_grad
-            )
-        module._parameters[name] = fresh[id(parameter)]
-    for module in model.modules():
-        module._parameters = dict(module._parameters)  # ZeRO-3 put a dictionary of its own in place
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-    model.load_state_dict(state_dict)
-
-
-def _owned_parameters(
-    model: torch.nn.Module,
-) -> Iterator[Tuple[Tuple[str, torch.nn.Module], Tuple[str, torch.nn.Parameter]]]:
-    for named_module in model.named_modules():
-        for name, parameter in list(named_module[1]._parameters.items()):
-            if parameter is not None:
-                yield named_module, (name, parameter)
+    masters = replicated_masters(engine)
+    is_plain = engine.zero_optimization_stage() == 0
+    return {
+        parameter: _to_plain(full_parameter(parameter, masters), directory)
+        for parameter in engine.module.parameters()
+        if not (is_plain and parameter.dtype == torch.float32)
+    }
 
 
 def replicated_masters(
