@@ -10,7 +10,7 @@ import sys
 with contextlib.redirect_stdout(sys.stderr):
     import deepspeed  # noqa: F401
 
-from allennlp_deepspeed import compat, contrastive, preflight
+from allennlp_deepspeed import compat, contrastive, find_learning_rate, preflight
 from allennlp_deepspeed.activation_checkpointing import DeepSpeedCheckpointWrapper
 from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
@@ -34,3 +34,4 @@ __all__ = [
 
 compat.apply()
 preflight.install()
+find_learning_rate.install()

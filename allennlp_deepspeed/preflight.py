@@ -17,6 +17,7 @@ from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import int_to_device
+from allennlp.training.trainer import Trainer
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -64,7 +65,7 @@ def install() -> None:
     @functools.wraps(train_model)
     def checked_train_model(params: Params, *args: Any, **kwargs: Any) -> Any:
         check(params)
-        if _trainer_type(params.as_dict(quiet=True)) != "deepspeed":
+        if not has_deepspeed_trainer(params.as_dict(quiet=True)):
             return train_model(params, *args, **kwargs)
         arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
         prepare = worker_preparation(params, arguments["serialization_dir"])
@@ -95,20 +96,21 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     """
     config: Dict[str, Any] = params.as_dict(quiet=True)
     trainer = config.get("trainer")
-    trainer_type = _trainer_type(config)
-    if _registered_name(_accelerator(config)) == "deepspeed" and trainer_type != "deepspeed":
+    trainer_type = _registered_name(trainer)
+    is_deepspeed = has_deepspeed_trainer(config)
+    if _registered_name(_accelerator(config)) == "deepspeed" and not is_deepspeed:
         raise ConfigurationError(
             "'distributed.ddp_accelerator' is 'deepspeed', which only the 'deepspeed' trainer can "
             'use: add "type": "deepspeed" to the trainer, or leave the accelerator out.'
         )
-    if config.get("type") == "deepspeed" and trainer_type != "deepspeed":
+    if config.get("type") == "deepspeed" and not is_deepspeed:
         raise ConfigurationError(
             f"The top-level 'type' is 'deepspeed', but 'trainer.type' is {trainer_type}: write "
             '"deepspeed" for both, or leave out the first.'
         )
     if not isinstance(trainer, dict):
         return
-    if trainer_type != "deepspeed":
+    if not is_deepspeed:
         _check_no_own_keys(trainer, trainer_type)
         return
     findings = Findings()
@@ -217,10 +219,11 @@ def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> 
 
 def _check_keys(trainer: Dict[str, Any], findings: Findings) -> None:
     """AllenNLP drops keys that a trainer doesn't know in silence."""
+    trainer_class, constructor = Trainer.resolve_class_name(trainer["type"])
     known = [
         name
-        for name in inspect.signature(DeepSpeedTrainer.from_partial_objects).parameters
-        if name not in ("model", "data_loader", "validation_data_loader", "kwargs")
+        for name in inspect.signature(getattr(trainer_class, constructor or "__init__")).parameters
+        if name not in ("self", "model", "data_loader", "validation_data_loader", "kwargs")
     ]
     for key in trainer:
         if key not in ("type", "run_sanity_checks", *known):
@@ -314,8 +317,26 @@ def trainer_settings(
     )
 
 
-def _trainer_type(config: Dict[str, Any]) -> Optional[str]:
-    return _registered_name(config.get("trainer"))
+def has_deepspeed_trainer(config: Dict[str, Any]) -> bool:
+    """
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        A whole training configuration.
+
+    # Returns
+
+    `bool`
+        Whether its trainer is the "deepspeed" one or a registered subclass of it.
+    """
+    name = _registered_name(config.get("trainer"))
+    if not isinstance(name, str) or name == _DEFAULT_TYPE:
+        return False
+    try:
+        trainer_class, _ = Trainer.resolve_class_name(name)
+    except ConfigurationError:
+        return False  # AllenNLP says which there are
+    return issubclass(trainer_class, DeepSpeedTrainer)
 
 
 def _registered_name(component: Any) -> Optional[str]:
