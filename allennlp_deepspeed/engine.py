@@ -555,15 +555,28 @@ def _undo_first_step(engine: DeepSpeedEngine) -> None:
 
 def _keep_adagrad(engine: DeepSpeedEngine) -> None:
     """
-    At stages 1 to 3 DeepSpeed makes another Adagrad for its shards, from the defaults and with one
-    group. Learning rate schedules and everything else would act on the one that it was given.
+    Adagrad has its state from the beginning. At stages 1 to 3 DeepSpeed makes another one for its
+    shards, from the defaults and with one group. Learning rate schedules and everything else would
+    act on the one that it was given. Where it keeps that one, the state is that of the parameters
+    that it was given: on the CPU, or not of the weights that it steps.
     """
-    optimizer = getattr(engine.optimizer, "optimizer", None)
-    if isinstance(optimizer, torch.optim.Adagrad) and optimizer is not engine.basic_optimizer:
-        engine.basic_optimizer.state = optimizer.state
-        engine.optimizer.optimizer = engine.basic_optimizer
+    given = engine.basic_optimizer
+    if not isinstance(given, torch.optim.Adagrad):
+        return
+    optimizer = getattr(engine.optimizer, "optimizer", given)
+    if optimizer is not given:
+        given.state = optimizer.state
+        engine.optimizer.optimizer = given
         if engine.zero_optimization_stage() < 3:
             engine.optimizer._link_all_hp_params()  # which it has done for the one group only
+        return
+    states = dict(given.state)
+    given.state.clear()
+    for group in given.param_groups:
+        for weight in group["params"]:
+            total = torch.full_like(weight, group["initial_accumulator_value"])
+            state = states.get(weight, {"step": torch.tensor(0.0), "sum": total})
+            given.state[weight] = {**state, "sum": state["sum"].to(weight.device)}
 
 
 def _device_index(device: torch.device, local_rank: int) -> int:
