@@ -14,6 +14,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
 from torch.utils import cpp_extension
 
+from allennlp_deepspeed.config_findings import Findings
 from allennlp_deepspeed.config_settings import ResolvedConfig
 from allennlp_deepspeed.config_validation import ROOT
 
@@ -50,11 +51,14 @@ def check_operator(name: str, device_type: str, user: str, advice: str) -> None:
 
 def check_nvme(config: ResolvedConfig, device_type: str) -> None:
     """Calls `check_operator` for what `config` puts on NVMe, if it does."""
+    findings = Findings()
     zero_config = config.engine_config.get("zero_optimization", {})
     for section in ("offload_param", "offload_optimizer"):
         if (zero_config.get(section) or {}).get("device") == "nvme":
             path = f"{ROOT}.zero_optimization.{section}.device"
-            check_operator("AsyncIOBuilder", device_type, f'{path} is "nvme"', 'write "cpu"')
+            with findings.collect():
+                check_operator("AsyncIOBuilder", device_type, f'{path} is "nvme"', 'write "cpu"')
+    findings.raise_any()
 
 
 def _is_installed(builder: OpBuilder, device_name: str) -> bool:
