@@ -205,7 +205,12 @@ def test_stage_3_in_bf16_is_stage_2_in_bf16(name: str):
     assert_same(bf16, stage_2, tolerance=1e-2)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["GradientPenalty", "Adversarial"])
-def test_gradients_are_taken_through_checkpointed_activations(name: str):
-    assert_same(train_in_two_workers(name, 3, activation_checkpointing=["net"]), trained(name))
+@pytest.mark.parametrize("stage", soak_but([3], [0, 1, 2, 3]))
+def test_gradients_are_not_taken_through_checkpointed_activations(stage: int):
+    with pytest.raises(RuntimeError, match="Checkpointing is not compatible with .grad()"):
+        trained(
+            "GradientPenalty",
+            DeepSpeedTrainer,
+            activation_checkpointing=["net"],
+            deepspeed_config={"zero_optimization": {"stage": stage}},
+        )
