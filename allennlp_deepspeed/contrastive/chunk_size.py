@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._pytree import tree_leaves
 
-from allennlp_deepspeed import gradient_memory
+from allennlp_deepspeed import gradient_memory, weights
 from allennlp_deepspeed.contrastive.gathering import gather_numbers
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepS
     gradient = gradient_memory.of_whole_gradient(
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
-    left = max(0, gradient_memory.least_left_free(engine.device) - 2 * gradient)
+    taken = 2 * gradient + _agreed_maximum(_states_to_come(engine), engine.device)
+    left = max(0, gradient_memory.least_left_free(engine.device) - taken)
     budget = left // _SAFETY
     size, needed = 1, _agreed_maximum(_bytes_saved(encode, 1, engine), engine.device)
     needed_by_one = needed
@@ -61,8 +62,8 @@ def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepS
     if dist.get_rank() == 0:
         logger.info(
             "'grad_cache.chunk_size' is %d from here on, of %d examples on a rank: %d of them take "
-            "%d bytes of activations. Beside two whole gradients %d bytes are left on every rank, "
-            "of which half may be used.",
+            "%d bytes of activations. Beside two whole gradients and what the optimizer is still "
+            "to keep %d bytes are left on every rank, of which half may be used.",
             fitting,
             most,
             size,
@@ -72,6 +73,19 @@ def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepS
         if needed_by_one > budget:
             logger.warning("Not even one example fits into that: the next step may fail.")
     return fitting
+
+
+def _states_to_come(engine: DeepSpeedEngine) -> int:
+    """
+    Bytes of what the optimizer keeps for each element that it steps here, where it will only make
+    it in the first step: as much as Adam, of those that come with PyTorch the one with the most.
+    """
+    optimizer = engine.basic_optimizer
+    return sum(
+        2 * shard.nbytes
+        for shard in weights.master_shards(engine)
+        if shard.device.type == engine.device.type and not optimizer.state.get(shard)
+    )
 
 
 def _bytes_saved(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) -> int:

@@ -272,7 +272,7 @@ class TestAuto:
 
     @pytest.mark.parametrize(
         "free, chunk_size",
-        [(None, 8), (100, 1), (30_000, 3)],
+        [(None, 8), (100, 1), (34_000, 3)],
         ids=["plenty", "too_little", "some"],
     )
     def test_is_what_fits_on_every_rank(
