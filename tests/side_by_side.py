@@ -153,17 +153,17 @@ class Side:
             return run_workers(self.world_size, work)
 
     def train(self, serialization_dir: Optional[Path] = None) -> Dict[str, torch.Tensor]:
-        """The weights and buffers after training, which all ranks have."""
+        """The weights, which all ranks have, and rank 0's buffers after training."""
 
-        def train_and_save(trainer: Any) -> Dict[str, Any]:
+        def train_and_save(trainer: Any) -> Any:
             trainer.train()
-            return numbers(trainer)
+            return numbers(trainer), [name for name, _ in trainer.model.named_parameters()]
 
-        first, *others = self.on_all_ranks(train_and_save, serialization_dir)
+        (first, names), *others = self.on_all_ranks(train_and_save, serialization_dir)
         weights = {name: torch.tensor(array) for name, array in first.items()}
-        for arrays in others:
-            of_rank = {name: torch.tensor(array) for name, array in arrays.items()}
-            assert_same_weights(of_rank, weights, tolerance=1e-6)
+        for arrays, _ in others:
+            of_rank = {name: torch.tensor(arrays[name]) for name in names}
+            assert_same_weights(of_rank, {name: weights[name] for name in names}, tolerance=1e-6)
         return weights
 
 
