@@ -14,12 +14,13 @@ export OMP_NUM_THREADS := 1
 # Nothing here needs a model or a data set from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test soak bench lint clean
+.PHONY: help venv demo test soak cross bench lint clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make test    run the whole test suite"
 	@echo "make soak    kill 200 trainings at random points and recover them (about 20 minutes)"
+	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style and types with ruff and mypy"
 	@echo "make venv    set up .venv, which the above do if needed"
@@ -37,6 +38,10 @@ test: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam CPUAdagrad CPULion As
 soak: $(OPS)/CPUAdamBuilder.built
 	python -m tests.faults.soak
 	pytest -n 2 -m soak tests
+
+# The outcome is committed under benchmarks/results.
+cross: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
+	python -m tests.cross
 
 bench: $(VENV)/installed
 	python -m benchmarks.saving
