@@ -26,6 +26,8 @@ class BufferBroadcast:
         self._device = device
         self._buffers: List[torch.Tensor] = []
         self._checksum = 0
+        # The checksum and its negative, on the device already: the host would wait for a copy.
+        self._checksums = torch.zeros(2, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -49,11 +51,14 @@ class BufferBroadcast:
         are_same = len(buffers) == len(self._buffers) and all(map(_is, buffers, self._buffers))
         if not are_same:
             checksum = _checksum(self._model)
+        has_changed = checksum != self._checksum
+        if has_changed:
+            self._checksums = torch.tensor([checksum, -checksum], device=self._device)
         # The largest and the smallest of all ranks.
-        checksums = torch.tensor([checksum, -checksum], device=self._device)
+        checksums = self._checksums.clone()
         dist.all_reduce(checksums, op=dist.ReduceOp.MAX)
         # The host waits where they have changed. If others have, they do.
-        if self._device.type == "cpu" or checksum != self._checksum:
+        if self._device.type == "cpu" or has_changed:
             largest, smallest = checksums.tolist()
             if largest != -smallest:
                 raise RuntimeError(

@@ -3,6 +3,7 @@ Before each forward pass every worker has the buffers of rank 0, those that the 
 """
 
 from typing import Any, Dict, List
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 from torch import nn
 
+from allennlp_deepspeed.buffer_broadcast import BufferBroadcast
+from allennlp_deepspeed.engine import process_environment
 from tests.experiment import assert_same_weights
-from tests.side_by_side import Side
-from tests.workers import run_workers  # noqa: F401  # workers are forked
+from tests.side_by_side import CPU, Side
+from tests.workers import run_workers
 
 
 class KeepsAverages(Model):
@@ -66,3 +69,20 @@ def test_workers_with_different_buffers_end_with_an_error():
 
     side = Side(lambda: KeepsAverages(Vocabulary(), only_on_rank=1), _batches, 0, world_size=2)
     assert ["scale" in message for message in side.on_all_ranks(train)] == [False, True]
+
+
+def test_buffers_that_stay_the_same_take_nothing_from_the_host():
+    def broadcast(rank: int) -> float:
+        with process_environment(CPU, rank):
+            model = torch.nn.BatchNorm1d(2)
+            assert model.running_mean is not None
+            model.running_mean.fill_(rank + 1)
+            buffers = BufferBroadcast(model, CPU)
+            buffers.broadcast()
+            model.running_mean.add_(rank)
+            # On a GPU the host waits for the copy.
+            with mock.patch.object(torch, "tensor", side_effect=AssertionError):
+                buffers.broadcast()
+            return float(model.running_mean[0])
+
+    assert run_workers(2, broadcast) == [1, 1]
