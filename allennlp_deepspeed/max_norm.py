@@ -43,8 +43,8 @@ class MaxNorm:
     # Raises
 
     `ConfigurationError`
-        If an embedding has a `norm_type` that can't be summed over ranks, or the optimizer's
-        weights are on NVMe.
+        If an embedding has a `norm_type` that can't be summed over ranks, the optimizer's weights
+        are on NVMe, or, at ZeRO stage 3, another layer has the embedding's weight too.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -59,6 +59,8 @@ class MaxNorm:
                 "memory. Remove it, or write 'cpu' for "
                 "deepspeed_config.zero_optimization.offload_optimizer.device."
             )
+        if engine.zero_optimization_partition_weights():
+            self._refuse_other_users(engine.module)
         self._layout = ShardLayout(engine)
         *_, last = self._tables.values()
         num_rows = last.start + last.shape[0]
@@ -78,6 +80,18 @@ class MaxNorm:
                 torch.nn.functional, "_no_grad_embedding_renorm_", _no_grad_embedding_renorm_
             )
         )
+
+    def _refuse_other_users(self, model: Module) -> None:
+        """ZeRO-3 gathers a weight again for each layer, without what another has scaled."""
+        for name, module in model.named_modules():
+            is_shared = any(id(weight) in self._tables for weight in module._parameters.values())
+            if is_shared and getattr(module, "max_norm", None) is None:
+                raise ConfigurationError(
+                    f"The weight of '{name}' is also that of an embedding with 'max_norm', and "
+                    "ZeRO stage 3 doesn't show it what the embedding scales. Write "
+                    '"deepspeed_config": {"zero_optimization": {"stage": 2}}, or remove '
+                    "'max_norm'."
+                )
 
     @property
     def weights(self) -> List[Parameter]:

@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.modules import Embedding
@@ -149,6 +150,19 @@ def test_the_changes_of_rank_0_count():
     assert side.train()["online.bias"].tolist() == [0, 0, 0]
 
 
+def test_a_change_that_is_given_up_is_none():
+    class GiveUp(TrainerCallback):
+        def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+            with pytest.raises(KeyError), trainer.modified_weights():
+                trainer.model.online.weight.zero_()
+                raise KeyError("on purpose")
+
+    def trained(callbacks: Callable[[], List[Any]]) -> Dict[str, torch.Tensor]:
+        return Side(_target_network, _vectors, 2, callbacks=callbacks).train()
+
+    assert_same_weights(trained(lambda: [GiveUp("")]), trained(list))
+
+
 @pytest.mark.parametrize(
     "stage, change",
     [
@@ -263,3 +277,32 @@ def test_validation_keeps_rows_within_max_norm_too(stage: int):
         )
 
     assert_same_weights(validating(stage).train(), validating().train())
+
+
+class TiedTokens(Model):
+    """The weight of an embedding with `max_norm` is that of the last layer too."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.embedding = nn.Embedding(NUM_TOKENS, 3, max_norm=0.8)
+        self.layer = nn.Linear(3, NUM_TOKENS, bias=False)
+        self.layer.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        scores = self.layer(self.embedding(tokens).mean(dim=1))
+        return {"loss": nn.functional.cross_entropy(scores, tokens[:, 0])}
+
+
+def test_another_layer_with_the_weight_is_refused_at_stage_3():
+    def side(stage: int = None, world_size: int = 1) -> Side:
+        return Side(
+            lambda: TiedTokens(Vocabulary()), lambda _: _token_batches(0), stage, world_size
+        )
+
+    assert_same_weights(side(2, world_size=2).train(), side().train())
+
+    def construct(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match="weight of 'layer'.*\"stage\": 2"):
+            side(3).construct(rank, None)
+
+    run_workers(1, construct)
