@@ -447,9 +447,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             gathered. `None` for all.
         """
         self._weight_watch.check()
-        with modified_weights(self.engine, which):
-            yield
-        self._weight_watch.snapshot()
+        try:
+            with modified_weights(self.engine, which):
+                yield
+        finally:
+            # After an exception too: what was changed has been put back.
+            self._weight_watch.snapshot()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -796,11 +799,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         Returns this rank's loss.
         """
         self.group_size = 1
-        with self._gradients.accumulate():
+        with self._gradients.accumulate(), self._inner_gradients.allowed():
             return float(self._forward_backward(batch, is_last=True)["loss"])
 
     def step_optimizer(self) -> None:
         """Makes the optimizer step after `go_backward`. To be called by every rank."""
+        self._max_norm.apply()
         self._step(num_micro_batches=1)
 
     @overrides
