@@ -27,7 +27,7 @@ from tests.fixtures.components import EitherOfTwoEmbedders  # noqa: F401  # regi
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 # Of the gradients, which have 11 significant bits, over all steps.
-TOLERANCE = 0.01
+TOLERANCE = 0.02
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 # Too large a scale at first, and again after every few steps.
@@ -246,11 +246,29 @@ class Interrupt(TrainerCallback):
             raise KeyError("on purpose")
 
 
-@STAGES
-def test_the_loss_scale_is_recovered(tmp_path: Path, stage: int) -> None:
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+
+
+class SetScale(TrainerCallback):
+    """Gives autocast's loss scale what `OVERFLOWING` gives that of fp16, unless it is recovered."""
+
+    def on_start(self, trainer, is_primary: bool = True, **kwargs: Any) -> None:
+        scaler = trainer.engine.torch_autocast_z0_gradscaler
+        is_new = trainer._start_after_batches_in_epoch_completed == 0
+        if isinstance(scaler, torch.amp.GradScaler) and is_new:
+            state = {**scaler.state_dict(), "scale": 2.0**21, "growth_interval": 2}
+            scaler.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "stage, precision", [(0, AUTOCAST), *((stage, OVERFLOWING) for stage in range(4))]
+)
+def test_the_loss_scale_is_recovered(tmp_path: Path, stage: int, precision: Dict[str, Any]) -> None:
     uninterrupted, interrupted, recovered = Task(), Task(), Task()
-    precision = config(stage, OVERFLOWING)
-    uninterrupted.train(tmp_path / "uninterrupted", precision)
+    precision = config(stage, precision)
+    uninterrupted.train(
+        tmp_path / "uninterrupted", precision, callbacks=[uninterrupted.record, SetScale("")]
+    )
     directory = tmp_path / "interrupted"
 
     def train(task: Task, interrupted_at: Optional[int] = None) -> None:
@@ -258,7 +276,7 @@ def test_the_loss_scale_is_recovered(tmp_path: Path, stage: int) -> None:
             directory,
             precision,
             checkpointer=DeepSpeedCheckpointer(directory, save_every_num_batches=5),
-            callbacks=[task.record, Interrupt(interrupted_at)],
+            callbacks=[task.record, SetScale(""), Interrupt(interrupted_at)],
         )
 
     with pytest.raises(KeyError, match="on purpose"):
@@ -306,3 +324,33 @@ def test_adagrad_keeps_its_state(tmp_path: Path, stage: int, sections: Dict[str,
         for each in (recovered, reference)
     )
     assert_same_weights(moves, expected_moves, tolerance=0.1)
+
+
+@pytest.mark.parametrize("settings", ["clipping_of_the_norm"])
+def test_autocast_to_fp16_trains_as_fp32_does(tmp_path: Path, settings: str) -> None:
+    reference, task = Task(), Task()
+    callbacks = [task.record, SetScale("")]
+    arguments = {**task.with_schedules(), **SETTINGS[settings], "callbacks": callbacks}
+    average = ExponentialMovingAverage(task.model.named_parameters(), decay=0.5)
+    losses = task.train(tmp_path / "fp16", config(0, AUTOCAST), moving_average=average, **arguments)
+    skipped = task.record.skipped
+    assert 0 in skipped and max(skipped) > 5 and len(skipped) < len(task.record.settings) / 2
+    averages = task.record.averages
+    same = {step for step in range(1, len(averages)) if averages[step] == averages[step - 1]}
+    assert same == skipped - {0}
+    reference.optimizer.skipped = skipped
+    arguments = {**reference.with_schedules(), **SETTINGS[settings]}
+    expected = reference.train(tmp_path / "fp32", None, **arguments)
+    assert_trains_as_fp32(task, reference, losses, expected)
+    for step in set(range(len(averages))) - skipped:
+        norms = task.record.norms[step], reference.record.norms[step]
+        assert norms[0] == pytest.approx(norms[1], rel=0.02)
+
+
+def test_autocast_leaves_nothing_to_the_next_training(tmp_path: Path) -> None:
+    Task().train(tmp_path / "autocast", config(0, AUTOCAST), num_epochs=1)
+    task, reference = Task(), Task()
+    settings = {"grad_norm": 0.1, "num_epochs": 1}
+    losses = task.train(tmp_path / "fp16", config(2, FP16), **settings)
+    expected = reference.train(tmp_path / "fp32", None, **settings)
+    assert_trains_as_fp32(task, reference, losses, expected)

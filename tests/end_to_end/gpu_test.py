@@ -16,7 +16,7 @@ from tests.command import REPOSITORY, Run, subprocess_allennlp
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
 from tests.end_to_end.grad_cache_test import CHUNK_SIZES, EVERYTHING, cached
 from tests.end_to_end.parity_test import TRAINING, check_parity
-from tests.end_to_end.precision_test import AUTOCAST, BF16, EPOCHS
+from tests.end_to_end.precision_test import AUTOCAST, BF16, EPOCHS, FP16, SGD
 from tests.experiment import (
     Config,
     Experiments,
@@ -37,10 +37,14 @@ PRECISIONS = pytest.mark.parametrize(
     "precision",
     [
         # From the usual 2 ** 16, the loss scale comes down to one that fits by leaving out steps.
-        pytest.param({"fp16": {"enabled": True, "initial_scale_power": 8}}, id="fp16"),
+        pytest.param(FP16, id="fp16"),
         pytest.param(BF16, id="bf16"),
         pytest.param(AUTOCAST, id="torch_autocast"),
     ],
+)
+
+OPTIMIZERS = pytest.mark.parametrize(
+    "optimizer", [pytest.param({}, id="adam"), pytest.param(SGD, id="sgd")]
 )
 
 # The gradients of embeddings are added up in no fixed order on a GPU, so that not even two runs of
@@ -93,19 +97,28 @@ def test_training_on_two_gpus_is_that_of_gradient_descent(
 @requires_gpu
 @STAGES
 @PRECISIONS
+@OPTIMIZERS
 def test_precisions_on_one_gpu_train_as_fp32_does(
-    gpu_experiments: Experiments, precision: Config, stage: int
+    gpu_experiments: Experiments, optimizer: Config, precision: Config, stage: int
 ) -> None:
-    check_precision(gpu_experiments, ONE_GPU, precision, stage)
+    check_precision(gpu_experiments, {**ONE_GPU, **optimizer}, precision, stage)
 
 
 @requires_multi_gpu
 @STAGES
 @PRECISIONS
+@OPTIMIZERS
 def test_precisions_on_two_gpus_train_as_fp32_does(
-    gpu_experiments: Experiments, precision: Config, stage: int
+    gpu_experiments: Experiments, optimizer: Config, precision: Config, stage: int
 ) -> None:
-    check_precision(gpu_experiments, TWO_GPUS, precision, stage)
+    check_precision(gpu_experiments, {**TWO_GPUS, **optimizer}, precision, stage)
+
+
+@requires_gpu
+def test_adagrad_has_its_state_on_the_gpu(gpu_experiments: Experiments) -> None:
+    config = load_config("classifier", ONE_GPU, {"trainer.optimizer.type": "adagrad"})
+    result = gpu_experiments.run(deepspeed(config, 0))
+    assert_same_weights(result.weights(), gpu_experiments.run(config).weights(), TOLERANCE)
 
 
 @requires_gpu

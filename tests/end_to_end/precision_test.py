@@ -23,7 +23,14 @@ from tests.experiment import (
 # Enough epochs to learn, of which the last is always the best.
 EPOCHS: Config = {"trainer.num_epochs": 5, "trainer.validation_metric": "-loss"}
 
+# Adam doesn't tell a gradient from another that is so many times as large.
+SGD: Config = {
+    "trainer.optimizer": {"type": "sgd", "lr": 0.3, "momentum": 0.8},
+    "trainer.grad_norm": 1.0,
+}
+
 BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
@@ -48,6 +55,14 @@ def test_bf16_trains_other_modules(experiments: Experiments, model: str, stage: 
 def test_torch_autocast_trains_as_fp32_does(experiments: Experiments) -> None:
     config = load_config("classifier", TWO_WORKERS, EPOCHS)
     actual = experiments.run(deepspeed(config, 2, **AUTOCAST))
+    assert_trains_alike(actual, experiments.run(config))
+    assert_fp32_master_weights(actual)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp16_trains_as_fp32_does(experiments: Experiments, stage: int) -> None:
+    config = load_config("classifier", TWO_WORKERS, EPOCHS, SGD)
+    actual = experiments.run(deepspeed(config, stage, **FP16))
     assert_trains_alike(actual, experiments.run(config))
     assert_fp32_master_weights(actual)
 
