@@ -917,7 +917,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @overrides
     def _maybe_restore_checkpoint(self) -> None:
-        """Continues from the newest checkpoint, if there is one. To be called by every rank."""
+        """
+        Continues from the newest checkpoint, if there is one. To be called by every rank. Without a
+        session, after training, what is in it is given to the plain model and optimizer.
+        """
+        if not self._ddp_wrapped_model.is_up:
+            with self.session():
+                return self._maybe_restore_checkpoint()
         state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
         if state is None:
             return

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
-from allennlp.training import GradientDescentTrainer
+from allennlp.training import Checkpointer, GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.moving_average import ExponentialMovingAverage
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.experiment import assert_same_weights
 from tests.trainer_test import Task
 from tests.workers import run_workers
@@ -147,6 +147,34 @@ def test_train_called_twice_goes_on_as_in_allennlp(tmp_path: Path, stage: int):
         tasks.append(task)
     assert_same_weights(tasks[1].model.state_dict(), tasks[0].model.state_dict())
     assert_same_states(tasks[1], tasks[0])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_can_be_restored_after_training(tmp_path: Path, stage: int):
+    tasks, trackers = [], []
+    for trainer_class in (GradientDescentTrainer, DeepSpeedTrainer):
+        task = with_optimizer("sgd")
+        directory = tmp_path / trainer_class.__name__
+        kwargs: Dict[str, Any] = {"checkpointer": Checkpointer(directory)}
+        if trainer_class is DeepSpeedTrainer:
+            kwargs = {
+                "checkpointer": DeepSpeedCheckpointer(directory),
+                "deepspeed_config": config_of(stage),
+            }
+        trainer = trainer_class(**{**task.arguments(directory), **kwargs})
+        trainer.train()
+        with torch.no_grad():
+            for parameter in task.model.parameters():
+                parameter.zero_()
+        task.optimizer.state.clear()
+        trainer._maybe_restore_checkpoint()
+        assert not dist.is_initialized()
+        tasks.append(task)
+        trackers.append(trainer._metric_tracker)
+    assert_same_weights(tasks[1].model.state_dict(), tasks[0].model.state_dict())
+    assert_same_states(tasks[1], tasks[0])
+    assert trackers[1].best_epoch == trackers[0].best_epoch
+    assert trackers[1].best_epoch_metrics == pytest.approx(trackers[0].best_epoch_metrics)
 
 
 class _Snapshot:
