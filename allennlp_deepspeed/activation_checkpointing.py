@@ -125,6 +125,10 @@ def checkpoint_modules(model: torch.nn.Module, patterns: List[str]) -> Callable[
         return undo.pop_all().close
 
 
+# Of the engines that are up. DeepSpeed has one for the process.
+_configurations: List[Callable[[], None]] = []
+
+
 @contextmanager
 def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.device) -> Iterator:
     """
@@ -149,18 +153,24 @@ def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.dev
             )
         yield
         return
-    checkpointing.configure(
+    configure = partial(
+        checkpointing.configure,
         None,
         # On a CPU they are there already, and DeepSpeed would lose them.
         checkpoint_in_cpu=bool(settings.get("cpu_checkpointing")) and device.type != "cpu",
         synchronize=settings.get("synchronize_checkpoint_boundary"),
         profile=settings.get("profile"),
     )
+    configure()
+    _configurations.append(configure)
     try:
         yield
     finally:
+        _configurations.remove(configure)
         checkpointing.reset()
         checkpointing.deepspeed_checkpointing_enabled = False
+        if _configurations:
+            _configurations[-1]()
 
 
 def _matching(model: torch.nn.Module, patterns: List[str]) -> Dict[str, torch.nn.Module]:

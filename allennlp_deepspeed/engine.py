@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map_only
 from allennlp_deepspeed import (
     activation_checkpointing,
     deepspeed_logging,
+    max_norm,
     module_hooks,
     nvme_states,
     optimizers,
@@ -168,34 +169,29 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
             self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
-            model.forward = _returning_fp32(  # type: ignore[method-assign]
-                self._autocast(model.forward)
-            )
-            self._undo.callback(delattr, model, "forward")
+            forward = _returning_fp32(self._autocast(model.forward))
+            # The model may have one of its own, where a library or a user has wrapped it.
+            self._undo.enter_context(mock.patch.object(model, "forward", forward))
             if config.zero_stage < 3:  # where `PartitionedRegularizer` sees to it
                 self._undo.enter_context(penalty_in_fp32(model))
-        if config.precision == "fp16" and device.type == "cpu":
-            self._undo.enter_context(_fp16_on_cpu())
-        # DeepSpeed's variables, which it would set for good.
-        self._undo.enter_context(
-            mock.patch.multiple(
-                torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
-            )
-        )
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
             self._undo.callback(parameter_layout.freeze_empty(model))
         before = Restoration(model, optimizer)
         self._undo.callback(self._leave, before, is_alone=dist.get_world_size() == 1)
-        self._engine, *_ = deepspeed.initialize(
-            # DeepSpeed takes the device's index for the local rank unless it is told both.
-            args=SimpleNamespace(local_rank=_device_index(device, local_rank)),
-            model=model,
-            optimizer=optimizer,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
-            config=config.engine_config,
-        )
+        with _precision_of_one_engine(config, device):
+            self._engine, *_ = deepspeed.initialize(
+                # DeepSpeed takes the device's index for the local rank unless it is told both.
+                args=SimpleNamespace(local_rank=_device_index(device, local_rank)),
+                model=model,
+                optimizer=optimizer,
+                model_parameters=[p for p in model.parameters() if p.requires_grad],
+                config=config.engine_config,
+            )
+        if config.precision == "torch_autocast" and config.zero_stage > 0:
+            # DeepSpeed asks for each gradient whether there is autocast in the process.
+            self.engine.optimizer.get_param_comm_dtype = torch_autocast.get_comm_dtype
         before.find_added()
         self._undo.enter_context(deepspeed_logging.mended_reports(self.engine))
         self._undo.enter_context(
@@ -206,7 +202,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             self.engine.save_non_zero_checkpoint = True
         if config.zero_stage == 3:
             self._undo.enter_context(module_hooks.only_with_graph(model))
-            self._undo.enter_context(module_hooks.keeping_what_is_read())
         if regularizer is not None:
             regularizer.gather_with_model()
         _undo_first_step(self.engine)
@@ -414,6 +409,9 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
             undo.callback(_destroy_process_group)
             undo.enter_context(as_one_process())
         undo.enter_context(parameter_layout.any_layout())
+        undo.enter_context(module_hooks.linear_only_with_graph())
+        undo.enter_context(module_hooks.keeping_what_is_read())
+        undo.enter_context(max_norm.lookups_recorded())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)
         # ZeRO-3 puts its own in the place of it.
@@ -475,6 +473,23 @@ def _use_accelerator(device: torch.device) -> None:
     """DeepSpeed trains on the best device it sees; AllenNLP on the one that the config names."""
     if get_accelerator().device_name() != device.type:
         set_accelerator(CPU_Accelerator() if device.type == "cpu" else CUDA_Accelerator())
+
+
+@contextmanager
+def _precision_of_one_engine(config: ResolvedConfig, device: torch.device) -> Iterator[None]:
+    """
+    Within it an engine is brought up. What DeepSpeed keeps of its precision for the whole process
+    is as before when it ends, since engines of other precisions may be up, and go in any order.
+    """
+    with ExitStack() as undo:
+        undo.enter_context(
+            mock.patch.multiple(
+                torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
+            )
+        )
+        if config.precision == "fp16" and device.type == "cpu":
+            undo.enter_context(_fp16_on_cpu())
+        yield
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-from contextlib import ExitStack
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 from unittest import mock
 
 import torch
@@ -28,6 +28,31 @@ class _Table(NamedTuple):
         return rows.narrow(0, self.start, self.shape[0])
 
 
+# Those whose engine is up.
+_up: "Set[MaxNorm]" = set()
+
+
+@contextmanager
+def lookups_recorded() -> Iterator[None]:
+    """
+    Within it each `MaxNorm` of the process sees which rows forward passes look up. For the process
+    and not for each of them, because they may go in any order.
+    """
+    renorm = torch.nn.functional._no_grad_embedding_renorm_  # type: ignore[attr-defined]
+
+    def _no_grad_embedding_renorm_(
+        weight: torch.Tensor, rows: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        for max_norm in _up:
+            max_norm.record(weight, rows)
+        return renorm(weight, rows, *args, **kwargs)
+
+    with mock.patch.object(
+        torch.nn.functional, "_no_grad_embedding_renorm_", _no_grad_embedding_renorm_
+    ):
+        yield
+
+
 class MaxNorm:
     """
     Keeps the rows of embeddings with `max_norm` within it. PyTorch scales those that a forward pass
@@ -48,7 +73,6 @@ class MaxNorm:
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._undo = ExitStack()
         self._engine = engine
         self._tables = {id(table.weight): table for table in _tables(engine.module)}
         if not self._tables:
@@ -66,20 +90,7 @@ class MaxNorm:
         num_rows = last.start + last.shape[0]
         # Which have been looked up since they were scaled last.
         self._is_looked_up = torch.zeros(num_rows, dtype=torch.uint8, device=engine.device)
-        renorm = torch.nn.functional._no_grad_embedding_renorm_  # type: ignore[attr-defined]
-
-        def _no_grad_embedding_renorm_(
-            weight: torch.Tensor, rows: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> Any:
-            if id(weight) in self._tables:
-                self._tables[id(weight)].of(self._is_looked_up)[rows.flatten()] = 1
-            return renorm(weight, rows, *args, **kwargs)
-
-        self._undo.enter_context(
-            mock.patch.object(
-                torch.nn.functional, "_no_grad_embedding_renorm_", _no_grad_embedding_renorm_
-            )
-        )
+        _up.add(self)
 
     def _refuse_other_users(self, model: Module) -> None:
         """ZeRO-3 gathers a weight again for each layer, without what another has scaled."""
@@ -98,8 +109,20 @@ class MaxNorm:
         return [table.weight for table in self._tables.values()]
 
     def remove(self) -> None:
-        """Leaves PyTorch as it was."""
-        self._undo.close()
+        """Records no more."""
+        _up.discard(self)
+
+    def record(self, weight: torch.Tensor, rows: torch.Tensor) -> None:
+        """
+        # Parameters
+
+        weight : `torch.Tensor`, required.
+            Of any embedding.
+        rows : `torch.Tensor`, required.
+            Those that a forward pass looks up, a tensor of integers of any shape.
+        """
+        if id(weight) in self._tables:
+            self._tables[id(weight)].of(self._is_looked_up)[rows.flatten()] = 1
 
     def forget(self) -> None:
         """Forgets the rows that have been looked up: the weights from before are back."""

@@ -14,13 +14,12 @@ from deepspeed.utils.torch import is_functorch_transforming
 @contextmanager
 def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
     """
-    Within it DeepSpeed's functions for autograd are left out where no backward pass comes to them:
-    without gradients, and in the transforms of `torch.func`, for which they aren't made.
+    Within it DeepSpeed's functions for autograd around the modules of a model are left out where no
+    backward pass comes to them: without gradients, and in the transforms of `torch.func`, for which
+    they aren't made.
 
     A module is then given the very tensors that it is called with, and its caller those that it
-    returns. `torch.nn.MultiheadAttention` looks whether its inputs are one and the same, and where
-    `torch.nn.TransformerEncoder` has left out the padding, neither it nor DeepSpeed's linear layer
-    would go on without.
+    returns. `torch.nn.MultiheadAttention` looks whether its inputs are one and the same.
 
     # Parameters
 
@@ -31,17 +30,26 @@ def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
     functions = [(m, name, vars(m)[name]) for m in model.modules() for name in names]
     for module, name, function in functions:
         setattr(module, name, _OnlyWithGraph(function.apply, _unchanged))
-    own_linear = linear.LinearFunctionForZeroStage3
     try:
-        with mock.patch.object(
-            linear,
-            "LinearFunctionForZeroStage3",
-            _OnlyWithGraph(own_linear.apply, torch._C._nn.linear),
-        ):
-            yield
+        yield
     finally:
         for module, name, function in functions:
             setattr(module, name, function)
+
+
+@contextmanager
+def linear_only_with_graph() -> Iterator[None]:
+    """
+    The same for DeepSpeed's linear layer, which can't take what `torch.nn.TransformerEncoder` makes
+    of its inputs where it leaves out the padding. For the whole process, as DeepSpeed's layer is.
+    """
+    own_linear = linear.LinearFunctionForZeroStage3
+    with mock.patch.object(
+        linear,
+        "LinearFunctionForZeroStage3",
+        _OnlyWithGraph(own_linear.apply, torch._C._nn.linear),
+    ):
+        yield
 
 
 @contextmanager
@@ -49,7 +57,7 @@ def keeping_what_is_read() -> Iterator[None]:
     """
     Within it a parameter that a module reads from another one stays whole until the first module's
     forward pass ends, also if the other's ends before. DeepSpeed sees to it only from the next
-    forward pass on.
+    forward pass on. For the whole process.
     """
     register = parameter_offload.register_external_parameter
 

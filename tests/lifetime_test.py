@@ -14,14 +14,21 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training import Checkpointer, GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.moving_average import ExponentialMovingAverage
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import linear, parameter_offload
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.experiment import assert_same_weights
+from tests.side_by_side import Side
 from tests.trainer_test import Task
+from tests.weight_changes_test import token_batches, tokens_model
 from tests.workers import run_workers
 
 STAGES = [0, 1, 2, 3]
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
 def config_of(stage: int, precision: str = "fp32", offload: bool = False) -> Dict[str, Any]:
@@ -253,6 +260,62 @@ def test_the_cell_that_constructs_a_trainer_may_be_run_twice(
     # The first is as good as new.
     trainers[0].train()
     before.assert_plain()
+
+
+def functions_of_the_process() -> Dict[str, Any]:
+    return {
+        "embedding": torch.nn.functional._no_grad_embedding_renorm_,  # type: ignore[attr-defined]
+        "linear": torch.nn.functional.linear,
+        "linear of stage 3": linear.LinearFunctionForZeroStage3,
+        "read parameters": parameter_offload.register_external_parameter,
+        "fp16": vars(get_accelerator()).get("is_fp16_supported"),
+        "autocast": torch_autocast.TORCH_AUTOCAST_INITIALIZED,
+    }
+
+
+@pytest.mark.parametrize(
+    "stage, precision", [(2, {}), (3, {}), (2, {"fp16": {"enabled": True}}), (3, AUTOCAST)]
+)
+def test_a_trainer_that_goes_takes_nothing_from_another(
+    tmp_path: Path, stage: int, precision: Dict[str, Any]
+):
+    before = functions_of_the_process()
+    arguments = (tokens_model, token_batches, stage)
+    expected = Side(*arguments, deepspeed_config=precision).construct(0, tmp_path)
+    expected.train()
+    assert functions_of_the_process() == before
+
+    other, trainer = (
+        Side(*arguments, deepspeed_config=precision).construct(0, tmp_path) for _ in range(2)
+    )
+    other.close()  # type: ignore[attr-defined]
+    trainer.train()
+    assert_same_weights(trainer.model.state_dict(), expected.model.state_dict(), tolerance=0)
+    assert functions_of_the_process() == before
+
+
+def test_a_trainer_that_goes_leaves_activations_of_another_checkpointed(tmp_path: Path):
+    trainers = []
+    for _ in range(2):
+        task = Task()
+        trainers.append(
+            DeepSpeedTrainer(
+                **task.arguments(tmp_path), activation_checkpointing=["_classification_layer"]
+            )
+        )
+    trainers[0].close()
+    assert checkpointing.is_configured()
+    trainers[1].close()
+    assert not checkpointing.is_configured()
+
+
+def test_a_model_keeps_a_forward_pass_of_its_own(tmp_path: Path):
+    task = Task()
+    forward = task.model.forward
+    task.model.forward = lambda **inputs: forward(**inputs)  # type: ignore[method-assign]
+    own = task.model.forward
+    DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config_of(2, "bf16")).close()
+    assert task.model.forward is own
 
 
 class FailInSecondEpoch(TrainerCallback):

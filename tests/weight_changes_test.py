@@ -214,25 +214,25 @@ class Tokens(Model):
         return {"loss": (scores - 3).pow(2).mean()}
 
 
-def _tokens() -> Model:
+def tokens_model() -> Model:
     return Tokens(Vocabulary())
 
 
-def _token_batches(rank: int, seed: int = 0) -> List[Dict[str, Any]]:
+def token_batches(rank: int, seed: int = 0) -> List[Dict[str, Any]]:
     generator = torch.Generator().manual_seed(100 * seed + rank)
     return [{"tokens": torch.randint(0, NUM_TOKENS, (2, 3), generator=generator)} for _ in range(4)]
 
 
 def _batches_of_both(_: int) -> List[Dict[str, Any]]:
     """What two ranks see at a time, one after the other."""
-    return [batch for pair in zip(_token_batches(0), _token_batches(1)) for batch in pair]
+    return [batch for pair in zip(token_batches(0), token_batches(1)) for batch in pair]
 
 
 @pytest.fixture(scope="module")
 def short_rows() -> Dict[int, Dict[str, torch.Tensor]]:
     """Of one process, with as many micro-batches in a step."""
     return {
-        n: Side(_tokens, _batches_of_both, num_gradient_accumulation_steps=n).train()
+        n: Side(tokens_model, _batches_of_both, num_gradient_accumulation_steps=n).train()
         for n in (2, 4)
     }
 
@@ -256,8 +256,8 @@ def test_rows_are_kept_within_max_norm_as_in_one_process(
     offload: Optional[str],
 ):
     side = Side(
-        _tokens,
-        _token_batches,
+        tokens_model,
+        token_batches,
         stage,
         world_size=2,
         num_gradient_accumulation_steps=accumulation,
@@ -270,10 +270,10 @@ def test_rows_are_kept_within_max_norm_as_in_one_process(
 def test_validation_keeps_rows_within_max_norm_too(stage: int):
     def validating(*arguments: Any) -> Side:
         return Side(
-            _tokens,
-            _token_batches,
+            tokens_model,
+            token_batches,
             *arguments,
-            validation_data_loader=Batches(_token_batches(0, seed=1)),
+            validation_data_loader=Batches(token_batches(0, seed=1)),
         )
 
     assert_same_weights(validating(stage).train(), validating().train())
@@ -295,9 +295,7 @@ class TiedTokens(Model):
 
 def test_another_layer_with_the_weight_is_refused_at_stage_3():
     def side(stage: int = None, world_size: int = 1) -> Side:
-        return Side(
-            lambda: TiedTokens(Vocabulary()), lambda _: _token_batches(0), stage, world_size
-        )
+        return Side(lambda: TiedTokens(Vocabulary()), lambda _: token_batches(0), stage, world_size)
 
     assert_same_weights(side(2, world_size=2).train(), side().train())
 
