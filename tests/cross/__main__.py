@@ -205,7 +205,7 @@ def markdown(summary: Dict[str, Any]) -> str:
         f"{summary['problems']} had problems.",
         "",
         "The same means: of the change that training makes to a tensor, the difference is at most "
-        "1e-5 in fp32, 1% in fp16, 3% under autocast and 7% in bf16, besides the rounding of the "
+        "1e-5 in fp32, 0.5% in fp16, 3% in bf16 and under autocast, besides the rounding of the "
         "weights themselves. "
         f"The largest was {_largest(summary)}. A plain loop that "
         "loses the gradient of one micro-batch of all, or counts it twice, makes at least "

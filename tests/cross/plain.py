@@ -74,8 +74,11 @@ class _PlainTrainer:
         self.case, self.fault = case, fault
         self.model = Model.from_params(Params(deepcopy(case.model())), vocab=Vocabulary())
         if case.precision in HALF:
-            # DeepSpeed makes its fp32 master weights of the model's, which it has rounded.
-            self.model.to(HALF[case.precision]).float()
+            # DeepSpeed makes its fp32 master weights of the model's, which it has rounded. A single
+            # process goes on from the weights that it was given, but for frozen ones.
+            for parameter in self.model.parameters():
+                if case.workers > 1 or not parameter.requires_grad:
+                    parameter.data = parameter.data.to(HALF[case.precision]).float()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = Optimizer.from_params(

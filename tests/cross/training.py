@@ -31,7 +31,7 @@ from tests.cross.model import Interruption, to_instance
 from tests.experiment import Result
 from tests.workers import run_workers
 
-TIME_LIMIT = 25  # seconds, for a case
+TIME_LIMIT = 60  # seconds, for a case
 
 
 class Finished(NamedTuple):

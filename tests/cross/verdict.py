@@ -16,10 +16,10 @@ from tests.cross.training import Finished
 #
 # In fp32 rounding makes some 1e-7 of each gradient, which following steps double a few times. bf16
 # has 8 significant bits: each activation and each gradient is rounded by up to 2**-9, in some ten
-# places one after another, the sums of embeddings' gradients in each addition. fp16 has 11 bits.
-# The fault that is smallest, one micro-batch that is lost or counts twice, makes more, which
+# places one after another, and where the order of two sums differs, the last bit does. fp16 has 11
+# bits. The fault that is smallest, one micro-batch that is lost or counts twice, makes more, which
 # `python -m tests.cross` checks for each case.
-TOLERANCE = {"fp32": 1e-5, "autocast": 0.03, "bf16": 0.07, "fp16": 0.01}
+TOLERANCE = {"fp32": 1e-5, "autocast": 0.03, "bf16": 0.03, "fp16": 0.005}
 # The weights themselves are rounded too, in each step.
 ROUNDING_OF_WEIGHTS = 2.0**-23
 
@@ -45,8 +45,8 @@ def problems(case: Case, finished: Finished, expected: Optional[Trained]) -> Lis
         for name, difference in differences(case, finished.weights, expected).items()
         if not difference <= 1
     ]
-    # Of single batches, some of which half precision rounds badly.
-    tolerance = TOLERANCE[case.precision] * (1 if case.precision == "fp32" else 2)
+    # Numbers of single steps, some of which are rounded worse than the sum of all.
+    tolerance = TOLERANCE[case.precision] * (1 if case.precision == "fp32" else 4)
     for rank, (losses, plain) in enumerate(zip(finished.losses, expected.losses, strict=True)):
         found += _different_numbers(f"loss of rank {rank}", losses, plain, tolerance)
     if case.clipping in ("norm", "both", "reported"):
