@@ -158,7 +158,7 @@ def summarize(judgements: List[Judgement], seed: int, seconds: float) -> Dict[st
                 "is_refused": judgement.is_refused,
                 "difference": judgement.difference,
                 "difference_of_fault": judgement.difference_of_fault,
-                "problems": judgement.problems,
+                "problems": [p.strip().splitlines()[-1][:300] for p in judgement.problems],
             }
             for judgement in judgements
         ],
@@ -233,8 +233,7 @@ def markdown(summary: Dict[str, Any]) -> str:
         names = Case.__dataclass_fields__
         for judgement in bad:
             case = Case(**{name: judgement[name] for name in names})
-            first = judgement["problems"][0].strip().splitlines()[-1][:300]
-            lines.append(f"- {case}: {first}")
+            lines.append(f"- {case}: {judgement['problems'][0]}")
         lines.append("")
     return "\n".join(lines)
 
