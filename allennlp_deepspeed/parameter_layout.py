@@ -12,6 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Module, Parameter
+from torch.nn.utils import clip_grad_norm_
 
 
 @contextmanager
@@ -30,6 +31,10 @@ def any_layout() -> Iterator[None]:
     def _broadcast_model(engine: DeepSpeedEngine) -> None:
         with _as_vectors(engine.module.parameters()):
             broadcast_model(engine)
+
+    def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
+        # DeepSpeed's own has a factor of one dimension, which a gradient without any can't take.
+        clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
 
     def _zero_init_param(init: zero.Init, parameter: Any) -> None:
         shape = parameter.shape
@@ -57,6 +62,7 @@ def any_layout() -> Iterator[None]:
     with ExitStack() as patches:
         for owner, name, function in (
             (DeepSpeedEngine, "_broadcast_model", _broadcast_model),
+            (DeepSpeedEngine, "clip_fp32_gradients", clip_fp32_gradients),
             (zero.Init, "_zero_init_param", _zero_init_param),
             (zero.Init, "_partition", _partition),
             (partitioned_param_coordinator, "iter_params", _iter_params),
