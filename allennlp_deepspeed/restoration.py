@@ -252,8 +252,10 @@ def _hand_over(
     if isinstance(value, torch.Tensor) and value.shape == shape and key not in _NUMBERS:
         if key not in state:
             state[key] = torch.zeros_like(fragment.master.data)
-        whole = value.flatten().narrow(0, fragment.offset, fragment.size)
-        part_of(state[key], fragment).copy_(whole)
+        # The shard of the last rank may end in padding.
+        end = min(fragment.offset + fragment.size, value.numel())
+        shard = value.flatten()[fragment.offset : end]
+        part_of(state[key], fragment)[: shard.numel()].copy_(shard)
         return
     if isinstance(value, torch.Tensor) and value.numel() > 1:
         raise ConfigurationError(
