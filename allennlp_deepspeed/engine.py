@@ -180,7 +180,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             self._undo.callback(parameter_layout.freeze_empty(model))
         before = Restoration(model, optimizer)
         self._undo.callback(self._leave, before, is_alone=dist.get_world_size() == 1)
-        with _precision_of_one_engine(config, device):
+        if config.precision == "fp16":
+            self._undo.enter_context(_in_fp16(device))
+        with _autocast_of_one_engine():
             self._engine, *_ = deepspeed.initialize(
                 # DeepSpeed takes the device's index for the local rank unless it is told both.
                 args=SimpleNamespace(local_rank=_device_index(device, local_rank)),
@@ -408,6 +410,8 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
             _init_group_of_one(device)
             undo.callback(_destroy_process_group)
             undo.enter_context(as_one_process())
+        if device.type == "cpu":
+            undo.enter_context(_fp16_on_cpu())
         undo.enter_context(parameter_layout.any_layout())
         undo.enter_context(module_hooks.linear_only_with_graph())
         undo.enter_context(module_hooks.keeping_what_is_read())
@@ -472,38 +476,59 @@ def _destroy_process_group() -> None:
 def _use_accelerator(device: torch.device) -> None:
     """DeepSpeed trains on the best device it sees; AllenNLP on the one that the config names."""
     if get_accelerator().device_name() != device.type:
+        if _num_in_environment > 0:
+            # Its process group is for that device.
+            raise ConfigurationError(
+                f"A trainer on '{get_accelerator().device_name()}' is still up in this process: "
+                f"call its `close()` before one on '{device.type}' is constructed, or give both "
+                "the same 'cuda_device'."
+            )
         set_accelerator(CPU_Accelerator() if device.type == "cpu" else CUDA_Accelerator())
 
 
 @contextmanager
-def _precision_of_one_engine(config: ResolvedConfig, device: torch.device) -> Iterator[None]:
+def _autocast_of_one_engine() -> Iterator[None]:
     """
-    Within it an engine is brought up. What DeepSpeed keeps of its precision for the whole process
-    is as before when it ends, since engines of other precisions may be up, and go in any order.
+    Within it an engine is brought up. What DeepSpeed keeps of its autocast for the whole process is
+    as before when it ends, since other engines may be up, and go in any order.
     """
-    with ExitStack() as undo:
-        undo.enter_context(
-            mock.patch.multiple(
-                torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
-            )
-        )
-        if config.precision == "fp16" and device.type == "cpu":
-            undo.enter_context(_fp16_on_cpu())
+    with mock.patch.multiple(
+        torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
+    ):
         yield
+
+
+_num_in_fp16 = 0
 
 
 @contextmanager
 def _fp16_on_cpu() -> Iterator[None]:
     """
-    Within it DeepSpeed's accelerator for the CPU takes fp16, which it does by itself only for CPUs
-    that have instructions for it. PyTorch computes in it on all of them.
+    Within it DeepSpeed's accelerator for the CPU takes fp16 as long as an engine is up that trains
+    in it. By itself it does only for CPUs that have instructions for it; PyTorch computes in it on
+    all of them.
     """
-    logger.warning(
-        "fp16 is slow on a CPU. To train there, rather than to try out what is to train on a GPU, "
-        'write "bf16": {"enabled": true}.'
-    )
-    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+    is_fp16_supported = get_accelerator().is_fp16_supported
+    with mock.patch.object(
+        get_accelerator(), "is_fp16_supported", lambda: _num_in_fp16 > 0 or is_fp16_supported()
+    ):
         yield
+
+
+@contextmanager
+def _in_fp16(device: torch.device) -> Iterator[None]:
+    """Surrounds the life of an engine in fp16."""
+    global _num_in_fp16
+    if device.type == "cpu":
+        logger.warning(
+            "fp16 is slow on a CPU. To train there, rather than to try out what is to train on a "
+            'GPU, write "bf16": {"enabled": true}.'
+        )
+    _num_in_fp16 += 1
+    try:
+        yield
+    finally:
+        _num_in_fp16 -= 1
 
 
 def _skip_shared_memory_all_reduce() -> None:
