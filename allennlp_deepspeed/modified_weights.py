@@ -1,6 +1,6 @@
 import re
 from contextlib import contextmanager
-from typing import Iterable, Iterator, List, Optional, Union
+from typing import Iterable, Iterator, List, Union
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed import weights
 
-Which = Optional[Iterable[Union[str, torch.nn.Parameter]]]
+Which = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]], None]
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-    which : `Iterable[Union[str, torch.nn.Parameter]]`, optional (default = `None`)
+    which : `Union[str, Parameter, Iterable[Union[str, Parameter]]]`, optional (default = `None`)
         Parameters, or regular expressions that are searched in their names. `None` for all.
 
     # Raises
@@ -38,7 +38,9 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
             for parameter in parameters:
                 if not _is_stepped(engine, parameter):
                     whole = weights.full_parameter(parameter, masters)
-                    dtype = torch.float32 if whole.is_floating_point() else whole.dtype
+                    dtype = whole.dtype
+                    if whole.is_floating_point():
+                        dtype = torch.promote_types(dtype, torch.float32)
                     parameter.data = whole.to(engine.device, dtype, copy=True)
             yield
             changed = [parameter.data for parameter in parameters]
@@ -53,8 +55,11 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
 
 
 def _chosen(
-    engine: DeepSpeedEngine, which: Iterable[Union[str, torch.nn.Parameter]]
+    engine: DeepSpeedEngine,
+    which: Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]]],
 ) -> List[torch.nn.Parameter]:
+    if isinstance(which, (str, torch.nn.Parameter)):
+        which = [which]
     chosen = {}
     for name_or_parameter in which:
         found = [

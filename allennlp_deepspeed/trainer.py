@@ -442,7 +442,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         # Parameters
 
-        which : `Iterable[Union[str, torch.nn.Parameter]]`, optional (default = `None`)
+        which : `Union[str, Parameter, Iterable]`, optional (default = `None`)
             Parameters, or regular expressions that are searched in their names: only these are
             gathered. `None` for all.
         """

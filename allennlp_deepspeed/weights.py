@@ -211,8 +211,10 @@ def set_full_parameter(
 def broadcast(
     source: Optional[torch.Tensor], like: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """The tensor `source` of rank 0, in fp32 if it has floating point numbers."""
-    dtype = torch.float32 if like.is_floating_point() else like.dtype
+    """The tensor `source` of rank 0, in fp32 if it has floating point numbers of no more bits."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if not like.is_floating_point():
+        dtype = like.dtype
     if source is None:
         value = torch.empty(getattr(like, "ds_shape", like.shape), dtype=dtype, device=device)
     else:
