@@ -35,7 +35,10 @@ class Findings:
         line : `str`, required.
             With the names of the keys that it is about.
         """
-        is_consequence = any(re.search(rf"{re.escape(path)}\b", line) for path in self._refused)
+        # Not within another name, as that of "grad_norm" is in "compute_grad_norm".
+        is_consequence = any(
+            re.search(rf"(?<!\w){re.escape(path)}\b", line) for path in self._refused
+        )
         if line not in self.lines and not is_consequence:
             self.lines.append(line)
 
