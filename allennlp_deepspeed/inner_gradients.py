@@ -130,8 +130,9 @@ class InnerGradients:
             fetch(module)
             return
         for name, tensor in replaced.items():
-            parameter = self._own_parameters[module][name]
-            if tensor.shape != parameter.ds_shape:
+            parameter = self._own_parameters[module].get(name)
+            # One that a module has got since has no partition.
+            if parameter is not None and tensor.shape != parameter.ds_shape:
                 self._refuse(parameter)
         # Which DeepSpeed takes off again.
         parameter_offload.FWD_MODULE_STACK.append(module)

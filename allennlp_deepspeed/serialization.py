@@ -92,7 +92,7 @@ def _describe_other_file(path: str, message: str) -> str:
     checkpoint = _CHECKPOINT.match(path)
     advice = (
         f"remove {checkpoint.group()}, and `allennlp train --recover` continues from the one "
-        "before it."
+        "before it, or starts anew if there is none."
         if checkpoint
         else "run `allennlp train --recover`, which takes it from the newest checkpoint."
     )
