@@ -4,6 +4,7 @@ without leaving any.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import sys
 import tempfile
@@ -30,6 +31,7 @@ def run_workers(world_size: int, function: Callable[[int], Any]) -> List[Any]:
         limit every worker prints its stacks and ends.
     """
     context = multiprocessing.get_context("fork")
+    gc.collect()
     with tempfile.TemporaryDirectory() as directory:
         receivers, processes = [], []
         for rank in range(world_size):
@@ -63,6 +65,9 @@ def _work(
     rank: int, world_size: int, directory: Path, function: Callable[[int], Any], sender: Any
 ) -> None:
     faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=sys.__stderr__)
+    # What trainings have left in the process that was forked isn't to be collected here: it would
+    # wait for threads that haven't come along.
+    gc.freeze()
     store = dist.FileStore(str(directory / "store"), world_size)  # needs no port
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
