@@ -52,11 +52,13 @@ def test_it_is_the_gpu_that_trains_which_is_asked() -> None:
 
 
 @pytest.mark.parametrize("devices, precision", [([0, 0], "torch_autocast"), ([1, 1], "fp16")])
-def test_the_accelerator_is_told_what_its_gpu_can_do(devices: List[int], precision: str) -> None:
+def test_the_accelerator_is_told_what_its_gpu_can_do(
+    devices: List[int], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params: Any = config("deepspeed", use_amp=True)
     params["distributed"]["cuda_devices"] = devices
     with gpus(8, 7):
-        partitioning = told(params)["deepspeed_config"]
+        partitioning = told(params, monkeypatch)
     assert partitioning[precision]["enabled"] is True
 
 
