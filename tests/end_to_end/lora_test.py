@@ -1,5 +1,6 @@
 """Adapters train as with AllenNLP's own trainer, and checkpoints can hold them alone."""
 
+import json
 import re
 import shutil
 import tarfile
@@ -239,14 +240,14 @@ def test_a_model_with_merged_adapters_needs_nothing_but_allennlp(
     assert not any(re.search("lora|base_layer", name) for name in weights)
     data = config["validation_data_path"]
     archives = {"merged": tmp_path / "merged" / "model.tar.gz", "adapted": result.archive}
-    metrics: Dict[str, str] = {}
+    metrics: Dict[str, Dict[str, float]] = {}
     for name, archive in archives.items():
         packages = () if name == "merged" else ("allennlp_deepspeed",)
         output = tmp_path / f"{name}.json"
         allennlp(
             "evaluate", archive, data, "--output-file", output, include_packages=packages
         ).check()
-        metrics[name] = output.read_text()
+        metrics[name] = json.loads(output.read_text())
     assert metrics["merged"] == pytest.approx(metrics["adapted"])
     with tarfile.open(archives["merged"]) as archive:
         assert '"lora"' not in archive.extractfile("config.json").read().decode()  # type: ignore
