@@ -112,7 +112,9 @@ class Restoration:
         self._states: Dict[torch.Tensor, State] = {}
         if optimizer is not None:
             self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
-            self._states = dict(optimizer.state)
+            # Adagrad has states from the beginning; those of a partitioned parameter, which has no
+            # elements, say nothing.
+            self._states = {p: s for p, s in optimizer.state.items() if not is_zero_param(p)}
             if optimizer in _moving_states:
                 _moving_states.pop(optimizer).remove()
 
