@@ -6,13 +6,17 @@ import torch.distributed as dist
 
 _BUCKET_SIZE = 250 * 1024 * 1024  # bytes, as in DistributedDataParallel
 
+# Forward passes, the first, in which a model may make its buffers.
+_NUM_FIRST = 3
+
 
 class BufferBroadcast:
     """
     Gives every rank the buffers of rank 0, as `DistributedDataParallel` does before each forward
     pass: batch normalisation, for example, is to validate with the same statistics everywhere.
     These are the buffers that the model has then, also if it has assigned them anew or made them
-    since.
+    since. If no rank has any after the first forward passes, `broadcast` does nothing until the
+    ranks agree on a call of `resume`.
 
     # Parameters
 
@@ -24,6 +28,7 @@ class BufferBroadcast:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
+        self._num_left = _NUM_FIRST  # of calls that look for buffers on all ranks
         self._buffers: List[torch.Tensor] = []
         self._checksum = 0
         # The checksum and its negative, on the device already: the host would wait for a copy.
@@ -39,12 +44,23 @@ class BufferBroadcast:
         `RuntimeError`
             If the buffers of the ranks have different names, shapes or types.
         """
-        buffers = _buffers(self._model)
-        if not buffers:
+        if self._num_left == 0:
             return
+        buffers = _buffers(self._model)
         self._check_alike(buffers)
-        group = dist.distributed_c10d._get_default_group()
-        dist._broadcast_coalesced(group, buffers, _BUCKET_SIZE, 0)
+        if buffers:
+            group = dist.distributed_c10d._get_default_group()
+            dist._broadcast_coalesced(group, buffers, _BUCKET_SIZE, 0)
+        else:
+            self._num_left -= 1  # and on the other ranks, which have none either
+
+    def has_buffers(self) -> bool:
+        """Whether this rank's model has any."""
+        return bool(_buffers(self._model))
+
+    def resume(self) -> None:
+        """To be called by every rank when any of them has buffers."""
+        self._num_left = max(self._num_left, 1)
 
     def _check_alike(self, buffers: List[torch.Tensor]) -> None:
         checksum = self._checksum

@@ -43,9 +43,11 @@ def lookups_recorded() -> Iterator[None]:
     def _no_grad_embedding_renorm_(
         weight: torch.Tensor, rows: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        version = weight._version
+        result = renorm(weight, rows, *args, **kwargs)
         for max_norm in _up:
-            max_norm.record(weight, rows)
-        return renorm(weight, rows, *args, **kwargs)
+            max_norm.record(weight, rows, weight._version - version)
+        return result
 
     with mock.patch.object(
         torch.nn.functional, "_no_grad_embedding_renorm_", _no_grad_embedding_renorm_
@@ -74,6 +76,7 @@ class MaxNorm:
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
+        self._num_changes: Dict[int, int] = {}
         self._tables = {id(table.weight): table for table in _tables(engine.module)}
         if not self._tables:
             return
@@ -112,7 +115,11 @@ class MaxNorm:
         """Records no more."""
         _up.discard(self)
 
-    def record(self, weight: torch.Tensor, rows: torch.Tensor) -> None:
+    def num_changes(self, weight: torch.Tensor) -> int:
+        """How many of the changes that PyTorch has counted of a tensor are embeddings' own."""
+        return self._num_changes.get(id(weight), 0)
+
+    def record(self, weight: torch.Tensor, rows: torch.Tensor, num_changes: int) -> None:
         """
         # Parameters
 
@@ -120,9 +127,12 @@ class MaxNorm:
             Of any embedding.
         rows : `torch.Tensor`, required.
             Those that a forward pass looks up, a tensor of integers of any shape.
+        num_changes : `int`, required.
+            That PyTorch has counted while these rows were scaled.
         """
         if id(weight) in self._tables:
             self._tables[id(weight)].of(self._is_looked_up)[rows.flatten()] = 1
+            self._num_changes[id(weight)] = self.num_changes(weight) + num_changes
 
     def forget(self) -> None:
         """Forgets the rows that have been looked up: the weights from before are back."""
@@ -158,8 +168,8 @@ class MaxNorm:
             scales = torch.where(is_scaled, table.max_norm / (norms + 1e-7), 1.0).float()
             for fragment in self._fragments(table):
                 _scale(table, fragment, scales)
-            if self._is_scaled_in_forward(table) and table.weight.requires_grad:
-                self._take_from_rank_0(table.weight)
+            if self._is_scaled_in_forward(table):
+                self._take_from_rank_0(table)
         self._is_looked_up.zero_()
 
     def _is_shared(self, table: _Table) -> bool:
@@ -176,12 +186,13 @@ class MaxNorm:
         fragment = self._layout.fragment(table.weight)
         return fragment is not None and fragment.master is table.weight
 
-    def _take_from_rank_0(self, weight: Parameter) -> None:
+    def _take_from_rank_0(self, table: _Table) -> None:
         """The rounding of a row that was scaled in a forward pass can be another."""
         if dist.get_world_size() > 1:
-            whole = weight.data.contiguous()
-            dist.broadcast(whole, src=0)
-            weight.data.copy_(whole)
+            rows = table.of(self._is_looked_up).nonzero().flatten()  # the same on every rank
+            values = table.weight.data[rows]
+            dist.broadcast(values, src=0)
+            table.weight.data[rows] = values
 
     @staticmethod
     def _reduce(tensor: torch.Tensor, operation: Any) -> None:
@@ -239,7 +250,8 @@ def _rows(table: _Table, fragment: Fragment) -> slice:
 
 
 def _elements(fragment: Fragment) -> torch.Tensor:
-    return fragment.master.data.view(-1).narrow(0, fragment.start, fragment.size)
+    # A copy of a transposed weight, which no optimizer's shard is.
+    return fragment.master.data.reshape(-1).narrow(0, fragment.start, fragment.size)
 
 
 def _whole_rows(table: _Table, fragment: Fragment) -> torch.Tensor:
@@ -252,6 +264,9 @@ def _whole_rows(table: _Table, fragment: Fragment) -> torch.Tensor:
 
 
 def _scale(table: _Table, fragment: Fragment, scales: torch.Tensor) -> None:
+    if fragment.master.shape == table.shape:
+        fragment.master.data.mul_(scales.unsqueeze(1).to(fragment.master.device))
+        return
     dimension = table.shape[1]
     rows = scales[_rows(table, fragment)].unsqueeze(1).expand(-1, dimension).flatten()
     elements = _elements(fragment)

@@ -1,6 +1,6 @@
 import re
 from contextlib import contextmanager
-from typing import Iterable, Iterator, List, Union
+from typing import Callable, Dict, Iterable, Iterator, List, Union
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,11 @@ Which = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]],
 
 
 @contextmanager
-def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[None]:
+def modified_weights(
+    engine: DeepSpeedEngine,
+    which: Which = None,
+    may_change: Callable[[torch.nn.Parameter], bool] = lambda parameter: True,
+) -> Iterator[None]:
     """
     Within it parameters are whole and have the values that the optimizer steps, in fp32, to be
     changed in place. When it ends without an error, what rank 0 has made of them is written to the
@@ -24,11 +28,13 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
     engine : `DeepSpeedEngine`, required.
     which : `Union[str, Parameter, Iterable[Union[str, Parameter]]]`, optional (default = `None`)
         Parameters, or regular expressions that are searched in their names. `None` for all.
+    may_change : `Callable[[Parameter], bool]`, optional (default = all may)
+        Of others a moving average is kept as if they were constants.
 
     # Raises
 
     `ConfigurationError`
-        If a regular expression is found in no name.
+        If a regular expression is found in no name, or a parameter has been changed that may not.
     """
     masters = weights.replicated_masters(engine)
     parameters = list(engine.module.parameters()) if which is None else _chosen(engine, which)
@@ -42,8 +48,14 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
                     if whole.is_floating_point():
                         dtype = torch.promote_types(dtype, torch.float32)
                     parameter.data = whole.to(engine.device, dtype, copy=True)
+            constants = {
+                parameter: parameter.data.clone()
+                for parameter in parameters
+                if not may_change(parameter)
+            }
             yield
             changed = [parameter.data for parameter in parameters]
+            _check_same(engine, constants)
         finally:
             for parameter, data in zip(parameters, computed_with):
                 parameter.data = data
@@ -52,6 +64,18 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
             whole = weights.broadcast(source, parameter, engine.device)
             weights.set_full_parameter(parameter, whole, masters)
         weights.update_weights_from_masters(engine)
+
+
+def _check_same(engine: DeepSpeedEngine, constants: Dict[torch.nn.Parameter, torch.Tensor]) -> None:
+    are_same = all(torch.equal(parameter, value) for parameter, value in constants.items())
+    have_changed = torch.tensor(float(not are_same), device=engine.device)
+    if constants:
+        dist.all_reduce(have_changed, op=dist.ReduceOp.MAX)
+    if have_changed:
+        raise ConfigurationError(
+            "A frozen parameter has been changed, and 'trainer.moving_average' averages only what "
+            "the optimizer steps. Remove it, or make the parameter a buffer."
+        )
 
 
 def _chosen(

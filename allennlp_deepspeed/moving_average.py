@@ -50,8 +50,15 @@ class ShardedMovingAverage(MovingAverage):
             is_whole = shadows[name].shape == shape and shadows[name].dtype == torch.float32
             if is_whole and parameter in self._fragments:
                 fragment = self._fragments[parameter]
-                whole = shadows[name].flatten().narrow(0, fragment.offset, fragment.size)
-                part_of(self._shadows[names[fragment.master]], fragment).copy_(whole)
+                # The shard of the last rank may end in padding.
+                end = fragment.offset + fragment.size
+                part = shadows[name].flatten()[fragment.offset : end]
+                shard = part_of(self._shadows[names[fragment.master]], fragment)
+                shard[: part.numel()].copy_(part)
+
+    def has_average(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether it is averaged: a frozen one isn't, unless the optimizer has it as it is."""
+        return parameter.requires_grad or parameter in self._fragments
 
     def release(self) -> None:
         """

@@ -33,6 +33,10 @@ class Agreement(NamedTuple):
         The greatest of all ranks.
     is_time_to_save : `bool`
         Whether it is on any rank.
+    has_changed_weights : `bool`
+        Whether weights have been changed outside the optimizer on any rank.
+    has_buffers : `bool`
+        Whether the model has any on any rank.
     seconds_per_step : `float`
         On the slowest rank.
     """
@@ -41,6 +45,8 @@ class Agreement(NamedTuple):
     ranks_differ: bool
     signal_number: int
     is_time_to_save: bool
+    has_changed_weights: bool
+    has_buffers: bool
     seconds_per_step: float
 
 
@@ -90,7 +96,13 @@ class RunningLoss:
         self._num_unread += 1
 
     def agree(
-        self, checksum: int, signal_number: int, is_time_to_save: bool, seconds_per_step: float
+        self,
+        checksum: int,
+        signal_number: int,
+        is_time_to_save: bool,
+        has_changed_weights: bool,
+        has_buffers: bool,
+        seconds_per_step: float,
     ) -> Agreement:
         """
         Makes known to all ranks what each knows of the steps since the last agreement. Waits for
@@ -103,6 +115,8 @@ class RunningLoss:
         signal_number : `int`, required.
             Of the signal that this rank has received, or 0.
         is_time_to_save : `bool`, required.
+        has_changed_weights : `bool`, required.
+        has_buffers : `bool`, required.
         seconds_per_step : `float`, required.
         """
         self.read()
@@ -117,18 +131,22 @@ class RunningLoss:
                 -checksum,
                 signal_number,
                 is_time_to_save,
+                has_changed_weights,
+                has_buffers,
                 seconds_per_step,
             ],
             dtype=torch.float64,
             device=self._device,
         )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        since_nan, largest, smallest, signal_, is_time, seconds = flags.tolist()
+        since_nan, largest, smallest, signal_, is_time, weights, buffers, seconds = flags.tolist()
         return Agreement(
             nan_step=num_steps + 1 - int(since_nan) if since_nan else 0,
             ranks_differ=largest != -smallest,
             signal_number=int(signal_),
             is_time_to_save=bool(is_time),
+            has_changed_weights=bool(weights),
+            has_buffers=bool(buffers),
             seconds_per_step=seconds,
         )
 

@@ -262,6 +262,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
             self._ddp_wrapped_model: DeepSpeedWrappedModel
             self._checkpointer: Optional[DeepSpeedCheckpointer]
+            self._moving_average: Optional[ShardedMovingAverage]
             if distributed:
                 self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
@@ -321,7 +322,16 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         wrapped_model.before_destroying(self._log_writers.remove)
         self._max_norm = MaxNorm(self.engine)
         wrapped_model.before_destroying(self._max_norm.remove)
-        self._weight_watch = WeightWatch(self.engine, except_for=self._max_norm.weights)
+        if self._moving_average is not None:
+            scaled = set(self._max_norm.weights)
+            for name, parameter in self.model.named_parameters():
+                if parameter in scaled and not self._moving_average.has_average(parameter):
+                    raise ConfigurationError(
+                        "'trainer.moving_average' averages what the optimizer steps, and not the "
+                        f"frozen '{name}', which 'max_norm' changes. Remove one of the two, or "
+                        "train it."
+                    )
+        self._weight_watch = WeightWatch(self.engine, self._max_norm)
         if isinstance(self.data_loader, _LOADERS_OF_ALLENNLP):
             # They would wait for the device with each batch. `batch_outputs` doesn't.
             wrapped_model.before_destroying(
@@ -445,10 +455,17 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         which : `Union[str, Parameter, Iterable]`, optional (default = `None`)
             Parameters, or regular expressions that are searched in their names: only these are
             gathered. `None` for all.
+
+        # Raises
+
+        `ConfigurationError`
+            If a frozen parameter has been changed that the trainer's moving average doesn't have.
         """
         self._weight_watch.check()
+        average = self._moving_average
+        may_change = (lambda _: True) if average is None else average.has_average
         try:
-            with modified_weights(self.engine, which):
+            with modified_weights(self.engine, which, may_change):
                 yield
         finally:
             # After an exception too: what was changed has been put back.
@@ -629,6 +646,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             if self._pace.num_unread > 0:
                 self._leave_if_agreed(self._read(running_loss, epoch, progress), epoch)
         self._resumption.finish_steps()
+        self._weight_watch.raise_if_changed()
         return self._resumption.finish_epoch(
             {**self._training_metrics(running_loss), **memory_metrics}
         )
@@ -664,7 +682,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._momentum_scheduler.step_batch(self._total_batches_completed + 1)
         self._log_writers.start_step()
         self._weight_watch.check()
-        self._weight_watch.compare()
+        self._weight_watch.compare_before_step()
         self._max_norm.apply()
         has_stepped, batch_grad_norm = self._step(len(batches))
         if self._moving_average is not None and has_stepped:
@@ -704,7 +722,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `ValueError`
             On every rank, if the loss of any rank was NaN.
         `RuntimeError`
-            On every rank, if they used different parameters where that makes gradients wrong.
+            On every rank, if they used different parameters where that makes gradients wrong, or if
+            weights have been changed where the change is lost.
         """
         num_steps = self._pace.num_unread
         agreement = running_loss.agree(
@@ -713,6 +732,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             is_time_to_save=self._checkpointer is not None
             and torch.distributed.get_rank() == 0
             and self._checkpointer.is_time_to_save(),
+            has_changed_weights=self._weight_watch.has_found(),
+            has_buffers=self._distributed and self._buffers.has_buffers(),
             seconds_per_step=self._pace.seconds_per_step(),
         )
         if agreement.nan_step:
@@ -729,7 +750,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 '"distributed": {"ddp_accelerator": {"type": "torch", "find_unused_parameters": '
                 "true}, ...}."
             )
-        self._weight_watch.read()
+        if agreement.has_changed_weights:
+            self._weight_watch.raise_error()
+        if agreement.has_buffers:
+            self._buffers.resume()
         self._weight_watch.request_comparison()
         description = training_util.description_from_metrics(self._metrics_so_far(running_loss))
         progress.set_description(description, refresh=False)
@@ -1001,12 +1025,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         Saves the best weights, as one file with the whole model in fp32 instead of the shard that
         AllenNLP's `path` is meant for. To be called by every rank.
         """
-        self._weight_watch.check()
         path = self._best_weights_path()
         self._best_model_filename = path
         if self._best_weights_saved_after == self._epochs_completed:
             return
         self._best_weights_saved_after = self._epochs_completed
+        self._weight_watch.raise_if_changed()
         # Each node's primary archives the model from its own serialization directory.
         state_dict = weights.full_state_dict(self.engine, self._primary, self.mapping_directory)
         if state_dict is not None:

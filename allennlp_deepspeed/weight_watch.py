@@ -1,9 +1,11 @@
-from typing import Any, Collection, List, Optional, Tuple
+from typing import Any, List, NoReturn, Optional, Tuple
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 
+from allennlp_deepspeed.max_norm import MaxNorm
 from allennlp_deepspeed.shard_layout import Fragment, ShardLayout
 
 # Steps before which this rank's weights are compared, at first and in each epoch.
@@ -16,28 +18,35 @@ class WeightWatch:
     optimizer steps other tensors, from which the next step writes the model's weights.
 
     PyTorch counts the changes of a tensor. Those through `.data` it doesn't, so that this rank's
-    share of the weights is also compared with the tensors that the optimizer steps, before the
-    first steps and then whenever `request_comparison` was called.
+    share of the weights is also compared with the tensors that the optimizer steps: before the
+    first steps of an epoch, after its last, and whenever `request_comparison` was called. A single
+    change through `.data` between these goes unnoticed.
 
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-    except_for : `Collection[torch.nn.Parameter]`, required.
-        Parameters whose changes somebody else takes care of.
+    max_norm : `MaxNorm`, required.
+        What it changes isn't lost. The weights of its embeddings aren't compared.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, except_for: Collection[torch.nn.Parameter]) -> None:
-        cared_for = set(map(id, except_for))
+    def __init__(self, engine: DeepSpeedEngine, max_norm: MaxNorm) -> None:
+        self._max_norm = max_norm
+        self._device = engine.device
+        scaled = set(map(id, max_norm.weights))
         is_partitioned = engine.zero_optimization_partition_weights()
         self._named_parameters: List[Tuple[str, Any]] = [
             (name, parameter)
             for name, parameter in engine.module.named_parameters()
-            if id(parameter) not in cared_for
             # What is frozen stays as it is where every rank has all of it.
-            and (parameter.requires_grad or is_partitioned)
+            if parameter.requires_grad or is_partitioned
         ]
         if engine.optimizer is None or engine.optimizer is engine.basic_optimizer:
             self._named_parameters = []  # the optimizer steps them as they are
+        self._compared_parameters = [
+            (name, parameter)
+            for name, parameter in self._named_parameters
+            if id(parameter) not in scaled
+        ]
         self._layout: Optional[ShardLayout] = None
         if self._named_parameters and not engine.zero_nvme_offload_optimizer():
             self._layout = ShardLayout(engine)
@@ -45,6 +54,8 @@ class WeightWatch:
         self._is_requested = False
         # Whether each parameter was different, on the device until somebody waits for it anyway.
         self._differences: List[Tuple[str, torch.Tensor]] = []
+        # The first parameter that has been found to be changed.
+        self._found: Optional[str] = None
         self.snapshot()
 
     def start_epoch(self) -> None:
@@ -56,60 +67,76 @@ class WeightWatch:
 
     def snapshot(self) -> None:
         """Takes the weights as they are for unchanged."""
-        self._versions = [_versions(parameter) for _, parameter in self._named_parameters]
+        self._versions = [self._versions_of(parameter) for _, parameter in self._named_parameters]
 
     def check(self) -> None:
-        """
-        # Raises
-
-        `RuntimeError`
-            If a parameter has been changed since the last snapshot.
-        """
+        """Looks for parameters that have been changed since the last snapshot."""
         for (name, parameter), before in zip(self._named_parameters, self._versions):
-            version, version_of_partition = _versions(parameter)
+            version, version_of_partition = self._versions_of(parameter)
             if version == before[0] and not _is_replaced(parameter):
                 continue
             # A frozen one can be written through DeepSpeed's `GatheredParameters`.
             if parameter.requires_grad or version_of_partition == before[1]:
-                raise RuntimeError(_message(name))
+                self._found = self._found or name
 
-    def compare(self) -> None:
+    def compare_before_step(self) -> None:
         """To be called before each step. Doesn't wait for the device."""
         is_first = self._steps_in_epoch < _FIRST_STEPS
         self._steps_in_epoch += 1
-        if self._layout is None or not (is_first or self._is_requested):
+        if is_first or self._is_requested:
+            self._is_requested = False
+            self._compare(over_the_bus=is_first)
+
+    def _compare(self, over_the_bus: bool) -> None:
+        if self._layout is None:
             return
-        self._is_requested = False
-        for name, parameter in self._named_parameters:
+        for name, parameter in self._compared_parameters:
             fragment = self._layout.fragment(parameter)
             if fragment is None:
                 continue
-            # Not once a second over the bus.
-            if is_first or fragment.master.device == parameter.device:
+            if over_the_bus or fragment.master.device == parameter.device:
                 difference = _difference(parameter, fragment)
                 if difference is not None:
                     self._differences.append((name, difference))
 
-    def read(self) -> None:
+    def has_found(self) -> bool:
+        """Whether this rank has found a change. Waits for the device."""
+        differences, self._differences = self._differences, []
+        if differences:
+            is_different = torch.stack([difference for _, difference in differences]).tolist()
+            names = [name for (name, _), differs in zip(differences, is_different) if differs]
+            self._found = self._found or next(iter(names), None)
+        return self._found is not None
+
+    def raise_error(self) -> NoReturn:
+        """To be called by every rank, if any `has_found` a change."""
+        changed = "A parameter" if self._found is None else f"The parameter '{self._found}'"
+        where = " on another worker" if self._found is None else ""
+        raise RuntimeError(
+            f"{changed} has been changed outside the optimizer{where}. It steps other tensors than "
+            "the model's: the next step would undo the change. Make it, on every worker, within "
+            "`with trainer.modified_weights():`."
+        )
+
+    def raise_if_changed(self) -> None:
         """
-        Waits for the device.
+        Looks for changes since the last step. To be called by every rank. Waits for the device.
 
         # Raises
 
         `RuntimeError`
-            If `compare` has found a difference.
+            On every rank, if any has found one.
         """
-        differences, self._differences = self._differences, []
-        if differences:
-            is_different = torch.stack([difference for _, difference in differences]).tolist()
-            for (name, _), differs in zip(differences, is_different):
-                if differs:
-                    raise RuntimeError(_message(name))
+        self.check()
+        self._compare(over_the_bus=True)
+        found = torch.tensor(float(self.has_found()), device=self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if found:
+            self.raise_error()
 
-
-def _versions(parameter: Any) -> Tuple[int, int]:
-    partition = parameter.ds_tensor._version if is_zero_param(parameter) else 0
-    return parameter._version, partition
+    def _versions_of(self, parameter: Any) -> Tuple[int, int]:
+        partition = parameter.ds_tensor._version if is_zero_param(parameter) else 0
+        return parameter._version - self._max_norm.num_changes(parameter), partition
 
 
 def _is_replaced(parameter: Any) -> bool:
@@ -137,11 +164,3 @@ def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
     master = master.to(weights.device, weights.dtype)
     # NaN, which isn't equal to itself, is an error of its own.
     return ((weights != master) & (weights == weights)).any().to(parameter.device)
-
-
-def _message(name: str) -> str:
-    return (
-        f"The parameter '{name}' has been changed outside the optimizer, which steps other tensors "
-        "than the model's: the next step would undo the change. Make it, on every worker, within "
-        "`with trainer.modified_weights():`."
-    )

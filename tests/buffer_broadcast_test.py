@@ -86,3 +86,66 @@ def test_buffers_that_stay_the_same_take_nothing_from_the_host():
             return float(model.running_mean[0])
 
     assert run_workers(2, broadcast) == [1, 1]
+
+
+class MakesABuffer(Model):
+    """Has no buffers but one that it makes in some forward pass, on all ranks or on one."""
+
+    def __init__(self, vocab: Vocabulary, in_pass: int, only_on_rank: int = -1) -> None:
+        super().__init__(vocab)
+        self.layer = nn.Linear(4, 4)
+        self.num_passes = 0
+        self._in_pass = in_pass
+        self._only_on_rank = only_on_rank
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        self.num_passes += 1
+        if self.num_passes == self._in_pass and self._only_on_rank in (-1, dist.get_rank()):
+            self.register_buffer("scale", x.detach().abs().mean())
+        return {"loss": (self.layer(x) * getattr(self, "scale", 1) - 1).pow(2).mean()}
+
+
+@pytest.mark.parametrize("in_pass", [1, 7])
+def test_buffers_of_a_model_that_had_none_are_those_of_rank_0(in_pass: int):
+    def train(trainer: Any) -> float:
+        trainer.train()
+        return float(trainer.model.scale)
+
+    side = Side(
+        lambda: MakesABuffer(Vocabulary(), in_pass),
+        _batches,
+        2,
+        world_size=2,
+        log_every_num_steps=1,
+    )
+    first, second = side.on_all_ranks(train)
+    assert first == second
+
+
+@pytest.mark.parametrize("in_pass", [1, 7])
+def test_a_buffer_that_only_one_worker_has_ends_with_an_error_on_all(in_pass: int):
+    def train(trainer: Any) -> bool:
+        with pytest.raises(RuntimeError, match="different buffers"):
+            trainer.train()
+        return True
+
+    side = Side(
+        lambda: MakesABuffer(Vocabulary(), in_pass, only_on_rank=1),
+        _batches,
+        2,
+        world_size=2,
+        log_every_num_steps=1,
+    )
+    assert side.on_all_ranks(train) == [True, True]
+
+
+def test_a_model_without_buffers_soon_takes_nothing_from_the_network():
+    def broadcast(rank: int) -> int:
+        with process_environment(CPU, rank):
+            buffers = BufferBroadcast(nn.Linear(2, 2), CPU)
+            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+                for _ in range(10):
+                    buffers.broadcast()
+            return all_reduce.call_count
+
+    assert run_workers(2, broadcast) == [3, 3]

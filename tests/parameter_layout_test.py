@@ -3,19 +3,20 @@ Parameters of any shape and layout train as they do with AllenNLP's own trainer.
 """
 
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional
 
 import pytest
 import torch
 from allennlp.data import Vocabulary
 from allennlp.models import Model
+from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, universal
 from allennlp_deepspeed.export import find_checkpoint
 from allennlp_deepspeed.sharded_checkpoint import ShardedCheckpoint
 from tests.experiment import assert_same_weights
-from tests.side_by_side import Side
+from tests.side_by_side import Batches, Side
 from tests.workers import run_workers  # noqa: F401  # workers are forked
 
 
@@ -107,6 +108,25 @@ def test_parameters_of_any_shape_and_layout_train_in_bf16(
     # It has 8 significant bits, and there are 12 steps.
     assert_same_weights(side.train(), references[world_size], tolerance=0.06)
     assert abs(references[world_size]["logit_scale"] - 1.5) > 0.5
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.soak) for n in range(3)), 3])
+def test_averages_of_parameters_of_any_shape_and_layout_are_those_of_gradient_descent(
+    tmp_path: Path, stage: int
+):
+    def best_weights(name: str, stage: Optional[int]) -> Dict[str, torch.Tensor]:
+        (tmp_path / name).mkdir()
+        Side(
+            _model,
+            _batches,
+            stage,
+            world_size=2,
+            moving_average=lambda model: ExponentialMovingAverage(model.named_parameters(), 0.6),
+            validation_data_loader=Batches(_batches(2)),
+        ).train(tmp_path / name)
+        return torch.load(tmp_path / name / "best.th")
+
+    assert_same_weights(best_weights("ours", stage), best_weights("gradient_descent", None))
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.soak) for n in (0, 2)), 3])

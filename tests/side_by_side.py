@@ -63,6 +63,7 @@ class Side:
     zero : `Dict[str, Any]`, optional (default = `{}`)
         But for the stage.
     optimizer : optional (default = SGD with a large learning rate)
+    moving_average : `Callable[[Model], Any]`, optional (default = none)
     arguments : `Any`
         Of the trainer.
     """
@@ -80,6 +81,7 @@ class Side:
             parameters, lr=0.3
         ),
         callbacks: Callable[[], List[Any]] = list,
+        moving_average: Callable[[Model], Any] = lambda model: None,
         **arguments: Any,
     ) -> None:
         self.model = model
@@ -97,6 +99,7 @@ class Side:
         }
         self.optimizer = optimizer
         self.callbacks = callbacks
+        self.moving_average = moving_average
         self.arguments = arguments
 
     def construct(self, rank: int, directory: Path) -> GradientDescentTrainer:
@@ -122,7 +125,7 @@ class Side:
                     local_rank=rank, world_size=self.world_size, cuda_device=-1
                 )
                 model, arguments["ddp_wrapped_model"] = accelerator.wrap_model(model)
-            arguments.update(model=model, optimizer=self.optimizer(model.parameters()))
+            self._add_parts(arguments, model)
             return GradientDescentTrainer(**arguments)
         if self.is_constructed_partitioned:
             with PartitionedConstruction(self.deepspeed_config, CPU, rank) as construction:
@@ -130,8 +133,15 @@ class Side:
                 construction.finish(model)
         else:
             model = self.model()
-        arguments.update(model=model, optimizer=self.optimizer(model.parameters()))
+        self._add_parts(arguments, model)
         return DeepSpeedTrainer(**arguments, deepspeed_config=self.deepspeed_config)
+
+    def _add_parts(self, arguments: Dict[str, Any], model: Model) -> None:
+        arguments.update(
+            model=model,
+            optimizer=self.optimizer(model.parameters()),
+            moving_average=self.moving_average(model),
+        )
 
     def on_all_ranks(
         self, function: Callable[[Any], Any], serialization_dir: Optional[Path] = None

@@ -2,6 +2,7 @@
 Weights that are changed outside the optimizer are those that the next step begins with.
 """
 
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 import pytest
@@ -11,6 +12,7 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.modules import Embedding
 from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedTrainer
@@ -64,16 +66,21 @@ class Change(TrainerCallback):
 
 
 class ChangeOutside(TrainerCallback):
-    """Makes one change, after the second step, where it would be lost."""
+    """Makes one change, after a step, where it would be lost."""
 
-    def __init__(self, change: Callable[[Any], None]) -> None:
+    def __init__(
+        self, change: Callable[[Any], None], step: int = 2, only_on_rank: Optional[int] = None
+    ) -> None:
         super().__init__("")
         self._change = change
+        self._step = step
+        self._only_on_rank = only_on_rank
         self._num_steps = 0
 
     def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
         self._num_steps += kwargs["is_training"]
-        if self._num_steps == 2:
+        is_here = self._only_on_rank in (None, torch.distributed.get_rank())
+        if self._num_steps == self._step and is_here:
             with torch.no_grad():
                 self._change(trainer.model)
 
@@ -177,11 +184,6 @@ def test_a_change_that_is_given_up_is_none():
 def test_a_change_that_would_be_lost_ends_in_an_error_that_names_the_parameter(
     stage: int, change: Callable[[Any], None]
 ):
-    def train(trainer: Any) -> str:
-        with pytest.raises(RuntimeError, match="modified_weights") as error:
-            trainer.train()
-        return str(error.value)
-
     side = Side(
         _target_network,
         _vectors,
@@ -189,8 +191,47 @@ def test_a_change_that_would_be_lost_ends_in_an_error_that_names_the_parameter(
         log_every_num_steps=3,
         callbacks=lambda: [ChangeOutside(change)],
     )
-    (message,) = side.on_all_ranks(train)
+    (message,) = side.on_all_ranks(_error_of_training)
     assert "'online.weight'" in message or "'target.weight'" in message
+
+
+def _error_of_training(trainer: Any) -> str:
+    with pytest.raises(RuntimeError, match="modified_weights") as error:
+        trainer.train()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=soak), 2, 3])
+def test_a_change_on_one_rank_is_an_error_on_all(stage: int):
+    def clamp(model: Any) -> None:
+        model.online.weight.clamp_(-0.1, 0.1)
+
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        world_size=2,
+        callbacks=lambda: [ChangeOutside(clamp, only_on_rank=1)],
+    )
+    first, second = side.on_all_ranks(_error_of_training)
+    assert "on another worker" in first
+    assert "'online.weight'" in second
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=soak)])
+def test_a_change_after_the_last_step_is_an_error_too(stage: int):
+    def clamp(model: Any) -> None:
+        (model.online.weight if stage == 3 else model.online.weight.data).clamp_(-0.1, 0.1)
+
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        num_epochs=1,
+        callbacks=lambda: [ChangeOutside(clamp, step=6)],
+    )
+    (message,) = side.on_all_ranks(_error_of_training)
+    assert "'online.weight'" in message
 
 
 def _replace(parameter: nn.Parameter) -> None:
@@ -277,6 +318,82 @@ def test_validation_keeps_rows_within_max_norm_too(stage: int):
         )
 
     assert_same_weights(validating(stage).train(), validating().train())
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=soak), 2, pytest.param(3, marks=soak)])
+def test_a_change_of_rows_with_max_norm_that_would_be_lost_is_an_error(stage: int):
+    def change(model: Any) -> None:
+        model.embedding.weight.mul_(0.5)
+
+    side = Side(tokens_model, token_batches, stage, callbacks=lambda: [ChangeOutside(change)])
+    (message,) = side.on_all_ranks(_error_of_training)
+    assert "'embedding.weight'" in message
+
+
+def _transposed_tokens() -> Model:
+    model = tokens_model()
+    for embedding in (model.embedding, model.frozen):
+        embedding.weight.data = embedding.weight.data.t().contiguous().t()
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=soak), pytest.param(3, marks=soak)])
+def test_rows_of_transposed_weights_are_kept_within_max_norm(
+    short_rows: Dict[int, Dict[str, torch.Tensor]], stage: int
+):
+    side = Side(_transposed_tokens, token_batches, stage, world_size=2)
+    assert_same_weights(side.train(), short_rows[2])
+
+
+def test_rows_with_max_norm_are_the_same_to_the_bit_on_every_rank():
+    def train(trainer: Any) -> List[Any]:
+        trainer.train()
+        return [weight.detach().numpy().copy() for weight in trainer.model.parameters()]
+
+    first, second = Side(tokens_model, token_batches, 0, world_size=2).on_all_ranks(train)
+    assert all((a == b).all() for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=soak), 2, pytest.param(3, marks=soak)])
+def test_max_norm_and_a_moving_average(tmp_path: Path, stage: int):
+    def best_weights(*arguments: Any, directory: Path) -> Dict[str, torch.Tensor]:
+        Side(
+            _trained_tokens,
+            token_batches,
+            *arguments,
+            moving_average=_average,
+            validation_data_loader=Batches(token_batches(0, seed=1)),
+        ).train(directory)
+        return torch.load(directory / "best.th")
+
+    (tmp_path / "averaged").mkdir()
+    reference = best_weights(directory=tmp_path)
+    assert_same_weights(best_weights(stage, directory=tmp_path / "averaged"), reference)
+
+
+def _average(model: Model) -> ExponentialMovingAverage:
+    return ExponentialMovingAverage(model.named_parameters(), 0.6)
+
+
+def _trained_tokens() -> Model:
+    model = tokens_model()
+    model.frozen.weight.requires_grad_(True)
+    return model
+
+
+def test_a_moving_average_of_frozen_weights_that_change_is_refused():
+    def construct(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match="moving_average.*'max_norm'"):
+            Side(tokens_model, token_batches, 2, moving_average=_average).construct(rank, None)
+
+    run_workers(1, construct)
+
+    def train(trainer: Any) -> None:
+        with pytest.raises(ConfigurationError, match="moving_average.*make the parameter a buffer"):
+            trainer.train()
+
+    changing = {"callbacks": lambda: [Change()], "moving_average": _average}
+    Side(_target_network, _vectors, 3, world_size=2, **changing).on_all_ranks(train)
 
 
 class TiedTokens(Model):
