@@ -12,7 +12,7 @@ import weakref
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
-from typing import Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 from unittest import mock
 
 import deepspeed
@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map_only
 from allennlp_deepspeed import (
     activation_checkpointing,
     deepspeed_logging,
+    loss_scaling,
     max_norm,
     module_hooks,
     nvme_states,
@@ -45,7 +46,6 @@ from allennlp_deepspeed import (
     restoration,
 )
 from allennlp_deepspeed.config import ResolvedConfig
-from allennlp_deepspeed.loss_scaling import mended_loss_scale
 from allennlp_deepspeed.one_process import as_one_process
 from allennlp_deepspeed.operators import check_nvme
 from allennlp_deepspeed.regularization import PartitionedRegularizer, penalty_in_fp32
@@ -125,6 +125,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo = ExitStack()
         self._autocast: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
+        self._loss_scale: Optional[Dict[str, Any]] = None  # of the engine before
         self.bring_up()
         super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
 
@@ -209,8 +210,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         _undo_first_step(self.engine)
         _keep_adagrad(self.engine)
         if config.precision == "fp16":
-            self._undo.enter_context(mended_loss_scale(self.engine))
+            self._undo.enter_context(loss_scaling.mended_loss_scale(self.engine))
         before.hand_over(self.engine, is_alone=dist.get_world_size() == 1)
+        if self._loss_scale is not None:
+            loss_scaling.load_state_dict(self.engine, self._loss_scale)
         if config.zero_stage == 0 and config.precision != "fp16":
             # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run. The
             # trainer calls the reduction itself, and without a loss scale there is nothing else to
@@ -235,6 +238,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             # engine.
             undo.callback(_destroy_engine, engine)
             self._refuse_what_is_left(engine, is_alone)
+            self._loss_scale = loss_scaling.state_dict(engine)
             if is_alone:
                 before.collect(engine, self._device_afterwards(engine), self.mapping_directory)
 

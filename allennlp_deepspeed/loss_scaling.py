@@ -4,7 +4,8 @@ it clips it and steps, so that small gradients aren't rounded to zero.
 """
 
 from contextlib import ExitStack, contextmanager
-from typing import Any, Iterator, List, Optional
+from types import SimpleNamespace
+from typing import Any, Dict, Iterator, List, Optional
 from unittest import mock
 
 import torch
@@ -80,6 +81,28 @@ def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
     """That of autocast to fp16, which is at stage 0 only."""
     scaler = engine.torch_autocast_z0_gradscaler
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
+def state_dict(engine: DeepSpeedEngine) -> Dict[str, Any]:
+    """The loss scale and what it is going to be changed by; empty without one."""
+    scaler = grad_scaler(engine)
+    return dict(vars(_scale_of(engine))) if scaler is None else scaler.state_dict()
+
+
+def load_state_dict(engine: DeepSpeedEngine, state: Dict[str, Any]) -> None:
+    """Goes on with the loss scale of another engine with the same config."""
+    scaler = grad_scaler(engine)
+    if scaler is None:
+        vars(_scale_of(engine)).update(state)
+    else:
+        scaler.load_state_dict(state)
+
+
+def _scale_of(engine: DeepSpeedEngine) -> Any:
+    optimizer = engine.optimizer
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        return optimizer.loss_scale_config
+    return getattr(optimizer, "loss_scaler", SimpleNamespace())
 
 
 def step(engine: DeepSpeedEngine) -> bool:

@@ -20,7 +20,7 @@ from allennlp.training.learning_rate_schedulers import SlantedTriangular
 from allennlp.training.momentum_schedulers import InvertedTriangular
 from allennlp.training.moving_average import ExponentialMovingAverage
 
-from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer, loss_scaling
 from tests.experiment import assert_same_weights, load_config
 from tests.fixtures.components import EitherOfTwoEmbedders  # noqa: F401  # registered
 
@@ -120,7 +120,12 @@ class Task:
         self.optimizer = SkippingSGD(self.model.parameters(), lr=lr, momentum=momentum)
         self.record = RecordSteps()
 
-    def train(self, directory: Path, precision: Optional[Dict[str, Any]], **settings: Any) -> Any:
+    def train(self, *arguments: Any, **settings: Any) -> Any:
+        return self.trainer(*arguments, **settings).train()
+
+    def trainer(
+        self, directory: Path, precision: Optional[Dict[str, Any]], **settings: Any
+    ) -> GradientDescentTrainer:
         arguments = dict(
             model=self.model,
             optimizer=self.optimizer,
@@ -133,8 +138,8 @@ class Task:
         )
         arguments.update(settings)
         if precision is None:
-            return GradientDescentTrainer(**arguments).train()
-        return DeepSpeedTrainer(**arguments, deepspeed_config=precision).train()
+            return GradientDescentTrainer(**arguments)
+        return DeepSpeedTrainer(**arguments, deepspeed_config=precision)
 
     def with_schedules(self) -> Dict[str, Any]:
         schedule = dict(optimizer=self.optimizer, num_epochs=2, num_steps_per_epoch=23)
@@ -300,6 +305,28 @@ def test_the_loss_scale_is_recovered(tmp_path: Path, stage: int, precision: Dict
         step for step in uninterrupted.record.skipped if step >= after
     }
     assert_same_weights(recovered.model.state_dict(), uninterrupted.model.state_dict(), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "stage, precision",
+    [
+        (0, AUTOCAST),
+        (0, OVERFLOWING),
+        *(pytest.param(i, OVERFLOWING, marks=pytest.mark.soak) for i in (1, 2)),
+        (3, OVERFLOWING),
+    ],
+)
+def test_another_session_goes_on_with_the_loss_scale(
+    tmp_path: Path, stage: int, precision: Dict[str, Any]
+) -> None:
+    trainer: Any = Task().trainer(tmp_path, config(stage, precision), num_epochs=1)
+    with trainer.session():
+        initial = loss_scaling.state_dict(trainer.engine)
+        trainer.train()
+        trained = loss_scaling.state_dict(trainer.engine)
+    assert trained != initial
+    with trainer.session():
+        assert loss_scaling.state_dict(trainer.engine) == trained
 
 
 @pytest.mark.parametrize(
