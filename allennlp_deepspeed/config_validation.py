@@ -45,7 +45,7 @@ def validate(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
     config = deepcopy(config)
     for path, (accepted, reason) in UNSUPPORTED.items():
         value = lookup(config, path)
-        if value is not None and value not in (*accepted, AUTO):
+        if value is not None and _from_string(value) not in (*accepted, AUTO):
             findings.refuse(
                 f"{ROOT}.{path}",
                 f"{ROOT}.{path} is {_json(value)}, but can't work in an AllenNLP trainer: {reason}",
@@ -103,6 +103,11 @@ def _missed_errors(
             yield here, f"{path} is {_json(value)}: must be a number{_hint(here, field)}"
         elif isinstance(value, dict) and submodel is not None:
             yield from _missed_errors(value, tuple(here), submodel)
+
+
+def _from_string(value: Any) -> Any:
+    """DeepSpeed's models take "false" for false."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
 def _takes_bool(annotation: Any) -> bool:

@@ -17,6 +17,7 @@ from unittest import mock
 
 from allennlp.commands import find_learning_rate
 from allennlp.common import Params, Tqdm
+from allennlp.common.checks import ConfigurationError
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed.preflight import check, has_deepspeed_trainer
@@ -50,6 +51,11 @@ def install() -> None:
         config = params.as_dict(quiet=True)
         if not has_deepspeed_trainer(config):
             return find(params, *args, **kwargs)
+        if config.get("distributed"):
+            raise ConfigurationError(
+                "'distributed' is in the config, and 'find-lr' searches in one process: give it "
+                '--overrides \'{"distributed": null}\', and "cuda_device" in "trainer".'
+            )
         check(params)
         # AllenNLP refuses any other type, and constructs the one that there is without.
         trainer_type = params.params["trainer"].pop("type")

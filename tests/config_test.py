@@ -501,6 +501,10 @@ class TestWrongValues:
         assert message.startswith(f"deepspeed_config.{path} is ")
         assert message.endswith(UNSUPPORTED[path][1])
 
+    def test_what_cannot_work_is_accepted_where_a_string_turns_it_off(self):
+        zero = resolve({"zero_optimization": {"elastic_checkpoint": "false"}})
+        assert zero.zero_stage == 2
+
     def test_what_cannot_work_is_accepted_where_it_is_turned_off(self):
         off = {
             "autotuning": {"enabled": False},

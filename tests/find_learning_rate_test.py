@@ -74,6 +74,14 @@ def test_the_command_finds_learning_rates(tmp_path: Path, trainer_type: str):
     assert not dist.is_initialized()
 
 
+def test_a_distributed_config_is_told_how_to_search_in_one_process(tmp_path: Path):
+    config = load_config(
+        "classifier", {"distributed": {"cuda_devices": [-1, -1]}, "trainer.type": "deepspeed"}
+    )
+    with pytest.raises(ConfigurationError, match='--overrides .*"distributed": null'):
+        find_learning_rate.find_learning_rate_model(Params(config), str(tmp_path))
+
+
 def test_a_function_imported_too_early_says_so(tmp_path: Path):
     original = find_learning_rate.search_learning_rate.__wrapped__
     task = Task()
