@@ -13,6 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch._functorch import eager_transforms
+from torch._guards import detect_fake_mode
 
 _HOLDER = "gradients inside the micro-batch"
 
@@ -84,7 +85,12 @@ class InnerGradients:
     ) -> Any:
         # A graph that is gone through once and for all of its parameters is what DeepSpeed's hooks
         # are made for, wherever it is. A pass inside another one is a part of that.
-        if (keep_graph or create_graph or inputs) and torch._C._current_graph_task_id() == -1:
+        # And what `torch.compile` goes through while it traces has no values.
+        if (
+            (keep_graph or create_graph or inputs)
+            and torch._C._current_graph_task_id() == -1
+            and detect_fake_mode() is None
+        ):
             self._gather()
         return run_backward(outputs, gradients, keep_graph, create_graph, inputs, *args, **kwargs)
 
