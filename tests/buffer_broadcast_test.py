@@ -51,9 +51,7 @@ def reference() -> Dict[str, torch.Tensor]:
     return Side(lambda: KeepsAverages(Vocabulary()), _batches, world_size=2).train()
 
 
-@pytest.mark.parametrize(
-    "stage", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2)), 3]
-)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_buffers_that_are_assigned_anew_or_made_later_are_those_of_rank_0(
     reference: Dict[str, torch.Tensor], stage: int
 ):

@@ -727,7 +727,9 @@ class TestPrecision:
 
     @pytest.mark.parametrize("optimizer", ["multi", "MultiOptimizer"])
     @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-    def test_half_precision_is_refused_for_several_optimizers(self, optimizer, precision):
+    def test_half_precision_is_refused_for_several_optimizers_at_stage_0(
+        self, optimizer, precision
+    ):
         config = {**STAGE_0, precision: {"enabled": True}}
         message = refusal(config, optimizer=optimizer)
         assert f'deepspeed_config.{precision}.enabled is true: write "torch_autocast"' in message

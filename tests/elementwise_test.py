@@ -127,7 +127,7 @@ def check(deepspeed_config: Any, optimizer: Any = None) -> None:
     preflight.check(Params(config))
 
 
-@pytest.mark.parametrize("config", ["zero_1", None, "zero_3"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "optimizer, reason",
     [
@@ -138,10 +138,10 @@ def check(deepspeed_config: Any, optimizer: Any = None) -> None:
     ],
 )
 def test_one_that_looks_at_whole_weights_is_refused_where_they_are_sharded(
-    config: Any, optimizer: Any, reason: str
+    stage: int, optimizer: Any, reason: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=reason) as error:
-        check(config, optimizer)
+        check(f"zero_{stage}" if stage != 2 else None, optimizer)  # the default
     assert '"zero_optimization": {"stage": 0}' in str(error.value)
     check({"zero_optimization": {"stage": 0}}, optimizer)
 
@@ -160,15 +160,31 @@ def test_one_that_computes_losses_itself_is_refused_at_every_stage() -> None:
         check({"zero_optimization": {"stage": 0}, **section})
 
 
-@pytest.mark.parametrize("stage, is_warned", [(0, False), (2, True)])
-def test_an_unknown_one_is_trained_with_a_warning(stage: int, is_warned: bool, caplog) -> None:
-    side = Side(
-        Layers, batches, stage, optimizer=lambda parameters: constructed(Clipped, parameters)
-    )
+def trained_alone(optimizer: Any, stage: Any) -> Dict[str, torch.Tensor]:
+    """In one process, this one."""
+    side = Side(Layers, batches, stage, optimizer=optimizer)
     with tempfile.TemporaryDirectory() as directory:
-        side.construct(0, Path(directory)).train()
-    warnings = [r for r in caplog.messages if r.startswith("Clipped isn't known")]
-    assert len(warnings) == is_warned
+        trainer = side.construct(0, Path(directory))
+        trainer.train()
+        return trainer.model.state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_unknown_one_is_trained_with_a_warning(stage: int, caplog) -> None:
+    trained_alone(lambda parameters: constructed(Clipped, parameters), stage)
+    assert len([r for r in caplog.messages if r.startswith("Clipped isn't known")]) == 1
+
+
+@pytest.mark.parametrize("stage", [0])
+@pytest.mark.parametrize("optimizer", [Clipped, transformers.optimization.Adafactor])
+def test_any_is_exact_where_it_steps_whole_weights(optimizer: Any, stage: int, caplog) -> None:
+    def construct(parameters: Any) -> torch.optim.Optimizer:
+        return optimizer(parameters, lr=0.02, **settings)
+
+    settings = {"relative_step": False} if optimizer is not Clipped else {}
+    actual = trained_alone(construct, stage)
+    assert_same_weights(actual, trained_alone(construct, None))
+    assert not [r for r in caplog.messages if "isn't known" in r]
 
 
 def test_adafactor_in_python_is_refused() -> None:

@@ -38,7 +38,7 @@ def search(directory: Path, trainer_class: Type[GradientDescentTrainer], **kwarg
     )
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_search_finds_the_curve_of_gradient_descent(tmp_path: Path, stage: int):
     expected = search(tmp_path, GradientDescentTrainer)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

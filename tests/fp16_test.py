@@ -366,7 +366,7 @@ def test_adagrad_keeps_its_state(tmp_path: Path, stage: int, sections: Dict[str,
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_autocast_to_fp16_trains_as_fp32_does(tmp_path: Path, settings: str) -> None:
+def test_autocast_to_fp16_trains_as_fp32_does_at_stage_0(tmp_path: Path, settings: str) -> None:
     reference, task = Task(), Task()
     callbacks = [task.record, SetScale("")]
     arguments = {**task.with_schedules(), **SETTINGS[settings], "callbacks": callbacks}

@@ -136,15 +136,16 @@ def assert_same(actual: Result, expected: Result, tolerance: float = 2e-5) -> No
     assert actual.validation_loss == pytest.approx(expected.validation_loss, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", soak_but(QUICK, TAKE_GRADIENTS))
-def test_gradients_taken_in_the_forward_pass_are_those_of_gradient_descent(name: str):
-    assert_same(train_in_two_workers(name, stage=3), trained(name))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("name", TAKE_GRADIENTS)
-def test_gradients_taken_in_the_forward_pass_below_stage_3(name: str, stage: int):
+@pytest.mark.parametrize(
+    "name, stage",
+    [
+        pytest.param(name, stage, marks=[] if is_quick else pytest.mark.soak)
+        for name in TAKE_GRADIENTS
+        for stage in range(4)
+        for is_quick in [name in QUICK and stage == 3 or name == QUICK[0]]
+    ],
+)
+def test_gradients_taken_in_the_forward_pass_are_those_of_gradient_descent(name: str, stage: int):
     assert_same(train_in_two_workers(name, stage), trained(name))
 
 
@@ -183,7 +184,7 @@ def test_a_callback_takes_gradients_and_goes_backward_twice(stage: int):
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("stage", soak_but([2], [0, 1, 2]))
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("name", ["Scripted", "Traced"])
 def test_torchscript_trains_below_stage_3(name: str, stage: int):
     config = {"zero_optimization": {"stage": stage}}

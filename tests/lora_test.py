@@ -1,13 +1,15 @@
 """The token embedder of type "lora"."""
 
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import peft
 import pytest
 import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from allennlp.data import Vocabulary
+from allennlp.models import Model
 from allennlp.modules import TokenEmbedder
 from transformers import AutoModel
 
@@ -17,7 +19,10 @@ from allennlp_deepspeed.lora import (
     save_adapters,
     without_adapters,
 )
+from tests.experiment import StateDict, assert_same_weights
 from tests.fixtures.tiny_bert import tiny_bert
+from tests.side_by_side import Side
+from tests.workers import run_workers  # noqa: F401  # workers are forked
 
 PLAIN = "pretrained_transformer"
 MISMATCHED = "pretrained_transformer_mismatched"
@@ -40,6 +45,34 @@ def trained(embedder: TokenEmbedder) -> TokenEmbedder:
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     return embedder.eval()
+
+
+class Adapted(Model):
+    def __init__(self, bert: str) -> None:
+        super().__init__(Vocabulary())
+        self.embedder = lora(bert, r=2, target_modules=["query", "intermediate.dense"])
+        self.layer = torch.nn.Linear(32, 3)
+
+    def forward(self, ids) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        embedded = self.embedder(ids, torch.ones_like(ids).bool())
+        return {"loss": (self.layer(embedded.mean(dim=1)) - 1).pow(2).mean()}
+
+
+def id_batches(rank: int) -> List[Dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"ids": torch.randint(5, 50, (2, 6), generator=generator)} for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def reference(bert: str) -> StateDict:
+    return Side(lambda: Adapted(bert), id_batches, world_size=2).train()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_training_is_that_of_gradient_descent(bert: str, reference: StateDict, stage: int):
+    actual = Side(lambda: Adapted(bert), id_batches, stage, world_size=2).train()
+    assert_same_weights(actual, reference)
+    assert any("lora_B" in name and weight.any() for name, weight in actual.items())
 
 
 @pytest.mark.parametrize("embedder", [PLAIN, MISMATCHED])

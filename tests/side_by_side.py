@@ -4,7 +4,7 @@ Trains one small model with AllenNLP's trainer and with this package's, in forke
 
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Union
 
 import torch
 from allennlp.data import DataLoader, Vocabulary
@@ -52,7 +52,7 @@ class Side:
 
     model : `Callable[[], Model]`
         Constructs it, on each worker.
-    batches : `Callable[[int], List[Batch]]`
+    batches : `Callable[[int], Union[List[Batch], DataLoader]]`
         Those of a rank.
     stage : `int`, optional (default = `None`)
         Of ZeRO. `None` for the "gradient_descent" trainer.
@@ -71,7 +71,7 @@ class Side:
     def __init__(
         self,
         model: Callable[[], Model],
-        batches: Callable[[int], List[Batch]],
+        batches: Callable[[int], Union[List[Batch], DataLoader]],
         stage: Optional[int] = None,
         world_size: int = 1,
         is_constructed_partitioned: bool = False,
@@ -105,8 +105,9 @@ class Side:
     def construct(self, rank: int, directory: Path) -> GradientDescentTrainer:
         """To be called by every rank."""
         torch.manual_seed(7)
+        batches = self.batches(rank)
         arguments = {
-            "data_loader": Batches(self.batches(rank)),
+            "data_loader": batches if isinstance(batches, DataLoader) else Batches(batches),
             "num_epochs": 2,
             "cuda_device": -1,
             "serialization_dir": directory,

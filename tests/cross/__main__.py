@@ -23,7 +23,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 import torch
 
 from tests.command import REPOSITORY
-from tests.cross.case import SEED, Case, draw
+from tests.cross.case import SEED, Case, case_of, draw
 from tests.cross.plain import Fault, train_plainly
 from tests.cross.training import Finished, train_all
 from tests.cross.verdict import differences, expected_refusal, problems
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> bool:
     start = time.time()
     root = Path(tempfile.mkdtemp(prefix="cross-"))
     if arguments.case is not None:
-        cases = [draw(int(index), arguments.seed) for index in arguments.case.split(",")]
+        cases = [case_of(int(index), arguments.seed) for index in arguments.case.split(",")]
     else:
         cases = [draw(index, arguments.seed) for index in range(arguments.cases)]
     # Cases that are trained alike go together.

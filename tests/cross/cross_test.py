@@ -1,5 +1,6 @@
 """
-Combinations of features, drawn at random, train as plain PyTorch does. `make cross` has more.
+Combinations of features, drawn at random and chosen, train as plain PyTorch does. `make cross` has
+more.
 """
 
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from filelock import FileLock
 
 from tests.cross.__main__ import judge
-from tests.cross.case import Case, draw
+from tests.cross.case import Case, chosen, draw
 from tests.cross.plain import Fault, train_plainly
 from tests.cross.training import Finished, train_all
 from tests.cross.verdict import differences
@@ -21,13 +22,16 @@ CASES_AT_ONCE = 10
 
 
 def _cases() -> List[Case]:
-    """The first that are trained in Python, those with as many workers side by side."""
-    cases = (draw(index) for index in range(NUM_CASES))
-    return sorted(cases, key=lambda case: (case.entry, case.workers, case.index))
+    """The first that are drawn, and the chosen: those with as many workers side by side."""
+    return [
+        case
+        for cases in ([draw(index) for index in range(NUM_CASES)], chosen())
+        for case in sorted(cases, key=lambda case: (case.entry, case.workers, case.index))
+    ]
 
 
 def _finished(directory: Path, part: int) -> Dict[int, Finished]:
-    """Trains some cases, once a test session."""
+    """Trains some of them, once a test session."""
     root = directory / "cross" / str(part)
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / "lock"):
@@ -39,9 +43,18 @@ def _finished(directory: Path, part: int) -> Dict[int, Finished]:
     return {index: Finished(*one) for index, one in plain.items()}
 
 
-@pytest.mark.parametrize("number", range(NUM_CASES))
-def test_combinations_of_features_train_as_plain_pytorch_does(session_directory: Path, number: int):
+@pytest.mark.parametrize(
+    "stage, number",
+    [
+        pytest.param(case.stage, number, id=f"{case.stage}-{case.index}")
+        for number, case in enumerate(_cases())
+    ],
+)
+def test_combinations_of_features_train_as_plain_pytorch_does(
+    session_directory: Path, stage: int, number: int
+):
     case = _cases()[number]
+    assert case.stage == stage
     finished = _finished(session_directory, number // CASES_AT_ONCE)[case.index]
     problems = judge(case, finished, with_faults=False).problems
     assert not problems, (
