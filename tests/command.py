@@ -6,6 +6,7 @@ than most of the runs. `subprocess_allennlp` is the same without that short cut.
 """
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -107,7 +108,9 @@ def _main(argv: List[str], output: str, environment: Dict[str, str]) -> None:
     import torch.multiprocessing
     from allennlp.__main__ import run
 
-    with mock.patch.object(torch.multiprocessing, "spawn", _fork):
+    # AllenNLP looks through all directories of modules again for each package that it includes.
+    unchanged = mock.patch.object(importlib, "invalidate_caches")
+    with unchanged, mock.patch.object(torch.multiprocessing, "spawn", _fork):
         run()
 
 

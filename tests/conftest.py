@@ -2,6 +2,7 @@
 Fixtures for all tests.
 """
 
+import gc
 from pathlib import Path
 from typing import List
 
@@ -46,3 +47,10 @@ def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
         stage = item.callspec.params.get("stage") if hasattr(item, "callspec") else None
         if is_training and stage == 1 and (item.path, item.name.replace("1", "2")) in names:
             item.add_marker(pytest.mark.soak)
+
+
+def pytest_collection_finish() -> None:
+    # What has been imported stays. It would be looked through for garbage whenever an engine goes
+    # or a worker is forked.
+    gc.collect()
+    gc.freeze()

@@ -1,5 +1,6 @@
 """What the fork server imports once, so that a test's `allennlp` command starts at once."""
 
+import gc
 import os
 
 # Nor may it touch a GPU, which the processes forked from it could then not use.
@@ -17,3 +18,7 @@ import torch  # noqa: E402
 import allennlp_deepspeed  # noqa: E402, F401
 
 torch.set_num_threads(1)
+
+# What is here stays, and a collection in a process forked from it would copy all of it.
+gc.collect()
+gc.freeze()

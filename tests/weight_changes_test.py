@@ -33,7 +33,7 @@ class TargetNetwork(Model):
         self.target = nn.Linear(5, 3)
         self.target.load_state_dict(self.online.state_dict())
         self.target.requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         distance = (self.online(x) - self.target(x) - 1) * self.scale
