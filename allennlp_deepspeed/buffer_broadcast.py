@@ -6,17 +6,15 @@ import torch.distributed as dist
 
 _BUCKET_SIZE = 250 * 1024 * 1024  # bytes, as in DistributedDataParallel
 
-# Forward passes, the first, in which a model may make its buffers.
-_NUM_FIRST = 3
-
 
 class BufferBroadcast:
     """
     Gives every rank the buffers of rank 0, as `DistributedDataParallel` does before each forward
     pass: batch normalisation, for example, is to validate with the same statistics everywhere.
     These are the buffers that the model has then, also if it has assigned them anew or made them
-    since. If no rank has any after the first forward passes, `broadcast` does nothing until the
-    ranks agree on a call of `resume`.
+    since. If no rank has any at first, nothing is broadcast until the ranks agree on a `start`.
+
+    To be constructed by every rank.
 
     # Parameters
 
@@ -28,7 +26,9 @@ class BufferBroadcast:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._num_left = _NUM_FIRST  # of calls that look for buffers on all ranks
+        has_buffers = torch.tensor(float(self.has_buffers()), device=device)
+        dist.all_reduce(has_buffers, op=dist.ReduceOp.MAX)
+        self._is_started = bool(has_buffers)  # on every rank or on none
         self._buffers: List[torch.Tensor] = []
         self._checksum = 0
         # The checksum and its negative, on the device already: the host would wait for a copy.
@@ -44,23 +44,21 @@ class BufferBroadcast:
         `RuntimeError`
             If the buffers of the ranks have different names, shapes or types.
         """
-        if self._num_left == 0:
+        if not self._is_started:
             return
         buffers = _buffers(self._model)
         self._check_alike(buffers)
-        if buffers:
+        if buffers:  # on every rank, because they are alike
             group = dist.distributed_c10d._get_default_group()
             dist._broadcast_coalesced(group, buffers, _BUCKET_SIZE, 0)
-        else:
-            self._num_left -= 1  # and on the other ranks, which have none either
 
     def has_buffers(self) -> bool:
         """Whether this rank's model has any."""
         return bool(_buffers(self._model))
 
-    def resume(self) -> None:
-        """To be called by every rank when any of them has buffers."""
-        self._num_left = max(self._num_left, 1)
+    def start(self) -> None:
+        """To be called by every rank when the model has buffers on any of them."""
+        self._is_started = True
 
     def _check_alike(self, buffers: List[torch.Tensor]) -> None:
         checksum = self._checksum

@@ -753,7 +753,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if agreement.has_changed_weights:
             self._weight_watch.raise_error()
         if agreement.has_buffers:
-            self._buffers.resume()
+            self._buffers.start()
         self._weight_watch.request_comparison()
         description = training_util.description_from_metrics(self._metrics_so_far(running_loss))
         progress.set_description(description, refresh=False)

@@ -137,13 +137,12 @@ def test_a_buffer_that_only_one_worker_has_ends_with_an_error_on_all(in_pass: in
     assert side.on_all_ranks(train) == [True, True]
 
 
-def test_a_model_without_buffers_soon_takes_nothing_from_the_network():
+def test_a_model_without_buffers_takes_nothing_from_the_network():
     def broadcast(rank: int) -> int:
         with process_environment(CPU, rank):
             buffers = BufferBroadcast(nn.Linear(2, 2), CPU)
             with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-                for _ in range(10):
-                    buffers.broadcast()
+                buffers.broadcast()
             return all_reduce.call_count
 
-    assert run_workers(2, broadcast) == [3, 3]
+    assert run_workers(2, broadcast) == [0, 0]

@@ -47,7 +47,7 @@ def test_stage_0_reduces_each_gradient_once_a_step(
     for epoch in range(2):
         counts = communication(experiments.run(config), epoch)
         # Beside the gradients there are a few numbers: losses, and what the metrics add up.
-        assert 0 < counts["all_reduce_bytes"] - steps * MODEL_BYTES < steps * 100
+        assert 0 < counts["all_reduce_bytes"] - steps * MODEL_BYTES < steps * 150
         assert counts["all_reduce_bytes_per_step"] == counts["all_reduce_bytes"] / steps
         assert counts["all_reduce_calls_per_step"] == counts["all_reduce_calls"] / steps
 
