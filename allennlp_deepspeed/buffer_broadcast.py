@@ -12,9 +12,7 @@ class BufferBroadcast:
     Gives every rank the buffers of rank 0, as `DistributedDataParallel` does before each forward
     pass: batch normalisation, for example, is to validate with the same statistics everywhere.
     These are the buffers that the model has then, also if it has assigned them anew or made them
-    since. If no rank has any at first, nothing is broadcast until the ranks agree on a `start`.
-
-    To be constructed by every rank.
+    since. As long as `look` has found none on any rank, nothing is broadcast.
 
     # Parameters
 
@@ -26,13 +24,22 @@ class BufferBroadcast:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        has_buffers = torch.tensor(float(self.has_buffers()), device=device)
-        dist.all_reduce(has_buffers, op=dist.ReduceOp.MAX)
-        self._is_started = bool(has_buffers)  # on every rank or on none
+        self._has_found = False  # on every rank or on none
         self._buffers: List[torch.Tensor] = []
         self._checksum = 0
         # The checksum and its negative, on the device already: the host would wait for a copy.
         self._checksums = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def look(self) -> None:
+        """
+        Finds out whether the model has buffers on any rank. To be called by every rank, after the
+        same steps in each run, so that these have the same numbers.
+        """
+        if self._has_found or dist.get_world_size() == 1:
+            return
+        has_buffers = torch.tensor(float(bool(_buffers(self._model))), device=self._device)
+        dist.all_reduce(has_buffers, op=dist.ReduceOp.MAX)
+        self._has_found = bool(has_buffers)
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -42,23 +49,16 @@ class BufferBroadcast:
         # Raises
 
         `RuntimeError`
-            If the buffers of the ranks have different names, shapes or types.
+            If the buffers of the ranks have different names, shapes or types. On the CPU on every
+            rank; elsewhere on those whose buffers have changed, and the others don't wait to see.
         """
-        if not self._is_started:
+        if not self._has_found:
             return
         buffers = _buffers(self._model)
         self._check_alike(buffers)
         if buffers:  # on every rank, because they are alike
             group = dist.distributed_c10d._get_default_group()
             dist._broadcast_coalesced(group, buffers, _BUCKET_SIZE, 0)
-
-    def has_buffers(self) -> bool:
-        """Whether this rank's model has any."""
-        return bool(_buffers(self._model))
-
-    def start(self) -> None:
-        """To be called by every rank when the model has buffers on any of them."""
-        self._is_started = True
 
     def _check_alike(self, buffers: List[torch.Tensor]) -> None:
         checksum = self._checksum

@@ -1,5 +1,5 @@
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, cast
 from unittest import mock
 
 import torch
@@ -89,6 +89,12 @@ class MaxNorm:
         if engine.zero_optimization_partition_weights():
             self._refuse_other_users(engine.module)
         self._layout = ShardLayout(engine)
+        self._undo = ExitStack()
+        for module in engine.module.modules():
+            if _has_table(module):
+                # A compiled one is run by what was traced with tensors that stand for the weights.
+                forward = torch.compiler.disable(module.forward)
+                self._undo.enter_context(mock.patch.object(module, "forward", forward))
         *_, last = self._tables.values()
         num_rows = last.start + last.shape[0]
         # Which have been looked up since they were scaled last.
@@ -114,6 +120,8 @@ class MaxNorm:
     def remove(self) -> None:
         """Records no more."""
         _up.discard(self)
+        if self._tables:
+            self._undo.close()
 
     def num_changes(self, weight: torch.Tensor) -> int:
         """How many of the changes that PyTorch has counted of a tensor are embeddings' own."""
@@ -134,10 +142,14 @@ class MaxNorm:
             self._tables[id(weight)].of(self._is_looked_up)[rows.flatten()] = 1
             self._num_changes[id(weight)] = self.num_changes(weight) + num_changes
 
-    def forget(self) -> None:
-        """Forgets the rows that have been looked up: the weights from before are back."""
-        if self._tables:
-            self._is_looked_up.zero_()
+    def forget_trained(self) -> None:
+        """
+        Forgets the rows that have been looked up in what is trained: the weights from before are
+        back.
+        """
+        for table in self._tables.values():
+            if table.weight.requires_grad:
+                table.of(self._is_looked_up).zero_()
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -215,14 +227,18 @@ class MaxNorm:
             yield fragment._replace(size=size)
 
 
+def _has_table(module: Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return getattr(module, "max_norm", None) is not None and isinstance(weight, Parameter)
+
+
 def _tables(model: Module) -> Iterator[_Table]:
     settings: Dict[int, Tuple[float, float]] = {}
     start = 0
     for name, module in model.named_modules():
-        max_norm = getattr(module, "max_norm", None)
-        weight = getattr(module, "weight", None)
-        if max_norm is None or not isinstance(weight, Parameter):
+        if not _has_table(module):
             continue
+        weight, max_norm = cast(Parameter, module.weight), cast(float, module.max_norm)
         norm_type = float(getattr(module, "norm_type", 2.0))
         if not 0 < norm_type < float("inf"):
             raise ConfigurationError(

@@ -67,14 +67,17 @@ def modified_weights(
 
 
 def _check_same(engine: DeepSpeedEngine, constants: Dict[torch.nn.Parameter, torch.Tensor]) -> None:
-    are_same = all(torch.equal(parameter, value) for parameter, value in constants.items())
+    are_same = all(
+        torch.allclose(parameter, value, rtol=0, atol=0, equal_nan=True)
+        for parameter, value in constants.items()
+    )
     have_changed = torch.tensor(float(not are_same), device=engine.device)
     if constants:
         dist.all_reduce(have_changed, op=dist.ReduceOp.MAX)
     if have_changed:
         raise ConfigurationError(
-            "A frozen parameter has been changed, and 'trainer.moving_average' averages only what "
-            "the optimizer steps. Remove it, or make the parameter a buffer."
+            "A frozen parameter has been changed, and 'trainer.moving_average', which was given "
+            "it, averages what the optimizer steps: give both the trained parameters only."
         )
 
 

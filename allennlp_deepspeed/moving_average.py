@@ -3,17 +3,18 @@ Moving averages of weights that are sharded over the ranks.
 """
 
 import sys
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 import torch
 import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
 from allennlp.training.moving_average import MovingAverage
 from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
 from allennlp_deepspeed import weights
 from allennlp_deepspeed.interruption import TrainingInterrupted
-from allennlp_deepspeed.shard_layout import Fragment, fragments, part_of
+from allennlp_deepspeed.shard_layout import Fragment, fragments, parameters_of_groups, part_of
 
 
 class ShardedMovingAverage(MovingAverage):
@@ -27,13 +28,33 @@ class ShardedMovingAverage(MovingAverage):
     moving_average : `MovingAverage`, required.
         Decides how to average. What it was given to average is replaced by the shards.
     engine : `DeepSpeedEngine`, required.
+
+    # Raises
+
+    `ConfigurationError`
+        If it was given only some of the parameters that the optimizer steps.
     """
 
     def __init__(self, moving_average: MovingAverage, engine: DeepSpeedEngine) -> None:
-        shards = [(str(i), shard) for i, shard in enumerate(weights.master_shards(engine))]
-        super().__init__(shards)
+        self._given = {parameter for _, parameter in moving_average._parameters}
+        super().__init__(
+            (str(i), shard)
+            for i, shard in enumerate(weights.master_shards(engine))
+            # At stage 0 the optimizer may have frozen parameters, as they are.
+            if not isinstance(shard, torch.nn.Parameter)
+            or shard.requires_grad
+            or shard in self._given
+        )
         self._whole_parameters = moving_average._parameters
         self._fragments: Dict[torch.Tensor, Fragment] = dict(fragments(engine))
+        stepped = {p for group in parameters_of_groups(engine) for p in group if p.requires_grad}
+        if not stepped <= self._given:
+            raise ConfigurationError(
+                "'trainer.moving_average' was given only some of the parameters that are trained, "
+                "and averages all or none: construct it from `model.named_parameters()`."
+            )
+        # Called before the averages take the place of the weights, by every rank.
+        self.before_assigning: Callable[[], None] = lambda: None
         self._take_shadows(moving_average._shadows)
         moving_average._parameters = self._parameters
         moving_average._shadows = self._shadows
@@ -56,9 +77,14 @@ class ShardedMovingAverage(MovingAverage):
                 shard = part_of(self._shadows[names[fragment.master]], fragment)
                 shard[: part.numel()].copy_(part)
 
-    def has_average(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether it is averaged: a frozen one isn't, unless the optimizer has it as it is."""
-        return parameter.requires_grad or parameter in self._fragments
+    def may_change(self, parameter: torch.nn.Parameter) -> bool:
+        """
+        Whether something else than the optimizer may change a parameter. One that is frozen and
+        was to be averaged is, where the optimizer has it as it is; elsewhere it counts as constant.
+        """
+        return (
+            parameter.requires_grad or parameter not in self._given or parameter in self._fragments
+        )
 
     def release(self) -> None:
         """
@@ -89,6 +115,7 @@ class ShardedMovingAverage(MovingAverage):
     @overrides
     def assign_average_value(self) -> None:
         """To be called by every rank."""
+        self.before_assigning()
         self._error_when_assigned = sys.exc_info()[1]
         self._moving_average.assign_average_value()
         weights.update_weights_from_masters(self._engine)

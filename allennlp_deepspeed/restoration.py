@@ -112,9 +112,9 @@ class Restoration:
         self._states: Dict[torch.Tensor, State] = {}
         if optimizer is not None:
             self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
-            # Adagrad has states from the beginning; those of a partitioned parameter, which has no
-            # elements, say nothing.
-            self._states = {p: s for p, s in optimizer.state.items() if not is_zero_param(p)}
+            # Adagrad has states from the beginning. Those of a parameter that was partitioned have
+            # no elements, and say nothing.
+            self._states = {p: s for p, s in optimizer.state.items() if not _has_nothing(s)}
             if optimizer in _moving_states:
                 _moving_states.pop(optimizer).remove()
 
@@ -234,6 +234,10 @@ class Restoration:
         if any(_is_elsewhere(v, p) for p, state in self._states.items() for v in state.values()):
             # Not before they are used, because there may be no memory for them.
             _moving_states[optimizer] = optimizer.register_step_pre_hook(_move_states)
+
+
+def _has_nothing(state: State) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in state.values())
 
 
 def _hooks_of(model: torch.nn.Module) -> List[Dict[int, Any]]:

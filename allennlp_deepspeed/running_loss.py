@@ -35,8 +35,6 @@ class Agreement(NamedTuple):
         Whether it is on any rank.
     has_changed_weights : `bool`
         Whether weights have been changed outside the optimizer on any rank.
-    has_buffers : `bool`
-        Whether the model has any on any rank.
     seconds_per_step : `float`
         On the slowest rank.
     """
@@ -46,7 +44,6 @@ class Agreement(NamedTuple):
     signal_number: int
     is_time_to_save: bool
     has_changed_weights: bool
-    has_buffers: bool
     seconds_per_step: float
 
 
@@ -101,7 +98,6 @@ class RunningLoss:
         signal_number: int,
         is_time_to_save: bool,
         has_changed_weights: bool,
-        has_buffers: bool,
         seconds_per_step: float,
     ) -> Agreement:
         """
@@ -116,7 +112,6 @@ class RunningLoss:
             Of the signal that this rank has received, or 0.
         is_time_to_save : `bool`, required.
         has_changed_weights : `bool`, required.
-        has_buffers : `bool`, required.
         seconds_per_step : `float`, required.
         """
         self.read()
@@ -132,21 +127,19 @@ class RunningLoss:
                 signal_number,
                 is_time_to_save,
                 has_changed_weights,
-                has_buffers,
                 seconds_per_step,
             ],
             dtype=torch.float64,
             device=self._device,
         )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        since_nan, largest, smallest, signal_, is_time, weights, buffers, seconds = flags.tolist()
+        since_nan, largest, smallest, signal_, is_time, weights, seconds = flags.tolist()
         return Agreement(
             nan_step=num_steps + 1 - int(since_nan) if since_nan else 0,
             ranks_differ=largest != -smallest,
             signal_number=int(signal_),
             is_time_to_save=bool(is_time),
             has_changed_weights=bool(weights),
-            has_buffers=bool(buffers),
             seconds_per_step=seconds,
         )
 

@@ -325,13 +325,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._moving_average is not None:
             scaled = set(self._max_norm.weights)
             for name, parameter in self.model.named_parameters():
-                if parameter in scaled and not self._moving_average.has_average(parameter):
+                if parameter in scaled and not self._moving_average.may_change(parameter):
                     raise ConfigurationError(
                         "'trainer.moving_average' averages what the optimizer steps, and not the "
-                        f"frozen '{name}', which 'max_norm' changes. Remove one of the two, or "
-                        "train it."
+                        f"frozen '{name}', which 'max_norm' changes: give both the trained "
+                        "parameters only."
                     )
         self._weight_watch = WeightWatch(self.engine, self._max_norm)
+        if self._moving_average is not None:
+            self._moving_average.before_assigning = self._weight_watch.raise_if_changed
         if isinstance(self.data_loader, _LOADERS_OF_ALLENNLP):
             # They would wait for the device with each batch. `batch_outputs` doesn't.
             wrapped_model.before_destroying(
@@ -459,11 +461,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         # Raises
 
         `ConfigurationError`
-            If a frozen parameter has been changed that the trainer's moving average doesn't have.
+            If a frozen parameter has been changed that the trainer's moving average was given.
+        `RuntimeError`
+            If weights have been changed before.
         """
-        self._weight_watch.check()
+        self._weight_watch.raise_if_changed()
         average = self._moving_average
-        may_change = (lambda _: True) if average is None else average.has_average
+        may_change = (lambda _: True) if average is None else average.may_change
         try:
             with modified_weights(self.engine, which, may_change):
                 yield
@@ -487,8 +491,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         wrapped_model.num_users += 1
         try:
             yield
-            if wrapped_model.num_users == 1 and self._checkpointer is not None:
-                self._checkpointer.finish()
+            if wrapped_model.num_users == 1:
+                self._weight_watch.warn_if_changed()
+                if self._checkpointer is not None:
+                    self._checkpointer.finish()
         except BaseException as error:
             if wrapped_model.num_users == 1 and self._checkpointer is not None:
                 # All ranks are here after an interruption, and this is the only one after a
@@ -565,6 +571,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
         self._resumption.start_validation()
+        self._buffers.look()
         try:
             result = super()._validation_loss(epoch)
         except TrainingInterrupted as interruption:
@@ -572,10 +579,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             if interruption.signal_number == signal.SIGTERM:
                 self._save_interrupted_validation()
             raise
-        if self._moving_average is None:
-            self._max_norm.apply()
-        else:
-            self._max_norm.forget()
+        if self._moving_average is not None:
+            self._max_norm.forget_trained()
+        self._max_norm.apply()
         return result
 
     def _save_interrupted_validation(self) -> None:
@@ -627,6 +633,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         logger.info("Training")
         self._resumption.start_epoch(running_loss)
         self._weight_watch.start_epoch()
+        self._buffers.look()
         batch_groups = BatchGroups(
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
         )
@@ -697,6 +704,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._pace.finish_step() or self._is_step_to_save():
             agreement = self._read(running_loss, epoch, progress)
         self._call_on_batch(batches, batch_group_outputs, running_loss, batch_grad_norm, epoch)
+        if self._batches_in_epoch_completed == 1:
+            self._buffers.look()
         if self._checkpointer is not None:
             self._checkpointer.maybe_save_checkpoint(
                 self,
@@ -733,7 +742,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             and torch.distributed.get_rank() == 0
             and self._checkpointer.is_time_to_save(),
             has_changed_weights=self._weight_watch.has_found(),
-            has_buffers=self._distributed and self._buffers.has_buffers(),
             seconds_per_step=self._pace.seconds_per_step(),
         )
         if agreement.nan_step:
@@ -752,8 +760,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
         if agreement.has_changed_weights:
             self._weight_watch.raise_error()
-        if agreement.has_buffers:
-            self._buffers.start()
         self._weight_watch.request_comparison()
         description = training_util.description_from_metrics(self._metrics_so_far(running_loss))
         progress.set_description(description, refresh=False)
@@ -1047,6 +1053,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             # Without a copy of the file in memory.
             state_dict = serialization.load(path, mmap=True)
         weights.load_full_state_dict(self.engine, state_dict)
+        self._weight_watch.snapshot()
 
     @overrides
     def _finalize_best_model_state(self) -> None:

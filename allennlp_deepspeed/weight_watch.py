@@ -1,3 +1,4 @@
+import logging
 from typing import Any, List, NoReturn, Optional, Tuple
 
 import torch
@@ -7,6 +8,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero
 
 from allennlp_deepspeed.max_norm import MaxNorm
 from allennlp_deepspeed.shard_layout import Fragment, ShardLayout
+
+logger = logging.getLogger(__name__)
 
 # Steps before which this rank's weights are compared, at first and in each epoch.
 _FIRST_STEPS = 3
@@ -19,8 +22,9 @@ class WeightWatch:
 
     PyTorch counts the changes of a tensor. Those through `.data` it doesn't, so that this rank's
     share of the weights is also compared with the tensors that the optimizer steps: before the
-    first steps of an epoch, after its last, and whenever `request_comparison` was called. A single
-    change through `.data` between these goes unnoticed.
+    first steps of an epoch, after its last, whenever `request_comparison` was called, and before
+    anything else writes the weights. What is changed through `.data` in other steps only, or of
+    embeddings with `max_norm`, goes unnoticed.
 
     # Parameters
 
@@ -110,13 +114,26 @@ class WeightWatch:
 
     def raise_error(self) -> NoReturn:
         """To be called by every rank, if any `has_found` a change."""
-        changed = "A parameter" if self._found is None else f"The parameter '{self._found}'"
-        where = " on another worker" if self._found is None else ""
+        found, self._found = self._found, None
+        changed = "A parameter" if found is None else f"The parameter '{found}'"
+        where = " on another worker" if found is None else ""
         raise RuntimeError(
             f"{changed} has been changed outside the optimizer{where}. It steps other tensors than "
             "the model's: the next step would undo the change. Make it, on every worker, within "
             "`with trainer.modified_weights():`."
         )
+
+    def warn_if_changed(self) -> None:
+        """To be called when there is no next step that would undo a change."""
+        self.check()
+        self._compare(over_the_bus=True)
+        if self.has_found():
+            logger.warning(
+                "The parameter '%s' has been changed after training, outside the optimizer. The "
+                "change is lost: make it within `with trainer.modified_weights():`.",
+                self._found,
+            )
+            self._found = None
 
     def raise_if_changed(self) -> None:
         """

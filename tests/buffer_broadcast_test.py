@@ -76,6 +76,7 @@ def test_buffers_that_stay_the_same_take_nothing_from_the_host():
             assert model.running_mean is not None
             model.running_mean.fill_(rank + 1)
             buffers = BufferBroadcast(model, CPU)
+            buffers.look()
             buffers.broadcast()
             model.running_mean.add_(rank)
             # On a GPU the host waits for the copy.
@@ -109,13 +110,7 @@ def test_buffers_of_a_model_that_had_none_are_those_of_rank_0(in_pass: int):
         trainer.train()
         return float(trainer.model.scale)
 
-    side = Side(
-        lambda: MakesABuffer(Vocabulary(), in_pass),
-        _batches,
-        2,
-        world_size=2,
-        log_every_num_steps=1,
-    )
+    side = Side(lambda: MakesABuffer(Vocabulary(), in_pass), _batches, 2, world_size=2)
     first, second = side.on_all_ranks(train)
     assert first == second
 
@@ -132,7 +127,6 @@ def test_a_buffer_that_only_one_worker_has_ends_with_an_error_on_all(in_pass: in
         _batches,
         2,
         world_size=2,
-        log_every_num_steps=1,
     )
     assert side.on_all_ranks(train) == [True, True]
 
@@ -141,6 +135,7 @@ def test_a_model_without_buffers_takes_nothing_from_the_network():
     def broadcast(rank: int) -> int:
         with process_environment(CPU, rank):
             buffers = BufferBroadcast(nn.Linear(2, 2), CPU)
+            buffers.look()
             with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
                 buffers.broadcast()
             return all_reduce.call_count

@@ -4,6 +4,7 @@ Weights that are changed outside the optimizer are those that the next step begi
 
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 
-from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed import DeepSpeedTrainer, weight_watch
 from tests.experiment import assert_same_weights
 from tests.side_by_side import Batches, Side
 from tests.workers import run_workers  # noqa: F401  # workers are forked
@@ -180,6 +181,58 @@ def _clamp_data(model: Any) -> None:
 
 def _zero_target(model: Any) -> None:
     model.target.weight.zero_()
+
+
+class ChangeInEpoch(TrainerCallback):
+    """Changes weights where PyTorch doesn't count it, after each epoch."""
+
+    def on_epoch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.model.online.weight.data.clamp_(-0.1, 0.1)
+
+
+class ModifyScale(TrainerCallback):
+    def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        with trainer.modified_weights("scale"):
+            pass
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=soak), 2])
+@pytest.mark.parametrize("by", ["a moving average", "modified_weights"])
+def test_a_change_is_an_error_before_it_is_written_over(by: str, stage: int):
+    def clamp(model: Any) -> None:
+        model.online.weight.data.clamp_(-0.1, 0.1)
+
+    def callbacks() -> List[TrainerCallback]:
+        if by == "a moving average":
+            return [ChangeInEpoch("")]
+        return [ChangeOutside(clamp, step=5), ModifyScale("")]
+
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        callbacks=callbacks,
+        moving_average=_average if by == "a moving average" else lambda model: None,
+        validation_data_loader=Batches(_vectors(1)),
+    )
+    (message,) = side.on_all_ranks(_error_of_training)
+    assert "'online.weight'" in message
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=soak)])
+def test_a_change_after_training_that_is_lost_is_said(stage: int):
+    class ChangeAtEnd(TrainerCallback):
+        @torch.no_grad()
+        def on_end(self, trainer, *args: Any, **kwargs: Any) -> None:
+            trainer.model.online.bias.add_(1)
+
+    def train(trainer: Any) -> None:
+        with mock.patch.object(weight_watch.logger, "warning") as warning:
+            trainer.train()
+            trainer._weight_watch.warn_if_changed()
+        assert warning.call_args.args[1] == "online.bias"
+
+    Side(_target_network, _vectors, stage, callbacks=lambda: [ChangeAtEnd("")]).on_all_ranks(train)
 
 
 def _replace(model: Any) -> None:
@@ -368,6 +421,19 @@ def test_rows_of_transposed_weights_are_kept_within_max_norm(
     assert_same_weights(side.train(), short_rows[2])
 
 
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=soak), pytest.param(3, marks=soak)])
+def test_rows_of_a_compiled_model_are_kept_within_max_norm(
+    short_rows: Dict[int, Dict[str, torch.Tensor]], stage: int
+):
+    def compiled() -> Model:
+        model = tokens_model()
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+        return model
+
+    side = Side(compiled, token_batches, stage, world_size=2)
+    assert_same_weights(side.train(), short_rows[2])
+
+
 def test_rows_with_max_norm_are_the_same_to_the_bit_on_every_rank():
     def train(trainer: Any) -> List[Any]:
         trainer.train()
@@ -378,30 +444,56 @@ def test_rows_with_max_norm_are_the_same_to_the_bit_on_every_rank():
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=soak), 2, pytest.param(3, marks=soak)])
-def test_max_norm_and_a_moving_average(tmp_path: Path, stage: int):
-    def best_weights(*arguments: Any, directory: Path) -> Dict[str, torch.Tensor]:
+def test_max_norm_and_a_moving_average_of_what_is_trained(tmp_path: Path, stage: int):
+    def best_weights(directory: Path, *arguments: Any, **kwargs: Any) -> Dict[str, torch.Tensor]:
+        directory.mkdir()
         Side(
-            _trained_tokens,
-            token_batches,
+            tokens_model,
             *arguments,
-            moving_average=_average,
+            moving_average=_average_of_trained,
             validation_data_loader=Batches(token_batches(0, seed=1)),
+            **kwargs,
         ).train(directory)
         return torch.load(directory / "best.th")
 
-    (tmp_path / "averaged").mkdir()
-    reference = best_weights(directory=tmp_path)
-    assert_same_weights(best_weights(stage, directory=tmp_path / "averaged"), reference)
+    assert_same_weights(
+        best_weights(tmp_path / "ours", token_batches, stage, world_size=2),
+        best_weights(tmp_path / "plain", _batches_of_both, num_gradient_accumulation_steps=2),
+    )
 
 
 def _average(model: Model) -> ExponentialMovingAverage:
     return ExponentialMovingAverage(model.named_parameters(), 0.6)
 
 
-def _trained_tokens() -> Model:
-    model = tokens_model()
-    model.frozen.weight.requires_grad_(True)
-    return model
+def _average_of_trained(model: Model) -> ExponentialMovingAverage:
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return ExponentialMovingAverage(trained, 0.6)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=soak), 2, pytest.param(3, marks=soak)])
+def test_a_frozen_target_may_change_beside_a_moving_average_of_what_is_trained(stage: int):
+    def side(stage: int = None) -> Side:
+        return Side(
+            _target_network,
+            _vectors,
+            stage,
+            callbacks=lambda: [Change()],
+            moving_average=_average_of_trained,
+        )
+
+    assert_same_weights(side(stage).train(), side().train())
+
+
+def test_a_moving_average_of_some_of_the_trained_weights_is_refused():
+    def average(model: Model) -> ExponentialMovingAverage:
+        return ExponentialMovingAverage(list(model.named_parameters())[:1], 0.6)
+
+    def construct(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match="only some of the parameters"):
+            Side(_target_network, _vectors, 2, moving_average=average).construct(rank, None)
+
+    run_workers(1, construct)
 
 
 def test_a_moving_average_of_frozen_weights_that_change_is_refused():
@@ -412,7 +504,7 @@ def test_a_moving_average_of_frozen_weights_that_change_is_refused():
     run_workers(1, construct)
 
     def train(trainer: Any) -> None:
-        with pytest.raises(ConfigurationError, match="moving_average.*make the parameter a buffer"):
+        with pytest.raises(ConfigurationError, match="moving_average.*trained parameters only"):
             trainer.train()
 
     changing = {"callbacks": lambda: [Change()], "moving_average": _average}

@@ -149,6 +149,21 @@ def test_adagrad_with_groups_and_a_schedule(experiments: Experiments, stage: int
     check_parity(experiments, load_config("tagger", TWO_WORKERS, adagrad), stage)
 
 
+@pytest.mark.parametrize("stage", [0])  # refused where states are sharded
+def test_several_optimizers(experiments: Experiments, stage: int) -> None:
+    optimizers = {
+        "trainer.optimizer": {
+            "type": "multi",
+            "optimizers": {
+                "default": {"type": "sgd", "lr": 0.3},
+                "encoder": {"type": "adam", "lr": 0.01},
+            },
+            "parameter_groups": [[["encoder"], {"optimizer_name": "encoder"}]],
+        },
+    }
+    check_parity(experiments, load_config("tagger", TWO_WORKERS, optimizers), stage)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_model_with_a_regularizer(experiments: Experiments, stage: int) -> None:
     regularizer = {
