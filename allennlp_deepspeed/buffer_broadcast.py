@@ -32,8 +32,9 @@ class BufferBroadcast:
 
     def look(self) -> None:
         """
-        Finds out whether the model has buffers on any rank. To be called by every rank, after the
-        same steps in each run, so that these have the same numbers.
+        Finds out whether the model has buffers on any rank. To be called by every rank, at the
+        beginning of each epoch and validation: after the same steps in each run, so that these have
+        the same numbers, and where nothing is counted that a step sends.
         """
         if self._has_found or dist.get_world_size() == 1:
             return

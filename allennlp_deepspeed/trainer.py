@@ -704,8 +704,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._pace.finish_step() or self._is_step_to_save():
             agreement = self._read(running_loss, epoch, progress)
         self._call_on_batch(batches, batch_group_outputs, running_loss, batch_grad_norm, epoch)
-        if self._batches_in_epoch_completed == 1:
-            self._buffers.look()
         if self._checkpointer is not None:
             self._checkpointer.maybe_save_checkpoint(
                 self,
