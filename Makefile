@@ -22,7 +22,7 @@ help:
 	@echo "make soak    kill 200 trainings at random points and recover them (about 20 minutes)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
-	@echo "make lint    check style and types with ruff and mypy"
+	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
 	@echo "make venv    set up .venv, which the above do if needed"
 	@echo "make clean   remove .venv, the demo's data and output, and caches"
 
@@ -55,6 +55,7 @@ lint: $(VENV)/installed
 	ruff check .
 	ruff format --check .
 	mypy allennlp_deepspeed
+	lint-imports
 
 clean:
 	rm -rf $(VENV) data output build *.egg-info .pytest_cache .ruff_cache .mypy_cache

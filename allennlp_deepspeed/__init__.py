@@ -10,15 +10,16 @@ import sys
 with contextlib.redirect_stdout(sys.stderr):
     import deepspeed  # noqa: F401
 
-from allennlp_deepspeed import compat, contrastive, find_learning_rate, preflight
-from allennlp_deepspeed.activation_checkpointing import DeepSpeedCheckpointWrapper
-from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed import compat, contrastive
+from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
-from allennlp_deepspeed.communication_callback import CommunicationCallback
-from allennlp_deepspeed.config import DeepSpeedConfig
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
+from allennlp_deepspeed.engine.activation_checkpointing import DeepSpeedCheckpointWrapper
+from allennlp_deepspeed.launch import find_learning_rate, preflight
 from allennlp_deepspeed.lora import LoraEmbedder
-from allennlp_deepspeed.train_loop import DeepSpeedTrainModel
-from allennlp_deepspeed.trainer import DeepSpeedTrainer
+from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
+from allennlp_deepspeed.training.train_loop import DeepSpeedTrainModel
+from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 __all__ = [
     "CommunicationCallback",

@@ -16,7 +16,7 @@ from allennlp.modules import TokenEmbedder
 from overrides import overrides
 from transformers import PreTrainedModel
 
-from allennlp_deepspeed.config_schema import did_you_mean
+from allennlp_deepspeed.config.schema import did_you_mean
 
 # What `peft` fills in itself, or what means another kind of adapter or of model.
 _NOT_SETTINGS = (

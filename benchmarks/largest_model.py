@@ -26,7 +26,7 @@ import torch
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
-from allennlp_deepspeed.config import DeepSpeedConfig
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from benchmarks import causal_language_model, figures
 
 # Registered by their import.

@@ -26,8 +26,8 @@ from allennlp.commands.train import train_model
 from allennlp.common import Params
 from torch.multiprocessing import start_processes
 
-from allennlp_deepspeed.estimate import Estimator
-from allennlp_deepspeed.model_states import ModelStates
+from allennlp_deepspeed.memory.estimate import Estimator
+from allennlp_deepspeed.memory.model_states import ModelStates
 from benchmarks import figures
 from benchmarks.counted_states import CountedStates
 

@@ -9,7 +9,7 @@ from typing import Dict, List, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.communication import CommunicationCounter, Traffic
+from allennlp_deepspeed.reports.communication import CommunicationCounter, Traffic
 from benchmarks.gradient_traffic import GradientTraffic
 from benchmarks.memory import PeakMemory
 

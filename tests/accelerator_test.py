@@ -9,8 +9,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.models import BasicClassifier
 from allennlp.nn.parallel import DdpAccelerator
 
-from allennlp_deepspeed import preflight
-from allennlp_deepspeed.accelerator import DeepSpeedDdpAccelerator
+from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
+from allennlp_deepspeed.launch import preflight
 from tests.experiment import TWO_WORKERS, deepspeed, load_config
 
 

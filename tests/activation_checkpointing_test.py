@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.activation_checkpointing import check_patterns, checkpoint_modules
+from allennlp_deepspeed.engine.activation_checkpointing import check_patterns, checkpoint_modules
 from tests.experiment import assert_same_weights
 from tests.tensor_memory import TensorMemory
 

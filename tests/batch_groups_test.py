@@ -11,7 +11,7 @@ from allennlp.data.dataset_readers import DatasetReader
 from allennlp.data.fields import MetadataField
 from allennlp.models import Model
 
-from allennlp_deepspeed.batch_groups import BatchGroups
+from allennlp_deepspeed.training.batch_groups import BatchGroups
 from tests.experiment import assert_same_weights
 from tests.side_by_side import Side
 from tests.workers import run_workers

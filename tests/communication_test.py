@@ -11,8 +11,9 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from torch.nn.parallel import DistributedDataParallel
 
-from allennlp_deepspeed import CommunicationCallback, communication
-from allennlp_deepspeed.communication import CommunicationCounter, Traffic
+from allennlp_deepspeed import CommunicationCallback
+from allennlp_deepspeed.reports import communication
+from allennlp_deepspeed.reports.communication import CommunicationCounter, Traffic
 
 TIME_LIMIT = 60  # seconds
 

@@ -12,7 +12,7 @@ from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 
 import allennlp_deepspeed.compat
-from allennlp_deepspeed import serialization
+from allennlp_deepspeed.storage import serialization
 from tests.command import allennlp
 from tests.experiment import INCLUDED, Experiments, deepspeed, load_config
 

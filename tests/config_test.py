@@ -9,11 +9,15 @@ from deepspeed.runtime import config as ds_config
 from deepspeed.runtime.config import DeepSpeedConfig as EngineConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from allennlp_deepspeed import config_support
-from allennlp_deepspeed.config import DeepSpeedConfig, ResolvedConfig, TrainerSettings
-from allennlp_deepspeed.config_schema import Schema
-from allennlp_deepspeed.config_support import SUPPORTED, UNSUPPORTED, unlisted
-from allennlp_deepspeed.config_validation import lookup
+from allennlp_deepspeed.config import support as config_support
+from allennlp_deepspeed.config.deepspeed_config import (
+    DeepSpeedConfig,
+    ResolvedConfig,
+    TrainerSettings,
+)
+from allennlp_deepspeed.config.schema import Schema
+from allennlp_deepspeed.config.support import SUPPORTED, UNSUPPORTED, unlisted
+from allennlp_deepspeed.config.validation import lookup
 
 PRESETS = {
     "zero_1": (1, None, None),

@@ -17,11 +17,16 @@ from allennlp.data import Vocabulary
 from allennlp.models.model import Model
 from allennlp.training.optimizers import Optimizer
 
-from allennlp_deepspeed import optimizer_states
-from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
-from allennlp_deepspeed.estimate import PLACEMENTS, Estimate, Estimator, measure
-from allennlp_deepspeed.meta_model import construct_without_weights
-from allennlp_deepspeed.model_states import ModelSize, ModelStates, OptimizerStates, model_states
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.memory import optimizer_states
+from allennlp_deepspeed.memory.estimate import PLACEMENTS, Estimate, Estimator, measure
+from allennlp_deepspeed.memory.meta_model import construct_without_weights
+from allennlp_deepspeed.memory.model_states import (
+    ModelSize,
+    ModelStates,
+    OptimizerStates,
+    model_states,
+)
 from tests.command import allennlp
 from tests.experiment import FIXTURES, ONE_PROCESS, TWO_WORKERS, Config, load_config
 

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from allennlp_deepspeed import files
-from allennlp_deepspeed.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.storage import files
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 
 
 @pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])

@@ -14,7 +14,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.trainer import Trainer
 
-from allennlp_deepspeed import DeepSpeedTrainer, preflight
+from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed.launch import preflight
 from tests.experiment import load_config
 from tests.trainer_test import Task
 

@@ -20,7 +20,8 @@ from allennlp.training.learning_rate_schedulers import SlantedTriangular
 from allennlp.training.momentum_schedulers import InvertedTriangular
 from allennlp.training.moving_average import ExponentialMovingAverage
 
-from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer, loss_scaling
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from allennlp_deepspeed.engine import loss_scaling
 from tests.experiment import assert_same_weights, load_config
 from tests.fixtures.components import EitherOfTwoEmbedders  # noqa: F401  # registered
 

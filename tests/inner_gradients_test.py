@@ -17,7 +17,8 @@ from allennlp.data.fields import TensorField
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
 
-from allennlp_deepspeed import DeepSpeedTrainer, weights
+from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed.engine import weights
 from tests.experiment import StateDict, assert_same_weights
 from tests.fixtures.inner_gradients import MODELS, NUM_IDS, NUM_LABELS, NUM_TOKENS
 from tests.workers import run_workers

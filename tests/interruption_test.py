@@ -11,7 +11,7 @@ from typing import Callable, Dict, Iterator
 
 import pytest
 
-from allennlp_deepspeed.interruption import TrainingInterruption
+from allennlp_deepspeed.processes.interruption import TrainingInterruption
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 

@@ -6,7 +6,7 @@ from typing import Any, List
 
 import torch
 
-from allennlp_deepspeed import nvme_states
+from allennlp_deepspeed.engine import nvme_states
 
 
 def engine(path: Path, rank: int) -> Any:

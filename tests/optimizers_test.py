@@ -14,8 +14,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer
 from deepspeed import git_version_info
 
-from allennlp_deepspeed import preflight
-from allennlp_deepspeed.config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.optimizers import for_offload
 from tests.experiment import load_config
 

@@ -12,9 +12,10 @@ from allennlp.models import Model
 from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 
-from allennlp_deepspeed import DeepSpeedCheckpointer, universal
-from allennlp_deepspeed.export import find_checkpoint
-from allennlp_deepspeed.sharded_checkpoint import ShardedCheckpoint
+from allennlp_deepspeed import DeepSpeedCheckpointer
+from allennlp_deepspeed.checkpoint import universal
+from allennlp_deepspeed.checkpoint.export import find_checkpoint
+from allennlp_deepspeed.checkpoint.sharded_checkpoint import ShardedCheckpoint
 from tests.experiment import assert_same_weights
 from tests.side_by_side import Batches, Side
 from tests.workers import run_workers  # noqa: F401  # workers are forked

@@ -20,9 +20,9 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 from transformers import AutoModel, BertConfig, BertModel, BertTokenizerFast
 
-from allennlp_deepspeed import partitioned_construction
-from allennlp_deepspeed.engine import process_environment
-from allennlp_deepspeed.partitioned_construction import PartitionedConstruction
+from allennlp_deepspeed.engine import partitioned_construction
+from allennlp_deepspeed.engine.partitioned_construction import PartitionedConstruction
+from allennlp_deepspeed.engine.wrapped_model import process_environment
 from tests.tensor_memory import TensorMemory
 from tests.workers import run_workers
 

@@ -11,7 +11,7 @@ import pytest
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed import preflight
+from allennlp_deepspeed.launch import preflight
 from tests.experiment import TWO_WORKERS, load_config
 
 Config = Dict[str, Any]

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from allennlp_deepspeed.random_states import RandomHistory, random_states, set_random_states
+from allennlp_deepspeed.processes.random_states import (
+    RandomHistory,
+    random_states,
+    set_random_states,
+)
 
 
 def draw() -> list:

@@ -16,10 +16,11 @@ from allennlp.data import DatasetReader
 from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.models import BasicClassifier
 
-from allennlp_deepspeed import DeepSpeedTrainer, universal
-from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.commit import CheckpointError, CommitRecord, FileRecord
-from allennlp_deepspeed.export import export
+from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed.checkpoint import universal
+from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.checkpoint.export import export
+from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord, FileRecord
 from tests.experiment import StateDict, assert_same_weights, load_config
 from tests.trainer_test import Task
 

@@ -11,8 +11,10 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.util import create_serialization_dir
 
-from allennlp_deepspeed import files, recovery, universal
-from allennlp_deepspeed.commit import CommitRecord
+from allennlp_deepspeed.checkpoint import universal
+from allennlp_deepspeed.launch import recovery
+from allennlp_deepspeed.storage import files
+from allennlp_deepspeed.storage.commit import CommitRecord
 from tests.command import allennlp
 from tests.end_to_end.resize_test import on, resizable
 from tests.experiment import Config, Experiments, deepspeed

@@ -16,7 +16,8 @@ from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 
-from allennlp_deepspeed import DeepSpeedTrainer, weight_watch
+from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed.engine import weight_watch
 from tests.experiment import assert_same_weights
 from tests.side_by_side import Batches, Side
 from tests.workers import run_workers  # noqa: F401  # workers are forked

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from allennlp_deepspeed.estimate import Estimate, Estimator, PlacementEstimate
+from allennlp_deepspeed.memory.estimate import Estimate, Estimator, PlacementEstimate
 
 _WIDTH = 130  # characters, where it isn't that of a terminal
 

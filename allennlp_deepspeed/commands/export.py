@@ -1,6 +1,6 @@
 import argparse
 
-from allennlp_deepspeed.export import export, export_adapters
+from allennlp_deepspeed.checkpoint.export import export, export_adapters
 
 
 class Export:

@@ -1,8 +1,8 @@
 import argparse
 
-from allennlp_deepspeed import universal
-from allennlp_deepspeed.commit import CommitRecord
-from allennlp_deepspeed.export import find_checkpoint
+from allennlp_deepspeed.checkpoint import universal
+from allennlp_deepspeed.checkpoint.export import find_checkpoint
+from allennlp_deepspeed.storage.commit import CommitRecord
 
 
 class Resize:

@@ -16,8 +16,8 @@ from allennlp.training.optimizers import (
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from allennlp_deepspeed.config_settings import ResolvedConfig
-from allennlp_deepspeed.config_validation import ROOT
+from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.config.validation import ROOT
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
 from allennlp_deepspeed.optimizers.lion import CPULion, LionOptimizer
 

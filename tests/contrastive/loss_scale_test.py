@@ -12,7 +12,8 @@ from allennlp.common.util import prepare_environment
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import Model
 
-from allennlp_deepspeed import DeepSpeedTrainer, gradient_memory
+from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed.gradients import gradient_memory
 from tests.experiment import assert_same_weights, load_config
 
 

@@ -13,8 +13,8 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.metrics import Metric
 
+from allennlp_deepspeed.checkpoint.module_states import load_module_states, module_states
 from allennlp_deepspeed.contrastive import RetrievalMetric, retrieval_metric
-from allennlp_deepspeed.module_states import load_module_states, module_states
 from tests.workers import run_workers
 
 DIM = 6

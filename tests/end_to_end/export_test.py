@@ -11,10 +11,10 @@ import pytest
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-from allennlp_deepspeed import universal
-from allennlp_deepspeed.commit import CheckpointError
-from allennlp_deepspeed.export import export, find_checkpoint
-from allennlp_deepspeed.sharded_checkpoint import ShardedCheckpoint
+from allennlp_deepspeed.checkpoint import universal
+from allennlp_deepspeed.checkpoint.export import export, find_checkpoint
+from allennlp_deepspeed.checkpoint.sharded_checkpoint import ShardedCheckpoint
+from allennlp_deepspeed.storage.commit import CheckpointError
 from tests.command import REPOSITORY, allennlp, subprocess_allennlp
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, resizable
 from tests.experiment import Config, Experiments, Result, assert_same_metrics, deepspeed

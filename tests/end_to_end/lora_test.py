@@ -13,9 +13,9 @@ import torch
 from allennlp.models.archival import load_archive
 from transformers import AutoModel
 
-from allennlp_deepspeed import serialization
-from allennlp_deepspeed.commit import CommitRecord, FrozenRecord
 from allennlp_deepspeed.lora import adapted_transformers
+from allennlp_deepspeed.storage import serialization
+from allennlp_deepspeed.storage.commit import CommitRecord, FrozenRecord
 from tests.command import allennlp
 from tests.end_to_end.checkpoint_test import assert_ends_alike, recover
 from tests.end_to_end.export_test import assert_identical, exported

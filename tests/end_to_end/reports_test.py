@@ -82,7 +82,7 @@ def test_times_are_logged_for_each_step(result: Result):
 def test_memory_is_logged(experiments: Experiments):
     config = load_config("tagger", TWO_WORKERS, {"data_loader.batches_per_epoch": 1})
     result = experiments.run(with_deepspeed(config, 1, memory_breakdown=True))
-    assert re.search("INFO - allennlp_deepspeed.deepspeed_logging - MA ", log(result))
+    assert re.search("INFO - allennlp_deepspeed.engine.deepspeed_logging - MA ", log(result))
 
 
 def test_collectives_are_logged_one_by_one_and_summed_up_after_each_epoch(result: Result):
@@ -115,7 +115,8 @@ def test_throughput_is_that_of_whole_steps(result: Result):
 
 def test_the_flops_profile_is_one_record(result: Result):
     (profile,) = re.findall(
-        r"INFO - allennlp_deepspeed.deepspeed_logging - \n(-+ DeepSpeed Flops Profiler -.*?)\n0 \|",
+        r"INFO - allennlp_deepspeed.engine.deepspeed_logging - "
+        r"\n(-+ DeepSpeed Flops Profiler -.*?)\n0 \|",
         log(result),
         re.DOTALL,
     )

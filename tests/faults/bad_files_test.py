@@ -15,8 +15,8 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import pytest
 
-from allennlp_deepspeed.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.commit import CheckpointError, CommitRecord
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
 from tests.command import Run, allennlp
 from tests.experiment import (
     INCLUDED,
@@ -78,7 +78,7 @@ def assert_refused(result: Result, run: Run, *messages: str) -> None:
         assert error.startswith("CheckpointError")
         for message in messages:
             assert message in error.replace("\\'", "'").replace('\\"', '"')
-    assert "allennlp_deepspeed.commit.CheckpointError" in run.output
+    assert "allennlp_deepspeed.storage.commit.CheckpointError" in run.output
 
 
 def is_whole(checkpoint: Path) -> bool:

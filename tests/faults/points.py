@@ -20,15 +20,15 @@ from typing import Any, Callable, Counter, Dict, Iterator, List, NamedTuple, Opt
 
 import torch.distributed as dist
 
-from allennlp_deepspeed import files
-from allennlp_deepspeed.background_commit import BackgroundCommit
-from allennlp_deepspeed.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.checkpoint_engine import FileCheckpointEngine
-from allennlp_deepspeed.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.epoch_metrics import EpochMetricsCallback
-from allennlp_deepspeed.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.resumption import Resumption
-from allennlp_deepspeed.trainer import DeepSpeedTrainer
+from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
+from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.storage import files
+from allennlp_deepspeed.storage.background_commit import BackgroundCommit
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.training.epoch_metrics import EpochMetricsCallback
+from allennlp_deepspeed.training.resumption import Resumption
+from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_TEST_FAULT"
 

@@ -13,7 +13,7 @@ from typing import Any, List
 
 import torch.distributed as dist
 
-from allennlp_deepspeed.trainer import DeepSpeedTrainer
+from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 # Seconds. A rank that never writes its file has not failed by itself.
 _PATIENCE = 20.0

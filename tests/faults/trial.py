@@ -12,8 +12,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 
-from allennlp_deepspeed.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.commit import CheckpointError, CommitRecord
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
 from tests.command import Run, allennlp
 from tests.experiment import (
     INCLUDED,

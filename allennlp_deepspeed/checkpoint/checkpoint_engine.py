@@ -1,0 +1,86 @@
+from typing import Any, List, Set, Tuple
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+)
+from overrides import overrides
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from allennlp_deepspeed.storage import files, serialization
+
+
+class FileCheckpointEngine(CheckpointEngine):
+    """
+    What DeepSpeed's engine saves and loads its files with. It keeps track of the files, so that
+    they can be flushed and committed afterwards, and loads them with `weights_only=True`.
+
+    # Parameters
+
+    asynchronous : `bool`, optional (default = `False`)
+        If `True`, `save` makes a copy of the state in CPU memory, with PyTorch's stager, and
+        `write_staged`, which may run in another thread, writes the file.
+
+    # Attributes
+
+    left_out : `Set[str]`
+        The names of parameters that are not saved of the model. DeepSpeed leaves out frozen ones
+        too, but not where a tied parameter has another name.
+    """
+
+    def __init__(self, asynchronous: bool = False) -> None:
+        super().__init__()
+        self.name = "FileCheckpointEngine"
+        self._stager = None
+        if asynchronous:
+            has_gpu = torch.cuda.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=has_gpu,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=has_gpu,
+                )
+            )
+        self.left_out: Set[str] = set()
+        self._staged: List[Tuple[Any, str]] = []
+        self._paths: List[str] = []
+
+    @overrides
+    def create(self, info: CheckpointCommitInfo) -> None:
+        pass
+
+    @overrides
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        files.make_directory(path)
+
+    @overrides
+    def save(self, state_dict: Any, path: str) -> None:
+        self._paths.append(path)
+        if self.left_out and "module" in state_dict:
+            module = state_dict["module"]
+            kept = {key: value for key, value in module.items() if key not in self.left_out}
+            state_dict = {**state_dict, "module": kept}
+        if self._stager is None:
+            files.save(state_dict, path)
+        else:
+            self._staged.append((self._stager.stage(state_dict), path))
+
+    def write_staged(self) -> None:
+        """Writes what has been copied and not written yet."""
+        while self._staged:
+            files.save(*self._staged.pop(0))
+
+    def take_paths(self) -> List[str]:
+        """The files saved since the last call."""
+        paths, self._paths = self._paths, []
+        return paths
+
+    @overrides
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return serialization.load(path, map_location)
+
+    @overrides
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        return True

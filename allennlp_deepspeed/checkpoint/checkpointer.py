@@ -1,0 +1,618 @@
+import logging
+import os
+import re
+import time
+from importlib import metadata
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+from allennlp.training.checkpointer import Checkpointer
+from allennlp.training.trainer import TrainerCheckpoint
+from deepspeed.runtime.engine import DeepSpeedEngine
+from overrides import overrides
+
+from allennlp_deepspeed.checkpoint import frozen_parameters, sharded_checkpoint, universal
+from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
+from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION, Training
+from allennlp_deepspeed.engine import nvme_states, weights
+from allennlp_deepspeed.optimizers import adapt_loaded_states
+from allennlp_deepspeed.storage import files, serialization
+from allennlp_deepspeed.storage.background_commit import BackgroundCommit
+from allennlp_deepspeed.storage.checkpoint_directory import (
+    BEST_WEIGHTS_NAME,
+    ENGINE_TAG,
+    CheckpointDirectory,
+    PointInTime,
+)
+from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord, FrozenRecord
+
+logger = logging.getLogger(__name__)
+
+_ALLENNLP_CHECKPOINT = re.compile(r"(model|training)_state_e\d+_b\d+.*\.th$")
+
+# How long a rank that fails waits for a checkpoint that has been saved but not committed. Seconds.
+_ABANDON_AFTER = 5.0
+
+
+@Checkpointer.register("deepspeed")
+class DeepSpeedCheckpointer(Checkpointer):
+    """
+    Saves, commits, prunes and loads checkpoints of a `DeepSpeedTrainer`. Its methods are to be
+    called by every rank; which ranks write what is decided in here, and every rank takes part in
+    every collective.
+
+    Registered as a `Checkpointer` with name "deepspeed", and the one that the "deepspeed" trainer
+    uses if its `"checkpointer"` has no `"type"`. It takes the arguments of AllenNLP's
+    [`Checkpointer`](https://docs.allennlp.org/main/api/training/checkpointer/) with the same
+    meaning.
+
+    A checkpoint is a directory `checkpoint_e{epochs}_b{steps}` in the serialization directory. In
+    it are what DeepSpeed saves of the model and the optimizer, in DeepSpeed's own layout under the
+    tag `engine`; `training_state_w{rank}.th` for each rank; the best weights so far, `best.th`, as
+    a hard link; and `commit.json`, with a checksum of every file. It is written under another name,
+    flushed to disk while training goes on, and given its name by one rename when every rank has
+    confirmed that its files are there. Before that it is no checkpoint, and older ones stay.
+
+    # Parameters
+
+    save_every_num_seconds : `float`, optional (default = `None`)
+        As in AllenNLP, but in distributed training too: the clock of rank 0 decides for all ranks,
+        which then agree once for each optimizer step.
+    save_on_preemption : `bool`, optional (default = `False`)
+        Whether a training that ends because of a SIGTERM first saves a checkpoint, after the
+        optimizer step that it is in. Not on Ctrl-C.
+    async_save : `bool`, optional (default = `False`)
+        If `True`, training waits only for a copy in CPU memory, and the files are written from it
+        while training goes on. It needs the memory for what this rank saves, once more.
+    exclude_frozen_parameters : `bool`, optional (default = `False`)
+        Whether parameters that aren't trained are left out of checkpoints, which then hold as
+        little as LoRA's adapters. Recovery takes them from the model as it is constructed again,
+        and refuses to continue unless they are the same to the last bit.
+    on_corrupt : `str`, optional (default = `"error"`)
+        What recovery does if a file of the newest checkpoint is missing or damaged: `"error"`, or
+        `"previous"` to rename it to `....corrupt` and continue from the newest that is intact.
+    """
+
+    default_implementation = "deepspeed"
+
+    def __init__(
+        self,
+        serialization_dir: Union[str, os.PathLike],
+        save_completed_epochs: bool = True,
+        save_every_num_seconds: Optional[float] = None,
+        save_every_num_batches: Optional[int] = None,
+        keep_most_recent_by_count: Optional[int] = 2,
+        keep_most_recent_by_age: Optional[int] = None,
+        save_on_preemption: bool = False,
+        async_save: bool = False,
+        exclude_frozen_parameters: bool = False,
+        on_corrupt: str = "error",
+    ) -> None:
+        super().__init__(
+            serialization_dir,
+            save_completed_epochs=save_completed_epochs,
+            save_every_num_batches=save_every_num_batches,
+            keep_most_recent_by_count=keep_most_recent_by_count,
+            keep_most_recent_by_age=keep_most_recent_by_age,
+        )
+        if on_corrupt not in ("error", "previous"):
+            raise ConfigurationError(
+                f"'trainer.checkpointer.on_corrupt' is {on_corrupt!r}: write \"error\" or "
+                '"previous".'
+            )
+        # Not through the base class, which refuses it in distributed training.
+        self._save_every_num_seconds = save_every_num_seconds
+        self._on_corrupt = on_corrupt
+        self._exclude_frozen_parameters = exclude_frozen_parameters
+        self._frozen: Optional[Dict[str, FrozenRecord]] = None  # once they are known
+        self._files = FileCheckpointEngine(async_save)
+        self._checkpoints = CheckpointDirectory(self._serialization_dir)
+        self._commits: Optional[BackgroundCommit] = None
+        self.save_on_preemption = save_on_preemption
+
+    @overrides
+    def maybe_save_checkpoint(  # type: ignore[override]
+        self,
+        trainer: Training,
+        num_epochs_completed: int,
+        num_batches_in_epoch_completed: int,
+        is_time: bool = False,
+    ) -> bool:
+        """
+        Saves a checkpoint if it is time. To be called by every rank, with the same arguments.
+
+        # Parameters
+
+        trainer : `DeepSpeedTrainer`
+        num_epochs_completed : `int`
+        num_batches_in_epoch_completed : `int`
+            In optimizer steps; 0 at the end of an epoch.
+        is_time : `bool`, optional (default = `False`)
+            Whether the ranks have agreed that `save_every_num_seconds` are over. At the end of an
+            epoch they do so in here.
+
+        # Returns
+
+        `bool`
+            Whether the model's weights can be copied from the checkpoint's model state file, which
+            is what AllenNLP's trainer asks. Always `False`: DeepSpeed's files hold shards.
+        """
+        if self._commits is not None:
+            self._commits.raise_error()
+        if num_batches_in_epoch_completed == 0 and self._save_every_num_seconds is not None:
+            is_time |= _of_rank_0(self.is_time_to_save())
+        if is_time or self.is_step_to_save(num_epochs_completed, num_batches_in_epoch_completed):
+            self.save_checkpoint(trainer)
+        return False
+
+    def maybe_save_on_preemption(
+        self,
+        trainer: Training,
+        num_epochs_completed: int,
+        num_batches_in_epoch_completed: int,
+    ) -> None:
+        """
+        Saves a checkpoint before the training leaves, if it is to and the last one isn't of this
+        very point in time. To be called by every rank.
+        """
+        last_save = (
+            self._last_save_num_epochs_completed,
+            self._last_save_num_batches_in_epoch_completed,
+        )
+        now = (num_epochs_completed, num_batches_in_epoch_completed)
+        if self.save_on_preemption and now != last_save:
+            self.save_checkpoint(trainer)
+
+    def is_step_to_save(
+        self, num_epochs_completed: int, num_batches_in_epoch_completed: int
+    ) -> bool:
+        """Whether a checkpoint is to be saved after so many steps. The same on every rank."""
+        last_save_num_batches = (
+            self._last_save_num_batches_in_epoch_completed
+            if num_epochs_completed == self._last_save_num_epochs_completed
+            else 0
+        )
+        is_step = num_batches_in_epoch_completed == 0 and self._save_completed_epochs
+        if self._save_every_num_batches is not None:
+            num_batches = num_batches_in_epoch_completed - last_save_num_batches
+            is_step |= num_batches >= self._save_every_num_batches
+        return is_step
+
+    def is_time_to_save(self) -> bool:
+        """Whether `save_every_num_seconds` are over by this rank's clock."""
+        if self._save_every_num_seconds is None:
+            return False
+        return time.time() - self._last_save_time >= self._save_every_num_seconds
+
+    @overrides
+    def save_checkpoint(self, trainer: Training) -> None:  # type: ignore[override]
+        """
+        Saves a checkpoint, which will be committed, and the older ones pruned, while training goes
+        on. To be called by every rank.
+        """
+        if self._commits is None:
+            self._commits = BackgroundCommit(
+                self._checkpoints, dist.get_rank(), dist.get_world_size(), self._ranks_here(trainer)
+            )
+        self._commits.wait()
+        trainer.save_best_weights()
+        trainer_state = trainer.get_checkpoint_state().trainer_state
+        point = PointInTime(
+            trainer_state["epochs_completed"], trainer_state["batches_in_epoch_completed"]
+        )
+        self._last_save_time = time.time()
+        self._remember(point)
+
+        is_first_here = dist.get_rank() == self._ranks_here(trainer)[0]
+        unfinished = self._checkpoints.unfinished_path(point)
+        record = self._record(point, trainer)
+        if record.frozen:
+            self._files.left_out = frozen_parameters.frozen_names(trainer.model)
+        if is_first_here:
+            self._checkpoints.begin(point)
+            if trainer_state["has_best_weights"]:
+                self._save_best_weights(os.path.join(unfinished, BEST_WEIGHTS_NAME))
+        dist.barrier()
+        trainer.engine.checkpoint_engine = self._files
+        with nvme_states.no_swap_files_copied(trainer.engine):
+            trainer.engine.save_checkpoint(
+                unfinished,
+                tag=ENGINE_TAG,
+                client_state=sharded_checkpoint.client_state(trainer.engine),
+                save_latest=False,
+                exclude_frozen_parameters=self._exclude_frozen_parameters,
+            )
+        if trainer.engine.zero_nvme_offload_optimizer():
+            nvme_states.save(trainer.engine, os.path.join(unfinished, ENGINE_TAG), self._files.save)
+        self._files.save(
+            trainer_state, self._checkpoints.training_state_path(unfinished, dist.get_rank())
+        )
+        self._commits.start(
+            point,
+            record,
+            self._write_staged,
+            then=lambda: self._checkpoints.prune(
+                point, self._keep_most_recent_by_count, self._keep_most_recent_by_age
+            ),
+        )
+
+    def _save_best_weights(self, path: str) -> None:
+        best = os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
+        left_out = self._files.left_out
+        if not left_out:
+            files.link(best, path)
+            return
+        state_dict = serialization.load(best, mmap=True)
+        # Copies, because of a part of a file that is mapped into memory the whole would be saved.
+        files.save({k: _copy(v) for k, v in state_dict.items() if k not in left_out}, path)
+
+    def _write_staged(self) -> List[str]:
+        """
+        Writes what has been staged. Returns the files of this rank, the training state at the end.
+        """
+        self._files.write_staged()
+        paths = self._files.take_paths()
+        classes = serialization.unsafe_classes_in(paths[-1])
+        if classes:
+            raise ConfigurationError(
+                f"The training state can't be saved, because it holds {', '.join(classes)}, and "
+                "checkpoints are loaded without running code that is in them. Metrics and the "
+                "states of callbacks are to be tensors, numbers, strings and containers of them."
+            )
+        return paths
+
+    def _record(self, point: PointInTime, trainer: Training) -> CommitRecord:
+        """To be called by every rank."""
+        frozen = self._frozen_records(trainer) if self._exclude_frozen_parameters else {}
+        return CommitRecord(
+            epochs_completed=point.epochs,
+            batches_in_epoch_completed=point.steps,
+            world_size=dist.get_world_size(),
+            zero_stage=trainer.engine.zero_optimization_stage(),
+            parameters=_parameter_shapes(trainer),
+            versions={
+                "allennlp-deepspeed": _own_version(),
+                "deepspeed": deepspeed.__version__,
+                "torch": torch.__version__,
+            },
+            frozen=frozen,
+        )
+
+    def _ranks_here(self, trainer: Training) -> Sequence[int]:
+        """The ranks with whom this one shares its serialization directory, as far as is known."""
+        if not trainer.engine.use_node_local_storage():
+            return range(dist.get_world_size())
+        num_ranks = int(os.environ.get("ALLENNLP_PROCS_PER_NODE", dist.get_world_size()))
+        first = dist.get_rank() // num_ranks * num_ranks
+        return range(first, first + num_ranks)
+
+    def check_state(self, trainer: Training) -> None:
+        """
+        Checks that what would be saved can be loaded again.
+
+        # Raises
+
+        `ConfigurationError`
+            If a callback's state holds anything but plain data.
+        """
+        for callback in trainer.callbacks:
+            classes = serialization.unsafe_classes(callback.state_dict())
+            if classes:
+                raise ConfigurationError(
+                    f"The state_dict() of the callback {type(callback).__name__} holds "
+                    f"{', '.join(classes)}, and checkpoints are loaded without running code that "
+                    "is in them. Return tensors, numbers, strings and containers of them, or call "
+                    "torch.serialization.add_safe_globals where that class is defined."
+                )
+
+    def finish(self) -> None:
+        """
+        Waits until all that has been saved is committed. To be called by every rank, when training
+        has ended.
+        """
+        if self._commits is not None:
+            self._commits.wait()
+            dist.barrier()  # the store through which the ranks confirm is gone with rank 0
+
+    def abandon(self) -> None:
+        """
+        Gives what has been saved some seconds to be committed. Not a collective: for a rank that
+        fails.
+        """
+        if self._commits is not None:
+            try:
+                self._commits.wait(_ABANDON_AFTER)
+            except Exception:
+                logger.exception("The last checkpoint was not committed.")
+
+    @overrides
+    def load_checkpoint(self, trainer: Optional[Training] = None) -> Optional[TrainerCheckpoint]:
+        """
+        Loads the newest checkpoint that all ranks have: the model and the optimizer into the
+        trainer's engine. To be called by every rank.
+
+        # Returns
+
+        `Optional[TrainerCheckpoint]`
+            This rank's training state, with an empty model state; `None` if there is no checkpoint.
+
+        # Raises
+
+        `CheckpointError`
+            On every rank, if the checkpoint is damaged, or not of this model and configuration.
+        """
+        if trainer is None:
+            raise ConfigurationError(
+                "A DeepSpeedCheckpointer loads a checkpoint into the engine of a trainer: call "
+                "load_checkpoint(trainer)."
+            )
+        ranks_here = self._ranks_here(trainer)
+        if dist.get_rank() == ranks_here[0]:
+            self._checkpoints.clean_up()
+        dist.barrier()
+        checkpoints = self._common_checkpoints(ranks_here)
+        for i, point in enumerate(checkpoints):
+            problem, record = self._inspect(point, ranks_here)
+            if problem is None:
+                assert record is not None
+                return self._load(trainer, point, record)
+            older = (p for p in checkpoints[i + 1 :] if self._inspect(p, ranks_here)[0] is None)
+            self._refuse_unless_previous(point, problem, next(older, None))
+            if dist.get_rank() == ranks_here[0]:
+                logger.warning("%s", problem)
+                logger.warning("It is now in %s", self._checkpoints.set_aside(point))
+            dist.barrier()
+        self._refuse_allennlp_checkpoints()
+        return None
+
+    def _inspect(
+        self, point: PointInTime, ranks_here: Sequence[int]
+    ) -> Tuple[Optional[str], Optional[CommitRecord]]:
+        """
+        Reads the commit record of a checkpoint and compares all files with it, each rank some of
+        them. Every rank must call it, and on all it returns the same problem, or `None`.
+        """
+        path = self._checkpoints.path(point)
+        problem, record = None, None
+        try:
+            record = CommitRecord.read(path)
+            record.verify(path, ranks_here.index(dist.get_rank()), len(ranks_here))
+        except CheckpointError as error:
+            problem = str(error)
+        problems: List[Optional[str]] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        found = sorted({p for p in problems if p is not None})
+        return " ".join(found) or None, record
+
+    def _refuse_unless_previous(
+        self, point: PointInTime, problem: str, older: Optional[PointInTime]
+    ) -> None:
+        if older is None:
+            raise CheckpointError(
+                f"{problem} There is no other checkpoint that is intact. Put the files back as "
+                "they were, or start anew with another serialization directory."
+            )
+        if self._on_corrupt != "previous":
+            raise CheckpointError(
+                f"{problem} Put the files back as they were; or continue from "
+                f"{self._checkpoints.path(older)}, which is intact, by writing "
+                '"checkpointer": {"on_corrupt": "previous"} in the config, or by removing '
+                f"{self._checkpoints.path(point)}."
+            )
+
+    def _load(
+        self, trainer: Training, point: PointInTime, record: CommitRecord
+    ) -> TrainerCheckpoint:
+        """Loads a checkpoint whose files are intact."""
+        path = self._checkpoints.path(point)
+        self._check_model(path, record, trainer)
+        logger.info("Continuing from the checkpoint in %s", path)
+        # With more workers than wrote it, some start from the same state.
+        rank = dist.get_rank() % record.world_size
+        trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
+        self._check_version(path, record, trainer_state)
+        if universal.needs_conversion(record, dist.get_world_size()):
+            self._load_conversion(trainer.engine, path, record, trainer_state)
+        else:
+            self._load_engine(trainer.engine, path, record)
+        adapt_loaded_states(trainer.engine.basic_optimizer)
+        _convert_position(trainer_state, trainer.instances_per_step())
+        self._remember(PointInTime(point.epochs, trainer_state["batches_in_epoch_completed"]))
+        if trainer_state["has_best_weights"]:
+            self._restore_best_weights(path, record, trainer)
+        return TrainerCheckpoint({}, trainer_state)
+
+    def _check_version(
+        self, path: str, record: CommitRecord, trainer_state: Dict[str, Any]
+    ) -> None:
+        version = trainer_state.get("version")
+        if version != TRAINING_STATE_VERSION:
+            raise CheckpointError(
+                f"{path} has a training state of version {version}, and this version of "
+                f"allennlp-deepspeed continues from {TRAINING_STATE_VERSION}: continue with the "
+                f"version that wrote it ({record.versions}); or take its weights with `allennlp "
+                f"deepspeed export {self._serialization_dir}` and start anew from them with "
+                '"model": {"type": "from_archive", ...}.'
+            )
+
+    def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
+        """Loads what as many ranks have saved."""
+        engine.checkpoint_engine = self._files
+        with nvme_states.no_swap_files_copied(engine):
+            loaded_path, _ = engine.load_checkpoint(
+                path, tag=ENGINE_TAG, load_module_strict=not record.frozen
+            )
+        if loaded_path is None:
+            raise CheckpointError(f"DeepSpeed finds no weights in {path}.")
+        if engine.zero_nvme_offload_optimizer():
+            nvme_states.load(engine, os.path.join(path, ENGINE_TAG))
+
+    def _load_conversion(
+        self,
+        engine: DeepSpeedEngine,
+        path: str,
+        record: CommitRecord,
+        trainer_state: Dict[str, Any],
+    ) -> None:
+        """Loads what another number of ranks has saved, and this rank's share of the averages."""
+        converted = [universal.find(path) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(converted, src=0)
+        if converted[0] is None:
+            raise CheckpointError(
+                f"{path} was written by {record.world_size} workers, and there are "
+                f"{dist.get_world_size()} now: run `allennlp deepspeed resize "
+                f"{self._serialization_dir}` first, or recover with `allennlp train --recover`, "
+                "which does it."
+            )
+        universal.load(engine, converted[0])
+        if "moving_average" in trainer_state:
+            trainer_state["moving_average"] = universal.load_moving_average(engine, converted[0])
+
+    def _check_model(self, path: str, record: CommitRecord, trainer: Training) -> None:
+        stage = trainer.engine.zero_optimization_stage()
+        if record.zero_stage != stage:
+            raise CheckpointError(
+                f"{path} was written at ZeRO stage {record.zero_stage}, and this is stage {stage}. "
+                f'Write "stage": {record.zero_stage} to continue; or take its weights with '
+                f"`allennlp deepspeed export {self._serialization_dir}` and start anew from them "
+                'with "model": {"type": "from_archive", ...}.'
+            )
+        shapes = _parameter_shapes(trainer)
+        different = [
+            f"{name} is {record.parameters.get(name, 'not there')} instead of "
+            f"{shapes.get(name, 'not there')}"
+            for name in sorted({**record.parameters, **shapes})
+            if record.parameters.get(name) != shapes.get(name)
+        ]
+        if different:
+            raise CheckpointError(
+                f"{path} is of another model: {'; '.join(different[:3])}"
+                f"{' and others' if len(different) > 3 else ''}. Write the model that it was "
+                "written with, or start anew with another serialization directory."
+            )
+        if record.frozen:
+            frozen_parameters.check_same(self._frozen_records(trainer), record.frozen, path)
+
+    def _frozen_records(self, trainer: Training) -> Dict[str, FrozenRecord]:
+        """Computed once, because they don't change. To be called by every rank."""
+        if self._frozen is None:
+            self._frozen = frozen_parameters.frozen_records(trainer.engine)
+        return self._frozen
+
+    def _restore_best_weights(self, path: str, record: CommitRecord, trainer: Training) -> None:
+        """
+        Those in the serialization directory may be of a later epoch, which is now trained again. To
+        be called by every rank.
+        """
+        state_dict = None
+        if record.frozen:
+            state_dict = weights.full_state_dict(
+                trainer.engine, trainer.is_primary, trainer.mapping_directory
+            )
+        if not trainer.is_primary:
+            return
+        saved = os.path.join(path, BEST_WEIGHTS_NAME)
+        best = os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
+        temporary = f"{best}.w{dist.get_rank()}.tmp"
+        if state_dict is None:
+            files.link(saved, temporary)
+        else:
+            files.save({**state_dict, **serialization.load(saved, mmap=True)}, temporary)
+            files.flush(temporary)
+        files.rename(temporary, best)
+
+    def _remember(self, point: PointInTime) -> None:
+        self._last_save_num_epochs_completed = point.epochs
+        self._last_save_num_batches_in_epoch_completed = point.steps
+
+    def _refuse_allennlp_checkpoints(self) -> None:
+        if not os.path.isdir(self._serialization_dir):
+            return
+        for name in sorted(os.listdir(self._serialization_dir)):
+            if _ALLENNLP_CHECKPOINT.match(name):
+                raise CheckpointError(
+                    f"{os.path.join(self._serialization_dir, name)} is a checkpoint of AllenNLP's "
+                    "own trainer, which the 'deepspeed' trainer can't continue. Finish that "
+                    'training with "type": "gradient_descent", or start anew with another '
+                    'serialization directory, from its weights with "model": {"type": '
+                    '"from_archive", ...}.'
+                )
+
+    def _common_checkpoints(self, ranks_here: Sequence[int]) -> List[PointInTime]:
+        """
+        The checkpoints that all ranks have, the newest first. The ranks agree, because they may not
+        see the same directory.
+        """
+        seen: List[Any] = [None] * dist.get_world_size()
+        own = self._checkpoints.find()
+        dist.all_gather_object(seen, own)
+        common = sorted(
+            set.intersection(*({PointInTime(*p) for p in points} for points in seen)), reverse=True
+        )
+        if not common and any(seen):
+            raise CheckpointError(
+                f"The workers see no checkpoint in common in {self._serialization_dir}: {seen}. "
+                "All nodes need one serialization directory that they share, or "
+                '"checkpoint": {"use_node_local_storage": true} in "deepspeed_config".'
+            )
+        for point in own:
+            if point not in common and dist.get_rank() == ranks_here[0]:
+                logger.warning("Not all workers have %s", self._checkpoints.path(point))
+                if len(ranks_here) < dist.get_world_size():  # here are only this node's
+                    self._checkpoints.set_aside(point)
+        dist.barrier()
+        return common
+
+    @overrides
+    def find_latest_checkpoint(self) -> Optional[Tuple[str, str]]:
+        """
+        The directory of the newest checkpoint that this rank sees, and this rank's training state
+        file in it; `None` if there is no checkpoint.
+        """
+        checkpoints = self._checkpoints.find()
+        if not checkpoints:
+            return None
+        path = self._checkpoints.path(checkpoints[0])
+        return path, self._checkpoints.training_state_path(path, self._rank)
+
+
+DeepSpeedCheckpointer.register("deepspeed")(DeepSpeedCheckpointer)
+
+
+def _of_rank_0(decision: bool) -> bool:
+    decisions = [decision]
+    dist.broadcast_object_list(decisions, src=0)
+    return decisions[0]
+
+
+def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> None:
+    """
+    Gives the training state the number of steps that make the same part of the epoch, if a step has
+    another number of instances now. It is rounded down, so that no instance is left out.
+    """
+    before = trainer_state["batches_in_epoch_completed"]
+    now = before * trainer_state["instances_per_step"] // instances_per_step
+    trainer_state["batches_in_epoch_completed"] = now
+    if now != before:
+        trainer_state.pop("train_metrics", None)  # some steps may be trained again
+
+
+def _parameter_shapes(trainer: Training) -> Dict[str, List[int]]:
+    return {
+        name: list(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in trainer.model.named_parameters()
+    }
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("allennlp-deepspeed")
+    except metadata.PackageNotFoundError:  # used from a checkout
+        return "unknown"

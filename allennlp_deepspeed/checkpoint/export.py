@@ -1,0 +1,229 @@
+"""
+Makes what everyone can load out of a checkpoint.
+"""
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack, contextmanager
+from typing import Any, Dict, Iterator, Optional
+
+from allennlp.common import Params
+from allennlp.models import Model
+from allennlp.models.archival import CONFIG_NAME, archive_model, load_archive
+
+from allennlp_deepspeed import lora
+from allennlp_deepspeed.checkpoint import frozen_parameters
+from allennlp_deepspeed.checkpoint.sharded_checkpoint import ShardedCheckpoint
+from allennlp_deepspeed.storage import files
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_NAME = "weights.th"
+ARCHIVE_NAME = "model.tar.gz"
+
+_UNFINISHED = ".unfinished"
+
+_NOT_ARCHIVED = ("checkpoint_*", "export_*", "nvme", "*.th", "*.tar.gz")
+
+
+def export(
+    serialization_dir: str,
+    epoch: Optional[int] = None,
+    output_dir: Optional[str] = None,
+    merge_adapters: bool = False,
+) -> str:
+    """
+    Writes the weights of a checkpoint in fp32 to `weights.th`, a `state_dict` of the plain model,
+    and an archive with them to `model.tar.gz`. They are the moving averages where training keeps
+    some, as in the archive that training leaves.
+
+    On one CPU, without a process group, and within the memory of the weights and one parameter.
+    Where the checkpoint lacks frozen parameters, or `merge_adapters` is `True`, the model is
+    constructed, which takes the memory of its weights once more.
+
+    # Parameters
+
+    serialization_dir : `str`, required.
+    epoch : `int`, optional (default = `None`)
+        The number of epochs that the checkpoint has completed. If there are several such, the one
+        at the end of the epoch is taken, and the newest if there is none. `None` for the newest of
+        all.
+    output_dir : `str`, optional (default = `None`)
+        Where to write the files, replacing earlier ones. `None` for a directory in
+        `serialization_dir` with the name of the checkpoint.
+    merge_adapters : `bool`, optional (default = `False`)
+        Whether LoRA's adapters are added to the weights that they adapt. The config in the archive
+        has no token embedder of type "lora" then.
+
+    # Returns
+
+    `str`
+        The directory with the two files.
+
+    # Raises
+
+    `CheckpointError`
+        If there is no such checkpoint, or it is damaged.
+    `ConfigurationError`
+        If there are no adapters to merge.
+    """
+    checkpoint = find_checkpoint(serialization_dir, epoch)
+    record = _verified(checkpoint)
+    output_dir = _prepare(serialization_dir, checkpoint, output_dir)
+    weights = os.path.join(output_dir, WEIGHTS_NAME)
+    archive = os.path.join(output_dir, ARCHIVE_NAME)
+    with ExitStack() as stack:
+        archived_dir = serialization_dir
+        if merge_adapters:
+            model = _load_model(serialization_dir, checkpoint, record)
+            lora.merge_adapters(model)
+            state_dict = model.state_dict()
+            archived_dir = stack.enter_context(_without_adapters(serialization_dir))
+        else:
+            state_dict = _state_dict(serialization_dir, checkpoint, record)
+        files.save(state_dict, weights + _UNFINISHED)
+        _finish(weights)
+        params = Params.from_file(os.path.join(archived_dir, CONFIG_NAME))
+        archive_model(
+            archived_dir,
+            weights=weights,
+            archive_path=archive + _UNFINISHED,
+            include_in_archive=params.pop("include_in_archive", None),
+        )
+    _finish(archive)
+    return output_dir
+
+
+def export_adapters(
+    source: str, epoch: Optional[int] = None, output_dir: Optional[str] = None
+) -> str:
+    """
+    Writes LoRA's adapters alone, in the files `adapter_config.json` and `adapter_model.safetensors`
+    that `peft.PeftModel.from_pretrained` loads into the transformer that they were trained in. If
+    the model has several transformers with adapters, each has a directory of its own, with its name
+    in the model.
+
+    # Parameters
+
+    source : `str`, required.
+        A serialization directory, of which a checkpoint is taken, or an archive.
+    epoch : `int`, optional (default = `None`)
+        As in `export`.
+    output_dir : `str`, optional (default = `None`)
+        As in `export`. For an archive `None` is the directory `adapters` beside it.
+
+    # Returns
+
+    `str`
+        The directory with the files.
+
+    # Raises
+
+    `CheckpointError`
+        If there is no such checkpoint, or it is damaged.
+    `ConfigurationError`
+        If the model has no adapters.
+    """
+    if os.path.isfile(source):
+        model = load_archive(source, cuda_device=-1).model
+        transformers = lora.adapted_transformers(model)
+        output_dir = output_dir or os.path.join(os.path.dirname(source), "adapters")
+        files.make_directory(output_dir)
+    else:
+        checkpoint = find_checkpoint(source, epoch)
+        model = _load_model(source, checkpoint, _verified(checkpoint))
+        transformers = lora.adapted_transformers(model)
+        output_dir = _prepare(source, checkpoint, output_dir)
+    for name, transformer in transformers.items():
+        directory = output_dir if len(transformers) == 1 else os.path.join(output_dir, name)
+        files.make_directory(directory)
+        lora.save_adapters(transformer, directory)
+    return os.path.abspath(output_dir)
+
+
+def _verified(checkpoint: str) -> CommitRecord:
+    record = CommitRecord.read(checkpoint)
+    record.verify(checkpoint)
+    logger.info("Exporting the weights of %s", checkpoint)
+    return record
+
+
+def _prepare(serialization_dir: str, checkpoint: str, output_dir: Optional[str]) -> str:
+    """Makes the directory to write to, and returns its path."""
+    if output_dir is None:
+        name = os.path.basename(checkpoint).replace("checkpoint", "export", 1)
+        output_dir = os.path.join(serialization_dir, name)
+    output_dir = os.path.abspath(output_dir)
+    files.make_directory(output_dir)
+    return output_dir
+
+
+def _state_dict(serialization_dir: str, checkpoint: str, record: CommitRecord) -> Dict[str, Any]:
+    """The whole `state_dict` of the model, in fp32."""
+    state_dict = ShardedCheckpoint(checkpoint).state_dict()
+    if not record.frozen:
+        return state_dict
+    model = frozen_parameters.construct_model(serialization_dir)
+    return frozen_parameters.complete(state_dict, model, record.frozen, checkpoint)
+
+
+def _load_model(serialization_dir: str, checkpoint: str, record: CommitRecord) -> Model:
+    """The model, constructed and with the weights of the checkpoint."""
+    model = frozen_parameters.construct_model(serialization_dir)
+    state_dict = ShardedCheckpoint(checkpoint).state_dict()
+    if record.frozen:
+        state_dict = frozen_parameters.complete(state_dict, model, record.frozen, checkpoint)
+    model.load_state_dict(state_dict)
+    return model
+
+
+@contextmanager
+def _without_adapters(serialization_dir: str) -> Iterator[str]:
+    """A copy of what an archive is made of, but for the weights, with a config without adapters."""
+    with tempfile.TemporaryDirectory() as directory:
+        copy = os.path.join(directory, "copy")
+        left_out = shutil.ignore_patterns(*_NOT_ARCHIVED)
+        shutil.copytree(
+            serialization_dir,
+            copy,
+            # What is further down may be a part of the archive.
+            ignore=lambda path, names: left_out(path, names) if path == serialization_dir else [],
+        )
+        path = os.path.join(copy, CONFIG_NAME)
+        config = lora.without_adapters(Params.from_file(path).as_dict(quiet=True))
+        files.write(json.dumps(config, indent=4), path)
+        yield copy
+
+
+def find_checkpoint(serialization_dir: str, epoch: Optional[int] = None) -> str:
+    """
+    The newest checkpoint, or the one that has completed `epoch` epochs. Of several such it is the
+    one at the end of the epoch, or the newest if there is none.
+
+    # Raises
+
+    `CheckpointError`
+        If there is none.
+    """
+    checkpoints = CheckpointDirectory(serialization_dir)
+    points = [point for point in checkpoints.find() if epoch in (None, point.epochs)]
+    if not points:
+        which = "checkpoint" if epoch is None else f"checkpoint of {epoch} epochs"
+        found = ", ".join(os.path.basename(checkpoints.path(p)) for p in checkpoints.find())
+        raise CheckpointError(
+            f"There is no {which} in {serialization_dir}. There are: {found or 'none'}."
+        )
+    at_the_end = [point for point in points if epoch is not None and point.steps == 0]
+    return checkpoints.path(max(at_the_end or points))
+
+
+def _finish(path: str) -> None:
+    """Gives a file its name when it is on disk."""
+    files.flush(path + _UNFINISHED)
+    files.rename(path + _UNFINISHED, path)
+    files.flush(os.path.dirname(path))

@@ -1,0 +1,151 @@
+"""
+The frozen parameters of checkpoints that leave them out: what identifies their weights, and where
+else to get them from.
+"""
+
+import os
+from typing import Any, Dict, List, Mapping, Set
+
+import torch
+import torch.distributed as dist
+from allennlp.common import Params
+from allennlp.common.util import prepare_environment
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from allennlp.models.archival import CONFIG_NAME
+from deepspeed import zero
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from allennlp_deepspeed.storage.commit import CheckpointError, FrozenRecord
+
+
+def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
+    """
+    What identifies the weights of each frozen parameter. To be called by every rank. Takes as long
+    as reading all of them, and the memory of one.
+
+    # Returns
+
+    `Dict[str, FrozenRecord]`
+        By name, the same on every rank. A parameter with several names goes by the first.
+    """
+    records = {}
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            with zero.GatheredParameters([parameter]):
+                if dist.get_rank() == 0:
+                    records[name] = FrozenRecord.of(parameter.data)
+    records_of_rank_0 = [records]
+    dist.broadcast_object_list(records_of_rank_0, src=0)
+    return records_of_rank_0[0]
+
+
+def frozen_names(model: torch.nn.Module) -> Set[str]:
+    """All names of the frozen parameters, tied ones included."""
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named_parameters if not parameter.requires_grad}
+
+
+def check_same(
+    actual: Mapping[str, FrozenRecord], expected: Mapping[str, FrozenRecord], checkpoint: str
+) -> None:
+    """
+    # Parameters
+
+    actual : `Mapping[str, FrozenRecord]`, required.
+        Of the model.
+    expected : `Mapping[str, FrozenRecord]`, required.
+        Of the checkpoint.
+    checkpoint : `str`, required.
+
+    # Raises
+
+    `CheckpointError`
+        If they differ.
+    """
+    different = sorted(
+        name for name in {**actual, **expected} if actual.get(name) != expected.get(name)
+    )
+    if different:
+        raise CheckpointError(
+            f"{checkpoint} has no frozen parameters, and those of the model are not the ones that "
+            f"it was trained with: {_listing(different)}. Give the model the pretrained weights "
+            "that it had, from the same files."
+        )
+
+
+def construct_model(serialization_dir: str) -> Model:
+    """
+    The model of a training as it is before the first step, on the CPU.
+
+    # Parameters
+
+    serialization_dir : `str`, required.
+        With the config and the vocabulary of the training.
+    """
+    params = Params.from_file(os.path.join(serialization_dir, CONFIG_NAME))
+    prepare_environment(params)
+    vocabulary = params.pop("vocabulary", Params({}))
+    vocabulary_class, _ = Vocabulary.resolve_class_name(
+        vocabulary.pop_choice("type", Vocabulary.list_available(), default_to_first_choice=True)
+    )
+    vocab = vocabulary_class.from_files(  # type: ignore[attr-defined]
+        os.path.join(serialization_dir, "vocabulary"),
+        vocabulary.get("padding_token"),
+        vocabulary.get("oov_token"),
+    )
+    return Model.from_params(params.pop("model"), vocab=vocab, serialization_dir=serialization_dir)
+
+
+def complete(
+    state_dict: Dict[str, Any], model: Model, records: Mapping[str, FrozenRecord], checkpoint: str
+) -> Dict[str, Any]:
+    """
+    Adds the frozen parameters to what a checkpoint has.
+
+    # Parameters
+
+    state_dict : `Dict[str, Any]`, required.
+        In fp32.
+    model : `Model`, required.
+        As it is before the first step.
+    records : `Mapping[str, FrozenRecord]`, required.
+        Of the checkpoint.
+    checkpoint : `str`, required.
+
+    # Returns
+
+    `Dict[str, Any]`
+        What `state_dict` would be if none had been left out.
+
+    # Raises
+
+    `CheckpointError`
+        If the model's weights are not those of the training.
+    """
+    parameters = dict(model.named_parameters())
+    weights = {
+        id(parameter): parameter.detach().to(records[name].torch_dtype)
+        for name, parameter in parameters.items()
+        if name in records
+    }
+    actual = {
+        name: FrozenRecord.of(weights[id(parameter)])
+        for name, parameter in parameters.items()
+        if name in records
+    }
+    check_same(actual, records, checkpoint)
+    in_fp32 = {key: _to_fp32(weight) for key, weight in weights.items()}
+    return {
+        key: state_dict[key] if key in state_dict else in_fp32[id(value)]
+        for key, value in model.state_dict(keep_vars=True).items()
+    }
+
+
+def _to_fp32(weight: torch.Tensor) -> torch.Tensor:
+    is_half = weight.dtype in (torch.float16, torch.bfloat16)
+    return weight.float() if is_half else weight
+
+
+def _listing(names: List[str]) -> str:
+    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"

@@ -1,0 +1,441 @@
+"""
+Reads the checkpoints of any number of ranks at any ZeRO stage, on one CPU and without a process
+group.
+"""
+
+import glob
+import math
+import os
+from collections import defaultdict
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from allennlp_deepspeed.storage import serialization
+from allennlp_deepspeed.storage.checkpoint_directory import (
+    ENGINE_TAG,
+    CheckpointDirectory,
+    nvme_path,
+)
+from allennlp_deepspeed.storage.commit import CheckpointError
+
+_PARAMETERS_OF_GROUPS = "parameters_of_groups"
+
+_LOSS_SCALER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""The attributes of the engine that count what it has done."""
+
+
+def client_state(engine: DeepSpeedEngine) -> Dict[str, Any]:
+    """
+    What `engine.save_checkpoint` has to be given as its `client_state`: the names of the parameters
+    in the optimizer's order. DeepSpeed saves them too, but not at stage 0.
+    """
+    if engine.zero_optimization():
+        return {}
+    groups = getattr(engine.optimizer, "fp16_groups", None) or [
+        group["params"] for group in engine.basic_optimizer.param_groups
+    ]
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    return {_PARAMETERS_OF_GROUPS: [[names[id(p)] for p in group] for group in groups]}
+
+
+class Fragment(NamedTuple):
+    """
+    A part of a parameter in a flat shard. All numbers count elements.
+
+    # Parameters
+
+    parameter : `str`
+        Its name.
+    start : `int`
+        Of the part, in the flattened parameter.
+    shard_start : `int`
+        Of the part, in the shard.
+    numel : `int`
+    """
+
+    parameter: str
+    start: int
+    shard_start: int
+    numel: int
+
+
+def partitions(
+    shapes: Dict[str, torch.Size], rank: int, world_size: int
+) -> Tuple[List[Fragment], int]:
+    """
+    How ZeRO stage 3 shares parameters: each is cut into `world_size` parts of one size, the last
+    ones padded, and a rank's shard has its part of each.
+
+    # Returns
+
+    `Tuple[List[Fragment], int]`
+        The fragments in the rank's shard, and the length of the shard.
+    """
+    fragments = []
+    shard_start = 0
+    for name, shape in shapes.items():
+        size = math.ceil(shape.numel() / world_size)
+        start = min(rank * size, shape.numel())
+        numel = min(size, shape.numel() - start)
+        fragments.append(Fragment(name, start, shard_start, numel))
+        shard_start += size
+    return fragments, shard_start
+
+
+class _Shard(NamedTuple):
+    """What the optimizer of one rank steps as one tensor: fp32 weights, and its states of them."""
+
+    fragments: List[Fragment]
+    master: torch.Tensor
+    state: Dict[str, Any] = {}
+    padding: int = 0
+    """The number of elements by which states can be longer than what is saved of the weights."""
+
+
+class ShardedCheckpoint:
+    """
+    A checkpoint as its ranks wrote it. When it is constructed only metadata is read; tensors are
+    read when they are asked for, one parameter at a time.
+
+    # Parameters
+
+    directory : `str`, required.
+        A checkpoint, complete and undamaged.
+
+    # Attributes
+
+    trainable : `Dict[str, torch.Size]`
+        The shapes of the parameters that the optimizer steps, by name. A parameter with several
+        names goes by the first.
+    frozen : `Dict[str, torch.Size]`
+        The shapes of the other parameters, unless the checkpoint leaves them out.
+    buffers : `Dict[str, torch.Tensor]`
+    param_groups : `List[Dict[str, Any]]`
+        The groups of the optimizer, with the names of their parameters. Empty at stage 0, where an
+        engine can load the optimizer as it is.
+    loss_scaler : `Dict[str, Any]`
+        What DeepSpeed's optimizer saves of it at stages 1 to 3.
+    counters : `Dict[str, int]`
+        The engine's.
+    lr_scheduler : `Optional[Dict[str, Any]]`
+        The state of the scheduler in DeepSpeed's own section, if there is one.
+    has_moving_average : `bool`
+
+    # Raises
+
+    `CheckpointError`
+        If something isn't there.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._engine_directory = os.path.join(directory, ENGINE_TAG)
+        models = self._load("*mp_rank_00_model_states.pt")
+        optimizers = [file["optimizer_state_dict"] for file in self._load("*_optim_states.pt")]
+        model = models[0]
+        if optimizers and len(optimizers) != model["dp_world_size"]:
+            raise CheckpointError(
+                f"{self._engine_directory} has the optimizer states of {len(optimizers)} workers, "
+                f"and {model['dp_world_size']} wrote it: those of all nodes are needed."
+            )
+        self._module: Dict[str, Any] = model["module"]
+        self._canonical_names = _canonical_names(self._module, model["buffer_names"])
+        self.buffers = {name: self._module[name] for name in model["buffer_names"]}
+        self.counters = {name: model[name] for name in COUNTERS}
+        self.lr_scheduler: Optional[Dict[str, Any]] = model["lr_scheduler"]
+        self.loss_scaler: Dict[str, Any] = {}
+        self.param_groups: List[Dict[str, Any]] = []
+        self._frozen_partitions: Dict[str, List[torch.Tensor]] = {}
+        self._frozen_shapes: Dict[str, torch.Size] = {}
+        if not optimizers:
+            shapes = _shapes_at_stage_0(self._engine_directory, model)
+            self._shards = [_shards_at_stage_0(model, shapes)]
+        else:
+            shapes = model["param_shapes"]
+            self.loss_scaler = {
+                key: optimizers[0][key] for key in _LOSS_SCALER_KEYS if key in optimizers[0]
+            }
+            if "fp32_flat_groups" not in optimizers[0]:
+                self._shards = _shards_at_stages_1_and_2(optimizers)
+            else:
+                for rank, optimizer in enumerate(optimizers):
+                    self._add_states_on_nvme(rank, optimizer, len(shapes))
+                self._shards = _shards_at_stage_3(optimizers, shapes)
+                self._frozen_shapes = model["frozen_param_shapes"] or {}
+                self._frozen_partitions = {
+                    name: [file["frozen_param_fragments"][name] for file in models]
+                    for name in self._frozen_shapes
+                }
+            self.param_groups = [
+                self._named(group) for group in _base_optimizer(optimizers[0])["param_groups"]
+            ]
+        self.trainable: Dict[str, torch.Size] = {n: s for group in shapes for n, s in group.items()}
+        self.frozen: Dict[str, torch.Size] = {
+            name: self._frozen_shapes.get(name, self._module[name].shape)
+            for name in dict.fromkeys(self._canonical_names.values())
+            if name not in self.trainable
+        }
+        # By parameter: the rank, which of its shards, and where in it.
+        self._places: Dict[str, List[Tuple[int, int, Fragment]]] = {n: [] for n in self.trainable}
+        for rank, shards in enumerate(self._shards):
+            for index, shard in enumerate(shards):
+                for fragment in shard.fragments:
+                    self._places[fragment.parameter].append((rank, index, fragment))
+        self._moving_averages = self._load_moving_averages(directory)
+        self.has_moving_average = self._moving_averages is not None
+
+    def master(self, name: str) -> torch.Tensor:
+        """The whole weight of a trainable parameter, in fp32."""
+        whole = self._assemble(name, lambda rank, index: self._shards[rank][index].master)
+        return whole.float() if _is_half(whole) else whole
+
+    def state_names(self, name: str) -> List[str]:
+        """
+        The names of the optimizer's states that have one number for each weight of a trainable
+        parameter, such as Adam's moments.
+
+        # Raises
+
+        `CheckpointError`
+            If there is a state that is neither that nor one number.
+        """
+        shard = self._first_shard(name)
+        names = [key for key, value in shard.state.items() if not _is_scalar(value)]
+        lengths = (shard.master.numel(), shard.master.numel() + shard.padding)
+        for key in names:
+            if shard.state[key].dim() != 1 or shard.state[key].numel() not in lengths:
+                raise CheckpointError(
+                    f"In {self._engine_directory} the optimizer's state '{key}' has the shape "
+                    f"{tuple(shard.state[key].shape)} for a shard of {lengths[0]} weights, which "
+                    "can't be divided among another number of workers. Continue with the number "
+                    f"that wrote it ({len(self._shards)})."
+                )
+        return names
+
+    def state(self, name: str, key: str) -> torch.Tensor:
+        """One of the `state_names`, whole and of the parameter's shape."""
+        return self._assemble(name, lambda rank, index: self._shards[rank][index].state[key])
+
+    def scalars(self, name: str) -> Dict[str, Any]:
+        """The optimizer's other states of a trainable parameter, such as the number of steps."""
+        return {k: v for k, v in self._first_shard(name).state.items() if _is_scalar(v)}
+
+    def moving_average(self, name: str) -> torch.Tensor:
+        """The whole moving average of a trainable parameter, if there is one."""
+        averages = self._moving_averages
+        assert averages is not None
+        return self._assemble(name, lambda rank, index: averages[rank][str(index)])
+
+    def frozen_weight(self, name: str) -> torch.Tensor:
+        """The whole weight of a frozen parameter, in the precision of the model."""
+        if name not in self._frozen_partitions:
+            return self._module[name]
+        shape = self.frozen[name]
+        parts = [part.flatten() for part in self._frozen_partitions[name]]
+        if sum(part.numel() for part in parts) < shape.numel():
+            raise CheckpointError(
+                f"{self._engine_directory} lacks the weights of the frozen parameter {name}, which "
+                "were on NVMe."
+            )
+        return torch.cat(parts)[: shape.numel()].view(shape)
+
+    def state_dict(self) -> Dict[str, Any]:
+        """
+        What `model.state_dict()` would be of the same model on one CPU in fp32: with the moving
+        average where there is one, because it is what AllenNLP validates and archives, and with
+        tied parameters tied. Besides the result it needs the memory of one parameter.
+        """
+        weights: Dict[str, torch.Tensor] = {}
+        state_dict: Dict[str, Any] = {}
+        for key, value in self._module.items():
+            name = self._canonical_names.get(key)
+            if name is None:
+                state_dict[key] = _to_fp32(value) if isinstance(value, torch.Tensor) else value
+                continue
+            if name not in weights:
+                weights[name] = self._weight(name)
+            state_dict[key] = weights[name]
+        return state_dict
+
+    def _weight(self, name: str) -> torch.Tensor:
+        if name not in self.trainable:
+            return _to_fp32(self.frozen_weight(name))
+        return self.moving_average(name) if self.has_moving_average else self.master(name)
+
+    def _assemble(self, name: str, tensor: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        """
+        # Parameters
+
+        name : `str`
+        tensor : `Callable[[int, int], torch.Tensor]`
+            Gives the tensor that is laid out like a shard, for a rank and the shard's index.
+        """
+        shape = self.trainable[name]
+        rank, index, _ = self._places[name][0]
+        whole = torch.empty(shape.numel(), dtype=tensor(rank, index).dtype)
+        covered = 0
+        for rank, index, fragment in self._places[name]:
+            part = tensor(rank, index).flatten()
+            whole.narrow(0, fragment.start, fragment.numel).copy_(
+                part.narrow(0, fragment.shard_start, fragment.numel)
+            )
+            covered += fragment.numel
+        if covered != shape.numel():
+            raise CheckpointError(
+                f"{self._engine_directory} has {covered} of the {shape.numel()} weights of {name}."
+            )
+        return whole.view(shape)
+
+    def _first_shard(self, name: str) -> _Shard:
+        rank, index, _ = self._places[name][0]
+        return self._shards[rank][index]
+
+    def _named(self, group: Dict[str, Any]) -> Dict[str, Any]:
+        names = [
+            fragment.parameter
+            for shards in self._shards
+            for index in group["params"]
+            for fragment in shards[index].fragments
+        ]
+        return {**group, "params": list(dict.fromkeys(names))}
+
+    def _load(self, pattern: str) -> List[Dict[str, Any]]:
+        """The engine's files, one a rank and in the order of the ranks, or one in all."""
+        paths = glob.glob(os.path.join(glob.escape(self._engine_directory), pattern))
+        if not paths and pattern.startswith("*mp_rank"):
+            raise CheckpointError(f"DeepSpeed's files are missing in {self._engine_directory}.")
+        return [serialization.load(path, mmap=True) for path in sorted(paths, key=_rank)]
+
+    def _add_states_on_nvme(
+        self, rank: int, optimizer: Dict[str, Any], num_sub_groups: int
+    ) -> None:
+        """Where they were on NVMe, DeepSpeed's own file lacks them."""
+        paths = [nvme_path(self._engine_directory, rank, i) for i in range(num_sub_groups)]
+        if os.path.exists(paths[0]):
+            states = [serialization.load(path, mmap=True) for path in paths]
+            optimizer["fp32_flat_groups"] = [state.pop("fp32") for state in states]
+            _base_optimizer(optimizer)["state"] = dict(enumerate(states))
+
+    def _load_moving_averages(self, directory: str) -> Optional[List[Dict[str, torch.Tensor]]]:
+        path = CheckpointDirectory(os.path.dirname(directory)).training_state_path
+        states = [
+            serialization.load(path(directory, rank), mmap=True)
+            for rank in range(len(self._shards))
+        ]
+        if "moving_average" not in states[0]:
+            return None
+        return [state["moving_average"]["shadows"] for state in states]
+
+
+def _rank(path: str) -> int:
+    _, separator, rank = os.path.basename(path).partition("zero_pp_rank_")
+    return int(rank.split("_")[0]) if separator else 0
+
+
+def _canonical_names(module: Dict[str, Any], buffers: List[str]) -> Dict[str, str]:
+    """
+    For each name of each parameter the first of its names. A parameter has one storage under all
+    its names, at stage 3 too, where it is empty.
+    """
+    first: Dict[Any, str] = {}
+    names = {}
+    for name, value in module.items():
+        if isinstance(value, torch.Tensor) and name not in buffers:
+            identity = (value.untyped_storage()._cdata, value.storage_offset(), value.shape)
+            names[name] = first.setdefault(identity, name)
+    return names
+
+
+def _shapes_at_stage_0(directory: str, model: Dict[str, Any]) -> List[Dict[str, torch.Size]]:
+    groups = model.get(_PARAMETERS_OF_GROUPS)
+    if groups is None:
+        raise CheckpointError(
+            f"{directory} doesn't have the order of the optimizer's parameters: it was not written "
+            "by this package's checkpointer."
+        )
+    return [{name: model["module"][name].shape for name in group} for group in groups]
+
+
+def _shards_at_stage_0(model: Dict[str, Any], shapes: List[Dict[str, torch.Size]]) -> List[_Shard]:
+    """What every rank has: the parameters, or fp32 copies of them, some flat and some not."""
+    optimizer = model["optimizer"]
+    shards = []
+    for i, group in enumerate(shapes):
+        if "fp32_groups_flat" in optimizer:
+            fragments = []
+            start = 0
+            for name, shape in group.items():
+                fragments.append(Fragment(name, 0, start, shape.numel()))
+                start += shape.numel()
+            shards.append(_Shard(fragments, optimizer["fp32_groups_flat"][i]))
+            continue
+        masters = optimizer.get("fp32_groups")
+        for j, (name, shape) in enumerate(group.items()):
+            master = model["module"][name] if masters is None else masters[i][j]
+            shards.append(_Shard([Fragment(name, 0, 0, shape.numel())], master))
+    return shards
+
+
+def _shards_at_stages_1_and_2(optimizers: List[Dict[str, Any]]) -> List[List[_Shard]]:
+    """
+    A rank has one flat shard of each group: its slice of the group's parameters one after another.
+    Where a parameter goes on in the next rank's, its earlier part is the one of the lower rank.
+    """
+    ends: Dict[str, int] = defaultdict(int)
+    shards: List[List[_Shard]] = []
+    for optimizer in optimizers:
+        shards.append([])
+        for index, addresses in enumerate(optimizer["param_slice_mappings"]):
+            fragments = []
+            for name, address in addresses.items():
+                fragments.append(Fragment(name, ends[name], address.start, address.numel))
+                ends[name] += address.numel
+            shards[-1].append(
+                _Shard(
+                    fragments,
+                    optimizer["single_partition_of_fp32_groups"][index],
+                    _base_optimizer(optimizer)["state"].get(index, {}),
+                    optimizer["group_paddings"][index],
+                )
+            )
+    return shards
+
+
+def _shards_at_stage_3(
+    optimizers: List[Dict[str, Any]], shapes: List[Dict[str, torch.Size]]
+) -> List[List[_Shard]]:
+    """A rank has one flat shard of each sub-group: its partitions of the parameters in it."""
+    shards: List[List[_Shard]] = []
+    for rank, optimizer in enumerate(optimizers):
+        shards.append([])
+        for index, master in enumerate(optimizer["fp32_flat_groups"]):
+            fragments, length = partitions(shapes[index], rank, len(optimizers))
+            if length != master.numel():
+                raise CheckpointError(
+                    f"Rank {rank} of {len(optimizers)} has saved {master.numel()} weights of "
+                    f"sub-group {index} instead of {length}: its ZeRO partitions are not those "
+                    "of DeepSpeed 0.19."
+                )
+            state = _base_optimizer(optimizer)["state"].get(index, {})
+            shards[-1].append(_Shard(fragments, master, state))
+    return shards
+
+
+def _base_optimizer(optimizer: Dict[str, Any]) -> Dict[str, Any]:
+    return optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.dim() == 0
+
+
+def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, in fp32 if it is in half precision."""
+    return tensor.detach().to(torch.float32 if _is_half(tensor) else tensor.dtype, copy=True)
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)

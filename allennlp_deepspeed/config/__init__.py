@@ -1,0 +1,3 @@
+"""
+What the user wrote, checked and filled in. Imports no other room.
+"""

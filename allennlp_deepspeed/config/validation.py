@@ -1,0 +1,217 @@
+"""
+The check of a configuration against DeepSpeed's schema, told in terms of the config file: which
+key, what it holds, what is wrong and what to write.
+"""
+
+import json
+import re
+from copy import deepcopy
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, get_args
+
+from deepspeed.runtime import config as ds_config
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.schema import Schema, did_you_mean
+from allennlp_deepspeed.config.support import UNSUPPORTED, unlisted
+
+ROOT = "deepspeed_config"
+AUTO = "auto"
+
+# Keys that pasted configurations still hold under an earlier name, too far from today's for
+# `did_you_mean`, and that DeepSpeed ignores in silence.
+RENAMED = {"aio.thread_count": "intra_op_parallelism"}
+
+
+def validate(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
+    """
+    Checks a configuration against DeepSpeed's schema. The string "auto" passes for the value of any
+    known key.
+
+    # Parameters
+
+    config : `Dict[str, Any]`
+        The content of a `ds_config.json`. It is not changed.
+    findings : `Findings`
+        Gets a line for each key that is unknown, removed or unsupported, or whose value is wrong.
+
+    # Returns
+
+    `Dict[str, Any]`
+        The configuration without these keys.
+    """
+    config = deepcopy(config)
+    for path, (accepted, reason) in UNSUPPORTED.items():
+        value = lookup(config, path)
+        if value is not None and _from_string(value) not in (*accepted, AUTO):
+            findings.refuse(
+                f"{ROOT}.{path}",
+                f"{ROOT}.{path} is {_json(value)}, but can't work in an AllenNLP trainer: {reason}",
+            )
+            remove(config, path)
+    for path in list(unlisted(config)):
+        findings.refuse(
+            f"{ROOT}.{path}",
+            f"{ROOT}.{path} is {_json(lookup(config, path))}, but isn't tested in an AllenNLP "
+            "trainer: remove the key",
+        )
+        remove(config, path)
+    for check in (_schema_errors, _missed_errors):
+        for section in list(config):
+            # A section's own check comes after those of its keys.
+            while section in config:
+                errors = list(check({section: config[section]}))
+                for keys, line in errors:
+                    findings.refuse(".".join([ROOT, *keys]), line)
+                    remove(config, ".".join(keys))
+                if not errors:
+                    break
+    return config
+
+
+def _schema_errors(config: Dict[str, Any]) -> Iterator[Tuple[List[str], str]]:
+    """What DeepSpeed's models refuse: the keys that lead there, and a line about it."""
+    try:
+        Schema(**config)
+    except ValidationError as error:
+        for details in error.errors():
+            yield list(_keys_in(config, details["loc"])), _explain(details, config)
+    except (AssertionError, TypeError) as error:
+        # Some of DeepSpeed's validators raise what pydantic does not collect.
+        yield list(config), f"{ROOT}: {error}"
+
+
+def _missed_errors(
+    section: Dict[str, Any], keys: Tuple[str, ...] = (), model: Type[BaseModel] = Schema
+) -> Iterator[Tuple[List[str], str]]:
+    """
+    What DeepSpeed's models let pass: they drop an "auto" before they look at its key, and take true
+    for 1.
+    """
+    fields = {name: f for key, f in model.model_fields.items() for name in (key, f.alias) if name}
+    for key, value in section.items():
+        here = [*keys, key]
+        path = ".".join([ROOT, *here])
+        field = fields.get(key)
+        submodel = None if field is None else _submodel(field)
+        if field is None:
+            if value == AUTO:
+                yield here, _explain_unknown(path, here)
+        elif isinstance(value, bool) and not _takes_bool(field.annotation):
+            yield here, f"{path} is {_json(value)}: must be a number{_hint(here, field)}"
+        elif isinstance(value, dict) and submodel is not None:
+            yield from _missed_errors(value, tuple(here), submodel)
+
+
+def _from_string(value: Any) -> Any:
+    """DeepSpeed's models take "false" for false."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _takes_bool(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))
+
+
+def lookup(config: Dict[str, Any], path: str) -> Any:
+    """The value at a dotted path, None where there is none."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def remove(config: Dict[str, Any], path: str) -> None:
+    """Removes what is at a dotted path, if anything is."""
+    *sections, key = path.split(".")
+    section = lookup(config, ".".join(sections)) if sections else config
+    if isinstance(section, dict):
+        section.pop(key, None)
+
+
+def _explain(error: Any, config: Dict[str, Any]) -> str:
+    """One of pydantic's errors as a line that names the key, the value and what to write."""
+    keys = list(_keys_in(config, error["loc"]))
+    path = ".".join([ROOT, *keys])
+    if error["type"] == "missing":
+        return f"{path}.{error['loc'][-1]} is missing"
+    if error["type"] == "extra_forbidden":
+        return _explain_unknown(path, keys)
+
+    field = _field(keys)
+    message = error["msg"].replace("Input should be", "must be").split(", unable to")[0]
+    message = re.sub("^(Value error|Assertion failed), ", "", message)
+    if error["type"] == "enum":  # pydantic lists a value once for each of its names: "2, 3 or 3"
+        choices = dict.fromkeys(re.split(", | or ", error["ctx"]["expected"]))
+        message = f"must be one of {', '.join(choices)}"
+    elif error["type"] in ("model_type", "dict_type"):
+        message = (
+            f'must be an object, such as {{"{next(iter(_names(_submodel(field))), "key")}": ...}}'
+        )
+    if isinstance(error["input"], (dict, BaseModel)):
+        return f"{path}: {message}"
+    return f"{path} is {_json(error['input'])}: {message}{_hint(keys, field)}"
+
+
+def _hint(keys: List[str], field: FieldInfo) -> str:
+    default = None if field.is_required() else field.get_default()
+    if keys == [ZERO_OPTIMIZATION, "stage"]:
+        return " (2 if nothing is said)"
+    return "" if default is None else f" (DeepSpeed's default is {_json(default)})"
+
+
+def _explain_unknown(path: str, keys: List[str]) -> str:
+    """Why a key is refused that no model of DeepSpeed's has, and which key is meant."""
+    section, name = keys[:-1], keys[-1]
+    removed = {
+        (): ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS,
+        (ZERO_OPTIMIZATION,): ds_config._REMOVED_ZERO_CONFIG_KEYS,
+    }.get(tuple(section), {})
+    if name in removed:
+        return f"{path}: {removed[name]}"
+    known = _names(_submodel(_field(section)) if section else Schema)
+    if name in known:
+        return f"{path} is given twice: under its name and under an alias"
+    places = [key for key, field in Schema.model_fields.items() if name in _names(_submodel(field))]
+    if places and not section:
+        return f"{path} is unknown here: it belongs to {' or '.join(_json(key) for key in places)}"
+    if ".".join(keys) in RENAMED:
+        return f'{path} is unknown: it is "{RENAMED[".".join(keys)]}" today'
+    return f"{path} is unknown: {did_you_mean(name, known)}"
+
+
+def _keys_in(config: Any, location: Tuple[Any, ...]) -> Iterator[str]:
+    """The keys of a location that the config has: pydantic adds the names of types to them."""
+    for key in location:
+        if not (isinstance(config, dict) and key in config):
+            return
+        yield key
+        config = config[key]
+
+
+def _field(keys: List[str]) -> FieldInfo:
+    """What the schema says of a known key."""
+    model: Optional[Type[BaseModel]] = Schema
+    for key in keys:
+        assert model is not None
+        field = next(f for name, f in model.model_fields.items() if key in (name, f.alias))
+        model = _submodel(field)
+    return field
+
+
+def _submodel(field: FieldInfo) -> Optional[Type[BaseModel]]:
+    """The model of a section, None if the field is no section."""
+    for type_ in (field.annotation, *get_args(field.annotation)):
+        if isinstance(type_, type) and issubclass(type_, BaseModel):
+            return type_
+    return None
+
+
+def _names(model: Optional[Type[BaseModel]]) -> List[str]:
+    fields = model.model_fields if model else {}
+    return [name for key, field in fields.items() for name in (field.alias, key) if name]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)

@@ -1,0 +1,110 @@
+import re
+from contextlib import contextmanager
+from typing import Callable, Dict, Iterable, Iterator, List, Union
+
+import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from allennlp_deepspeed.engine import weights
+
+Which = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]], None]
+
+
+@contextmanager
+def modified_weights(
+    engine: DeepSpeedEngine,
+    which: Which = None,
+    may_change: Callable[[torch.nn.Parameter], bool] = lambda parameter: True,
+) -> Iterator[None]:
+    """
+    Within it parameters are whole and have the values that the optimizer steps, in fp32, to be
+    changed in place. When it ends without an error, what rank 0 has made of them is written to the
+    master weights and to the weights that the model computes with. To be entered by every rank.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    which : `Union[str, Parameter, Iterable[Union[str, Parameter]]]`, optional (default = `None`)
+        Parameters, or regular expressions that are searched in their names. `None` for all.
+    may_change : `Callable[[Parameter], bool]`, optional (default = all may)
+        Of others a moving average is kept as if they were constants.
+
+    # Raises
+
+    `ConfigurationError`
+        If a regular expression is found in no name, or a parameter has been changed that may not.
+    """
+    masters = weights.replicated_masters(engine)
+    parameters = list(engine.module.parameters()) if which is None else _chosen(engine, which)
+    computed_with = [parameter.data for parameter in parameters]
+    with torch.no_grad():
+        try:
+            for parameter in parameters:
+                if not _is_stepped(engine, parameter):
+                    whole = weights.full_parameter(parameter, masters)
+                    dtype = whole.dtype
+                    if whole.is_floating_point():
+                        dtype = torch.promote_types(dtype, torch.float32)
+                    parameter.data = whole.to(engine.device, dtype, copy=True)
+            constants = {
+                parameter: parameter.data.clone()
+                for parameter in parameters
+                if not may_change(parameter)
+            }
+            yield
+            changed = [parameter.data for parameter in parameters]
+            _check_same(engine, constants)
+        finally:
+            for parameter, data in zip(parameters, computed_with):
+                parameter.data = data
+        for parameter, value in zip(parameters, changed):
+            source = value if dist.get_rank() == 0 else None
+            whole = weights.broadcast(source, parameter, engine.device)
+            weights.set_full_parameter(parameter, whole, masters)
+        weights.update_weights_from_masters(engine)
+
+
+def _check_same(engine: DeepSpeedEngine, constants: Dict[torch.nn.Parameter, torch.Tensor]) -> None:
+    are_same = all(
+        torch.allclose(parameter, value, rtol=0, atol=0, equal_nan=True)
+        for parameter, value in constants.items()
+    )
+    have_changed = torch.tensor(float(not are_same), device=engine.device)
+    if constants:
+        dist.all_reduce(have_changed, op=dist.ReduceOp.MAX)
+    if have_changed:
+        raise ConfigurationError(
+            "A frozen parameter has been changed, and 'trainer.moving_average', which was given "
+            "it, averages what the optimizer steps: give both the trained parameters only."
+        )
+
+
+def _chosen(
+    engine: DeepSpeedEngine,
+    which: Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]]],
+) -> List[torch.nn.Parameter]:
+    if isinstance(which, (str, torch.nn.Parameter)):
+        which = [which]
+    chosen = {}
+    for name_or_parameter in which:
+        found = [
+            parameter
+            for name, parameter in engine.module.named_parameters()
+            if parameter is name_or_parameter
+            or (isinstance(name_or_parameter, str) and re.search(name_or_parameter, name))
+        ]
+        if not found:
+            raise ConfigurationError(
+                f"'modified_weights' is given {name_or_parameter!r}, which is no parameter of the "
+                "model, and in none of their names."
+            )
+        chosen.update({id(parameter): parameter for parameter in found})
+    return list(chosen.values())
+
+
+def _is_stepped(engine: DeepSpeedEngine, parameter: torch.nn.Parameter) -> bool:
+    """Whether the optimizer steps the parameter itself, whole, or leaves it as it is."""
+    is_plain = engine.optimizer is None or engine.optimizer is engine.basic_optimizer
+    return engine.zero_optimization_stage() == 0 and is_plain

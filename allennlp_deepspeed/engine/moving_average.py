@@ -1,0 +1,152 @@
+"""
+Moving averages of weights that are sharded over the ranks.
+"""
+
+import sys
+from typing import Any, Callable, Dict, Optional
+
+import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+from allennlp.training.moving_average import MovingAverage
+from deepspeed.runtime.engine import DeepSpeedEngine
+from overrides import overrides
+
+from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.engine.shard_layout import (
+    Fragment,
+    fragments,
+    parameters_of_groups,
+    part_of,
+)
+from allennlp_deepspeed.processes.interruption import TrainingInterrupted
+
+
+class ShardedMovingAverage(MovingAverage):
+    """
+    Keeps an AllenNLP `MovingAverage` on the weights that the optimizer steps, each rank on its
+    shard, in fp32 at every precision. Not registered: the trainer puts it around the
+    `moving_average` of the config.
+
+    # Parameters
+
+    moving_average : `MovingAverage`, required.
+        Decides how to average. What it was given to average is replaced by the shards.
+    engine : `DeepSpeedEngine`, required.
+
+    # Raises
+
+    `ConfigurationError`
+        If it was given only some of the parameters that the optimizer steps.
+    """
+
+    def __init__(self, moving_average: MovingAverage, engine: DeepSpeedEngine) -> None:
+        self._given = {parameter for _, parameter in moving_average._parameters}
+        super().__init__(
+            (str(i), shard)
+            for i, shard in enumerate(weights.master_shards(engine))
+            # At stage 0 the optimizer may have frozen parameters, as they are.
+            if not isinstance(shard, torch.nn.Parameter)
+            or shard.requires_grad
+            or shard in self._given
+        )
+        self._whole_parameters = moving_average._parameters
+        self._fragments: Dict[torch.Tensor, Fragment] = dict(fragments(engine))
+        stepped = {p for group in parameters_of_groups(engine) for p in group if p.requires_grad}
+        if not stepped <= self._given:
+            raise ConfigurationError(
+                "'trainer.moving_average' was given only some of the parameters that are trained, "
+                "and averages all or none: construct it from `model.named_parameters()`."
+            )
+        # Called before the averages take the place of the weights, by every rank.
+        self.before_assigning: Callable[[], None] = lambda: None
+        self._take_shadows(moving_average._shadows)
+        moving_average._parameters = self._parameters
+        moving_average._shadows = self._shadows
+        moving_average._backups = self._backups
+        self._moving_average = moving_average
+        self._engine = engine
+        self._error_when_assigned: Optional[BaseException] = None
+
+    def _take_shadows(self, shadows: Dict[str, torch.Tensor]) -> None:
+        """Goes on with the averages of another training, where they aren't those of an engine."""
+        names = {shard: name for name, shard in self._parameters}
+        for name, parameter in self._whole_parameters:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            is_whole = shadows[name].shape == shape and shadows[name].dtype == torch.float32
+            if is_whole and parameter in self._fragments:
+                fragment = self._fragments[parameter]
+                # The shard of the last rank may end in padding.
+                end = fragment.offset + fragment.size
+                part = shadows[name].flatten()[fragment.offset : end]
+                shard = part_of(self._shadows[names[fragment.master]], fragment)
+                shard[: part.numel()].copy_(part)
+
+    def may_change(self, parameter: torch.nn.Parameter) -> bool:
+        """
+        Whether something else than the optimizer may change a parameter. One that is frozen and
+        was to be averaged is, where the optimizer has it as it is; elsewhere it counts as constant.
+        """
+        return (
+            parameter.requires_grad or parameter not in self._given or parameter in self._fragments
+        )
+
+    def release(self) -> None:
+        """
+        To be called before the engine is taken down. In a single process the moving average is
+        again of the parameters that it was given.
+        """
+        if dist.get_world_size() > 1:
+            return
+        names = {shard: name for name, shard in self._parameters}
+        shadows, backups = {}, {}
+        for name, parameter in self._whole_parameters:
+            if parameter in self._fragments:
+                fragment = self._fragments[parameter]
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                shard = names[fragment.master]
+                shadows[name] = part_of(self._shadows[shard], fragment).view(shape)
+                backups[name] = part_of(self._backups[shard], fragment).view(shape)
+        self._moving_average._parameters = [
+            (name, p) for name, p in self._whole_parameters if name in shadows
+        ]
+        self._moving_average._shadows = shadows
+        self._moving_average._backups = backups
+
+    @overrides
+    def apply(self, num_updates: Optional[int] = None) -> None:
+        self._moving_average.apply(num_updates)
+
+    @overrides
+    def assign_average_value(self) -> None:
+        """To be called by every rank."""
+        self.before_assigning()
+        self._error_when_assigned = sys.exc_info()[1]
+        self._moving_average.assign_average_value()
+        weights.update_weights_from_masters(self._engine)
+
+    @overrides
+    def restore(self) -> None:
+        """
+        To be called by every rank. On a rank that fails it does nothing, and the others need not
+        come: AllenNLP calls it while the exception is on its way.
+        """
+        if self._is_failing() and dist.get_world_size() > 1:
+            return
+        self._moving_average.restore()
+        weights.update_weights_from_masters(self._engine)
+
+    def _is_failing(self) -> bool:
+        """Whether since `assign_average_value` an exception has come that other ranks may lack."""
+        error = sys.exc_info()[1]
+        return error is not self._error_when_assigned and not isinstance(error, TrainingInterrupted)
+
+    @overrides
+    def state_dict(self) -> Dict[str, Any]:
+        """This rank's share of the averages."""
+        return {"shadows": self._shadows}
+
+    @overrides
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        for name, shadow in state_dict["shadows"].items():
+            self._shadows[name].copy_(shadow)

@@ -1,0 +1,295 @@
+"""
+Constructs a model whose parameters are partitioned over the ranks as they come into being.
+"""
+
+import functools
+import inspect
+import os
+import zipfile
+from collections import OrderedDict
+from contextlib import ExitStack
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Type
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from allennlp.common import cached_transformers
+from allennlp.common.cached_transformers import TransformerSpec
+from deepspeed import zero
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import PreTrainedModel
+
+from allennlp_deepspeed.engine import wrapped_model as engine
+
+# Of the parameters that constructors have looked at, and that stay whole at a time.
+_MAX_WHOLE_ELEMENTS = 50_000_000
+
+
+def is_partitioned(partitioning: Dict[str, Any]) -> bool:
+    """
+    # Parameters
+
+    partitioning : `Dict[str, Any]`
+        As `DeepSpeedConfig.partitioning` gives it.
+
+    # Returns
+
+    `bool`
+        Whether the ZeRO stage is 3.
+    """
+    return partitioning.get("zero_optimization", {}).get("stage") == 3
+
+
+class PartitionedConstruction:
+    """
+    A context in which modules are constructed as they always are, but no rank ever holds all of
+    their parameters: for ZeRO stage 3, with models that are larger than the memory of a rank.
+
+    A module's parameters are partitioned when it becomes a part of another module. Whatever looks
+    at them later on (a constructor that initializes the layers that it is made of, AllenNLP's
+    initializers, tied weights, an embedding that grows with the vocabulary, a state dict that is
+    loaded, a deep copy) finds them whole, in fp32 and on the CPU, as if nothing had happened, and
+    they are partitioned again when others that have been looked at since have 50 million elements.
+    So the values are those that the same constructors give without it from the same seed.
+    `deepspeed.zero.Init`, which it stands on, shows empty tensors there, and has the device draw
+    the random numbers.
+
+    To be entered by every rank, each of which must construct the same. The values of rank 0 count.
+    After it the model is ready for the engine.
+
+    # Parameters
+
+    partitioning : `Dict[str, Any]`, required.
+        As `DeepSpeedConfig.partitioning` gives it. Its ZeRO stage must be 3.
+    device : `torch.device`, required.
+        This worker's device.
+    local_rank : `int`, required.
+        The worker's rank on its node.
+    everything : `bool`, optional (default = `True`)
+        Whether all modules are partitioned, or only those given to `partition`.
+    """
+
+    def __init__(
+        self,
+        partitioning: Dict[str, Any],
+        device: torch.device,
+        local_rank: int,
+        everything: bool = True,
+    ) -> None:
+        # DeepSpeed asks for a batch size.
+        self._config = {**partitioning, "train_micro_batch_size_per_gpu": 1}
+        self._device = device
+        self._local_rank = local_rank
+        self._everything = everything
+        # Partitioned parameters that are whole now, the one touched last at the end.
+        self._whole: "OrderedDict[int, Any]" = OrderedDict()
+        self._num_whole_elements = 0
+        self._is_in_from_pretrained = False
+        self._undo = ExitStack()
+
+    def __enter__(self) -> "PartitionedConstruction":
+        with self._undo:
+            self._undo.enter_context(engine.process_environment(self._device, self._local_rank))
+            # The module is empty, and has DeepSpeed put its linear function in place, which doesn't
+            # hold on to whole weights between forward and backward.
+            self._partitioner = zero.Init(module=Module(), config_dict_or_path=self._config)
+            self._dtype = self._partitioner.dtype
+            self._observe()
+            self._undo = self._undo.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Must be called by every rank, unless it fails."""
+        try:
+            if exception == (None, None, None):
+                self._partition_all_again()
+        finally:
+            self._undo.close()
+
+    def partition(self, module: Module) -> None:
+        """
+        Partitions all parameters in a module. To be called by every rank.
+
+        # Parameters
+
+        module : `torch.nn.Module`, required.
+        """
+        for submodule in module.modules():
+            for parameter in submodule._parameters.values():
+                if parameter is not None:
+                    self._partition_first(parameter)
+
+    def finish(self, model: Module) -> None:
+        """
+        Partitions what a constructor has added late, and moves buffers to this worker's device. To
+        be called by every rank once the model is complete.
+        """
+        self.partition(model)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self._device)
+
+    def _observe(self) -> None:
+        """Has this object told of each look at a parameter."""
+        get_attribute = Module.__getattr__
+        named_parameters = Module.named_parameters
+        load_from_state_dict = Module._load_from_state_dict
+        deepcopy_parameter = Parameter.__deepcopy__
+        save_to_state_dict = Module._save_to_state_dict
+        from_pretrained = PreTrainedModel.from_pretrained.__func__
+        load = torch.load
+
+        def __getattr__(module: Module, name: str) -> Any:
+            value = get_attribute(module, name)
+            if isinstance(value, Parameter):
+                self._touch(value)
+            return value
+
+        def _named_parameters(
+            module: Module, *args: Any, **kwargs: Any
+        ) -> Iterator[Tuple[str, Parameter]]:
+            for name, parameter in named_parameters(module, *args, **kwargs):
+                self._touch(parameter)
+                yield name, parameter
+
+        def _load_from_state_dict(
+            module: Module, state_dict: Dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        ) -> None:
+            partitioned = [name for name, p in _own_parameters(module) if is_zero_param(p)]
+            for name in partitioned:
+                if prefix + name in state_dict:
+                    self._touch(module._parameters[name])
+            load_from_state_dict(module, state_dict, prefix, *args, **kwargs)
+            for name in partitioned:
+                # The state dict's tensor itself can have taken the parameter's place.
+                self._partition_first(module._parameters[name])
+
+        def __deepcopy__(parameter: Parameter, memo: Dict[int, Any]) -> Parameter:
+            is_copied = id(parameter) in memo
+            self._touch(parameter)
+            copy = deepcopy_parameter(parameter, memo)
+            if is_zero_param(parameter) and not is_copied:
+                self._partition_first(copy)
+            return copy
+
+        def _save_to_state_dict(module: Module, *args: Any, **kwargs: Any) -> None:
+            if not self._is_in_from_pretrained:
+                for _, parameter in _own_parameters(module):
+                    self._touch(parameter)
+            save_to_state_dict(module, *args, **kwargs)
+
+        def _from_pretrained(cls: Type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+            # It takes the keys of state dicts of the whole model, and not the values.
+            with mock.patch.object(self, "_is_in_from_pretrained", True):
+                return from_pretrained(cls, *args, **kwargs)
+
+        def load_mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
+            """Without a copy of the file in memory."""
+            if isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f):
+                kwargs.setdefault("mmap", True)
+            return load(f, *args, **kwargs)
+
+        def _register_module(parent: Module, name: str, child: Optional[Module]) -> None:
+            if child is not None:
+                self.partition(child)
+
+        patches: List[Any] = [
+            mock.patch.object(Module, "__getattr__", __getattr__),
+            mock.patch.object(Module, "named_parameters", _named_parameters),
+            mock.patch.object(Module, "_load_from_state_dict", _load_from_state_dict),
+            mock.patch.object(Parameter, "__deepcopy__", __deepcopy__),
+            mock.patch.object(Module, "_save_to_state_dict", _save_to_state_dict),
+            mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained)),
+            mock.patch.object(torch, "load", load_mapped),
+            # What is cached now is partitioned for this training only.
+            mock.patch.dict(cached_transformers._model_cache, clear=True),
+            mock.patch.object(cached_transformers, "get", _transformers_without_copies()),
+        ]
+        for patch in patches:
+            self._undo.enter_context(patch)
+        if self._everything:
+            self._undo.callback(register_module_module_registration_hook(_register_module).remove)
+
+    def _touch(self, parameter: Any) -> None:
+        """Makes a parameter whole that is about to be looked at, if it has been partitioned."""
+        if not is_zero_param(parameter):
+            return
+        if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            parameter.all_gather()
+            dtype = torch.float32 if parameter.is_floating_point() else None
+            parameter.data = parameter.data.to("cpu", dtype)
+            self._whole[id(parameter)] = parameter
+            self._num_whole_elements += parameter.ds_numel
+        if id(parameter) in self._whole:
+            self._whole.move_to_end(id(parameter))
+        while len(self._whole) > 1 and self._num_whole_elements > _MAX_WHOLE_ELEMENTS:
+            self._partition_again(next(iter(self._whole.values())))
+
+    def _partition_first(self, parameter: Any) -> None:
+        if is_zero_param(parameter):
+            return
+        self._to_device(parameter)
+        self._partitioner._zero_init_param(parameter)
+
+    def _partition_again(self, parameter: Any) -> None:
+        del self._whole[id(parameter)]
+        self._num_whole_elements -= parameter.ds_numel
+        if parameter.ds_status is not ZeroParamStatus.AVAILABLE:
+            return  # a constructor that knows DeepSpeed has done so
+        self._to_device(parameter)
+        if parameter.shape != parameter.ds_shape:
+            self._partitioner._zero_init_param(parameter)
+            return
+        # As bytes, because gloo doesn't know every type.
+        dist.broadcast(parameter.data.view(-1).view(torch.uint8), src=0)
+        parameter.partition(has_been_updated=True)
+
+    def _partition_all_again(self) -> None:
+        for parameter in list(self._whole.values()):
+            self._partition_again(parameter)
+
+    def _to_device(self, parameter: Parameter) -> None:
+        """A copy, because a parameter may be mapped from a file, and is about to be written to."""
+        dtype = self._dtype if parameter.is_floating_point() else None
+        parameter.data = parameter.data.to(
+            self._device, dtype, copy=True, memory_format=torch.contiguous_format
+        )
+
+
+def _own_parameters(module: Module) -> Iterable[Tuple[str, Parameter]]:
+    return [(name, p) for name, p in module._parameters.items() if p is not None]
+
+
+def _transformers_without_copies() -> Callable[..., PreTrainedModel]:
+    """
+    Gives AllenNLP's `cached_transformers.get` for transformers that are too large to be held twice:
+    instead of a copy of the one in the cache it returns one that isn't there. If it is asked for
+    again, it is loaded again, with the random numbers that the first took for what isn't in the
+    file.
+    """
+    get = cached_transformers.get
+    cache = cached_transformers._model_cache
+    first_times: Dict[TransformerSpec, Tuple[torch.Tensor, Callable[[], Any]]] = {}
+
+    @functools.wraps(get)
+    def get_without_copy(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        call = inspect.signature(get).bind(*args, **kwargs)
+        call.apply_defaults()
+        spec = TransformerSpec(*(call.arguments[field] for field in TransformerSpec._fields))
+        if spec in cache:
+            return get(*args, **kwargs)
+        make_copy, call.arguments["make_copy"] = call.arguments["make_copy"], False
+        is_first = spec not in first_times
+        first_time = (torch.get_rng_state(), functools.partial(get, *call.args, **call.kwargs))
+        random_state, load = first_times.setdefault(spec, first_time)
+        with torch.random.fork_rng(devices=[], enabled=not is_first):
+            torch.set_rng_state(random_state)
+            transformer = load()
+        if make_copy:
+            del cache[spec]
+        return transformer
+
+    return get_without_copy

@@ -1,0 +1,183 @@
+import logging
+from typing import Any, List, NoReturn, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+
+from allennlp_deepspeed.engine.max_norm import MaxNorm
+from allennlp_deepspeed.engine.shard_layout import Fragment, ShardLayout
+
+logger = logging.getLogger(__name__)
+
+# Steps before which this rank's weights are compared, at first and in each epoch.
+_FIRST_STEPS = 3
+
+
+class WeightWatch:
+    """
+    Notices weights that have been changed outside the optimizer where the change would be lost: the
+    optimizer steps other tensors, from which the next step writes the model's weights.
+
+    PyTorch counts the changes of a tensor. Those through `.data` it doesn't, so that this rank's
+    share of the weights is also compared with the tensors that the optimizer steps: before the
+    first steps of an epoch, after its last, whenever `request_comparison` was called, and before
+    anything else writes the weights. What is changed through `.data` in other steps only, or of
+    embeddings with `max_norm`, goes unnoticed.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    max_norm : `MaxNorm`, required.
+        What it changes isn't lost. The weights of its embeddings aren't compared.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, max_norm: MaxNorm) -> None:
+        self._max_norm = max_norm
+        self._device = engine.device
+        scaled = set(map(id, max_norm.weights))
+        is_partitioned = engine.zero_optimization_partition_weights()
+        self._named_parameters: List[Tuple[str, Any]] = [
+            (name, parameter)
+            for name, parameter in engine.module.named_parameters()
+            # What is frozen stays as it is where every rank has all of it.
+            if parameter.requires_grad or is_partitioned
+        ]
+        if engine.optimizer is None or engine.optimizer is engine.basic_optimizer:
+            self._named_parameters = []  # the optimizer steps them as they are
+        self._compared_parameters = [
+            (name, parameter)
+            for name, parameter in self._named_parameters
+            if id(parameter) not in scaled
+        ]
+        self._layout: Optional[ShardLayout] = None
+        if self._named_parameters and not engine.zero_nvme_offload_optimizer():
+            self._layout = ShardLayout(engine)
+        self._steps_in_epoch = 0
+        self._is_requested = False
+        # Whether each parameter was different, on the device until somebody waits for it anyway.
+        self._differences: List[Tuple[str, torch.Tensor]] = []
+        # The first parameter that has been found to be changed.
+        self._found: Optional[str] = None
+        self.snapshot()
+
+    def start_epoch(self) -> None:
+        self._steps_in_epoch = 0
+
+    def request_comparison(self) -> None:
+        """Has the weights compared before the next step."""
+        self._is_requested = True
+
+    def snapshot(self) -> None:
+        """Takes the weights as they are for unchanged."""
+        self._versions = [self._versions_of(parameter) for _, parameter in self._named_parameters]
+
+    def check(self) -> None:
+        """Looks for parameters that have been changed since the last snapshot."""
+        for (name, parameter), before in zip(self._named_parameters, self._versions):
+            version, version_of_partition = self._versions_of(parameter)
+            if version == before[0] and not _is_replaced(parameter):
+                continue
+            # A frozen one can be written through DeepSpeed's `GatheredParameters`.
+            if parameter.requires_grad or version_of_partition == before[1]:
+                self._found = self._found or name
+
+    def compare_before_step(self) -> None:
+        """To be called before each step. Doesn't wait for the device."""
+        is_first = self._steps_in_epoch < _FIRST_STEPS
+        self._steps_in_epoch += 1
+        if is_first or self._is_requested:
+            self._is_requested = False
+            self._compare(over_the_bus=is_first)
+
+    def _compare(self, over_the_bus: bool) -> None:
+        if self._layout is None:
+            return
+        for name, parameter in self._compared_parameters:
+            fragment = self._layout.fragment(parameter)
+            if fragment is None:
+                continue
+            if over_the_bus or fragment.master.device == parameter.device:
+                difference = _difference(parameter, fragment)
+                if difference is not None:
+                    self._differences.append((name, difference))
+
+    def has_found(self) -> bool:
+        """Whether this rank has found a change. Waits for the device."""
+        differences, self._differences = self._differences, []
+        if differences:
+            is_different = torch.stack([difference for _, difference in differences]).tolist()
+            names = [name for (name, _), differs in zip(differences, is_different) if differs]
+            self._found = self._found or next(iter(names), None)
+        return self._found is not None
+
+    def raise_error(self) -> NoReturn:
+        """To be called by every rank, if any `has_found` a change."""
+        found, self._found = self._found, None
+        changed = "A parameter" if found is None else f"The parameter '{found}'"
+        where = " on another worker" if found is None else ""
+        raise RuntimeError(
+            f"{changed} has been changed outside the optimizer{where}. It steps other tensors than "
+            "the model's: the next step would undo the change. Make it, on every worker, within "
+            "`with trainer.modified_weights():`."
+        )
+
+    def warn_if_changed(self) -> None:
+        """To be called when there is no next step that would undo a change."""
+        self.check()
+        self._compare(over_the_bus=True)
+        if self.has_found():
+            logger.warning(
+                "The parameter '%s' has been changed after training, outside the optimizer. The "
+                "change is lost: make it within `with trainer.modified_weights():`.",
+                self._found,
+            )
+            self._found = None
+
+    def raise_if_changed(self) -> None:
+        """
+        Looks for changes since the last step. To be called by every rank. Waits for the device.
+
+        # Raises
+
+        `RuntimeError`
+            On every rank, if any has found one.
+        """
+        self.check()
+        self._compare(over_the_bus=True)
+        found = torch.tensor(float(self.has_found()), device=self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if found:
+            self.raise_error()
+
+    def _versions_of(self, parameter: Any) -> Tuple[int, int]:
+        partition = parameter.ds_tensor._version if is_zero_param(parameter) else 0
+        return parameter._version - self._max_norm.num_changes(parameter), partition
+
+
+def _is_replaced(parameter: Any) -> bool:
+    """Whether a partitioned parameter, which has no elements, has been given some."""
+    return (
+        is_zero_param(parameter)
+        and parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        and parameter.numel() > 0
+    )
+
+
+def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
+    """Whether this rank's share of the weights differs from what the optimizer steps."""
+    master = fragment.master.detach().flatten().narrow(0, fragment.start, fragment.size)
+    if not is_zero_param(parameter):
+        weights = parameter.detach().flatten().narrow(0, fragment.offset, fragment.size)
+    elif parameter.ds_status is ZeroParamStatus.AVAILABLE:
+        start = fragment.offset
+        weights = parameter.detach().flatten()[start : start + fragment.size]
+        master = master[: weights.numel()]
+    else:
+        weights = parameter.ds_tensor.detach().flatten()
+        if weights.numel() < fragment.size:
+            return None  # on NVMe
+    master = master.to(weights.device, weights.dtype)
+    # NaN, which isn't equal to itself, is an error of its own.
+    return ((weights != master) & (weights == weights)).any().to(parameter.device)

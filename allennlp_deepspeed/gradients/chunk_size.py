@@ -1,0 +1,112 @@
+"""
+Finds the largest chunk that fits into memory.
+"""
+
+import logging
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils._pytree import tree_leaves
+
+from allennlp_deepspeed.contrastive.gathering import gather_numbers
+from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.gradients import gradient_memory
+
+logger = logging.getLogger(__name__)
+
+# A backward pass needs more than what the forward pass has saved for it: gradients of activations,
+# and what is only there inside an operation.
+_SAFETY = 2
+
+
+def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepSpeedEngine) -> int:
+    """
+    Encodes more and more examples, twice as many each time, and measures what the graph holds,
+    until the next would not fit, or all did. What fits in between follows from what one example
+    more has cost: a batch is padded to one length, so that all cost the same. To be called by every
+    rank; all get the same.
+
+    # Parameters
+
+    encode : `Callable[[int], Any]`, required.
+        Runs the model on so many examples, or on all if there are fewer.
+    batch_size : `int`, required.
+        This rank's examples.
+    engine : `DeepSpeedEngine`, required.
+        Whose gradients need memory too.
+
+    # Returns
+
+    `int`
+        A number of examples.
+    """
+    most = max(size for (size,) in gather_numbers([batch_size], engine.device))
+    # Held whole until they are reduced, and once more while they are.
+    gradient = gradient_memory.of_whole_gradient(
+        (p for p in engine.module.parameters() if p.requires_grad), torch.float32
+    )
+    taken = 2 * gradient + _agreed_maximum(_states_to_come(engine), engine.device)
+    left = max(0, gradient_memory.least_left_free(engine.device) - taken)
+    budget = left // _SAFETY
+    size, needed = 1, _agreed_maximum(_bytes_saved(encode, 1, engine), engine.device)
+    needed_by_one = needed
+    # Bytes of one example more. Some are needed for any number.
+    slope = 0
+    while size < most and needed + size * slope <= budget:
+        size *= 2
+        before, needed = needed, _agreed_maximum(_bytes_saved(encode, size, engine), engine.device)
+        slope = max(1, (needed - before) // (size // 2))
+    fitting = size + (budget - needed) // slope if slope else size
+    fitting = min(most, max(1, fitting))
+    if dist.get_rank() == 0:
+        logger.info(
+            "'grad_cache.chunk_size' is %d from here on, of %d examples on a rank: %d of them take "
+            "%d bytes of activations. Beside two whole gradients and what the optimizer is still "
+            "to keep %d bytes are left on every rank, of which half may be used.",
+            fitting,
+            most,
+            size,
+            needed,
+            left,
+        )
+        if needed_by_one > budget:
+            logger.warning("Not even one example fits into that: the next step may fail.")
+    return fitting
+
+
+def _states_to_come(engine: DeepSpeedEngine) -> int:
+    """
+    Bytes of what the optimizer keeps for each element that it steps here, where it will only make
+    it in the first step: as much as Adam, of those that come with PyTorch the one with the most.
+    """
+    optimizer = engine.basic_optimizer
+    return sum(
+        2 * shard.nbytes
+        for shard in weights.master_shards(engine)
+        if shard.device.type == engine.device.type and not optimizer.state.get(shard)
+    )
+
+
+def _bytes_saved(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) -> int:
+    """By the forward pass for the backward pass, besides parameters, and of its results."""
+    parameters = list(engine.module.parameters())
+    storages = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        # Asked each time, because ZeRO-3 gives parameters their storage only while they are used.
+        if all(storage._cdata != p.untyped_storage()._cdata for p in parameters):
+            storages[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        results = encode(size)
+    for tensor in tree_leaves(results):
+        count(tensor)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _agreed_maximum(value: int, device: torch.device) -> int:
+    return max(number for (number,) in gather_numbers([value], device))

@@ -1,0 +1,381 @@
+"""
+Gradient caching: contrastive training with batches of any size, in the memory of a chunk.
+"""
+
+import inspect
+import logging
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+from allennlp.common.checks import ConfigurationError
+from allennlp.data.data_loaders import TensorDict
+from allennlp.models import Model
+
+from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
+from allennlp_deepspeed.contrastive.gathering import gather_numbers
+from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
+from allennlp_deepspeed.gradients.chunking import num_examples, rows_of
+from allennlp_deepspeed.gradients.grad_cache_settings import AUTO, GradCacheSettings
+from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.processes.random_states import random_states, set_random_states
+
+logger = logging.getLogger(__name__)
+
+Representations = Dict[str, torch.Tensor]
+
+
+class Chunk(NamedTuple):
+    """
+    Some examples of a rank's batch.
+
+    # Parameters
+
+    inputs : `TensorDict`
+        Arguments of `encode`.
+    rows : `slice`
+        Which examples of the batch they are.
+    is_filler : `bool`
+        Whether it only keeps this rank in step with another one that has more.
+    """
+
+    inputs: TensorDict
+    rows: slice
+    is_filler: bool
+
+
+class GradCache:
+    """
+    Forward and backward of a contrastive model, for a batch whose activations needn't fit into
+    memory at once. This is Algorithm 1 of
+    [Gao et al., 2021](https://arxiv.org/abs/2101.06983), at any ZeRO stage:
+
+    1. `forward_no_graph`: representations of all chunks, without a graph.
+    2. `build_cache`: the loss of all representations, over all ranks, and its gradient with respect
+       to them. Parameters of the loss itself get their gradient here.
+    3. `forward_backward`: each chunk once more, in the same random state as the first time, and
+       backward from its part of the cached gradient. The last chunk of an optimizer step reduces
+       the gradients of all; with `gradient_synchronization` of "micro_batch" each its own.
+
+    The result is the gradient of the whole batch in one piece. A batch that is one chunk on every
+    rank makes one pass. Every rank must call each of these methods.
+
+    Besides representations and inputs, what grows with the batch is a random state for each chunk,
+    of some 30 kB. The host waits for the device twice a micro-batch, to know how many examples the
+    other ranks have.
+
+    # Parameters
+
+    settings : `GradCacheSettings`, required.
+        The trainer's `grad_cache`.
+    wrapped_model : `DeepSpeedWrappedModel`, required.
+        Of a `ContrastiveModel`.
+    gradients : `GradientSynchronizer`, required.
+        Whose micro-batches the chunks are.
+    batch_outputs : `Callable`, required.
+        AllenNLP's, which runs the engine's forward pass and adds the penalty of a regularizer.
+
+    # Raises
+
+    `ConfigurationError`
+        If the model can't be trained in this way.
+    """
+
+    def __init__(
+        self,
+        settings: GradCacheSettings,
+        wrapped_model: DeepSpeedWrappedModel,
+        gradients: GradientSynchronizer,
+        batch_outputs: Callable[[TensorDict, bool], Dict[str, torch.Tensor]],
+    ) -> None:
+        self._wrapped_model = wrapped_model
+        self._engine = wrapped_model.engine
+        self._model = wrapped_model.engine.module
+        self._gradients = gradients
+        self._batch_outputs = batch_outputs
+        self._chunk_size = settings.chunk_size
+        self._found_chunk_size: Optional[int] = None
+
+    @staticmethod
+    def check(settings: GradCacheSettings, model: Model) -> None:
+        """
+        Refuses what can't be right.
+
+        # Raises
+
+        `ConfigurationError`
+            If the model can't be trained with these settings.
+        """
+        if not isinstance(model, ContrastiveModel):
+            raise ConfigurationError(
+                f"'trainer.grad_cache' needs a model with `encode` and `contrastive_loss`, and "
+                f"{type(model).__name__} has none: derive it from "
+                "`allennlp_deepspeed.contrastive.ContrastiveModel`, or remove 'grad_cache'."
+            )
+        for name in settings.names:
+            if not model.encodes(name):
+                arguments = ", ".join(inspect.signature(model.encode).parameters)
+                raise ConfigurationError(
+                    f"'trainer.grad_cache.chunk_size.{name}' is no argument of `encode` of "
+                    f"{type(model).__name__}, which has {arguments}."
+                )
+        parameters = inspect.signature(model.encode).parameters.values()
+        required = [
+            p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        ]
+        if settings.names and required and len(parameters) > 1:
+            raise ConfigurationError(
+                f"'trainer.grad_cache.chunk_size' has a number for each argument, but `encode` of "
+                f"{type(model).__name__} can't be called without '{required[0]}': give its "
+                "arguments defaults of None, or write one number."
+            )
+        for name, module in model.named_modules():
+            if _has_batch_statistics(module):
+                raise ConfigurationError(
+                    f"'trainer.grad_cache' can't be used with {type(module).__name__} ('{name}'), "
+                    "whose statistics would be those of a chunk and not of the batch: use layer "
+                    "normalization, or remove 'grad_cache'."
+                )
+
+    def train_on(
+        self, batch: TensorDict, num_micro_batches: int, is_last: bool
+    ) -> Dict[str, torch.Tensor]:
+        """
+        Forward and backward passes of one micro-batch. To be called by every rank.
+
+        # Parameters
+
+        batch : `TensorDict`, required.
+            This rank's examples, at least one.
+        num_micro_batches : `int`, required.
+            In the optimizer step, by which the loss is divided.
+        is_last : `bool`, required.
+            Whether it is the last of them.
+
+        # Returns
+
+        `Dict[str, torch.Tensor]`
+            What `contrastive_loss` has returned, without a graph.
+
+        # Raises
+
+        `ConfigurationError`
+            If the loss isn't a scalar, `encode` returns another number of rows than of examples, or
+            an input has no chunk size.
+        """
+        if self._chunk_size == AUTO:
+            self._chunk_size = self._found_chunk_size = self._find_chunk_size(batch)
+        chunks = self._split(batch)
+        if len(chunks) == 1:
+            with self._gradients.micro_batch(is_last):
+                outputs = self._batch_outputs(batch, True)
+                self._engine.backward(self._loss(outputs) / num_micro_batches, scale_wrt_gas=False)
+            return _without_graph(outputs)
+        representations, states = self.forward_no_graph(chunks)
+        for representation in representations.values():
+            representation.requires_grad_(representation.is_floating_point())
+        outputs = {}
+        state_after = None
+        for i, (chunk, state) in enumerate(zip(chunks, states)):
+            with self._gradients.micro_batch(is_last and i == len(chunks) - 1):
+                if i == 0:
+                    outputs = self.build_cache(representations, batch, num_micro_batches)
+                    state_after = random_states()
+                set_random_states(state)
+                self.forward_backward(chunk, representations)
+        assert state_after is not None
+        set_random_states(state_after)
+        return outputs
+
+    def forward_no_graph(self, chunks: List[Chunk]) -> Tuple[Representations, List[Dict[str, Any]]]:
+        """
+        # Returns
+
+        `Tuple[Dict[str, torch.Tensor], List[Dict[str, Any]]]`
+            Representations, each of shape (batch_size, ...), in fp32 if they were in half
+            precision, and the random states before each chunk.
+        """
+        states: List[Dict[str, Any]] = []
+        parts: Dict[str, List[torch.Tensor]] = {}
+        for chunk in chunks:
+            states.append(random_states())
+            with torch.no_grad():
+                representations = self._encode(chunk)
+            if chunk.is_filler:
+                # As if there had been none.
+                set_random_states(states[-1])
+                continue
+            for name, representation in representations.items():
+                # The gradient is to be in full precision, whatever comes before it.
+                parts.setdefault(name, []).append(_in_fp32(representation))
+        return {name: torch.cat(parts_) for name, parts_ in parts.items()}, states
+
+    def build_cache(
+        self, representations: Representations, batch: TensorDict, num_micro_batches: int
+    ) -> Dict[str, torch.Tensor]:
+        """
+        Gives each representation that requires one its gradient. What the loss's own parameters get
+        stays on this rank, to be reduced with what follows.
+
+        # Returns
+
+        `Dict[str, torch.Tensor]`
+            What `contrastive_loss` has returned, without a graph.
+
+        # Raises
+
+        `ConfigurationError`
+            If the loss isn't a scalar.
+        """
+        # What the engine multiplies a loss by in fp16. It does so with each backward pass, but the
+        # cached gradient goes through two.
+        scales: List[torch.Tensor] = []
+        with self._gradients.no_sync():
+            with self._wrapped_model.forward_is(self._model.loss_over_ranks):
+                inputs = {
+                    "representations": representations,
+                    "loss_inputs": self._model.loss_inputs(batch),
+                }
+                outputs = self._batch_outputs(inputs, True)
+            loss = self._loss(outputs) / num_micro_batches
+            loss.register_hook(scales.append)
+            self._engine.backward(loss, scale_wrt_gas=False)
+        for representation in representations.values():
+            if representation.grad is not None:
+                representation.grad.div_(scales[0])
+        return _without_graph(outputs)
+
+    def forward_backward(self, chunk: Chunk, cache: Representations) -> None:
+        """
+        # Parameters
+
+        chunk : `Chunk`, required.
+            One of those that the representations are of.
+        cache : `Dict[str, torch.Tensor]`, required.
+            The representations of the batch with their gradients.
+        """
+        # Its gradient with respect to the parameters is the one wanted.
+        surrogate: Optional[torch.Tensor] = None
+        for name, representation in self._encode(chunk).items():
+            if not representation.requires_grad:
+                continue
+            gradient = cache[name].grad
+            if gradient is None or chunk.is_filler:
+                product = 0 * representation.sum()
+            else:
+                product = (_in_fp32(representation) * gradient[chunk.rows]).sum()
+            surrogate = product if surrogate is None else surrogate + product
+        if surrogate is not None:
+            self._engine.backward(surrogate, scale_wrt_gas=False)
+        else:
+            # Of a frozen encoder. If it is the last chunk, it finishes the reduction all the same,
+            # which a backward pass would have done.
+            with self._gradients.no_sync():
+                pass
+
+    def state_dict(self) -> Optional[int]:
+        """The chunk size that "auto" has found."""
+        return self._found_chunk_size
+
+    def load_state_dict(self, chunk_size: Optional[int]) -> None:
+        """Takes the chunk size that "auto" had found before an interruption."""
+        if self._chunk_size == AUTO and chunk_size is not None:
+            self._chunk_size = self._found_chunk_size = chunk_size
+            logger.info("'grad_cache.chunk_size' is %d, as before.", chunk_size)
+
+    def _encode(self, chunk: Chunk) -> Representations:
+        with self._wrapped_model.forward_is(self._model.encode):
+            representations = self._engine(**chunk.inputs)
+        num_rows = chunk.rows.stop - chunk.rows.start
+        for name, representation in representations.items():
+            if representation.shape[:1] != (num_rows,):
+                raise ConfigurationError(
+                    f"`encode` of {type(self._model).__name__} has returned '{name}' of shape "
+                    f"{tuple(representation.shape)} for {num_rows} examples: each needs a row."
+                )
+        return representations
+
+    def _loss(self, outputs: Dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = outputs["loss"]
+        if loss.dim() > 0:
+            raise ConfigurationError(
+                f"The loss of {type(self._model).__name__} has shape {tuple(loss.shape)}, but "
+                "'trainer.grad_cache' needs a scalar, of all examples: return its mean."
+            )
+        return loss
+
+    def _split(self, batch: TensorDict) -> List[Chunk]:
+        """As many chunks on every rank, because at ZeRO stage 3 all make the same passes."""
+        inputs = self._model.encoder_inputs(batch)
+        batch_size = num_examples(batch)
+        most = max(size for (size,) in gather_numbers([batch_size], self._engine.device))
+        if not isinstance(self._chunk_size, dict):
+            return _chunks(inputs, batch_size, most, int(self._chunk_size))
+        missing = sorted(inputs.keys() - self._chunk_size.keys())
+        if missing:
+            raise ConfigurationError(
+                f"'trainer.grad_cache.chunk_size' has no '{missing[0]}', which is in the data: add "
+                "it, or write one number for all."
+            )
+        chunks = []
+        for name, chunk_size in self._chunk_size.items():
+            if name in inputs:
+                chunks += _chunks({name: inputs[name]}, batch_size, most, chunk_size)
+        return chunks
+
+    def _find_chunk_size(self, batch: TensorDict) -> int:
+        inputs = self._model.encoder_inputs(batch)
+        batch_size = num_examples(batch)
+        state = random_states()
+
+        def encode(chunk_size: int) -> Representations:
+            rows = slice(0, min(chunk_size, batch_size))
+            return self._encode(Chunk(rows_of(inputs, rows.start, rows.stop), rows, True))
+
+        chunk_size = find_chunk_size(encode, batch_size, self._engine)
+        set_random_states(state)
+        return chunk_size
+
+
+def _chunks(inputs: TensorDict, batch_size: int, most: int, chunk_size: int) -> List[Chunk]:
+    """
+    As many chunks of the inputs as the rank with the largest batch has.
+
+    # Parameters
+
+    inputs : `TensorDict`
+        Of all examples of this rank.
+    batch_size : `int`
+        How many these are.
+    most : `int`
+        The largest batch of any rank.
+    chunk_size : `int`
+        In examples.
+    """
+    chunks = []
+    for start in range(0, most, chunk_size):
+        is_filler = start >= batch_size
+        start = 0 if is_filler else start
+        rows = slice(start, min(start + chunk_size, batch_size))
+        chunks.append(Chunk(rows_of(inputs, rows.start, rows.stop), rows, is_filler))
+    return chunks
+
+
+def _without_graph(outputs: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+    """Models may return other things than tensors too."""
+    return {
+        name: value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in outputs.items()
+    }
+
+
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _has_batch_statistics(module: torch.nn.Module) -> bool:
+    norm = torch.nn.modules.batchnorm
+    if isinstance(module, norm._BatchNorm):
+        return True
+    # Instance normalization, which is of each example, unless it keeps statistics.
+    return isinstance(module, norm._NormBase) and module.track_running_stats

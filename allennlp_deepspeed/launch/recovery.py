@@ -1,0 +1,127 @@
+"""
+Prepares a serialization directory to be recovered by another number of workers. Nothing here needs
+a process group: it is done in the parent process, before there are workers.
+"""
+
+import json
+import logging
+import os
+import re
+from typing import Any, Dict, List, Optional, Union
+
+from allennlp.common import Params
+from allennlp.models.archival import CONFIG_NAME
+
+from allennlp_deepspeed.checkpoint import universal
+from allennlp_deepspeed.storage import files
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
+
+logger = logging.getLogger(__name__)
+
+_MAY_CHANGE = re.compile(
+    r"distributed(\..*)?"
+    r"|trainer\.checkpointer(\..*)?"
+    r"|trainer\.(cuda_device|num_gradient_accumulation_steps|shard_within)"
+    r"|trainer\.(gradient_synchronization|log_every_num_steps)"
+    r"|trainer\.grad_cache(\..*)?"
+    r"|trainer\.activation_checkpointing|trainer\.deepspeed_config\.activation_checkpointing\..*"
+    r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
+    r"|trainer\.deepspeed_config\."
+    r"(train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps)"
+)
+"""
+The keys that say how the work is divided among workers and micro-batches, what is kept of it, and
+what is to be done about checkpoints. AllenNLP wants all to be the same.
+"""
+
+
+def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_rank: int = 0) -> None:
+    """
+    Makes `allennlp train --recover` continue if `params` divides the work in another way than the
+    training in `serialization_dir` did. The newest checkpoint is converted for the number of
+    workers, and the recorded config becomes `params`, which AllenNLP compares with it. Does nothing
+    if anything else is different, which is AllenNLP's to refuse.
+
+    # Parameters
+
+    params : `Params`, required.
+        The whole config of a "deepspeed" trainer. It is not changed.
+    serialization_dir : `Union[str, os.PathLike]`, required.
+    node_rank : `int`, optional (default = `0`)
+        Every node changes the config that it sees; node 0 converts.
+
+    # Raises
+
+    `CheckpointError`
+        If the newest checkpoint has to be converted and can't.
+    """
+    serialization_dir = os.fspath(serialization_dir)
+    path = os.path.join(serialization_dir, CONFIG_NAME)
+    if not os.path.isfile(path):
+        return
+    recorded = Params.from_file(path)
+    differing = _differing_keys(params, recorded)
+    if not all(_MAY_CHANGE.fullmatch(key) for key in differing):
+        return
+    if node_rank == 0:
+        on_corrupt = params.as_flat_dict().get("trainer.checkpointer.on_corrupt")
+        _convert_newest(serialization_dir, number_of_workers(params), on_corrupt)
+    if differing:
+        _replace_config(path, params, recorded, differing, node_rank)
+
+
+def number_of_workers(params: Params) -> int:
+    """The number of workers on all nodes."""
+    distributed = params.as_dict(quiet=True).get("distributed")
+    if not distributed:
+        return 1
+    return len(distributed.get("cuda_devices") or []) * distributed.get("num_nodes", 1)
+
+
+def _differing_keys(params: Params, recorded: Params) -> List[str]:
+    now, then = params.as_flat_dict(), recorded.as_flat_dict()
+    missing = object()
+    keys = dict.fromkeys([*then, *now])
+    return [key for key in keys if now.get(key, missing) != then.get(key, missing)]
+
+
+def _convert_newest(serialization_dir: str, world_size: int, on_corrupt: Optional[str]) -> None:
+    """The one that the workers will choose. What is wrong with others they will say."""
+    checkpoints = CheckpointDirectory(serialization_dir)
+    for point in checkpoints.find():
+        directory = checkpoints.path(point)
+        try:
+            record = CommitRecord.read(directory)
+            if universal.needs_conversion(record, world_size):
+                record.verify(directory)
+        except CheckpointError:
+            if on_corrupt == "previous":
+                continue
+            return
+        if universal.needs_conversion(record, world_size) and universal.find(directory) is None:
+            logger.info(
+                "Converting %s from %d workers for %d", directory, record.world_size, world_size
+            )
+            universal.convert(directory)
+        return
+
+
+def _replace_config(
+    path: str, params: Params, recorded: Params, differing: List[str], node_rank: int
+) -> None:
+    now, then = params.as_flat_dict(), recorded.as_flat_dict()
+    changes = "; ".join(
+        f"{key} was {_value(then, key)} and is {_value(now, key)}" for key in differing
+    )
+    logger.info("%s has changed since the training began: %s", path, changes)
+    # Each node writes its own, if several see the same directory.
+    temporary_path = f"{path}.n{node_rank}.unfinished"
+    files.write(json.dumps(params.as_dict(quiet=True), indent=4), temporary_path)
+    files.flush(temporary_path)
+    files.rename(temporary_path, path)
+    files.flush(os.path.dirname(path))
+
+
+def _value(flat: Dict[str, Any], key: str) -> str:
+    return json.dumps(flat[key]) if key in flat else "not set"

@@ -1,0 +1,3 @@
+"""
+What a config would take of memory. Imports all rooms but `commands`.
+"""

@@ -1,0 +1,304 @@
+"""
+The memory that DeepSpeed keeps for a model: weights, gradients and optimizer states, the "model
+states" of the [ZeRO paper](https://arxiv.org/abs/1910.02054) (section 3), as they are divided over
+ranks and devices.
+
+These are DeepSpeed 0.19's, which aren't always the paper's: `benchmarks.model_states` has both
+beside what has been counted.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Dict, Optional, Sequence
+
+import torch
+from deepspeed.runtime.config import DtypeEnum
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from allennlp_deepspeed.config.settings import ResolvedConfig
+
+_FP32 = torch.float32.itemsize
+# The most elements that the engine's own all-reduce flattens at once.
+_ALL_REDUCE_SIZE = 500_000_000
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """
+    The elements of a model's parameters. Tied ones are counted once.
+
+    # Parameters
+
+    trainable : `Sequence[int]`
+        The elements of each parameter that is trained.
+    frozen : `Sequence[int]`
+        The elements of each that isn't.
+    largest_module : `int`
+        The elements that are needed at once to compute with the largest module, without those of
+        its submodules.
+    """
+
+    trainable: Sequence[int]
+    frozen: Sequence[int]
+    largest_module: int
+
+    @property
+    def largest_parameter(self) -> int:
+        return max([*self.trainable, *self.frozen], default=0)
+
+    @property
+    def total(self) -> int:
+        return sum(self.trainable) + sum(self.frozen)
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """
+    The bytes that an optimizer keeps for all trainable parameters of a model, beside the weights.
+
+    # Parameters
+
+    whole : `int`
+        Where it steps the parameters as they are.
+    flat : `int`
+        Where it steps them flattened, as at ZeRO stages 1 to 3. An optimizer that factors its
+        states can't do so there.
+    """
+
+    whole: int
+    flat: int
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """
+    What one rank has on one device.
+
+    # Parameters
+
+    weights : `int`
+        What the forward pass computes with.
+    gradients : `int`
+        The most that is kept of them at a time, from the backward pass to the optimizer's step,
+        which needs them in fp32.
+    optimizer : `int`
+        The optimizer's states, and the fp32 weights that it steps if they aren't `weights`.
+    buffers : `int`
+        Where DeepSpeed gathers parameters, reduces gradients and waits for NVMe.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """
+    What one rank has on each device. Neither activations nor the model's own buffers are in it, nor
+    what an operation allocates for a moment, nor the fragmentation of memory.
+    """
+
+    gpu: Bytes = field(default_factory=Bytes)
+    cpu: Bytes = field(default_factory=Bytes)
+    nvme: Bytes = field(default_factory=Bytes)
+
+
+def model_states(
+    size: ModelSize,
+    optimizer_states: OptimizerStates,
+    config: ResolvedConfig,
+    world_size: int,
+    gradient_synchronization: str = "auto",
+) -> ModelStates:
+    """
+    # Parameters
+
+    size : `ModelSize`
+    optimizer_states : `OptimizerStates`
+    config : `ResolvedConfig`
+        The stage, the precision, offload and the sizes of buffers are read from it.
+    world_size : `int`
+    gradient_synchronization : `str`, optional (default = `"auto"`)
+        The trainer's. With several micro-batches in a step, "boundary" keeps a whole gradient;
+        "auto" counts as "micro_batch", since it only does so where there is room.
+    """
+    states = _States(size, optimizer_states, config, world_size, gradient_synchronization)
+    return {0: states.stage_0, 3: states.stage_3}.get(config.zero_stage, states.stage_1_or_2)()
+
+
+class _States:
+    """The numbers that the stages have in common. Those of parameters are elements, not bytes."""
+
+    def __init__(
+        self,
+        size: ModelSize,
+        optimizer_states: OptimizerStates,
+        config: ResolvedConfig,
+        world_size: int,
+        gradient_synchronization: str,
+    ) -> None:
+        self._size = size
+        self._optimizer_states = optimizer_states
+        self._stage = config.zero_stage
+        self._world_size = world_size
+        self._zero = DeepSpeedZeroConfig(**config.engine_config.get("zero_optimization", {}))
+        self._is_bf16 = config.precision == "bf16"
+        self._trained = sum(size.trainable)
+        # Bytes of an element of the weights, and of a gradient that is kept.
+        self._weight = _itemsize(config.precision)
+        kept = config.engine_config.get("data_types", {}).get("grad_accum_dtype")
+        self._gradient = self._weight if kept is None else _itemsize(kept)
+        self._holds_whole_gradient = (
+            gradient_synchronization == "boundary"
+            and config.num_gradient_accumulation_steps > 1
+            and world_size > 1
+        )
+        self._optimizer_device = _device(self._zero.offload_optimizer)
+        self._parameter_device = _device(self._zero.offload_param)
+
+    def stage_0(self) -> ModelStates:
+        is_half = self._weight < _FP32
+        all_reduced = min(self._trained, _ALL_REDUCE_SIZE) if self._world_size > 1 else 0
+        return ModelStates(
+            gpu=Bytes(
+                weights=self._size.total * self._weight,
+                # Before the optimizer steps, all are there in fp32 too.
+                gradients=self._trained * (self._weight + (_FP32 if is_half else 0)),
+                optimizer=self._optimizer_states.whole + (self._trained * _FP32 if is_half else 0),
+                buffers=all_reduced * self._weight,
+            )
+        )
+
+    def stage_1_or_2(self) -> ModelStates:
+        # DeepSpeed aligns shards to two elements.
+        shard = 2 * math.ceil(self._trained / (2 * self._world_size))
+        weights = (shard * self._world_size + sum(self._size.frozen)) * self._weight
+        # It keeps a copy of the shard in fp32, where the weights are in fp32 too.
+        optimizer = shard * _FP32 + self._optimizer_states_of(shard)
+        num_buckets = 2 if self._zero.overlap_comm else 1
+        buckets = num_buckets * int(self._zero.reduce_bucket_size) * self._weight
+        if self._optimizer_device == "none":
+            gradients = max(self._whole_gradient(), self._flattened_gradient(shard))
+            return ModelStates(gpu=Bytes(weights, gradients, optimizer, buckets))
+        one_gradient = self._size.largest_parameter * self._weight
+        return ModelStates(
+            gpu=Bytes(weights, self._whole_gradient(), buffers=buckets + one_gradient),
+            cpu=Bytes(
+                gradients=shard * _FP32,
+                optimizer=optimizer,
+                # The new weights on their way to the GPU, and a gradient on its way from it.
+                buffers=shard * self._weight + one_gradient,
+            ),
+        )
+
+    def stage_3(self) -> ModelStates:
+        shard = sum(math.ceil(elements / self._world_size) for elements in self._size.trainable)
+        frozen = sum(math.ceil(elements / self._world_size) for elements in self._size.frozen)
+        sub_group = min(shard, int(self._zero.sub_group_size))
+        gradients = shard * self._gradient
+        states = _StatesByDevice()
+        states.add("gpu", gradients=self._whole_gradient())
+        states.add("gpu", weights=self._kept_gathered() * self._weight, buffers=self._gathered())
+        states.add("gpu", buffers=int(self._zero.reduce_bucket_size) * self._weight)
+
+        if self._parameter_device == "nvme":
+            offload = self._zero.offload_param
+            on_cpu = min(shard, int(offload.max_in_cpu))
+            states.add("nvme", weights=(shard - on_cpu + frozen) * self._weight)
+            states.add("cpu", weights=on_cpu * self._weight)
+            buffers = int(offload.buffer_count) * int(offload.buffer_size)
+            states.add("cpu", buffers=buffers * self._weight)
+        else:
+            device = "gpu" if self._parameter_device == "none" else "cpu"
+            states.add(device, weights=(shard + frozen) * self._weight)
+
+        # A copy of the shard in fp32, where the weights are in fp32 too: to find out whether it can
+        # do without, DeepSpeed compares a device with a name.
+        optimizer = shard * _FP32 + self._optimizer_states_of(shard)
+        if self._optimizer_device == "none":
+            in_fp32 = 0 if self._gradient == _FP32 else _FP32
+            # Flattened, and brought to fp32, a sub-group at a time.
+            gradients += sub_group * (self._gradient + in_fp32)
+            states.add("gpu", gradients=gradients, optimizer=optimizer)
+        elif self._optimizer_device == "cpu":
+            states.add("cpu", gradients=gradients + shard * _FP32, optimizer=optimizer)
+        else:
+            states.add("nvme", gradients=shard * _FP32, optimizer=optimizer)
+            buffers = int(self._zero.offload_optimizer.buffer_count) * sub_group * _FP32
+            states.add("cpu", gradients=gradients, buffers=buffers)
+        return states.all()
+
+    def _optimizer_states_of(self, shard: int) -> int:
+        return math.ceil(self._optimizer_states.flat * shard / max(self._trained, 1))
+
+    def _whole_gradient(self) -> int:
+        """The bytes that a rank has of a whole gradient, 0 if shards are made of it as it comes."""
+        adds_elsewhere = self._gradient != self._weight
+        if (
+            self._stage == 1
+            and adds_elsewhere
+            and self._is_bf16
+            and self._optimizer_device == "none"
+        ):
+            # DeepSpeed's BF16_Optimizer keeps both.
+            return self._trained * (self._weight + self._gradient)
+        if self._stage == 1 or self._holds_whole_gradient:
+            return self._trained * self._gradient
+        return 0
+
+    def _flattened_gradient(self, shard: int) -> int:
+        """The bytes that stages 1 and 2 have of the shard's gradient when the step begins."""
+        if self._gradient == self._weight:
+            # As it was reduced, flattened, and in fp32.
+            return shard * (2 * self._gradient + (0 if self._gradient == _FP32 else _FP32))
+        return shard * _FP32
+
+    def _kept_gathered(self) -> int:
+        """Elements of small parameters that stay whole at stage 3."""
+        kept = 0
+        for elements in [*self._size.trainable, *self._size.frozen]:
+            is_small = elements <= self._zero.param_persistence_threshold
+            if is_small and kept + elements <= self._zero.model_persistence_threshold:
+                kept += elements
+        return kept
+
+    def _gathered(self) -> int:
+        """
+        The bytes of other parameters that are whole at once. One that is used again within
+        `stage3_max_reuse_distance` is not released: at the end of the forward pass these are the
+        parameters of half that distance, since the backward pass comes back through them.
+        """
+        fetched = self._size.largest_module + int(self._zero.prefetch_bucket_size)
+        gathered = min(
+            self._size.total - self._kept_gathered(),
+            int(self._zero.max_reuse_distance) // 2 + fetched,
+        )
+        if self._zero.zero_hpz_partition_size > 1:
+            gathered += self._size.total // int(self._zero.zero_hpz_partition_size)
+        return gathered * self._weight
+
+
+class _StatesByDevice:
+    def __init__(self) -> None:
+        self._bytes: Dict[str, Dict[str, int]] = {"gpu": {}, "cpu": {}, "nvme": {}}
+
+    def add(self, device: str, **states: int) -> None:
+        for name, number in states.items():
+            self._bytes[device][name] = self._bytes[device].get(name, 0) + number
+
+    def all(self) -> ModelStates:
+        return ModelStates(**{device: Bytes(**states) for device, states in self._bytes.items()})
+
+
+def _itemsize(dtype: str) -> int:
+    return DtypeEnum("fp32" if dtype == "torch_autocast" else dtype).value.itemsize
+
+
+def _device(offload: Optional[Any]) -> str:
+    return "none" if offload is None else str(offload.device)

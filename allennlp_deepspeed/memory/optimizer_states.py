@@ -1,0 +1,151 @@
+"""
+How much an optimizer keeps for each parameter, found out by having it make a step.
+"""
+
+import logging
+from typing import Any, Dict, Iterable, List, Tuple
+
+import torch
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.training.optimizers import MultiOptimizer, Optimizer
+
+from allennlp_deepspeed.memory.model_states import OptimizerStates
+from allennlp_deepspeed.optimizers import CPULionOptimizer, registered_class
+from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
+
+logger = logging.getLogger(__name__)
+
+_FP32 = torch.float32.itemsize
+_NUM_ELEMENTS = 64  # enough to tell a state for each element from one for each parameter
+
+# Of the optimizers that only DeepSpeed's engine constructs: states of as many elements as a
+# parameter.
+_STATES_OF_DEEPSPEED = {
+    "adagrad": 1,
+    "adam": 2,
+    "adamw": 2,
+    "cpuadam": 2,
+    "lamb": 2,
+    "lion": 1,
+    # Those of its Adam; matrices have one.
+    "muon": 2,
+}
+
+# What keeps as many states as one of DeepSpeed's optimizers, and steps on any device, without an
+# operator that is to be compiled.
+_WITHOUT_OPERATOR = {1: "lion", 2: "adam"}
+
+NamedParameters = List[Tuple[str, torch.nn.Parameter]]
+
+
+def of_allennlp(optimizer: Params, parameters: NamedParameters) -> OptimizerStates:
+    """
+    # Parameters
+
+    optimizer : `Params`
+        As in the trainer's section of a config. It is not changed.
+    parameters : `List[Tuple[str, torch.nn.Parameter]]`
+        The trainable ones of the model, on any device, the meta device too. They are not changed.
+
+    # Raises
+
+    `ConfigurationError`
+        If the optimizer can't be constructed or can't make a step.
+    """
+    stepped = Params(_without_operators(optimizer.as_dict(quiet=True)))
+    flat = [
+        (name, torch.nn.Parameter(torch.ones(min(p.numel(), _NUM_ELEMENTS))))
+        for name, p in parameters
+    ]
+    try:
+        states = _bytes_by_parameter(stepped, flat)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"What 'trainer.optimizer' keeps can't be found out, because {optimizer.params} can't "
+            f"make a step: {error}"
+        ) from error
+    in_flat = sum(
+        round(states[name] * p.numel() / tiny.numel())
+        for (name, p), (_, tiny) in zip(parameters, flat)
+    )
+    meta = [(name, torch.nn.Parameter(p.detach().to("meta"))) for name, p in parameters]
+    try:
+        in_whole = sum(_bytes_by_parameter(stepped, meta).values())
+    except (NotImplementedError, RuntimeError) as error:
+        logger.info("The optimizer needs values, which there are none of (%s)", error)
+        in_whole = in_flat
+    return OptimizerStates(whole=in_whole, flat=in_flat)
+
+
+def of_deepspeed(
+    section: Dict[str, Any], parameters: Iterable[torch.nn.Parameter]
+) -> OptimizerStates:
+    """
+    # Parameters
+
+    section : `Dict[str, Any]`
+        The `"optimizer"` section of `deepspeed_config`.
+    parameters : `Iterable[torch.nn.Parameter]`
+        The trainable ones of the model.
+    """
+    name = section["type"].lower()
+    if name == "sgd":
+        num_states = 1 if section.get("params", {}).get("momentum") else 0
+    else:
+        if name not in _STATES_OF_DEEPSPEED:
+            logger.warning(
+                "How much the optimizer %s keeps isn't known: two numbers for each parameter are "
+                "assumed, as Adam has.",
+                section["type"],
+            )
+        num_states = _STATES_OF_DEEPSPEED.get(name, 2)
+    states = num_states * _FP32 * sum(parameter.numel() for parameter in parameters)
+    return OptimizerStates(whole=states, flat=states)
+
+
+def of_cpu_lion(num_trainable: int) -> OptimizerStates:
+    """DeepSpeed's Lion for the CPU, which keeps more than Lion elsewhere."""
+    states = CPULionOptimizer.num_states * _FP32 * num_trainable
+    return OptimizerStates(whole=states, flat=states)
+
+
+def _without_operators(optimizer: Dict[str, Any]) -> Dict[str, Any]:
+    """With another that keeps as much in the place of each of DeepSpeed's."""
+    optimizer_class = registered_class(optimizer.get("type", Optimizer.default_implementation))
+    if issubclass(optimizer_class, DeepSpeedOptimizer):
+        groups = optimizer.get("parameter_groups")
+        return {"type": _WITHOUT_OPERATOR[optimizer_class.num_states], "parameter_groups": groups}
+    if issubclass(optimizer_class, MultiOptimizer):
+        optimizers = {
+            name: {"type": inner} if isinstance(inner, str) else inner
+            for name, inner in optimizer.get("optimizers", {}).items()
+        }
+        return {
+            **optimizer,
+            "optimizers": {name: _without_operators(inner) for name, inner in optimizers.items()},
+        }
+    return optimizer
+
+
+def _bytes_by_parameter(optimizer: Params, parameters: NamedParameters) -> Dict[str, int]:
+    """Of the states that have as many dimensions as a parameter, after a step."""
+    constructed: Any = Optimizer.from_params(
+        params=optimizer.duplicate(), model_parameters=parameters
+    )
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    constructed.step()
+    optimizers = (
+        constructed.optimizers.values()
+        if isinstance(constructed, MultiOptimizer)
+        else [constructed]
+    )
+    states = {key: state for each in optimizers for key, state in each.state.items()}
+    return {name: _bytes(states.get(parameter, {}).values()) for name, parameter in parameters}
+
+
+def _bytes(states: Iterable[Any]) -> int:
+    # A number such as that of the steps is not for each element.
+    tensors = [state for state in states if torch.is_tensor(state) and state.dim() > 0]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

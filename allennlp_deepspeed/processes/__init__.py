@@ -1,0 +1,3 @@
+"""
+What a worker is: its device, its signals, its failure, its random states. Imports no other room.
+"""

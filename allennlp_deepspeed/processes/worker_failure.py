@@ -1,0 +1,95 @@
+"""
+What a worker says to its supervisor when it fails, and how long it may take to leave then.
+"""
+
+import faulthandler
+import logging
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import NamedTuple, Optional
+
+from allennlp_deepspeed.processes.interruption import TrainingInterrupted
+
+logger = logging.getLogger(__name__)
+
+SECONDS_TO_LEAVE = 15
+"""From a failure to the end of its process, callbacks' `on_end` included."""
+
+_STANDARD_ERROR = 2
+
+# In characters, of up to 4 bytes each. A pipe holds 64 KiB, so that sending less never waits for
+# the supervisor to read.
+_MAX_MESSAGE_LENGTH = 1_000
+_MAX_TRACEBACK_LENGTH = 14_000
+
+
+class WorkerFailure(NamedTuple):
+    """
+    An exception in a worker.
+
+    `time` is in seconds on the clock that all processes of a machine share. `is_agreed` is whether
+    every rank raises the same at the same point, in answer to a signal.
+    """
+
+    time: float
+    message: str
+    traceback: str
+    is_agreed: bool
+
+
+class _Reporter:
+    """Reports a worker's first failure, and starts the time that it has to leave."""
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self._rank = rank
+        self._connection = connection
+        self._last: Optional[WorkerFailure] = None
+
+    def report(self, error: BaseException) -> None:
+        if self._last is not None and (
+            not self._last.is_agreed or isinstance(error, TrainingInterrupted)
+        ):
+            return
+        self._last = _describe(error)
+        try:
+            self._connection.send(self._last)
+        except OSError:
+            logger.warning("The process that supervises this worker is gone.")
+        if not self._last.is_agreed:
+            logger.error(
+                "Worker %d failed. It has %d seconds to leave.",
+                self._rank,
+                SECONDS_TO_LEAVE,
+                exc_info=error,
+            )
+            # A thread of its own, in C: it needs neither the interpreter nor the main thread.
+            faulthandler.dump_traceback_later(SECONDS_TO_LEAVE, exit=True, file=_STANDARD_ERROR)
+
+
+_reporter: Optional[_Reporter] = None
+
+
+def report_to(connection: Connection, rank: int) -> None:
+    """Makes this process a worker that reports its failures, of local rank `rank`."""
+    global _reporter
+    _reporter = _Reporter(rank, connection)
+
+
+def report(error: BaseException) -> None:
+    """
+    Tells the supervisor that this worker fails, as soon as it does and before others fail because
+    of it. From then on the worker has `SECONDS_TO_LEAVE`; after them it prints where its threads
+    are, and ends. Does nothing in a process without a supervisor.
+    """
+    if _reporter is not None:
+        _reporter.report(error)
+
+
+def _describe(error: BaseException) -> WorkerFailure:
+    return WorkerFailure(
+        time=time.monotonic(),
+        message=str(error)[:_MAX_MESSAGE_LENGTH],
+        traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK_LENGTH:],
+        is_agreed=isinstance(error, TrainingInterrupted),
+    )

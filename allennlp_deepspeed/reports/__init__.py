@@ -1,0 +1,3 @@
+"""
+What a run says of itself. Imports `engine` and the rooms below.
+"""

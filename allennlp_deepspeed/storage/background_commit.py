@@ -1,0 +1,188 @@
+"""
+Completes checkpoints while training goes on.
+"""
+
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+import traceback
+from contextlib import suppress
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch.distributed as dist
+
+from allennlp_deepspeed.storage import files
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory, PointInTime
+from allennlp_deepspeed.storage.commit import CommitRecord, FileRecord, file_names
+
+logger = logging.getLogger(__name__)
+
+_POLLING_INTERVAL = 0.02  # seconds
+
+# After that a rank that has not confirmed is taken to be gone. Seconds; PyTorch's own for
+# collectives.
+_TIMEOUT = dist.default_pg_timeout.total_seconds()
+
+# Of all commits of this process: the store keeps the keys of earlier ones.
+_numbers = itertools.count()
+
+
+class BackgroundCommit:
+    """
+    Writes to disk what the ranks have saved, and commits it when all ranks have confirmed that they
+    are done. A thread does so, because flushing and reading the files for their checksums takes
+    longer than saving them. The ranks confirm through the process group's key-value store, which
+    takes no collective.
+
+    # Parameters
+
+    directory : `CheckpointDirectory`, required.
+    rank : `int`, required.
+    world_size : `int`, required.
+    committing_ranks : `Sequence[int]`, required.
+        The first of them commits. Their files are in one directory, this rank's among them.
+    """
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        rank: int,
+        world_size: int,
+        committing_ranks: Sequence[int],
+    ) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._world_size = world_size
+        self._committing_ranks = committing_ranks
+        self._store = dist.distributed_c10d._get_default_store()
+        self._thread: Optional[threading.Thread] = None
+        self._error: Optional[BaseException] = None
+        # By inode, size and time of the last change: hard links to one file are flushed and read
+        # once.
+        self._known: Dict[Tuple[int, int, int], FileRecord] = {}
+
+    def start(
+        self,
+        point: PointInTime,
+        record: CommitRecord,
+        write: Callable[[], List[str]],
+        then: Callable[[], None],
+    ) -> None:
+        """
+        Starts the commit of one checkpoint. To be called by every rank, after `wait`.
+
+        # Parameters
+
+        point : `PointInTime`, required.
+        record : `CommitRecord`, required.
+            Without its files.
+        write : `Callable[[], List[str]]`, required.
+            Writes what this rank has not written yet, and returns the paths of all its files.
+        then : `Callable[[], None]`, required.
+            Called by the rank that commits, after the checkpoint has been committed in the
+            directories of all ranks. A failure of the file system in it is only logged.
+        """
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(f"allennlp_deepspeed/checkpoint_{next(_numbers)}", point, record, write, then),
+            name="checkpoint",
+            daemon=True,  # a rank that waits for one that is gone must be able to exit
+        )
+        self._thread.start()
+
+    def wait(self, timeout: Optional[float] = None) -> None:
+        """
+        Waits until this rank has confirmed, and the rank that commits until it has committed. Not a
+        collective.
+
+        # Parameters
+
+        timeout : `float`, optional (default = `None`)
+            In seconds. What is not done then is given up silently.
+
+        # Raises
+
+        `BaseException`
+            Whatever has happened in the thread.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raises what has happened in the thread, if anything has. Doesn't wait."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, key: str, *args: Any) -> None:
+        try:
+            self._commit(key, *args)
+        except BaseException as error:
+            self._error = error
+            # If the store is gone, so are the ranks that would read it.
+            with suppress(dist.DistError):
+                self._store.set(
+                    f"{key}/{self._rank}", json.dumps({"error": traceback.format_exc()})
+                )
+
+    def _commit(
+        self,
+        key: str,
+        point: PointInTime,
+        record: CommitRecord,
+        write: Callable[[], List[str]],
+        then: Callable[[], None],
+    ) -> None:
+        unfinished = self._directory.unfinished_path(point)
+        own_files = {os.path.relpath(path, unfinished): self._flush(path) for path in write()}
+        self._store.set(f"{key}/{self._rank}", json.dumps({"files": own_files}))
+        if self._rank != self._committing_ranks[0]:
+            return
+        for rank in range(self._world_size):
+            confirmed = self._confirmation(f"{key}/{rank}", rank)
+            if rank in self._committing_ranks:
+                record.files.update({n: FileRecord(*r) for n, r in confirmed.items()})
+        # What DeepSpeed has written by itself, such as its script for conversions.
+        for name in set(file_names(unfinished)) - set(record.files):
+            record.files[name] = self._flush(os.path.join(unfinished, name))
+        self._directory.commit(point, record)
+        self._store.set(f"{key}/{self._rank}/committed", json.dumps({"files": {}}))
+        for rank in range(0, self._world_size, len(self._committing_ranks)):
+            self._confirmation(f"{key}/{rank}/committed", rank)
+        try:
+            then()
+        except OSError:
+            logger.warning("Older checkpoints could not be removed.", exc_info=True)
+
+    def _confirmation(self, key: str, rank: int) -> Dict[str, List[Any]]:
+        """Waits for what a rank sets in the store, and returns its files."""
+        deadline = time.monotonic() + _TIMEOUT
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"A checkpoint was not completed, because worker {rank} has not confirmed "
+                    f"within {_TIMEOUT:.0f} seconds that it has written its files."
+                )
+            time.sleep(_POLLING_INTERVAL)
+        confirmation = json.loads(self._store.get(key))
+        if "error" in confirmation:
+            raise RuntimeError(
+                f"A checkpoint was not completed, because worker {rank} failed to write "
+                f"it:\n{confirmation['error']}"
+            )
+        return confirmation["files"]
+
+    def _flush(self, path: str) -> FileRecord:
+        status = os.stat(path)
+        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if identity not in self._known:
+            files.flush(path)
+            record = FileRecord.of(path)
+            if status.st_nlink == 1:
+                return record
+            self._known = {identity: record}
+        return self._known[identity]

@@ -1,0 +1,3 @@
+"""
+One run, told step by step. Imports all rooms but `launch`, `memory` and `commands`.
+"""

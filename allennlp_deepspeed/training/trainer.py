@@ -1,0 +1,1336 @@
+import logging
+import math
+import os
+import re
+import signal
+import weakref
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+
+import torch
+from allennlp.common import Lazy, Tqdm
+from allennlp.common import logging as common_logging
+from allennlp.common import util as common_util
+from allennlp.common.checks import ConfigurationError
+from allennlp.data.data_loaders import (
+    DataLoader,
+    MultiProcessDataLoader,
+    MultiTaskDataLoader,
+    SimpleDataLoader,
+    TensorDict,
+)
+from allennlp.models.model import Model
+from allennlp.nn.parallel import DdpAccelerator, DdpWrappedModel, TorchDdpAccelerator
+from allennlp.nn.util import dist_reduce_sum
+from allennlp.training import util as training_util
+from allennlp.training.callbacks import (
+    ConfidenceChecksCallback,
+    ConsoleLoggerCallback,
+    TrainerCallback,
+)
+from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+from allennlp.training.momentum_schedulers import MomentumScheduler
+from allennlp.training.moving_average import MovingAverage
+from allennlp.training.optimizers import Optimizer
+from allennlp.training.trainer import Trainer, TrainerCheckpoint
+from overrides import overrides
+
+from allennlp_deepspeed import optimizers
+from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
+from allennlp_deepspeed.engine import loss_scaling, weights
+from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
+from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
+from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
+from allennlp_deepspeed.engine.inner_gradients import InnerGradients
+from allennlp_deepspeed.engine.max_norm import MaxNorm
+from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
+from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
+from allennlp_deepspeed.engine.weight_watch import WeightWatch
+from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
+from allennlp_deepspeed.gradients.grad_cache import GradCache
+from allennlp_deepspeed.gradients.grad_cache_settings import GradCacheSettings
+from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.processes import worker_failure
+from allennlp_deepspeed.processes.interruption import (
+    TrainingInterrupted,
+    TrainingInterruption,
+    interrupted,
+)
+from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
+from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
+from allennlp_deepspeed.reports.log_writers import LogWriters
+from allennlp_deepspeed.storage import files, serialization
+from allennlp_deepspeed.storage.checkpoint_directory import BEST_WEIGHTS_NAME
+from allennlp_deepspeed.training.batch_groups import (
+    BatchGroup,
+    BatchGroups,
+    micro_batch_size,
+    num_batches,
+)
+from allennlp_deepspeed.training.batch_metrics import BatchMetrics
+from allennlp_deepspeed.training.construction import wrap_model
+from allennlp_deepspeed.training.device_transfer import to_device
+from allennlp_deepspeed.training.epoch_metrics import EpochMetricsCallback
+from allennlp_deepspeed.training.even_batches import EvenBatches
+from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
+from allennlp_deepspeed.training.reading_pace import ReadingPace
+from allennlp_deepspeed.training.resumption import Resumption
+from allennlp_deepspeed.training.running_loss import Agreement, RunningLoss
+
+logger = logging.getLogger(__name__)
+
+# Which move batches to their `cuda_device`, if they have one.
+_LOADERS_OF_ALLENNLP = (MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader)
+
+_PROGRESS_INTERVAL = 1.0  # seconds
+
+
+@Trainer.register("deepspeed", constructor="from_partial_objects")
+class DeepSpeedTrainer(GradientDescentTrainer):
+    """
+    Trains any AllenNLP model on DeepSpeed's engine, which owns backward, gradient reduction,
+    clipping, loss scaling and the optimizer step. Everything around a step (validation, metrics,
+    early stopping, callbacks) is AllenNLP's `GradientDescentTrainer`.
+
+    Registered as a `Trainer` with name "deepspeed". It takes every argument of
+    [`GradientDescentTrainer`](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/)
+    with the same meaning; here are only those that are new or mean more. Every rank must construct
+    it and call `train`.
+
+    # Parameters
+
+    deepspeed_config : `Union[str, Dict[str, Any], DeepSpeedConfig]`, optional (default =
+    `"zero_2"`)
+        DeepSpeed's own configuration, a preset's name, or a preset with changes. See
+        [`DeepSpeedConfig`](./config.py).
+    optimizer : `torch.optim.Optimizer`, required.
+        As in AllenNLP; `None` if `deepspeed_config` has an `"optimizer"` section.
+    num_gradient_accumulation_steps : `int`, optional (default = `None`)
+        `None` takes DeepSpeed's `gradient_accumulation_steps`, which is 1 if it isn't set either.
+    gradient_synchronization : `str`, optional (default = `"auto"`)
+        When gradients are reduced across the ranks, if an optimizer step has several micro-batches.
+        `"boundary"`: once a step, at every ZeRO stage; each rank holds a whole gradient until then.
+        `"micro_batch"`, for stages 2 and 3: after each micro-batch, which holds a shard only, and
+        has as many times the traffic as there are micro-batches. `"auto"`: `"boundary"` if the
+        first step has left twice the memory of a whole gradient free on every rank, otherwise
+        `"micro_batch"`. The numbers are the same.
+    grad_cache : `Dict[str, Any]`, optional (default = `None`)
+        Trains a [`ContrastiveModel`](./contrastive/contrastive_model.py) on batches whose
+        activations don't fit into memory, with the gradient of the whole batch: `{"chunk_size":
+        32}` encodes as many examples at a time, on each rank. A number for each argument of
+        `encode`, as `{"query": 64, "document": 16}`, or `"auto"`, the largest that fits. See
+        [`GradCache`](./contrastive/grad_cache.py).
+    log_every_num_steps : `int`, optional (default = `None`)
+        After how many optimizer steps the host waits for the device to read the losses. At these
+        steps the progress bar is updated, the ranks tell each other of a signal or a NaN, which
+        ends training, and `save_every_num_seconds` is asked. `None` for about once a second. The
+        metrics of an epoch, and those that callbacks look into, are the same with any number.
+    grad_norm : `Union[float, bool]`, optional (default = `None`)
+        A number is DeepSpeed's `gradient_clipping`. A number or `True` has `batch_grad_norm`
+        reported to callbacks, the norm of the whole gradient over all ranks before clipping.
+    grad_clipping : `float`, optional (default = `None`)
+        Applied as in AllenNLP, after the norm has been clipped, to each element of the gradient
+        that the optimizer steps with.
+    use_amp : `bool`, optional (default = `None`)
+        Computes in bf16 where the device can, else in fp16, unless `deepspeed_config` already
+        names a precision. On CPU too. `None` leaves it to `deepspeed_config`, and `False` is fp32.
+    checkpointer : `DeepSpeedCheckpointer`, optional (default = `None`)
+        `None` saves no checkpoints. In a config file the default is a `DeepSpeedCheckpointer`.
+    shard_within : `Union[int, str]`, optional (default = `None`)
+        At ZeRO stage 3: `"node"`, or a number of ranks that divides the world size. Once gathered
+        from all ranks in an optimizer step, parameters stay sharded over so many neighbouring ranks
+        until the step ends, and gathering them again stays among these. Fills DeepSpeed's
+        `zero_hpz_partition_size` (hpZ of [ZeRO++](https://arxiv.org/abs/2306.10209), section 3.2).
+    activation_checkpointing : `List[str]`, optional (default = `None`)
+        Regular expressions for names of modules, such as `["transformer_model.encoder.layer"]`. Of
+        these only the inputs are kept, and the rest is computed again in the backward pass. See
+        [`checkpoint_modules`](./activation_checkpointing.py).
+    moving_average : `MovingAverage`, optional (default = `None`)
+        Kept on the fp32 weights, each rank on its shard.
+    ddp_wrapped_model : `DeepSpeedWrappedModel`, optional (default = `None`)
+        The model with its engine, if something has brought it up already, as `from_partial_objects`
+        does. Without it the constructor brings one up.
+
+    # Raises
+
+    `ConfigurationError`
+        If an AllenNLP key and a DeepSpeed key contradict each other, or one has no meaning here.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optional[torch.optim.Optimizer],
+        data_loader: DataLoader,
+        patience: Optional[int] = None,
+        validation_metric: Union[str, List[str]] = "-loss",
+        validation_data_loader: DataLoader = None,
+        num_epochs: int = 20,
+        serialization_dir: Optional[Union[str, os.PathLike]] = None,
+        checkpointer: Optional[DeepSpeedCheckpointer] = None,
+        cuda_device: Optional[Union[int, torch.device]] = None,
+        grad_norm: Union[float, bool, None] = None,
+        grad_clipping: Optional[float] = None,
+        learning_rate_scheduler: Optional[LearningRateScheduler] = None,
+        momentum_scheduler: Optional[MomentumScheduler] = None,
+        moving_average: Optional[MovingAverage] = None,
+        callbacks: List[TrainerCallback] = None,
+        distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+        num_gradient_accumulation_steps: Optional[int] = None,
+        gradient_synchronization: str = "auto",
+        grad_cache: Optional[Dict[str, Any]] = None,
+        log_every_num_steps: Optional[int] = None,
+        use_amp: Optional[bool] = None,
+        enable_default_callbacks: bool = True,
+        run_confidence_checks: bool = True,
+        grad_scaling: bool = True,
+        ddp_wrapped_model: Optional[DdpWrappedModel] = None,
+        deepspeed_config: Union[str, Dict[str, Any], DeepSpeedConfig, None] = None,
+        shard_within: Union[int, str, None] = None,
+        activation_checkpointing: Optional[List[str]] = None,
+        **kwargs,
+    ) -> None:
+        if ddp_wrapped_model is None:
+            device = worker_device(cuda_device)
+            ddp_wrapped_model = wrap_model(
+                model,
+                DeepSpeedConfig.of(deepspeed_config).resolve(
+                    TrainerSettings(
+                        num_gradient_accumulation_steps=num_gradient_accumulation_steps,
+                        gradient_synchronization=gradient_synchronization,
+                        grad_norm=grad_norm,
+                        use_amp=use_amp,
+                        grad_scaling=grad_scaling,
+                        optimizer=type(optimizer).__name__ if optimizer is not None else None,
+                        learning_rate_scheduler=_name(learning_rate_scheduler),
+                        micro_batch_size=micro_batch_size(data_loader),
+                        learning_rate=None if optimizer is None else optimizer.defaults.get("lr"),
+                        num_epochs=num_epochs,
+                        batches_per_epoch=num_batches(data_loader),
+                        world_size=world_size,
+                        **capabilities(device),
+                        serialization_dir=_path(serialization_dir),
+                        shard_within=shard_within,
+                        workers_per_node=workers_per_node(world_size),
+                    )
+                ),
+                device=device,
+                local_rank=local_rank,
+                optimizer=optimizer,
+                checkpointed_modules=activation_checkpointing,
+            )
+        if not isinstance(ddp_wrapped_model, DeepSpeedWrappedModel):
+            raise ConfigurationError(
+                "The 'deepspeed' trainer can't train a model that another accelerator has wrapped "
+                f"({type(ddp_wrapped_model).__name__}). Leave out 'ddp_accelerator'."
+            )
+        with _destroyed_on_failure(ddp_wrapped_model):
+            if checkpointer is not None and not isinstance(checkpointer, DeepSpeedCheckpointer):
+                raise ConfigurationError(
+                    "The 'deepspeed' trainer needs a DeepSpeedCheckpointer, not a "
+                    f"{_name(checkpointer)}: "
+                    'write "checkpointer": {"type": "deepspeed", ...}.'
+                )
+            config = ddp_wrapped_model.config
+            super().__init__(
+                model,
+                ddp_wrapped_model.optimizer,
+                data_loader,
+                patience=patience,
+                validation_metric=validation_metric,
+                validation_data_loader=validation_data_loader,
+                num_epochs=num_epochs,
+                serialization_dir=serialization_dir,
+                checkpointer=checkpointer,
+                cuda_device=cuda_device,
+                grad_norm=config.grad_norm,
+                grad_clipping=grad_clipping,
+                learning_rate_scheduler=learning_rate_scheduler,
+                momentum_scheduler=momentum_scheduler,
+                moving_average=moving_average,
+                callbacks=callbacks,
+                distributed=distributed,
+                local_rank=local_rank,
+                world_size=world_size,
+                num_gradient_accumulation_steps=config.num_gradient_accumulation_steps,
+                # The engine scales and casts; AllenNLP's own autocast and GradScaler stay out.
+                use_amp=False,
+                enable_default_callbacks=enable_default_callbacks,
+                run_confidence_checks=run_confidence_checks,
+                ddp_wrapped_model=ddp_wrapped_model,
+                **kwargs,
+            )
+            self._ddp_wrapped_model: DeepSpeedWrappedModel
+            self._checkpointer: Optional[DeepSpeedCheckpointer]
+            self._moving_average: Optional[ShardedMovingAverage]
+            if distributed:
+                self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
+            self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
+            # The last, because others may add to the metrics.
+            self._callbacks.append(self._epoch_metrics)
+            if self.engine._config.comms_config.comms_logger_enabled:
+                self._callbacks.append(CommsSummaryCallback(self._serialization_dir))
+            self._communication = [
+                c for c in self._callbacks if isinstance(c, CommunicationCallback)
+            ]
+            self._resumption = Resumption(self)
+            self._is_validating = False  # when a checkpoint is saved
+            # Epochs completed when the best weights were saved last.
+            self._best_weights_saved_after: Optional[int] = None
+            self._interruption = TrainingInterruption(is_worker=distributed)
+            self._buffers = BufferBroadcast(self.model, self.cuda_device)
+            self._gradient_settings = (gradient_synchronization, grad_cache)
+            if self._moving_average is not None and self.engine.zero_nvme_offload_optimizer():
+                raise ConfigurationError(
+                    "'trainer.moving_average' needs the weights that it averages in memory. "
+                    "Remove it, or write 'cpu' for "
+                    "deepspeed_config.zero_optimization.offload_optimizer.device."
+                )
+            self._given_moving_average = moving_average
+            self._attach_engine()
+            self._has_global_loss = (
+                isinstance(model, ContrastiveModel) and model.negatives == "global"
+            )
+            if distributed and isinstance(model, ContrastiveModel) and model.validates_whole_set:
+                self._validate_whole_set()
+            # The number of micro-batches by which the losses of the step are divided. For callbacks
+            # that go backward themselves.
+            self.group_size = self._num_gradient_accumulation_steps
+            self._pace = ReadingPace(log_every_num_steps)
+            self._has_metric_readers = any(map(_may_read_metrics, self._callbacks))
+            # Of the last step, if a callback has kept it.
+            self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
+        # A trainer that is dropped and has never trained leaves nothing behind either.
+        weakref.finalize(self, ddp_wrapped_model.destroy).atexit = False  # type: ignore[misc]
+
+    def _attach_engine(self) -> None:
+        """Constructs what works on the engine, which has just come up."""
+        wrapped_model = self._ddp_wrapped_model
+        wrapped_model.mapping_directory = self.mapping_directory
+        if self._given_moving_average is not None:
+            moving_average = ShardedMovingAverage(self._given_moving_average, self.engine)
+            wrapped_model.before_destroying(moving_average.release)
+            self._moving_average = moving_average
+        if self._grad_clipping is not None:
+            hook = self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
+            wrapped_model.before_destroying(hook.remove)
+        self._gradients, self._grad_cache = self._construct_gradients(*self._gradient_settings)
+        wrapped_model.before_destroying(self._gradients.remove_hooks)
+        self._inner_gradients = InnerGradients(self.engine)
+        # After the hook that clips: it records what the optimizer steps with.
+        self._log_writers = LogWriters(self)
+        wrapped_model.before_destroying(self._log_writers.remove)
+        self._max_norm = MaxNorm(self.engine)
+        wrapped_model.before_destroying(self._max_norm.remove)
+        if self._moving_average is not None:
+            scaled = set(self._max_norm.weights)
+            for name, parameter in self.model.named_parameters():
+                if parameter in scaled and not self._moving_average.may_change(parameter):
+                    raise ConfigurationError(
+                        "'trainer.moving_average' averages what the optimizer steps, and not the "
+                        f"frozen '{name}', which 'max_norm' changes: give both the trained "
+                        "parameters only."
+                    )
+        self._weight_watch = WeightWatch(self.engine, self._max_norm)
+        if self._moving_average is not None:
+            self._moving_average.before_assigning = self._weight_watch.raise_if_changed
+        if isinstance(self.data_loader, _LOADERS_OF_ALLENNLP):
+            # They would wait for the device with each batch. `batch_outputs` doesn't.
+            wrapped_model.before_destroying(
+                partial(setattr, self.data_loader, "cuda_device", self.data_loader.cuda_device)
+            )
+            self.data_loader.cuda_device = None
+
+    def _construct_gradients(
+        self, gradient_synchronization: str, grad_cache: Optional[Dict[str, Any]]
+    ) -> Tuple[GradientSynchronizer, Optional[GradCache]]:
+        settings = self._grad_cache_settings(grad_cache)
+        gradients = GradientSynchronizer(
+            self.engine,
+            mode=gradient_synchronization,
+            # Each chunk is a micro-batch to DeepSpeed, and there are several.
+            num_micro_batches=self._num_gradient_accumulation_steps
+            * (1 if settings is None else 2),
+            find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
+            several_passes=any(map(_goes_backward, self._callbacks)),
+            average_each_pass=any(map(_reads_gradients, self._callbacks)),
+        )
+        if settings is None:
+            return gradients, None
+        return gradients, GradCache(
+            settings, self._ddp_wrapped_model, gradients, super().batch_outputs
+        )
+
+    def _grad_cache_settings(
+        self, grad_cache: Optional[Dict[str, Any]]
+    ) -> Optional[GradCacheSettings]:
+        if grad_cache is None:
+            return None
+        settings = GradCacheSettings(grad_cache)
+        GradCache.check(settings, self.model)
+        for callback in self._callbacks:
+            if _goes_backward(callback):
+                raise ConfigurationError(
+                    f"The callback {type(callback).__name__} has 'on_backward', but with "
+                    "'trainer.grad_cache' there is no graph to go back through: remove one of them."
+                )
+        return settings
+
+    def _validate_whole_set(self) -> None:
+        """AllenNLP's loop leaves out what one rank has more than another."""
+        if self._validation_data_loader is not None:
+            self._validation_data_loader = EvenBatches(  # type: ignore[assignment]
+                self._validation_data_loader, self.cuda_device
+            )
+
+    @property
+    def engine(self):
+        """The `DeepSpeedEngine` around the model."""
+        return self._ddp_wrapped_model.engine
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """
+        Within it backward passes leave their gradients on this rank: they are added up, whole, and
+        reduced across the ranks with the next pass outside of it that reduces, at the latest at the
+        end of the optimizer step. For models and callbacks that go backward several times in a
+        step, at every ZeRO stage; as
+        [`DistributedDataParallel.no_sync`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+
+        ```python
+        class BackwardInChunks(TrainerCallback):
+            reads_gradients = False
+
+            def on_backward(self, trainer, batch_outputs, backward_called, **kwargs) -> bool:
+                *losses, last_loss = [
+                    loss / trainer.group_size for loss in batch_outputs["chunk_losses"]
+                ]
+                with trainer.no_sync():
+                    for loss in losses:
+                        trainer.engine.backward(loss, scale_wrt_gas=False)
+                trainer.engine.backward(last_loss, scale_wrt_gas=False)
+                return True
+        ```
+
+        `trainer.group_size` is the number of micro-batches of the step.
+
+        To be entered by every rank, during a step. Unlike with `DistributedDataParallel` the
+        forward pass may be outside; at ZeRO stage 3 both gather parameters, so that every rank must
+        make the same passes. Until gradients are reduced, each rank holds them whole. Where a model
+        goes backward in its own forward pass, all of that is to be within `no_sync`. It may be
+        nested.
+
+        A callback with `on_backward` may read gradients after any pass outside `no_sync`, and finds
+        them averaged over the ranks, which costs a reduction for each such pass. One that doesn't
+        read them says so with the class attribute `reads_gradients = False`: then there is one
+        reduction, at the end.
+        """
+        with self._gradients.no_sync():
+            yield
+
+    @contextmanager
+    def modified_weights(self, which: Which = None) -> Iterator[None]:
+        """
+        For callbacks that change weights outside the optimizer. Within it the model's parameters
+        are whole and in fp32, with the values that the optimizer steps, and may be changed in
+        place, through `.data` too. When it ends, the changes are written to these, and to the
+        weights that the model computes with, at every ZeRO stage and precision. Changes that are
+        made elsewhere would be undone by the next step, and end in an error.
+
+        ```python
+        class Clamp(TrainerCallback):
+            def on_batch(self, trainer, *args, is_training, **kwargs) -> None:
+                if is_training:
+                    with trainer.modified_weights(["_critic"]):
+                        for parameter in trainer.model._critic.parameters():
+                            parameter.clamp_(-0.01, 0.01)
+        ```
+
+        To be entered by every rank, between steps, with the same `which`. All make the change, and
+        what rank 0 has made of the weights counts. Not for forward passes. Frozen parameters can be
+        changed too; in half precision these are rounded to it, since they are kept in no other. If
+        it ends by an exception, the weights stay as they were, but for those that the optimizer
+        steps whole, at stage 0 in fp32.
+
+        # Parameters
+
+        which : `Union[str, Parameter, Iterable]`, optional (default = `None`)
+            Parameters, or regular expressions that are searched in their names: only these are
+            gathered. `None` for all.
+
+        # Raises
+
+        `ConfigurationError`
+            If a frozen parameter has been changed that the trainer's moving average was given.
+        `RuntimeError`
+            If weights have been changed before.
+        """
+        self._weight_watch.raise_if_changed()
+        average = self._moving_average
+        may_change = (lambda _: True) if average is None else average.may_change
+        try:
+            with modified_weights(self.engine, which, may_change):
+                yield
+        finally:
+            # After an exception too: what was changed has been put back.
+            self._weight_watch.snapshot()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """
+        Keeps the engine up. `train` is such a session, and takes the engine down when it ends; put
+        a session around it to use the engine after training. When the last one ends, however it
+        does, the engine is destroyed, and in a single process the model is a plain fp32 `Model`
+        again and the optimizer steps its parameters: either can be given to any other loop. Another
+        session brings up another engine, which goes on with both. With several workers weights and
+        states stay sharded, and the first session is the last.
+        """
+        wrapped_model = self._ddp_wrapped_model
+        if not wrapped_model.is_up:
+            self._bring_up_engine()
+        wrapped_model.num_users += 1
+        try:
+            yield
+            if wrapped_model.num_users == 1:
+                self._weight_watch.warn_if_changed()
+                if self._checkpointer is not None:
+                    self._checkpointer.finish()
+        except BaseException as error:
+            if wrapped_model.num_users == 1 and self._checkpointer is not None:
+                # All ranks are here after an interruption, and this is the only one after a
+                # Ctrl-C.
+                is_agreed = isinstance(error, (TrainingInterrupted, KeyboardInterrupt))
+                (self._checkpointer.finish if is_agreed else self._checkpointer.abandon)()
+            raise
+        finally:
+            wrapped_model.num_users -= 1
+            if wrapped_model.num_users == 0:
+                wrapped_model.destroy()
+
+    def close(self) -> None:
+        """
+        Takes the engine down, if it is up, as the end of a session does. For a trainer that is not
+        going to train; one that is dropped, or whose model is given to another, is closed by
+        itself. May be called again.
+        """
+        if self._ddp_wrapped_model.num_users > 0:
+            raise RuntimeError("A trainer can't be closed in its own `train` or `session`.")
+        self._ddp_wrapped_model.destroy()
+
+    @property
+    def callbacks(self) -> List[TrainerCallback]:
+        """In the order in which they are called."""
+        return self._callbacks
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this worker writes what its node, or a single process, has once."""
+        return self._primary
+
+    @property
+    def steps_completed(self) -> int:
+        """Optimizer steps, of all epochs."""
+        return self._total_batches_completed
+
+    def _bring_up_engine(self) -> None:
+        config = self._ddp_wrapped_model.config.engine_config
+        for section in ("optimizer", "scheduler"):
+            if section in config:
+                raise RuntimeError(
+                    f"This trainer can't go on, because the {section} that DeepSpeed has "
+                    f"constructed from deepspeed_config.{section} was gone with its engine. Put "
+                    "all training into one `with trainer.session():`."
+                )
+        if self._world_size > 1:
+            raise RuntimeError(
+                "This trainer can't go on, because weights and states are left sharded over "
+                f"{self._world_size} workers. Put all training into one `with trainer.session():`."
+            )
+        self._ddp_wrapped_model.bring_up()
+        with _destroyed_on_failure(self._ddp_wrapped_model):
+            self._attach_engine()
+
+    @overrides
+    def train(self) -> Dict[str, Any]:
+        """
+        Trains the model. To be called by every rank. After a SIGTERM or Ctrl-C on any rank, every
+        rank leaves after the validation batch that it is in, or after the optimizer step in which
+        they next read the losses (`log_every_num_steps`).
+
+        # Raises
+
+        `TrainingInterrupted`
+            On every rank, after a SIGTERM, or after Ctrl-C with several workers.
+        `KeyboardInterrupt`
+            In a single process, after Ctrl-C.
+        """
+        with self.session(), self._interruption:
+            metrics = super().train()
+            self._leave_if_interrupted("after its last epoch")
+            return metrics
+
+    @overrides
+    def _try_train(self) -> Tuple[Dict[str, Any], int]:
+        if self._checkpointer is not None:
+            self._checkpointer.check_state(self)
+        self._resumption.start_training()
+        try:
+            metrics, epoch = super()._try_train()
+        except BaseException as error:
+            # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.
+            worker_failure.report(error)
+            raise
+        # Those of an epoch that was completed before the checkpoint are only known from it.
+        return {**self._epoch_metrics.metrics, **metrics}, epoch
+
+    @overrides
+    def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
+        self._resumption.start_validation()
+        self._buffers.look()
+        try:
+            result = super()._validation_loss(epoch)
+        except TrainingInterrupted as interruption:
+            # Here the moving average has been taken off again.
+            if interruption.signal_number == signal.SIGTERM:
+                self._save_interrupted_validation()
+            raise
+        if self._moving_average is not None:
+            self._max_norm.forget_trained()
+        self._max_norm.apply()
+        return result
+
+    def _save_interrupted_validation(self) -> None:
+        """To be called by every rank."""
+        if self._checkpointer is not None:
+            self._is_validating = True
+            self._checkpointer.maybe_save_on_preemption(
+                self, self._epochs_completed, self._batches_in_epoch_completed
+            )
+
+    def _leave_if_interrupted(self, where: str) -> None:
+        """
+        Raises if a signal has come to any rank. To be called by every rank where the host waits
+        anyway; after a step, they already know.
+        """
+        signal_number = self._interruption.agree(self.cuda_device)
+        if signal_number:
+            raise interrupted(signal_number, where)
+
+    @overrides
+    def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
+        if not for_training:
+            self._leave_if_interrupted("in the validation")
+        self._broadcast_buffers()
+        if self.cuda_device.type != "cpu":
+            batch = to_device(batch, self.cuda_device)
+        if for_training:
+            return super().batch_outputs(batch, for_training)
+        with self._inner_gradients.allowed():
+            return super().batch_outputs(batch, for_training)
+
+    def _broadcast_buffers(self) -> None:
+        """Gives every rank the buffers of rank 0, before each forward pass."""
+        if self._distributed:
+            self._buffers.broadcast()
+
+    @overrides
+    def _train_epoch(self, epoch: int) -> Dict[str, float]:
+        """
+        Trains one epoch and returns metrics.
+        """
+        logger.info("Epoch %d/%d", epoch, self._num_epochs - 1)
+        memory_metrics = _peak_memory()
+        running_loss = RunningLoss(
+            self.cuda_device, has_regularizer=self.model.get_regularization_penalty() is not None
+        )
+        self._pytorch_model.train()
+
+        logger.info("Training")
+        self._resumption.start_epoch(running_loss)
+        self._weight_watch.start_epoch()
+        self._buffers.look()
+        batch_groups = BatchGroups(
+            self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
+        )
+        self._pace.start_epoch()
+        with self._progress_bar(batch_groups.expected_length) as progress:
+            for batch_group in batch_groups:
+                if self._is_before_checkpoint():
+                    self._leave_if_interrupted("before it has caught up with the checkpoint")
+                    self._batches_in_epoch_completed += 1
+                    self._total_batches_completed += 1
+                    self._resumption.restore_if_reached()
+                else:
+                    self._train_group(batch_group, running_loss, epoch, progress)
+                progress.update()
+
+            self._finish_batch_metrics()
+            if self._pace.num_unread > 0:
+                self._leave_if_agreed(self._read(running_loss, epoch, progress), epoch)
+        self._resumption.finish_steps()
+        self._weight_watch.raise_if_changed()
+        return self._resumption.finish_epoch(
+            {**self._training_metrics(running_loss), **memory_metrics}
+        )
+
+    def _train_group(
+        self,
+        batch_group: BatchGroup,
+        running_loss: RunningLoss,
+        epoch: int,
+        progress: Any,
+    ) -> None:
+        """One optimizer step: forward and backward of each micro-batch, then the step."""
+        self._finish_batch_metrics()
+        self._weight_watch.check()
+        for callback in self._communication:
+            callback.on_step_start()
+        batches = batch_group.batches
+        # A loss of all ranks they all divide by the same number.
+        self.group_size = len(batches) if self._has_global_loss else batch_group.size
+        running_loss.start_group(self.group_size)
+        batch_group_outputs = []
+        with self._gradients.accumulate():
+            for i, batch in enumerate(batches):
+                is_last = i == len(batches) - 1
+                with self._inner_gradients.allowed():
+                    batch_outputs = self._forward_backward(batch, is_last)
+                batch_group_outputs.append(batch_outputs)
+                running_loss.add(batch_outputs)
+
+        if self._learning_rate_scheduler:
+            self._learning_rate_scheduler.step_batch(self._total_batches_completed + 1)
+        if self._momentum_scheduler:
+            self._momentum_scheduler.step_batch(self._total_batches_completed + 1)
+        self._log_writers.start_step()
+        self._weight_watch.check()
+        self._weight_watch.compare_before_step()
+        self._max_norm.apply()
+        has_stepped, batch_grad_norm = self._step(len(batches))
+        if self._moving_average is not None and has_stepped:
+            self._moving_average.apply(self._total_batches_completed + 1)
+        self._weight_watch.snapshot()
+        self._gradients.find_mode()
+
+        self._batches_in_epoch_completed += 1
+        self._total_batches_completed += 1
+        agreement = None
+        # What is NaN is not to be saved.
+        if self._pace.finish_step() or self._is_step_to_save():
+            agreement = self._read(running_loss, epoch, progress)
+        self._call_on_batch(batches, batch_group_outputs, running_loss, batch_grad_norm, epoch)
+        if self._checkpointer is not None:
+            self._checkpointer.maybe_save_checkpoint(
+                self,
+                self._epochs_completed,
+                self._batches_in_epoch_completed,
+                is_time=agreement is not None and agreement.is_time_to_save,
+            )
+        if agreement is not None:
+            self._leave_if_agreed(agreement, epoch)
+
+    def _is_step_to_save(self) -> bool:
+        return self._checkpointer is not None and self._checkpointer.is_step_to_save(
+            self._epochs_completed, self._batches_in_epoch_completed
+        )
+
+    def _read(self, running_loss: RunningLoss, epoch: int, progress: Any) -> Agreement:
+        """
+        Waits for the device, brings the progress bar up to date, and has the ranks agree on what
+        they have to know of each other. To be called by every rank.
+
+        # Raises
+
+        `ValueError`
+            On every rank, if the loss of any rank was NaN.
+        `RuntimeError`
+            On every rank, if they used different parameters where that makes gradients wrong, or if
+            weights have been changed where the change is lost.
+        """
+        num_steps = self._pace.num_unread
+        agreement = running_loss.agree(
+            self._gradients.used_parameters_checksum(),
+            self._interruption.signal_number,
+            is_time_to_save=self._checkpointer is not None
+            and torch.distributed.get_rank() == 0
+            and self._checkpointer.is_time_to_save(),
+            has_changed_weights=self._weight_watch.has_found(),
+            seconds_per_step=self._pace.seconds_per_step(),
+        )
+        if agreement.nan_step:
+            steps_since = num_steps - agreement.nan_step
+            raise ValueError(
+                "nan loss encountered at step "
+                f"{self._batches_in_epoch_completed - steps_since} of epoch {epoch} "
+                f"(optimizer step {self._total_batches_completed - steps_since} of the run)"
+            )
+        if agreement.ranks_differ:
+            raise RuntimeError(
+                f"In one of the last {num_steps} steps the workers used different parameters of "
+                "the model, whose gradients DeepSpeed can't reduce as they come. Write "
+                '"distributed": {"ddp_accelerator": {"type": "torch", "find_unused_parameters": '
+                "true}, ...}."
+            )
+        if agreement.has_changed_weights:
+            self._weight_watch.raise_error()
+        self._weight_watch.request_comparison()
+        description = training_util.description_from_metrics(self._metrics_so_far(running_loss))
+        progress.set_description(description, refresh=False)
+        self._pace.finish_reading(agreement.seconds_per_step)
+        return agreement
+
+    def _leave_if_agreed(self, agreement: Agreement, epoch: int) -> None:
+        """To be called by every rank, after what is to be done with the step."""
+        if not agreement.signal_number:
+            return
+        error = interrupted(
+            agreement.signal_number,
+            f"after step {self._batches_in_epoch_completed} of epoch {epoch}",
+        )
+        if agreement.signal_number == signal.SIGTERM and self._checkpointer is not None:
+            self._checkpointer.maybe_save_on_preemption(
+                self, self._epochs_completed, self._batches_in_epoch_completed
+            )
+        raise error
+
+    def _forward_backward(self, batch: TensorDict, is_last: bool) -> Dict[str, torch.Tensor]:
+        if self._grad_cache is not None:
+            # Once, because both passes of a chunk are to see the same.
+            self._broadcast_buffers()
+            if self.cuda_device.type != "cpu":
+                batch = to_device(batch, self.cuda_device)
+            return self._grad_cache.train_on(batch, self.group_size, is_last)
+        with self._gradients.micro_batch(is_last):
+            batch_outputs = self.batch_outputs(batch, for_training=True)
+            self._backward(batch_outputs)
+        return batch_outputs
+
+    def _backward(self, batch_outputs: Dict[str, torch.Tensor]) -> None:
+        backward_called = False
+        for callback in self._callbacks:
+            backward_called |= callback.on_backward(self, batch_outputs, backward_called)
+        if not backward_called:
+            self.engine.backward(batch_outputs["loss"] / self.group_size, scale_wrt_gas=False)
+
+    def _step(self, num_micro_batches: int) -> Tuple[bool, Union[torch.Tensor, float, None]]:
+        """
+        Steps the optimizer, unless the gradient has overflowed. Returns whether it has, and the
+        norm of the gradient if `grad_norm` asks for it.
+        """
+        reports_norm = self._grad_norm is not False
+        norm = None
+        if reports_norm and self.engine.optimizer is self.optimizer:
+            # DeepSpeed's own optimizers report a norm; a plain one at stage 0 in fp32 doesn't.
+            norm = torch.nn.utils.get_total_norm(
+                [p.grad for p in self.model.parameters() if p.grad is not None]
+            )
+            scaler = loss_scaling.grad_scaler(self.engine)
+            if scaler is not None:
+                norm = norm / scaler.get_scale()
+        # The engine counts one micro-batch a step, because the groups are the trainer's. The others
+        # come first, because it is in the step that it reports how many samples it has seen.
+        self.engine.global_samples += (num_micro_batches - 1) * self.engine.train_batch_size()
+        has_stepped = loss_scaling.step(self.engine)
+        if not reports_norm:
+            return has_stepped, None
+        return has_stepped, self.engine.get_global_grad_norm() if norm is None else norm
+
+    def go_backward(self, batch: TensorDict) -> float:
+        """
+        Goes forward and backward through a batch that is an optimizer step by itself, for loops
+        other than `train`; `step_optimizer` is next. To be called by every rank, in a `session`.
+        Returns this rank's loss.
+        """
+        self.group_size = 1
+        with self._gradients.accumulate(), self._inner_gradients.allowed():
+            return float(self._forward_backward(batch, is_last=True)["loss"])
+
+    def step_optimizer(self) -> None:
+        """Makes the optimizer step after `go_backward`. To be called by every rank."""
+        self._max_norm.apply()
+        self._step(num_micro_batches=1)
+
+    @overrides
+    def rescale_gradients(self) -> Optional[float]:
+        """Is called by AllenNLP's loops, which can't step the optimizer."""
+        raise RuntimeError(
+            "This loop is AllenNLP's own, and only the engine can make a step of the 'deepspeed' "
+            "trainer. For `search_learning_rate`, import it after `allennlp_deepspeed`."
+        )
+
+    def _call_on_batch(
+        self,
+        batch_group: List[TensorDict],
+        batch_group_outputs: List[Dict[str, torch.Tensor]],
+        running_loss: RunningLoss,
+        batch_grad_norm: Union[torch.Tensor, float, None],
+        epoch: int,
+    ) -> None:
+        model: Any = self.model
+        metrics = BatchMetrics(lambda: self._metrics_so_far(running_loss, model))
+        if self._has_metric_readers:
+            # On every rank, because a metric may be computed by all together.
+            model = _MetricsNow(self.model.get_metrics())
+            if batch_grad_norm is not None:
+                batch_grad_norm = float(batch_grad_norm)
+        for callback in self._callbacks:
+            with self._log_writers.gathering(callback) as trainer:
+                callback.on_batch(
+                    trainer,
+                    batch_group,
+                    batch_group_outputs,
+                    metrics,
+                    epoch,
+                    self._batches_in_epoch_completed,
+                    is_training=True,
+                    is_primary=self._primary,
+                    batch_grad_norm=batch_grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
+                )
+        self._log_writers.finish_step()
+        self._batch_metrics = weakref.ref(metrics)
+
+    def _finish_batch_metrics(self) -> None:
+        """If a callback has kept the metrics of the last step, reads them before they change."""
+        metrics = self._batch_metrics()
+        if metrics is not None:
+            metrics.load()
+
+    def _metrics_so_far(self, running_loss: RunningLoss, model: Any = None) -> Dict[str, Any]:
+        losses = running_loss.read()
+        return training_util.get_metrics(
+            model or self.model, *losses, num_batches=self._batches_in_epoch_completed
+        )
+
+    def _training_metrics(self, running_loss: RunningLoss) -> Dict[str, float]:
+        """
+        The metrics of the epoch, over all ranks. Empty for an epoch that was completed before the
+        checkpoint.
+        """
+        if self._epochs_completed < self._start_after_epochs_completed:
+            return {}
+        losses = running_loss.read()
+        metrics = training_util.get_metrics(
+            self.model,
+            dist_reduce_sum(losses.train_loss),
+            None if losses.train_reg_loss is None else dist_reduce_sum(losses.train_reg_loss),
+            batch_loss=None,
+            batch_reg_loss=None,
+            num_batches=dist_reduce_sum(self._batches_in_epoch_completed),
+            reset=True,
+        )
+        for callback in self._communication:
+            metrics.update(callback.finish_epoch())
+        return metrics
+
+    def _progress_bar(self, num_steps: Optional[int]) -> Any:
+        """AllenNLP's, which only the primary shows."""
+        # Drawn as often as there is news, because drawing takes as long as a small step.
+        interval = (
+            2 * _PROGRESS_INTERVAL if common_logging.FILE_FRIENDLY_LOGGING else _PROGRESS_INTERVAL
+        )
+        return Tqdm.tqdm(total=num_steps, mininterval=interval, disable=not self._primary)
+
+    def _is_before_checkpoint(self) -> bool:
+        """Whether the checkpoint that training continues from has seen the next group."""
+        return self._epochs_completed < self._start_after_epochs_completed or (
+            self._epochs_completed == self._start_after_epochs_completed
+            and self._batches_in_epoch_completed < self._start_after_batches_in_epoch_completed
+        )
+
+    @overrides
+    def get_checkpoint_state(self) -> TrainerCheckpoint:
+        """
+        This rank's training state. The model and the optimizer aren't in it: the checkpointer has
+        the engine save them.
+        """
+        training_states = {
+            "metric_tracker": self._metric_tracker.state_dict(),
+            "callbacks": [callback.state_dict() for callback in self._callbacks],
+            "epochs_completed": self._epochs_completed,
+            "batches_in_epoch_completed": self._batches_in_epoch_completed,
+            "instances_per_step": self.instances_per_step(),
+            "has_best_weights": self._best_model_filename is not None,
+            "gradient_synchronization": self._gradients.state_dict(),
+            "grad_cache": None if self._grad_cache is None else self._grad_cache.state_dict(),
+            **self._resumption.state_dict(in_validation=self._is_validating),
+        }
+        for name, part in self._optional_parts().items():
+            training_states[name] = part.state_dict()
+        return TrainerCheckpoint({}, training_states)
+
+    @overrides
+    def _maybe_restore_checkpoint(self) -> None:
+        """
+        Continues from the newest checkpoint, if there is one. To be called by every rank. Without a
+        session, after training, what is in it is given to the plain model and optimizer.
+        """
+        if not self._ddp_wrapped_model.is_up:
+            with self.session():
+                return self._maybe_restore_checkpoint()
+        state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
+        if state is None:
+            return
+        self._weight_watch.snapshot()
+        training_state = state.trainer_state
+        self._metric_tracker.load_state_dict(training_state["metric_tracker"])
+        for callback, callback_state in zip(self._callbacks, training_state["callbacks"]):
+            callback.load_state_dict(callback_state)
+        for name, part in self._optional_parts().items():
+            part.load_state_dict(training_state[name])
+        self._start_after_epochs_completed = training_state["epochs_completed"]
+        self._start_after_batches_in_epoch_completed = training_state["batches_in_epoch_completed"]
+        if training_state["has_best_weights"]:
+            self._best_model_filename = self._best_weights_path()
+        self._gradients.load_state_dict(training_state.get("gradient_synchronization"))
+        if self._grad_cache is not None:
+            self._grad_cache.load_state_dict(training_state.get("grad_cache"))
+        self._resumption.load_state_dict(training_state)
+        if (
+            self._start_after_batches_in_epoch_completed == 0
+            and self._metric_tracker.should_stop_early()
+        ):
+            # It had stopped here. AllenNLP's loop would only ask again after one more epoch.
+            self._num_epochs = self._start_after_epochs_completed
+
+    def instances_per_step(self) -> int:
+        """Of all ranks. Micro-batches without a fixed size count as one."""
+        size = micro_batch_size(self.data_loader) or 1
+        return size * self._num_gradient_accumulation_steps * self._world_size
+
+    def _optional_parts(self) -> Dict[str, Any]:
+        parts = {
+            "learning_rate_scheduler": self._learning_rate_scheduler,
+            "momentum_scheduler": self._momentum_scheduler,
+            "moving_average": self._moving_average,
+            # Of autocast at stage 0, which DeepSpeed doesn't save.
+            "gradient_scaler": loss_scaling.grad_scaler(self.engine),
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def save_best_weights(self) -> None:
+        """
+        Saves the best weights if the epoch that has just ended was the best and they haven't been
+        saved. To be called by every rank. Called before a checkpoint is saved, while AllenNLP saves
+        them after it: a checkpoint that says which epoch was the best must not exist without its
+        weights.
+        """
+        is_best = self._should_validate_this_epoch and self._metric_tracker.is_best_so_far()
+        if self._batches_in_epoch_completed > 0 or self._epochs_completed == 0 or not is_best:
+            return
+        if self._moving_average is None:
+            self._save_model_state(self._best_weights_path())
+            return
+        self._moving_average.assign_average_value()
+        try:
+            self._save_model_state(self._best_weights_path())
+        finally:
+            self._moving_average.restore()
+
+    @property
+    def mapping_directory(self) -> Optional[str]:
+        """
+        Where whole weights are kept while they are used, because there may not be memory for them.
+        `None` if there is.
+        """
+        is_partitioned = self._ddp_wrapped_model.config.zero_stage == 3
+        return _path(self._serialization_dir) if is_partitioned else None
+
+    def _best_weights_path(self) -> str:
+        return os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
+
+    @overrides
+    def _save_model_state(self, path: str) -> None:
+        """
+        Saves the best weights, as one file with the whole model in fp32 instead of the shard that
+        AllenNLP's `path` is meant for. To be called by every rank.
+        """
+        path = self._best_weights_path()
+        self._best_model_filename = path
+        if self._best_weights_saved_after == self._epochs_completed:
+            return
+        self._best_weights_saved_after = self._epochs_completed
+        self._weight_watch.raise_if_changed()
+        # Each node's primary archives the model from its own serialization directory.
+        state_dict = weights.full_state_dict(self.engine, self._primary, self.mapping_directory)
+        if state_dict is not None:
+            temporary_path = f"{path}.w{torch.distributed.get_rank()}.tmp"
+            files.save(state_dict, temporary_path)
+            files.flush(temporary_path)
+            files.rename(temporary_path, path)
+
+    @overrides
+    def _load_model_state(self, path: str) -> None:
+        """To be called by every rank. Rank 0 reads the file."""
+        state_dict = None
+        if torch.distributed.get_rank() == 0:
+            # Without a copy of the file in memory.
+            state_dict = serialization.load(path, mmap=True)
+        weights.load_full_state_dict(self.engine, state_dict)
+        self._weight_watch.snapshot()
+
+    @overrides
+    def _finalize_best_model_state(self) -> None:
+        """Nothing is left to do: `_save_model_state` has already written one file."""
+
+    @classmethod
+    @overrides
+    def from_partial_objects(  # type: ignore[override]
+        cls,
+        model: Model,
+        serialization_dir: str,
+        data_loader: DataLoader,
+        validation_data_loader: DataLoader = None,
+        local_rank: int = 0,
+        patience: int = None,
+        validation_metric: Union[str, List[str]] = "-loss",
+        num_epochs: int = 20,
+        cuda_device: Optional[Union[int, torch.device]] = None,
+        grad_norm: Union[float, bool, None] = None,
+        grad_clipping: float = None,
+        distributed: bool = False,
+        world_size: int = 1,
+        num_gradient_accumulation_steps: Optional[int] = None,
+        gradient_synchronization: str = "auto",
+        grad_cache: Optional[Dict[str, Any]] = None,
+        log_every_num_steps: Optional[int] = None,
+        use_amp: Optional[bool] = None,
+        no_grad: List[str] = None,
+        optimizer: Optional[Lazy[Optimizer]] = None,
+        learning_rate_scheduler: Lazy[LearningRateScheduler] = None,
+        momentum_scheduler: Lazy[MomentumScheduler] = None,
+        moving_average: Lazy[MovingAverage] = None,
+        checkpointer: Optional[Lazy[DeepSpeedCheckpointer]] = Lazy(DeepSpeedCheckpointer),
+        callbacks: List[Lazy[TrainerCallback]] = None,
+        enable_default_callbacks: bool = True,
+        run_confidence_checks: bool = True,
+        grad_scaling: bool = True,
+        ddp_accelerator: Optional[DdpAccelerator] = None,
+        deepspeed_config: Optional[DeepSpeedConfig] = None,
+        shard_within: Union[int, str, None] = None,
+        activation_checkpointing: Optional[List[str]] = None,
+        **kwargs,
+    ) -> "DeepSpeedTrainer":
+        """
+        Constructs the trainer from a config file: the keys under `"trainer"` are the arguments of
+        this method, but for those that the train command passes in. Its signature names every
+        argument because `FromParams` does not see through `**kwargs`.
+        """
+        close_engines_of(model)
+        find_unused_parameters = _find_unused_parameters(ddp_accelerator)
+        if isinstance(ddp_accelerator, DeepSpeedDdpAccelerator):
+            ddp_accelerator.finish(model)
+        for name, parameter in model.named_parameters():
+            if any(re.search(regex, name) for regex in no_grad or []):
+                parameter.requires_grad_(False)
+        common_util.log_frozen_and_tunable_parameter_names(model)
+
+        deepspeed_config = DeepSpeedConfig.of(deepspeed_config)
+        parameters = [[n, p] for n, p in model.named_parameters() if p.requires_grad]
+        optimizer_: Optional[torch.optim.Optimizer] = None
+        if optimizer is not None:
+            optimizer_ = optimizer.construct(model_parameters=parameters)
+        elif "optimizer" not in deepspeed_config.config:
+            optimizer_ = Optimizer.default(parameters)
+        device = worker_device(cuda_device)
+        batches_per_epoch = num_batches(data_loader)
+        config = deepspeed_config.resolve(
+            TrainerSettings(
+                num_gradient_accumulation_steps=num_gradient_accumulation_steps,
+                gradient_synchronization=gradient_synchronization,
+                grad_norm=grad_norm,
+                use_amp=use_amp,
+                grad_scaling=grad_scaling,
+                optimizer=type(optimizer_).__name__ if optimizer_ is not None else None,
+                learning_rate=None if optimizer_ is None else optimizer_.defaults.get("lr"),
+                learning_rate_scheduler=_name(learning_rate_scheduler),
+                micro_batch_size=micro_batch_size(data_loader),
+                num_epochs=num_epochs,
+                batches_per_epoch=batches_per_epoch,
+                world_size=world_size,
+                **capabilities(device),
+                serialization_dir=serialization_dir,
+                shard_within=shard_within,
+                workers_per_node=workers_per_node(world_size),
+            )
+        )
+        optimizer_ = optimizers.for_offload(optimizer_, config)
+        empty_groups = _empty_groups(optimizer_)
+        wrapped_model = wrap_model(
+            model,
+            config,
+            optimizer_,
+            device=device,
+            local_rank=local_rank,
+            find_unused_parameters=find_unused_parameters,
+            checkpointed_modules=activation_checkpointing,
+        )
+
+        with _destroyed_on_failure(wrapped_model):
+            if learning_rate_scheduler is not None:
+                num_steps_per_epoch = None
+                if batches_per_epoch is not None:
+                    num_steps_per_epoch = math.ceil(
+                        batches_per_epoch / config.num_gradient_accumulation_steps
+                    )
+                with _with_all_groups(wrapped_model, empty_groups) as optimizer_:
+                    learning_rate_scheduler = learning_rate_scheduler.construct(
+                        optimizer=optimizer_,
+                        num_epochs=num_epochs,
+                        num_steps_per_epoch=num_steps_per_epoch,
+                    )
+                if getattr(learning_rate_scheduler, "gradual_unfreezing", False):
+                    raise ConfigurationError(
+                        "'trainer.learning_rate_scheduler.gradual_unfreezing' is true, but "
+                        "parameters can't be frozen and unfrozen while DeepSpeed trains them. "
+                        "Remove it, or freeze parameters for good with 'trainer.no_grad'."
+                    )
+            if momentum_scheduler is not None:
+                momentum_scheduler = momentum_scheduler.construct(optimizer=wrapped_model.optimizer)
+            if moving_average is not None:
+                moving_average = moving_average.construct(parameters=parameters)
+            if checkpointer is not None:
+                checkpointer = checkpointer.construct(serialization_dir=serialization_dir)
+            return cls(
+                model,
+                wrapped_model.optimizer,
+                data_loader,
+                patience=patience,
+                validation_metric=validation_metric,
+                validation_data_loader=validation_data_loader,
+                num_epochs=num_epochs,
+                serialization_dir=serialization_dir,
+                cuda_device=cuda_device,
+                grad_norm=grad_norm,
+                grad_clipping=grad_clipping,
+                learning_rate_scheduler=learning_rate_scheduler,
+                momentum_scheduler=momentum_scheduler,
+                checkpointer=checkpointer,
+                moving_average=moving_average,
+                callbacks=[
+                    callback.construct(serialization_dir=serialization_dir)
+                    for callback in callbacks or []
+                ],
+                distributed=distributed,
+                local_rank=local_rank,
+                world_size=world_size,
+                enable_default_callbacks=enable_default_callbacks,
+                run_confidence_checks=run_confidence_checks,
+                gradient_synchronization=gradient_synchronization,
+                grad_cache=grad_cache,
+                log_every_num_steps=log_every_num_steps,
+                ddp_wrapped_model=wrapped_model,
+                **kwargs,
+            )
+
+
+@contextmanager
+def _destroyed_on_failure(wrapped_model: DeepSpeedWrappedModel) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        wrapped_model.destroy()
+        raise
+
+
+def _find_unused_parameters(ddp_accelerator: Optional[DdpAccelerator]) -> bool:
+    if ddp_accelerator is None:
+        return False
+    if isinstance(ddp_accelerator, DeepSpeedDdpAccelerator):
+        return ddp_accelerator.find_unused_parameters
+    if isinstance(ddp_accelerator, TorchDdpAccelerator):
+        return ddp_accelerator._ddp_kwargs["find_unused_parameters"]
+    raise ConfigurationError(
+        f"The 'deepspeed' trainer can't be used with a {_name(ddp_accelerator)} under "
+        "'distributed.ddp_accelerator': write \"deepspeed\", or leave it out."
+    )
+
+
+def _empty_groups(optimizer: Optional[torch.optim.Optimizer]) -> List[Dict[str, Any]]:
+    return [group for group in optimizer.param_groups if not group["params"]] if optimizer else []
+
+
+@contextmanager
+def _with_all_groups(
+    wrapped_model: DeepSpeedWrappedModel, empty_groups: List[Dict[str, Any]]
+) -> Iterator[torch.optim.Optimizer]:
+    """
+    The optimizer as AllenNLP's schedules for layer-wise learning rates want to see it: with the
+    empty default group at the end, which DeepSpeed has removed, and no other group without
+    parameters, which at ZeRO stage 3 all are between steps.
+    """
+    optimizer = wrapped_model.optimizer
+    sharded_optimizer = wrapped_model.engine.optimizer
+    is_stage_3 = hasattr(sharded_optimizer, "_set_fp32_optimizer_param_groups")
+    if is_stage_3:
+        sharded_optimizer._set_fp32_optimizer_param_groups()
+    optimizer.param_groups.extend(empty_groups)
+    try:
+        yield optimizer
+    finally:
+        del optimizer.param_groups[len(optimizer.param_groups) - len(empty_groups) :]
+        if is_stage_3:
+            sharded_optimizer._clear_fp32_optimizer_param_groups()
+
+
+class _MetricsNow:
+    """In the place of a model, for AllenNLP's function that adds the losses to its metrics."""
+
+    def __init__(self, metrics: Dict[str, float]) -> None:
+        self._metrics = metrics
+
+    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
+        return self._metrics
+
+
+def _may_read_metrics(callback: TrainerCallback) -> bool:
+    not_reading = (TrainerCallback, ConfidenceChecksCallback, ConsoleLoggerCallback)
+    may_read = type(callback).on_batch not in [kind.on_batch for kind in not_reading]
+    return may_read and getattr(callback, "reads_metrics", True)
+
+
+def _goes_backward(callback: TrainerCallback) -> bool:
+    return type(callback).on_backward is not TrainerCallback.on_backward
+
+
+def _reads_gradients(callback: TrainerCallback) -> bool:
+    return _goes_backward(callback) and getattr(callback, "reads_gradients", True)
+
+
+def _clip_values(limit: float):
+    """
+    A hook that clips the gradients just before the optimizer steps. There they are reduced,
+    unscaled and clipped by norm at every ZeRO stage, and whether they are whole or sharded makes
+    no difference to their elements.
+    """
+
+    def clip(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+
+    return clip
+
+
+def _peak_memory() -> Dict[str, float]:
+    """Logs the memory in use and returns it in MB, as metrics."""
+    metrics = {}
+    for worker, memory in common_util.peak_cpu_memory().items():
+        logger.info("Worker %s memory usage: %s", worker, common_util.format_size(memory))
+        metrics[f"worker_{worker}_memory_MB"] = memory / (1024 * 1024)
+    for gpu, memory in common_util.peak_gpu_memory().items():
+        logger.info("GPU %s memory usage: %s", gpu, common_util.format_size(memory))
+        metrics[f"gpu_{gpu}_memory_MB"] = memory / (1024 * 1024)
+    return metrics
+
+
+def _name(value: Any) -> Optional[str]:
+    return None if value is None else type(value).__name__
+
+
+def _path(value: Optional[Union[str, os.PathLike]]) -> Optional[str]:
+    return None if value is None else str(value)
