@@ -135,7 +135,7 @@ def test_a_pytorch_without_hooks_is_refused():
 def test_the_callback_stops_counting_when_training_fails_in_the_middle_of_a_step(tmp_path: Path):
     callback = CommunicationCallback(str(tmp_path))
     with process_group(0, 1, tmp_path):
-        callback.on_start(SimpleNamespace(engine=None, _callbacks=[callback]))
+        callback.on_start(SimpleNamespace(engine=None, callbacks=[callback]))
         callback.on_step_start()
         dist.all_reduce(torch.zeros(1))
         callback.on_end(None)
