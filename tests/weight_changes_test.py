@@ -236,6 +236,19 @@ def test_a_change_after_training_that_is_lost_is_said(stage: int):
     Side(_target_network, _vectors, stage, callbacks=lambda: [ChangeAtEnd("")]).on_all_ranks(train)
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=soak), 3])
+def test_weights_that_are_gathered_in_lower_precision_have_not_changed(stage: int):
+    Side(
+        _target_network,
+        _vectors,
+        stage,
+        world_size=2,
+        deepspeed_config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        log_every_num_steps=1,
+        validation_data_loader=Batches(_vectors(1)),
+    ).train()
+
+
 def _replace(model: Any) -> None:
     model.online.weight.data = torch.zeros(3, 5)
 

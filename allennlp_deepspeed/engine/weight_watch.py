@@ -4,6 +4,7 @@ from typing import Any, List, NoReturn, Optional, Tuple
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 
 from allennlp_deepspeed.engine.max_norm import MaxNorm
@@ -173,6 +174,8 @@ def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
     elif parameter.ds_status is ZeroParamStatus.AVAILABLE:
         start = fragment.offset
         weights = parameter.detach().flatten()[start : start + fragment.size]
+        # Under autocast they are gathered in lower precision.
+        weights = weights.to(get_comm_dtype(parameter))
         master = master[: weights.numel()]
     else:
         weights = parameter.ds_tensor.detach().flatten()
