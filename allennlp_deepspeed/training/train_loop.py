@@ -32,7 +32,7 @@ class DeepSpeedTrainModel(TrainModel):
     """
     A `TrainModel` that constructs the model partitioned over the ranks if the trainer's ZeRO stage
     is 3, so that none of them ever holds all of it; see
-    [`PartitionedConstruction`](./partitioned_construction.py). And that evaluates the test set
+    [`PartitionedConstruction`](../engine/partitioned_construction.py). And that evaluates the test set
     while all ranks and the engine are still there: in AllenNLP the primary does so alone after
     training, which can't work with several workers.
 

@@ -106,7 +106,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     deepspeed_config : `Union[str, Dict[str, Any], DeepSpeedConfig]`, optional (default =
     `"zero_2"`)
         DeepSpeed's own configuration, a preset's name, or a preset with changes. See
-        [`DeepSpeedConfig`](./config.py).
+        [`DeepSpeedConfig`](../config/deepspeed_config.py).
     optimizer : `torch.optim.Optimizer`, required.
         As in AllenNLP; `None` if `deepspeed_config` has an `"optimizer"` section.
     num_gradient_accumulation_steps : `int`, optional (default = `None`)
@@ -119,11 +119,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         first step has left twice the memory of a whole gradient free on every rank, otherwise
         `"micro_batch"`. The numbers are the same.
     grad_cache : `Dict[str, Any]`, optional (default = `None`)
-        Trains a [`ContrastiveModel`](./contrastive/contrastive_model.py) on batches whose
+        Trains a [`ContrastiveModel`](../contrastive/contrastive_model.py) on batches whose
         activations don't fit into memory, with the gradient of the whole batch: `{"chunk_size":
         32}` encodes as many examples at a time, on each rank. A number for each argument of
         `encode`, as `{"query": 64, "document": 16}`, or `"auto"`, the largest that fits. See
-        [`GradCache`](./contrastive/grad_cache.py).
+        [`GradCache`](../gradients/grad_cache.py).
     log_every_num_steps : `int`, optional (default = `None`)
         After how many optimizer steps the host waits for the device to read the losses. At these
         steps the progress bar is updated, the ranks tell each other of a signal or a NaN, which
@@ -148,7 +148,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     activation_checkpointing : `List[str]`, optional (default = `None`)
         Regular expressions for names of modules, such as `["transformer_model.encoder.layer"]`. Of
         these only the inputs are kept, and the rest is computed again in the backward pass. See
-        [`checkpoint_modules`](./activation_checkpointing.py).
+        [`checkpoint_modules`](../engine/activation_checkpointing.py).
     moving_average : `MovingAverage`, optional (default = `None`)
         Kept on the fp32 weights, each rank on its shard.
     ddp_wrapped_model : `DeepSpeedWrappedModel`, optional (default = `None`)
