@@ -1,5 +1,5 @@
 """
-Contrastive training: gradient caching, and a model with its reader, metrics and predictors.
+Contrastive training: a model with its reader, metrics and predictors. Imports no other room.
 """
 
 from allennlp_deepspeed.contrastive.bi_encoder import BiEncoder

@@ -32,8 +32,8 @@ class DeepSpeedTrainModel(TrainModel):
     """
     A `TrainModel` that constructs the model partitioned over the ranks if the trainer's ZeRO stage
     is 3, so that none of them ever holds all of it; see
-    [`PartitionedConstruction`](../engine/partitioned_construction.py). And that evaluates the test set
-    while all ranks and the engine are still there: in AllenNLP the primary does so alone after
+    [`PartitionedConstruction`](../engine/partitioned_construction.py). And that evaluates the test
+    set while all ranks and the engine are still there: in AllenNLP the primary does so alone after
     training, which can't work with several workers.
 
     Registered as a `TrainModel` with name "deepspeed": a top-level `"type": "deepspeed"` in the
