@@ -14,13 +14,14 @@ export OMP_NUM_THREADS := 1
 # Nothing here needs a model or a data set from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test soak cross bench lint clean
+.PHONY: help venv demo test soak cross upstream bench lint clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make test    run the whole test suite"
 	@echo "make soak    kill 200 trainings at random points and recover them (about 20 minutes)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
+	@echo "make upstream ALLENNLP=path  run AllenNLP's own trainer tests, of a checkout of its version 2.10.1, with our trainer at stages 0, 2 and 3"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
 	@echo "make venv    set up .venv, which the above do if needed"
@@ -42,6 +43,15 @@ soak: $(OPS)/CPUAdamBuilder.built
 # The outcome is committed under benchmarks/results.
 cross: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
 	python -m tests.cross
+
+upstream: upstream-0 upstream-2 upstream-3
+
+# The checkout's package of tests has the name of ours, and this module of it needs no `conftest.py`.
+upstream-%: $(VENV)/installed
+	$(if $(ALLENNLP),,$(error Write `make upstream ALLENNLP=path`, the path of a checkout of AllenNLP 2.10.1))
+	ALLENNLP_SRC_DIR="$(ALLENNLP)" python -m pytest -c pyproject.toml --rootdir "$(ALLENNLP)" \
+	    --import-mode importlib --noconftest -p tests.upstream.allennlp_trainer --zero-stage $* \
+	    "$(ALLENNLP)/tests/training/trainer_test.py"
 
 bench: $(VENV)/installed
 	python -m benchmarks.saving

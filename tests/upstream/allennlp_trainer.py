@@ -1,0 +1,94 @@
+"""
+A pytest plugin that runs AllenNLP's own tests of its trainer with ours. `make upstream` loads it
+for `tests/training/trainer_test.py` of a checkout of AllenNLP. It leaves out no test; those that
+need a GPU skip themselves where there is none.
+"""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+import pytest
+import torch
+from allennlp.models import Model
+from allennlp.training.trainer import TrainerCheckpoint
+from overrides import overrides
+
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from allennlp_deepspeed.checkpoint.training import Training
+from allennlp_deepspeed.storage.checkpoint_directory import ENGINE_TAG
+
+# These give the trainer a model and the optimizer of another, which ours refuses. They are about
+# the model, and its own optimizer makes no difference to that.
+_WITH_OPTIMIZER_OF_ANOTHER_MODEL = {
+    "test_trainer_raises_on_model_with_no_loss_key",
+    "test_confidence_check_callback",
+}
+
+
+class CheckpointerWithLinks(DeepSpeedCheckpointer):
+    """
+    Links the two names that a checkpoint has in AllenNLP to what there is of each in ours, for
+    tests that list checkpoints and remove some: one without its links is removed before any is
+    loaded.
+    """
+
+    @overrides
+    def finish(self) -> None:
+        super().finish()
+        for path in Path(self._serialization_dir).iterdir():
+            if path.is_symlink():
+                path.unlink()
+        for point in self._checkpoints.find():
+            checkpoint = self._checkpoints.path(point)
+            model_state = os.path.join(checkpoint, ENGINE_TAG)
+            training_state = self._checkpoints.training_state_path(checkpoint, rank=0)
+            os.symlink(model_state, self._model_state_path(*point))
+            os.symlink(training_state, self._training_state_path(*point))
+
+    @overrides
+    def load_checkpoint(self, trainer: Optional[Training] = None) -> Optional[TrainerCheckpoint]:
+        for point in self._checkpoints.find():
+            links = (self._model_state_path(*point), self._training_state_path(*point))
+            if not all(map(os.path.islink, links)):
+                self._checkpoints.remove(point)
+        return super().load_checkpoint(trainer)
+
+
+def _with_own_optimizer(
+    model: Model, optimizer: torch.optim.SGD, *args: Any, **kwargs: Any
+) -> DeepSpeedTrainer:
+    """Constructs a trainer, with an optimizer like the given one for what is in `model`."""
+    if not list(model.parameters()):
+        model.weight = torch.nn.Parameter(torch.zeros(1))
+    own_optimizer = type(optimizer)(model.parameters(), lr=optimizer.defaults["lr"])
+    return DeepSpeedTrainer(model, own_optimizer, *args, **kwargs)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--zero-stage", type=int, choices=range(4), default=2)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"AllenNLP's tests with DeepSpeedTrainer at ZeRO stage {config.getoption('zero_stage')}"
+
+
+@pytest.fixture(autouse=True)
+def our_trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts our trainer and our checkpointer in the place of AllenNLP's in the test's module."""
+    zero: Dict[str, Any] = {"stage": request.config.getoption("zero_stage")}
+    if zero["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # the models are small
+    keywords: Dict[str, Any] = {
+        "deepspeed_config": {"zero_optimization": zero},
+        # AllenNLP's trainer asks the checkpointer after each step whether it is time to save.
+        "log_every_num_steps": 1,
+    }
+    has_other_optimizer = request.node.originalname in _WITH_OPTIMIZER_OF_ANOTHER_MODEL
+    trainer = partial(_with_own_optimizer if has_other_optimizer else DeepSpeedTrainer, **keywords)
+    trainer.from_partial_objects = partial(  # type: ignore[attr-defined]
+        DeepSpeedTrainer.from_partial_objects, **keywords
+    )
+    monkeypatch.setattr(request.module, "GradientDescentTrainer", trainer)
+    monkeypatch.setattr(request.module, "Checkpointer", CheckpointerWithLinks)
