@@ -170,6 +170,7 @@ CONFIGS: Dict[str, Tuple[Config, Dict[str, List[Tuple[str, Any]]]]] = {
         },
         {
             'deepspeed_config.optimizer.type is "OneBitAdam"': [("optimizer", None)],
+            'optimizer is "adam", but deepspeed_config.optimizer is "OneBitAdam"': [],
             "deepspeed_config.zero_optimization.offload_optimizer is true": [
                 ("zero_optimization.offload_optimizer", {"device": "none"})
             ],
@@ -350,6 +351,16 @@ CONFLICTS: List[Tuple[Changes, str, Changes]] = [
         [("steps_per_print", 10)],
     ),
     (
+        [("zero_optimization.offload_optimizer", {"device": "cpu", "ratio": 0.5})],
+        "deepspeed_config.zero_optimization: Partial offloading only supported for ZeRO Stage 3.",
+        [("zero_optimization.offload_optimizer.ratio", None)],
+    ),
+    (
+        [("scheduler", {"type": "LRRangeTest", "params": {"lr_range": 1}})],
+        'deepspeed_config.scheduler: "params.lr_range" is no parameter of LRRangeTest',
+        [("scheduler", None)],
+    ),
+    (
         [("prescale_gradients", True)],
         "deepspeed_config.prescale_gradients is true",
         [("prescale_gradients", None)],
@@ -388,3 +399,95 @@ def test_any_two_conflicts_are_said_together(first: Tuple[Changes, str, Changes]
                 str(error.value),
             )
         preflight.check(pasted(stage_2, *changes, *first[2], *second[2]))
+
+
+@pytest.mark.parametrize(
+    "config, starts",
+    [
+        (
+            {
+                "zero_optimisation": {
+                    "stge": 3,
+                    "round_robin_gradients": True,
+                    "reduce_bucket_size": "many",
+                    "offload_optimizer": {"device": "gpu"},
+                }
+            },
+            [
+                'deepspeed_config.zero_optimisation is unknown: did you mean "zero_optimization"?',
+                "deepspeed_config.zero_optimization.round_robin_gradients is true",
+                'deepspeed_config.zero_optimization.reduce_bucket_size is "many"',
+                'deepspeed_config.zero_optimization.offload_optimizer.device is "gpu"',
+                'deepspeed_config.zero_optimization.stge is unknown: did you mean "stage"?',
+            ],
+        ),
+        (
+            {
+                "optimizer": {"type": "AdmW", "params": {"lr": "auto", "max_grad_norm": 2}},
+                "scheduler": {
+                    "type": "WarmpLR",
+                    "params": {"warmup_num_steps": "auto", "steps": 1, "epochs": 2},
+                },
+            },
+            [
+                'deepspeed_config.optimizer.type is "AdmW"',
+                'deepspeed_config.scheduler.type is "WarmpLR"',
+                'deepspeed_config.optimizer: "params.max_grad_norm" is refused',
+                'deepspeed_config.scheduler: "params.steps" is no parameter of WarmupLR',
+                'deepspeed_config.scheduler: "params.epochs" is no parameter of WarmupLR',
+                'optimizer is "adam", but deepspeed_config.optimizer is "AdmW"',
+                "deepspeed_config.scheduler.params.warmup_num_steps is left open",
+            ],
+        ),
+        (
+            {
+                "optimizer": {"params": {"lr": 1}},
+                "scheduler": {"type": "mine", "params": {"half_life": 3}},
+            },
+            [
+                "deepspeed_config.optimizer.type is missing",
+                'deepspeed_config.scheduler.type is "mine"',
+                'optimizer is "adam", but deepspeed_config.optimizer is ""',
+            ],
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "compute_grad_norm": False,
+                    "cpu_offload": True,
+                    "offload_optimizer": {},
+                    "zero_hpz_partition_size": 5,
+                },
+                "fp16": {"enabled": True, "loss_scale_window": 0},
+                "bf16": {"enabled": True},
+            },
+            [
+                "deepspeed_config.zero_optimization: compute_grad_norm=false is supported only",
+                "deepspeed_config.fp16: fp16.loss_scale_window must be > 0",
+                "deepspeed_config.zero_optimization: Cannot provide deprecated parameter",
+                "deepspeed_config.bf16.enabled and deepspeed_config.fp16.enabled are true",
+                "deepspeed_config.zero_optimization.zero_hpz_partition_size is 5, but",
+            ],
+        ),
+        (
+            {"offload_optimizer": {"device": "cpu"}, "stage": 0, "aio": {"thread_count": "two"}},
+            [
+                "deepspeed_config.offload_optimizer is unknown here: it belongs to",
+                "deepspeed_config.stage is unknown here: it belongs to",
+                'deepspeed_config.aio.thread_count is unknown: it is "intra_op_parallelism" today',
+                'deepspeed_config.aio.intra_op_parallelism is "two"',
+                'deepspeed_config.zero_optimization.offload_optimizer.device is "cpu", but',
+            ],
+        ),
+    ],
+)
+def test_a_name_or_a_section_that_is_refused_hides_nothing(
+    config: Config, starts: List[str]
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        preflight.check(pasted(config))
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(starts), str(error.value)
+    for line, start in zip(lines, starts):
+        assert line.startswith(start), (start, line)

@@ -38,14 +38,19 @@ from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt, StrictBool
 
 
+def nearest(name: str, known: List[str]) -> Optional[str]:
+    """The known name that is most like one that isn't, `None` if none is like it."""
+    spellings = {spelling.lower(): spelling for spelling in known}
+    return next(map(spellings.get, difflib.get_close_matches(name.lower(), spellings, n=1)), None)
+
+
 def did_you_mean(name: str, known: List[str]) -> str:
     """
     The end of a message about an unknown name: the nearest known one, or all of a short list.
     """
-    spellings = {spelling.lower(): spelling for spelling in known}
-    nearest = difflib.get_close_matches(name.lower(), spellings, n=1)
-    if nearest:
-        return f'did you mean "{spellings[nearest[0]]}"?'
+    meant = nearest(name, known)
+    if meant:
+        return f'did you mean "{meant}"?'
     if len(known) <= 20:
         return f"the known ones are {', '.join(sorted(known))}"
     return "see https://www.deepspeed.ai/docs/config-json for the known ones"
@@ -96,11 +101,15 @@ def _classes(module: ModuleType, base: type) -> Dict[str, type]:
     }
 
 
+def optimizer_types() -> List[str]:
+    """What `optimizer.type` can be. DeepSpeed takes its own names in any case."""
+    return [*ds_config.DEEPSPEED_OPTIMIZERS, *_classes(torch.optim, torch.optim.Optimizer)]
+
+
 def _check_optimizer_type(name: str) -> str:
-    torch_optimizers = list(_classes(torch.optim, torch.optim.Optimizer))
-    if name.lower() in ds_config.DEEPSPEED_OPTIMIZERS or name in torch_optimizers:
+    known = optimizer_types()
+    if name.lower() in ds_config.DEEPSPEED_OPTIMIZERS or name in known:
         return name
-    known = [*ds_config.DEEPSPEED_OPTIMIZERS, *torch_optimizers]
     raise ValueError(f"must be an optimizer of DeepSpeed's or torch's; {did_you_mean(name, known)}")
 
 
@@ -114,15 +123,22 @@ def _schedulers() -> Dict[str, type]:
     }
 
 
+def scheduler_types() -> List[str]:
+    """What `scheduler.type` can be."""
+    return list(_schedulers())
+
+
 def scheduler_parameters(name: str) -> Dict[str, inspect.Parameter]:
-    """What `scheduler.params` can hold for a type of scheduler."""
-    parameters = inspect.signature(_schedulers()[name]).parameters
+    """What `scheduler.params` can hold for a type of scheduler, or the known one most like it."""
+    schedulers = _schedulers()
+    scheduler = schedulers.get(name) or schedulers.get(nearest(name, list(schedulers)) or "")
+    parameters = inspect.signature(scheduler).parameters if scheduler else {}
     return {key: value for key, value in parameters.items() if key != "optimizer"}
 
 
 def _check_scheduler_type(name: str) -> str:
-    if name not in _schedulers():
-        hint = did_you_mean(name, list(_schedulers()))
+    if name not in scheduler_types():
+        hint = did_you_mean(name, scheduler_types())
         raise ValueError(f"must be a learning rate scheduler of DeepSpeed's or torch's; {hint}")
     return name
 

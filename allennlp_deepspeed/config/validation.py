@@ -14,11 +14,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.schema import Schema, did_you_mean
+from allennlp_deepspeed.config.schema import (
+    Schema,
+    did_you_mean,
+    nearest,
+    optimizer_types,
+    scheduler_types,
+)
 from allennlp_deepspeed.config.support import UNSUPPORTED, unlisted
 
 ROOT = "deepspeed_config"
 AUTO = "auto"
+
+# The keys that lead to what is wrong, and a line about it.
+_Error = Tuple[List[str], str]
 
 # Keys that pasted configurations still hold under an earlier name, too far from today's for
 # `did_you_mean`, and that DeepSpeed ignores in silence.
@@ -40,39 +49,116 @@ def validate(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
     # Returns
 
     `Dict[str, Any]`
-        The configuration without these keys.
+        The configuration without these keys, or under the names that are meant, so that the checks
+        that follow find what else is wrong.
     """
     config = deepcopy(config)
-    for path, (accepted, reason) in UNSUPPORTED.items():
-        value = lookup(config, path)
-        if value is not None and _from_string(value) not in (*accepted, AUTO):
-            findings.refuse(
-                f"{ROOT}.{path}",
-                f"{ROOT}.{path} is {_json(value)}, but can't work in an AllenNLP trainer: {reason}",
-            )
-            remove(config, path)
-    for path in list(unlisted(config)):
-        findings.refuse(
-            f"{ROOT}.{path}",
-            f"{ROOT}.{path} is {_json(lookup(config, path))}, but isn't tested in an AllenNLP "
-            "trainer: remove the key",
-        )
-        remove(config, path)
-    for check in (_schema_errors, _missed_errors):
-        for section in list(config):
-            # A section's own check comes after those of its keys.
-            while section in config:
-                errors = list(check({section: config[section]}))
-                for keys, line in errors:
-                    findings.refuse(".".join([ROOT, *keys]), line)
-                    remove(config, ".".join(keys))
-                if not errors:
-                    break
+    types = {}
+    # Each round finds what the one before has hidden: a section's own check comes after those of
+    # its keys, and what is in a misspelt section is checked once it has its right name.
+    while errors := _first_errors(config):
+        for keys, line in errors:
+            keys = _blamed(config, keys, line)
+            findings.refuse(".".join([ROOT, *keys]), line)
+            if keys[-1] == "type" and keys[0] in _TYPES:
+                section, known = config[keys[0]], _TYPES[keys[0]]()
+                types[keys[0]] = section.get("type")
+                meant = nearest(str(section.get("type")), known)
+                section.update({"type": meant} if meant else {"type": known[0], "params": {}})
+            else:
+                _correct(config, keys)
+    for key, type_ in types.items():
+        if key in config:
+            # So that what is said of both sides is said of what stands in the file.
+            config[key]["type"] = str(type_ or "")
     return config
 
 
-def _schema_errors(config: Dict[str, Any]) -> Iterator[Tuple[List[str], str]]:
-    """What DeepSpeed's models refuse: the keys that lead there, and a line about it."""
+# The sections that name a class, and the names they can hold.
+_TYPES = {"optimizer": optimizer_types, "scheduler": scheduler_types}
+
+
+def _first_errors(config: Dict[str, Any]) -> List[_Error]:
+    """What the first check finds that finds anything."""
+    checks = (_unsupported_errors, _unlisted_errors, _schema_errors, _missed_errors)
+    for check in checks:
+        errors = [error for key, value in config.items() for error in check({key: value})]
+        if errors:
+            return errors
+    return []
+
+
+def _correct(config: Dict[str, Any], keys: List[str]) -> None:
+    """Gives what is wrong the name that is meant, or else removes it."""
+    path = ".".join(keys)
+    value = lookup(config, path)
+    remove(config, path)
+    *sections, name = _meant(keys) or [""]
+    section = config
+    for key in sections:
+        section = section.setdefault(key, {})
+    if name and isinstance(section, dict) and name not in section:
+        if isinstance(value, dict) == (_submodel(_field([*sections, name])) is not None):
+            section[name] = value
+
+
+def _blamed(config: Dict[str, Any], keys: List[str], line: str) -> List[str]:
+    """
+    Of a section that DeepSpeed refuses as a whole, the key that it lacks, or without which it is
+    accepted: rather one that the line names.
+    """
+    section = {keys[0]: config[keys[0]]}
+    if line == _explain_missing([*keys, "type"]):
+        return [*keys, "type"]
+    before = _schema_lines(section)
+    if line not in before:
+        return keys
+    best = keys
+    fewest = None
+    for path in _leaves(lookup(config, ".".join(keys)), keys):
+        without = deepcopy(section)
+        remove(without, ".".join(path))
+        lines = _schema_lines(without)
+        if line in lines or _explain_missing(path) in lines:
+            continue
+        # Without its stage, a section may be refused for another reason first.
+        rank = (len(set(lines) - set(before)), path[-1] not in line, -len(path[-1]))
+        if fewest is None or rank < fewest:
+            best, fewest = path, rank
+    return best
+
+
+def _schema_lines(config: Dict[str, Any]) -> List[str]:
+    return [line for _, line in _schema_errors(config)]
+
+
+def _leaves(value: Any, keys: List[str]) -> Iterator[List[str]]:
+    """The keys that lead to each value that is no section, none if `value` is none itself."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from list(_leaves(inner, [*keys, key])) or [[*keys, key]]
+
+
+def _unsupported_errors(config: Dict[str, Any]) -> Iterator[_Error]:
+    for path, (accepted, reason) in UNSUPPORTED.items():
+        value = lookup(config, path)
+        if value is not None and _from_string(value) not in (*accepted, AUTO):
+            yield (
+                path.split("."),
+                f"{ROOT}.{path} is {_json(value)}, but can't work in an AllenNLP trainer: {reason}",
+            )
+
+
+def _unlisted_errors(config: Dict[str, Any]) -> Iterator[_Error]:
+    for path in unlisted(config):
+        yield (
+            path.split("."),
+            f"{ROOT}.{path} is {_json(lookup(config, path))}, but isn't tested in an AllenNLP "
+            "trainer: remove the key",
+        )
+
+
+def _schema_errors(config: Dict[str, Any]) -> Iterator[_Error]:
+    """What DeepSpeed's models refuse."""
     try:
         Schema(**config)
     except ValidationError as error:
@@ -85,7 +171,7 @@ def _schema_errors(config: Dict[str, Any]) -> Iterator[Tuple[List[str], str]]:
 
 def _missed_errors(
     section: Dict[str, Any], keys: Tuple[str, ...] = (), model: Type[BaseModel] = Schema
-) -> Iterator[Tuple[List[str], str]]:
+) -> Iterator[_Error]:
     """
     What DeepSpeed's models let pass: they drop an "auto" before they look at its key, and take true
     for 1.
@@ -135,7 +221,7 @@ def _explain(error: Any, config: Dict[str, Any]) -> str:
     keys = list(_keys_in(config, error["loc"]))
     path = ".".join([ROOT, *keys])
     if error["type"] == "missing":
-        return f"{path}.{error['loc'][-1]} is missing"
+        return _explain_missing([*keys, error["loc"][-1]])
     if error["type"] == "extra_forbidden":
         return _explain_unknown(path, keys)
 
@@ -154,6 +240,10 @@ def _explain(error: Any, config: Dict[str, Any]) -> str:
     return f"{path} is {_json(error['input'])}: {message}{_hint(keys, field)}"
 
 
+def _explain_missing(keys: List[str]) -> str:
+    return f"{'.'.join([ROOT, *keys])} is missing"
+
+
 def _hint(keys: List[str], field: FieldInfo) -> str:
     default = None if field.is_required() else field.get_default()
     if keys == [ZERO_OPTIMIZATION, "stage"]:
@@ -163,22 +253,52 @@ def _hint(keys: List[str], field: FieldInfo) -> str:
 
 def _explain_unknown(path: str, keys: List[str]) -> str:
     """Why a key is refused that no model of DeepSpeed's has, and which key is meant."""
-    section, name = keys[:-1], keys[-1]
-    removed = {
-        (): ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS,
-        (ZERO_OPTIMIZATION,): ds_config._REMOVED_ZERO_CONFIG_KEYS,
-    }.get(tuple(section), {})
+    name = keys[-1]
+    removed = _removed(keys)
     if name in removed:
         return f"{path}: {removed[name]}"
-    known = _names(_submodel(_field(section)) if section else Schema)
+    known = _names_beside(keys)
     if name in known:
         return f"{path} is given twice: under its name and under an alias"
-    places = [key for key, field in Schema.model_fields.items() if name in _names(_submodel(field))]
-    if places and not section:
+    places = _places(keys)
+    if places:
         return f"{path} is unknown here: it belongs to {' or '.join(_json(key) for key in places)}"
     if ".".join(keys) in RENAMED:
         return f'{path} is unknown: it is "{RENAMED[".".join(keys)]}" today'
     return f"{path} is unknown: {did_you_mean(name, known)}"
+
+
+def _meant(keys: List[str]) -> Optional[List[str]]:
+    """The keys that an unknown one stands for, as far as `_explain_unknown` can tell."""
+    name, known = keys[-1], _names_beside(keys)
+    if name in _removed(keys) or name in known:
+        return None
+    places = _places(keys)
+    if places:
+        return [places[0], name]
+    renamed = RENAMED.get(".".join(keys)) or nearest(name, known)
+    return [*keys[:-1], renamed] if renamed else None
+
+
+def _removed(keys: List[str]) -> Dict[str, str]:
+    """What DeepSpeed says of the keys beside the last that it once had."""
+    return {
+        (): ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS,
+        (ZERO_OPTIMIZATION,): ds_config._REMOVED_ZERO_CONFIG_KEYS,
+    }.get(tuple(keys[:-1]), {})
+
+
+def _names_beside(keys: List[str]) -> List[str]:
+    """The known names in the section of the last key."""
+    return _names(_submodel(_field(keys[:-1])) if keys[:-1] else Schema)
+
+
+def _places(keys: List[str]) -> List[str]:
+    """The sections that know a key given outside of all."""
+    if len(keys) > 1:
+        return []
+    fields = Schema.model_fields.items()
+    return [section for section, field in fields if keys[0] in _names(_submodel(field))]
 
 
 def _keys_in(config: Any, location: Tuple[Any, ...]) -> Iterator[str]:
