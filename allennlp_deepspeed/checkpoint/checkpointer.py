@@ -19,6 +19,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION, Training
 from allennlp_deepspeed.engine import nvme_states, weights
 from allennlp_deepspeed.optimizers import adapt_loaded_states
+from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.storage import files, serialization
 from allennlp_deepspeed.storage.background_commit import BackgroundCommit
 from allennlp_deepspeed.storage.checkpoint_directory import (
@@ -143,7 +144,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         if self._commits is not None:
             self._commits.raise_error()
         if num_batches_in_epoch_completed == 0 and self._save_every_num_seconds is not None:
-            is_time |= _of_rank_0(self.is_time_to_save())
+            is_time |= agreement.of_rank_0(self.is_time_to_save())
         if is_time or self.is_step_to_save(num_epochs_completed, num_batches_in_epoch_completed):
             self.save_checkpoint(trainer)
         return False
@@ -382,9 +383,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             record.verify(path, ranks_here.index(dist.get_rank()), len(ranks_here))
         except CheckpointError as error:
             problem = str(error)
-        problems: List[Optional[str]] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        found = sorted({p for p in problems if p is not None})
+        found = sorted({p for p in agreement.of_all(problem) if p is not None})
         return " ".join(found) or None, record
 
     def _refuse_unless_previous(
@@ -458,18 +457,18 @@ class DeepSpeedCheckpointer(Checkpointer):
         trainer_state: Dict[str, Any],
     ) -> None:
         """Loads what another number of ranks has saved, and this rank's share of the averages."""
-        converted = [universal.find(path) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(converted, src=0)
-        if converted[0] is None:
+        own = universal.find(path) if dist.get_rank() == 0 else None
+        converted = agreement.of_rank_0(own)
+        if converted is None:
             raise CheckpointError(
                 f"{path} was written by {record.world_size} workers, and there are "
                 f"{dist.get_world_size()} now: run `allennlp deepspeed resize "
                 f"{self._serialization_dir}` first, or recover with `allennlp train --recover`, "
                 "which does it."
             )
-        universal.load(engine, converted[0])
+        universal.load(engine, converted)
         if "moving_average" in trainer_state:
-            trainer_state["moving_average"] = universal.load_moving_average(engine, converted[0])
+            trainer_state["moving_average"] = universal.load_moving_average(engine, converted)
 
     def _check_model(self, path: str, record: CommitRecord, trainer: Training) -> None:
         stage = trainer.engine.zero_optimization_stage()
@@ -546,9 +545,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         The checkpoints that all ranks have, the newest first. The ranks agree, because they may not
         see the same directory.
         """
-        seen: List[Any] = [None] * dist.get_world_size()
         own = self._checkpoints.find()
-        dist.all_gather_object(seen, own)
+        seen = agreement.of_all(own)
         common = sorted(
             set.intersection(*({PointInTime(*p) for p in points} for points in seen)), reverse=True
         )
@@ -580,12 +578,6 @@ class DeepSpeedCheckpointer(Checkpointer):
 
 
 DeepSpeedCheckpointer.register("deepspeed")(DeepSpeedCheckpointer)
-
-
-def _of_rank_0(decision: bool) -> bool:
-    decisions = [decision]
-    dist.broadcast_object_list(decisions, src=0)
-    return decisions[0]
 
 
 def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> None:

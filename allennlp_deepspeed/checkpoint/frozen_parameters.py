@@ -16,6 +16,7 @@ from allennlp.models.archival import CONFIG_NAME
 from deepspeed import zero
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.storage.commit import CheckpointError, FrozenRecord
 
 
@@ -35,9 +36,7 @@ def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
             with zero.GatheredParameters([parameter]):
                 if dist.get_rank() == 0:
                     records[name] = FrozenRecord.of(parameter.data)
-    records_of_rank_0 = [records]
-    dist.broadcast_object_list(records_of_rank_0, src=0)
-    return records_of_rank_0[0]
+    return agreement.of_rank_0(records)
 
 
 def frozen_names(model: torch.nn.Module) -> Set[str]:

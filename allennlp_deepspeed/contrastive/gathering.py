@@ -2,17 +2,14 @@
 Brings the examples of all ranks together.
 """
 
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Tuple
 
 import torch
 import torch.distributed as dist
 
+from allennlp_deepspeed.processes.agreement import numbers_of_all, world_size
+
 _ALIGNMENT = 8  # bytes, of the largest elements that tensors have
-
-
-def world_size() -> int:
-    """As `torch.distributed` has it, 1 if it hasn't been initialized."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def gather_examples(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
@@ -46,20 +43,10 @@ def gather_examples(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]
     }
 
 
-def gather_numbers(numbers: Sequence[int], device: torch.device) -> List[List[int]]:
-    """As many numbers from each rank. To be called by every rank."""
-    local = torch.tensor(numbers, dtype=torch.int64, device=device)
-    everyones = [torch.empty_like(local) for _ in range(world_size())]
-    if len(everyones) == 1:
-        return [list(numbers)]
-    dist.all_gather(everyones, local)
-    return torch.stack(everyones).tolist()
-
-
 def _gather_shapes(tensors: List[torch.Tensor]) -> List[List[Tuple[int, ...]]]:
     """For each rank, the shape of each tensor."""
     sizes = [size for tensor in tensors for size in tensor.shape]
-    everyones = gather_numbers(sizes, tensors[0].device)
+    everyones = numbers_of_all(sizes, tensors[0].device)
     shapes = []
     for numbers in map(iter, everyones):
         shapes.append([tuple(next(numbers) for _ in tensor.shape) for tensor in tensors])

@@ -8,6 +8,8 @@ from allennlp.common.util import is_distributed
 from allennlp.training.metrics import Metric
 from overrides import overrides
 
+from allennlp_deepspeed.processes import agreement
+
 # Documents are ranked in blocks of so many pairs and so many documents: of 2**24 scores.
 BLOCK_SIZE = 2**12
 CUTOFF = 10  # of the metrics that have it in their names
@@ -262,10 +264,7 @@ def _gather(seen: List[Rows]) -> Rows:
     rank, device = dist.get_rank(), _device_of_group()
     shape = seen[0][0].shape if seen else (0, 0)
     num_rows = sum(len(rows[0]) for rows in seen)
-    size = torch.tensor([num_rows, shape[1]], device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    counts, dims = zip(*(size.tolist() for size in sizes))
+    counts, dims = zip(*agreement.numbers_of_all([num_rows, shape[1]], device))
     gathered = []
     for tensor in _concatenate(seen, dim=max(dims)):
         # One after the other, since the counts differ, and the device needs to hold but one.

@@ -4,6 +4,8 @@ from typing import List
 import torch
 import torch.distributed as dist
 
+from allennlp_deepspeed.processes import agreement
+
 _BUCKET_SIZE = 250 * 1024 * 1024  # bytes, as in DistributedDataParallel
 
 
@@ -38,9 +40,7 @@ class BufferBroadcast:
         """
         if self._has_found or dist.get_world_size() == 1:
             return
-        has_buffers = torch.tensor(float(bool(_buffers(self._model))), device=self._device)
-        dist.all_reduce(has_buffers, op=dist.ReduceOp.MAX)
-        self._has_found = bool(has_buffers)
+        self._has_found = agreement.any_of(bool(_buffers(self._model)), self._device)
 
     @torch.no_grad()
     def broadcast(self) -> None:

@@ -8,6 +8,7 @@ from allennlp.common.checks import ConfigurationError
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.processes import agreement
 
 Which = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]], None]
 
@@ -71,10 +72,7 @@ def _check_same(engine: DeepSpeedEngine, constants: Dict[torch.nn.Parameter, tor
         torch.allclose(parameter, value, rtol=0, atol=0, equal_nan=True)
         for parameter, value in constants.items()
     )
-    have_changed = torch.tensor(float(not are_same), device=engine.device)
-    if constants:
-        dist.all_reduce(have_changed, op=dist.ReduceOp.MAX)
-    if have_changed:
+    if constants and agreement.any_of(not are_same, engine.device):
         raise ConfigurationError(
             "A frozen parameter has been changed, and 'trainer.moving_average', which was given "
             "it, averages what the optimizer steps: give both the trained parameters only."

@@ -2,13 +2,13 @@ import logging
 from typing import Any, List, NoReturn, Optional, Tuple
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 
 from allennlp_deepspeed.engine.max_norm import MaxNorm
 from allennlp_deepspeed.engine.shard_layout import Fragment, ShardLayout
+from allennlp_deepspeed.processes import agreement
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +147,7 @@ class WeightWatch:
         """
         self.check()
         self._compare(over_the_bus=True)
-        found = torch.tensor(float(self.has_found()), device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        if found:
+        if agreement.any_of(self.has_found(), self._device):
             self.raise_error()
 
     def _versions_of(self, parameter: Any) -> Tuple[int, int]:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._pytree import tree_leaves
 
-from allennlp_deepspeed.contrastive.gathering import gather_numbers
 from allennlp_deepspeed.engine import weights
 from allennlp_deepspeed.gradients import gradient_memory
+from allennlp_deepspeed.processes import agreement
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +42,21 @@ def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepS
     `int`
         A number of examples.
     """
-    most = max(size for (size,) in gather_numbers([batch_size], engine.device))
+    most = _highest(batch_size, engine)
     # Held whole until they are reduced, and once more while they are.
     gradient = gradient_memory.of_whole_gradient(
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
-    taken = 2 * gradient + _agreed_maximum(_states_to_come(engine), engine.device)
+    taken = 2 * gradient + _highest(_states_to_come(engine), engine)
     left = max(0, gradient_memory.least_left_free(engine.device) - taken)
     budget = left // _SAFETY
-    size, needed = 1, _agreed_maximum(_bytes_saved(encode, 1, engine), engine.device)
+    size, needed = 1, _highest(_bytes_saved(encode, 1, engine), engine)
     needed_by_one = needed
     # Bytes of one example more. Some are needed for any number.
     slope = 0
     while size < most and needed + size * slope <= budget:
         size *= 2
-        before, needed = needed, _agreed_maximum(_bytes_saved(encode, size, engine), engine.device)
+        before, needed = needed, _highest(_bytes_saved(encode, size, engine), engine)
         slope = max(1, (needed - before) // (size // 2))
     fitting = size + (budget - needed) // slope if slope else size
     fitting = min(most, max(1, fitting))
@@ -108,5 +108,5 @@ def _bytes_saved(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngin
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _agreed_maximum(value: int, device: torch.device) -> int:
-    return max(number for (number,) in gather_numbers([value], device))
+def _highest(value: int, engine: DeepSpeedEngine) -> int:
+    return agreement.highest(value, engine.device, torch.int64)

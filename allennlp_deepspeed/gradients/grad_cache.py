@@ -12,12 +12,12 @@ from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
-from allennlp_deepspeed.contrastive.gathering import gather_numbers
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
 from allennlp_deepspeed.gradients.chunking import num_examples, rows_of
 from allennlp_deepspeed.gradients.grad_cache_settings import AUTO, GradCacheSettings
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.random_states import random_states, set_random_states
 
 logger = logging.getLogger(__name__)
@@ -308,7 +308,8 @@ class GradCache:
         """As many chunks on every rank, because at ZeRO stage 3 all make the same passes."""
         inputs = self._model.encoder_inputs(batch)
         batch_size = num_examples(batch)
-        most = max(size for (size,) in gather_numbers([batch_size], self._engine.device))
+        sizes = agreement.numbers_of_all([batch_size], self._engine.device)
+        most = max(size for (size,) in sizes)
         if not isinstance(self._chunk_size, dict):
             return _chunks(inputs, batch_size, most, int(self._chunk_size))
         missing = sorted(inputs.keys() - self._chunk_size.keys())

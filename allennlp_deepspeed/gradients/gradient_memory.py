@@ -10,6 +10,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from allennlp_deepspeed.processes import agreement
+
 
 def of_whole_gradient(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> int:
     """The bytes of a gradient in `dtype` for all elements of the parameters, on one rank."""
@@ -23,9 +25,7 @@ def least_left_free(device: torch.device) -> int:
     GPU, or its share of the node's. To be called by every rank; all get the same.
     """
     device = torch.device(device)
-    left_free = torch.tensor(_left_free(device), dtype=torch.int64, device=device)
-    dist.all_reduce(left_free, op=dist.ReduceOp.MIN)
-    return int(left_free)
+    return agreement.lowest(_left_free(device), device, torch.int64)
 
 
 def _left_free(device: torch.device) -> int:

@@ -20,6 +20,7 @@ from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.gradients import gradient_memory
+from allennlp_deepspeed.processes import agreement
 
 logger = logging.getLogger(__name__)
 
@@ -424,10 +425,9 @@ class GradientSynchronizer:
         """
         self._is_average_queued = False
         device = next(p.grad.device for p in self._parameters if p.grad is not None)
-        used = torch.tensor([p.grad is not None for p in self._parameters], device=device).int()
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        used = agreement.highest([int(p.grad is not None) for p in self._parameters], device)
         gradients: List[torch.Tensor] = []
-        for parameter, is_used in zip(self._parameters, used.tolist()):
+        for parameter, is_used in zip(self._parameters, used):
             if is_used:
                 if parameter.grad is None:
                     _set_gradient(parameter, parameter.new_zeros(_shape(parameter)))

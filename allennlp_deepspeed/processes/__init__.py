@@ -1,3 +1,4 @@
 """
-What a worker is: its device, its signals, its failure, its random states. Imports no other room.
+What a worker is: its device, its signals, its failure, its random states, and what it agrees on
+with the others. Imports no other room.
 """

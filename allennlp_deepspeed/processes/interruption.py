@@ -16,6 +16,8 @@ import torch.distributed as dist
 from allennlp.common.util import SigTermReceived
 from overrides import overrides
 
+from allennlp_deepspeed.processes import agreement
+
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -137,11 +139,7 @@ class TrainingInterruption(Interruption):
         device : `torch.device`, required.
             Where the process group communicates.
         """
-        if dist.get_world_size() == 1:
-            return self.signal_number
-        tensor = torch.tensor(self.signal_number, dtype=torch.int32, device=device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return int(tensor.item())
+        return agreement.highest(self.signal_number, device)
 
 
 def interrupted(signal_number: int, where: str) -> BaseException:

@@ -13,6 +13,7 @@ from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.callbacks.log_writer import LogWriterCallback
 
 from allennlp_deepspeed.engine.shard_layout import ShardLayout, parameters_of_groups
+from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.reports.gathered_tensor import (
     GatheredParameter,
     GatheredTensor,
@@ -253,10 +254,8 @@ def _reads_parameters(callback: LogWriterCallback) -> bool:
 
 def _ranks_of_primaries(trainer: Any) -> List[int]:
     """To be called by every rank."""
-    is_primary = torch.zeros(dist.get_world_size(), device=trainer.cuda_device)
-    is_primary[dist.get_rank()] = trainer.is_primary
-    dist.all_reduce(is_primary)
-    return is_primary.nonzero().flatten().tolist()
+    are_primary = agreement.numbers_of_all([int(trainer.is_primary)], trainer.cuda_device)
+    return [rank for rank, (is_primary,) in enumerate(are_primary) if is_primary]
 
 
 def _log_in_fp32(

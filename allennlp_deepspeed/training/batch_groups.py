@@ -11,6 +11,8 @@ import torch.distributed as dist
 from allennlp.common.util import lazy_groups_of
 from allennlp.data.data_loaders import DataLoader, TensorDict
 
+from allennlp_deepspeed.processes import agreement
+
 logger = logging.getLogger(__name__)
 
 
@@ -107,10 +109,7 @@ class BatchGroups:
 
     def _agree(self, value: int) -> int:
         """The smallest of all ranks' values."""
-        # int32 is supported by every backend's reductions.
-        tensor = torch.tensor(value, dtype=torch.int32, device=self._device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-        return int(tensor.item())
+        return agreement.lowest(value, self._device)
 
 
 def num_batches(data_loader: DataLoader) -> Optional[int]:
@@ -118,10 +117,7 @@ def num_batches(data_loader: DataLoader) -> Optional[int]:
     The length of rank 0's epoch in micro-batches; `None` if it isn't known. Schedules are made for
     it, so that all ranks follow the same one. To be called by every rank.
     """
-    length = [_length(data_loader)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(length, src=0)
-    return length[0]
+    return agreement.of_rank_0(_length(data_loader))
 
 
 def micro_batch_size(data_loader: DataLoader) -> Optional[int]:

@@ -1,9 +1,10 @@
-from typing import Iterator, List, Optional
+from typing import Iterator, Optional
 
 import torch
-import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
+
+from allennlp_deepspeed.processes import agreement
 
 
 class EvenBatches:
@@ -37,7 +38,9 @@ class EvenBatches:
         while True:
             batch = next(batches, None)
             last = last if batch is None else batch
-            num_with_batch, num_without_any = self._sum([batch is not None, last is None])
+            num_with_batch, num_without_any = agreement.total(
+                [int(batch is not None), int(last is None)], self._device
+            )
             if num_with_batch == 0:
                 return
             if num_without_any > 0 or last is None:
@@ -46,9 +49,3 @@ class EvenBatches:
                     "into 'validation_data_path'."
                 )
             yield last
-
-    def _sum(self, values: List[bool]) -> List[int]:
-        """For how many ranks each is true."""
-        tensor = torch.tensor(values, dtype=torch.int32, device=self._device)
-        dist.all_reduce(tensor)
-        return tensor.tolist()

@@ -1,8 +1,9 @@
 from typing import Dict
 
-import torch.distributed as dist
 from allennlp.training.metric_tracker import MetricTracker
 from overrides import overrides
+
+from allennlp_deepspeed.processes import agreement
 
 
 class AgreedMetricTracker(MetricTracker):
@@ -15,6 +16,4 @@ class AgreedMetricTracker(MetricTracker):
     @overrides
     def combined_score(self, metrics: Dict[str, float]) -> float:
         """To be called by every rank."""
-        score = [super().combined_score(metrics)]
-        dist.broadcast_object_list(score, src=0)
-        return score[0]
+        return agreement.of_rank_0(super().combined_score(metrics))
