@@ -14,7 +14,7 @@ export OMP_NUM_THREADS := 1
 # Nothing here needs a model or a data set from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test soak cross upstream bench lint clean
+.PHONY: help venv demo test soak cross upstream bench lint reference clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -24,6 +24,7 @@ help:
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own trainer tests, of a checkout of its version 2.10.1, with our trainer at stages 0, 2 and 3"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
+	@echo "make reference  write docs/reference.md from the declaration of the keys"
 	@echo "make venv    set up .venv, which the above do if needed"
 	@echo "make clean   remove .venv, the demo's data and output, and caches"
 
@@ -66,6 +67,9 @@ lint: $(VENV)/installed
 	ruff format --check .
 	mypy allennlp_deepspeed
 	lint-imports
+
+reference: $(VENV)/installed
+	PYTHONPATH=. python docs/reference.py
 
 clean:
 	rm -rf $(VENV) data output build *.egg-info .pytest_cache .ruff_cache .mypy_cache

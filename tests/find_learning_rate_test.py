@@ -15,6 +15,7 @@ from allennlp.training import GradientDescentTrainer
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed.config.keys import NEW_TRAINER_KEYS
 from allennlp_deepspeed.launch import preflight
 from tests.experiment import load_config
 from tests.trainer_test import Task
@@ -61,7 +62,7 @@ def test_the_command_finds_learning_rates(tmp_path: Path, trainer_type: str):
     )
     plain: Dict[str, Any] = copy.deepcopy(config)
     plain["trainer"]["type"] = "gradient_descent"
-    for key in preflight._OWN_KEYS:
+    for key in NEW_TRAINER_KEYS:
         plain["trainer"].pop(key, None)
     curves = []
     for i, one in enumerate((plain, config)):

@@ -17,6 +17,7 @@ from overrides import overrides
 from allennlp_deepspeed.checkpoint import frozen_parameters, sharded_checkpoint, universal
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION, Training
+from allennlp_deepspeed.config.keys import CHECKPOINTER_KEYS, takes, with_defaults
 from allennlp_deepspeed.engine import nvme_states, weights
 from allennlp_deepspeed.optimizers import adapt_loaded_states
 from allennlp_deepspeed.processes import agreement
@@ -59,60 +60,32 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     # Parameters
 
-    save_every_num_seconds : `float`, optional (default = `None`)
-        As in AllenNLP, but in distributed training too: the clock of rank 0 decides for all ranks,
-        which then agree once for each optimizer step.
-    save_on_preemption : `bool`, optional (default = `False`)
-        Whether a training that ends because of a SIGTERM first saves a checkpoint, after the
-        optimizer step that it is in. Not on Ctrl-C.
-    async_save : `bool`, optional (default = `False`)
-        If `True`, training waits only for a copy in CPU memory, and the files are written from it
-        while training goes on. It needs the memory for what this rank saves, once more.
-    exclude_frozen_parameters : `bool`, optional (default = `False`)
-        Whether parameters that aren't trained are left out of checkpoints, which then hold as
-        little as LoRA's adapters. Recovery takes them from the model as it is constructed again,
-        and refuses to continue unless they are the same to the last bit.
-    on_corrupt : `str`, optional (default = `"error"`)
-        What recovery does if a file of the newest checkpoint is missing or damaged: `"error"`, or
-        `"previous"` to rename it to `....corrupt` and continue from the newest that is intact.
+    serialization_dir : `Union[str, os.PathLike]`, required.
+    keys : `Any`
+        Those of [`CHECKPOINTER_KEYS`](../config/keys.py), by name.
     """
 
     default_implementation = "deepspeed"
 
-    def __init__(
-        self,
-        serialization_dir: Union[str, os.PathLike],
-        save_completed_epochs: bool = True,
-        save_every_num_seconds: Optional[float] = None,
-        save_every_num_batches: Optional[int] = None,
-        keep_most_recent_by_count: Optional[int] = 2,
-        keep_most_recent_by_age: Optional[int] = None,
-        save_on_preemption: bool = False,
-        async_save: bool = False,
-        exclude_frozen_parameters: bool = False,
-        on_corrupt: str = "error",
-    ) -> None:
+    @takes(CHECKPOINTER_KEYS)
+    def __init__(self, serialization_dir: Union[str, os.PathLike], **keys: Any) -> None:
+        keys = with_defaults("trainer.checkpointer", "checkpointer", CHECKPOINTER_KEYS, keys)
         super().__init__(
             serialization_dir,
-            save_completed_epochs=save_completed_epochs,
-            save_every_num_batches=save_every_num_batches,
-            keep_most_recent_by_count=keep_most_recent_by_count,
-            keep_most_recent_by_age=keep_most_recent_by_age,
+            save_completed_epochs=keys["save_completed_epochs"],
+            save_every_num_batches=keys["save_every_num_batches"],
+            keep_most_recent_by_count=keys["keep_most_recent_by_count"],
+            keep_most_recent_by_age=keys["keep_most_recent_by_age"],
         )
-        if on_corrupt not in ("error", "previous"):
-            raise ConfigurationError(
-                f"'trainer.checkpointer.on_corrupt' is {on_corrupt!r}: write \"error\" or "
-                '"previous".'
-            )
         # Not through the base class, which refuses it in distributed training.
-        self._save_every_num_seconds = save_every_num_seconds
-        self._on_corrupt = on_corrupt
-        self._exclude_frozen_parameters = exclude_frozen_parameters
+        self._save_every_num_seconds = keys["save_every_num_seconds"]
+        self._on_corrupt = keys["on_corrupt"]
+        self._exclude_frozen_parameters = keys["exclude_frozen_parameters"]
         self._frozen: Optional[Dict[str, FrozenRecord]] = None  # once they are known
-        self._files = FileCheckpointEngine(async_save)
+        self._files = FileCheckpointEngine(keys["async_save"])
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
         self._commits: Optional[BackgroundCommit] = None
-        self.save_on_preemption = save_on_preemption
+        self.save_on_preemption = keys["save_on_preemption"]
 
     @overrides
     def maybe_save_checkpoint(  # type: ignore[override]

@@ -57,6 +57,10 @@ class Findings:
         self.add(line)
         self._refused.append(path)
 
+    def has_refused(self, path: str) -> bool:
+        """Whether `refuse` has been called for a key."""
+        return path in self._refused
+
     def extend(self, findings: "Findings") -> None:
         """Adds what others have found before."""
         for line in findings.lines:

@@ -48,6 +48,7 @@ def resolve(
         together, and where nothing says what an "auto" stands for.
     """
     config = {key: value for key, value in deepcopy(config).items() if value != AUTO}
+    settings = settings.checked(findings)
     has_optimizer, has_scheduler = "optimizer" in config, "scheduler" in config
     _resolve_stage(config)
     micro_batch_size, num_gradient_accumulation_steps = _resolve_batch_sizes(
@@ -159,18 +160,9 @@ def _resolve_batch_sizes(
 ) -> Tuple[int, int]:
     """The number of instances in a micro-batch, and of micro-batches in an optimizer step."""
     num_lines = len(findings.lines)
-    steps = settings.num_gradient_accumulation_steps
-    is_integer = isinstance(steps, int) and not isinstance(steps, bool)
-    if steps is not None and not (is_integer and steps >= 1):
-        findings.refuse(
-            "num_gradient_accumulation_steps",
-            f"num_gradient_accumulation_steps is {json.dumps(steps)}: must be an integer, "
-            "at least 1",
-        )
-        steps = None
     steps = _agreed(
         "num_gradient_accumulation_steps",
-        steps,
+        settings.num_gradient_accumulation_steps,
         config,
         "gradient_accumulation_steps",
         findings,
@@ -187,7 +179,7 @@ def _resolve_batch_sizes(
     if batch_size is None:
         return micro_batch_size or 1, steps or 1
 
-    if len(findings.lines) > num_lines:
+    if len(findings.lines) > num_lines or findings.has_refused("num_gradient_accumulation_steps"):
         findings.add(
             f"{ROOT}.train_batch_size is {batch_size}, but nothing is certain of its factors: "
             "remove the key"
@@ -222,13 +214,6 @@ def _resolve_grad_norm(
                 "reported then too), or gradient_clipping to report only"
             )
         return True
-    if norm is not None and not (isinstance(norm, (int, float)) and norm >= 0):
-        findings.refuse(
-            "grad_norm",
-            f"grad_norm is {json.dumps(norm)}: must be a number above 0 to clip to, true to report "
-            "the norm without clipping, or false",
-        )
-        norm = None
     # AllenNLP takes 0 for false.
     return _agreed("grad_norm", norm, config, "gradient_clipping", findings) or False
 
@@ -495,11 +480,7 @@ def _num_ranks_within(within: Union[int, str], settings: TrainerSettings) -> Tup
             )
         num_ranks = settings.workers_per_node
         return num_ranks, f'"node" ({num_ranks} worker{"s" if num_ranks > 1 else ""})'
-    if isinstance(within, bool) or not isinstance(within, int):
-        raise ConfigurationError(
-            f'shard_within is {json.dumps(within)}: must be "node" or a number of workers'
-        )
-    return within, str(within)
+    return int(within), str(within)
 
 
 def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings: Findings) -> None:
@@ -588,11 +569,6 @@ def _check_zero(
 
 
 def _check_gradient_synchronization(mode: str, zero: DeepSpeedZeroConfig) -> None:
-    if mode not in ("boundary", "micro_batch", AUTO):
-        raise ConfigurationError(
-            f"gradient_synchronization is {json.dumps(mode)}: must be one of 'boundary' (once an "
-            "optimizer step), 'micro_batch' (least memory) and 'auto'"
-        )
     if mode == "micro_batch" and zero.stage < 2:
         raise ConfigurationError(
             f"gradient_synchronization is 'micro_batch', but at ZeRO stage {int(zero.stage)} every "

@@ -1,11 +1,27 @@
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields, replace
 from typing import Any, Dict, Optional, Union
+
+import torch
+
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.keys import TRAINER_KEYS, Key
+
+DEFAULT_TYPE = "of the default type"
+"""The name of what is an object without a `"type"`."""
+
+
+def registered_name(component: Any) -> Optional[str]:
+    """The registered name of a component in a config file. `None` if it isn't given."""
+    if isinstance(component, dict):
+        return component.get("type", DEFAULT_TYPE)
+    return component
 
 
 @dataclass
 class TrainerSettings:
     """
-    What the AllenNLP side of a config file says. `None` stands for a key that it does not give.
+    What the AllenNLP side says, of a config file or of objects. `None` stands for what it doesn't.
 
     # Parameters
 
@@ -56,6 +72,89 @@ class TrainerSettings:
     shard_within: Union[int, str, None] = None
     workers_per_node: Optional[int] = None
 
+    @classmethod
+    def of_config(
+        cls, config: Dict[str, Any], deepspeed_config: Dict[str, Any], **others: Any
+    ) -> "TrainerSettings":
+        """
+        What the trainer will say when it is constructed. What it only knows then has a stand-in:
+        the length of the epoch, and the learning rate of an optimizer that doesn't name one.
+
+        # Parameters
+
+        config : `Dict[str, Any]`, required.
+            A whole training configuration.
+        deepspeed_config : `Dict[str, Any]`, required.
+            Its `trainer.deepspeed_config` in DeepSpeed's schema.
+        others : `Any`
+            What the config doesn't say: the workers, their devices and folders.
+        """
+        trainer = config["trainer"]
+        optimizer = trainer.get("optimizer")
+        learning_rate = optimizer.get("lr", 1.0) if isinstance(optimizer, dict) else 1.0
+        if optimizer is None and "optimizer" in deepspeed_config:
+            learning_rate = None  # it is for DeepSpeed's own section to say
+        return cls(
+            **cls._keys(trainer),
+            optimizer=registered_name(optimizer),
+            learning_rate=learning_rate,
+            learning_rate_scheduler=registered_name(trainer.get("learning_rate_scheduler")),
+            micro_batch_size=_batch_size(config.get("data_loader")),
+            num_epochs=trainer.get("num_epochs", 20),
+            batches_per_epoch=1,
+            **others,
+        )
+
+    @classmethod
+    def of_objects(
+        cls,
+        arguments: Dict[str, Any],
+        optimizer: Optional[torch.optim.Optimizer],
+        learning_rate_scheduler: Any,
+        **others: Any,
+    ) -> "TrainerSettings":
+        """
+        # Parameters
+
+        arguments : `Dict[str, Any]`, required.
+            Those of the trainer.
+        optimizer : `Optional[torch.optim.Optimizer]`, required.
+        learning_rate_scheduler : `Any`, required.
+            `None` if there is none.
+        others : `Any`
+            What is known of the data, the workers, their devices and folders.
+        """
+        scheduler = learning_rate_scheduler
+        return cls(
+            **cls._keys(arguments),
+            optimizer=None if optimizer is None else type(optimizer).__name__,
+            learning_rate=None if optimizer is None else optimizer.defaults.get("lr"),
+            learning_rate_scheduler=None if scheduler is None else type(scheduler).__name__,
+            num_epochs=arguments.get("num_epochs", 20),
+            **others,
+        )
+
+    @classmethod
+    def _keys(cls, values: Dict[str, Any]) -> Dict[str, Any]:
+        """Those of the trainer's keys that DeepSpeed's configuration depends on, as they are."""
+        names = {field.name for field in fields(cls)} & set(TRAINER_KEYS) - {"optimizer"}
+        return {name: values.get(name, TRAINER_KEYS[name].default) for name in sorted(names)}
+
+    @classmethod
+    def other_keys(cls) -> Dict[str, Key]:
+        """Those of the trainer's keys that DeepSpeed's configuration does not depend on."""
+        return {name: key for name, key in TRAINER_KEYS.items() if name not in cls._keys({})}
+
+    def checked(self, findings: Findings) -> "TrainerSettings":
+        """Without the trainer's keys whose values are wrong, for each of which there is a line."""
+        wrong = {}
+        for name, value in self._keys(vars(self)).items():
+            problem = TRAINER_KEYS[name].problem(value)
+            if problem is not None:
+                wrong[name] = TRAINER_KEYS[name].default
+                findings.refuse(name, f"{name} is {json.dumps(value, default=repr)}: {problem}")
+        return replace(self, **wrong)
+
 
 @dataclass(frozen=True)
 class ResolvedConfig:
@@ -95,3 +194,18 @@ class ResolvedConfig:
     has_scheduler: bool
     offload_device: str
     forces_cpu_optimizer: Optional[bool]
+
+
+def fixed_size(batch_size: Any) -> Optional[int]:
+    """`batch_size` if it is one: where it varies, AllenNLP's samplers say -1 or `None`."""
+    return batch_size if isinstance(batch_size, int) and batch_size > 0 else None
+
+
+def _batch_size(data_loader: Any) -> Optional[int]:
+    if not isinstance(data_loader, dict):
+        return None
+    sampler = data_loader.get("batch_sampler")
+    batch_size = data_loader.get("batch_size")
+    if batch_size is None and isinstance(sampler, dict):
+        batch_size = sampler.get("batch_size")
+    return fixed_size(batch_size)

@@ -23,6 +23,9 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero
 from overrides import overrides
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.keys import TRAINER_KEYS, check_values
+
 logger = logging.getLogger(__name__)
 
 _TRAINER_KEY = "trainer.activation_checkpointing"
@@ -77,20 +80,9 @@ def check_patterns(patterns: Any) -> None:
     `ConfigurationError`
         Unless `patterns` can be the trainer's `activation_checkpointing`.
     """
-    is_list = isinstance(patterns, list) and all(isinstance(p, str) for p in patterns)
-    if not is_list or not patterns:
-        raise ConfigurationError(
-            f"'{_TRAINER_KEY}' is {json.dumps(patterns)}: must be a list of regular expressions "
-            'for the names of modules, such as ["transformer_model.encoder.layer"].'
-        )
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigurationError(
-                f"'{_TRAINER_KEY}' has {json.dumps(pattern)}, which is no regular expression: "
-                f"{error}."
-            ) from None
+    findings = Findings()
+    check_values("trainer", TRAINER_KEYS, {"activation_checkpointing": patterns}, findings)
+    findings.raise_any()
 
 
 def checkpoint_modules(model: torch.nn.Module, patterns: List[str]) -> Callable[[], None]:

@@ -11,11 +11,11 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 
+from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
 from allennlp_deepspeed.gradients.chunking import num_examples, rows_of
-from allennlp_deepspeed.gradients.grad_cache_settings import AUTO, GradCacheSettings
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.random_states import random_states, set_random_states

@@ -8,9 +8,8 @@ seam before that, so `install` puts itself in front of `allennlp.commands.train.
 
 import functools
 import inspect
-import json
 from dataclasses import replace
-from typing import Any, Callable, Dict, List, Literal, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 from allennlp.commands import train as train_command
@@ -18,40 +17,24 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import int_to_device
 from allennlp.training.trainer import Trainer
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-)
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.keys import (
+    CHECKPOINTER_KEYS,
+    NEW_TRAINER_KEYS,
+    check_names,
+    check_values,
+)
 from allennlp_deepspeed.config.operators import check_nvme
-from allennlp_deepspeed.config.schema import did_you_mean
-from allennlp_deepspeed.engine import activation_checkpointing
+from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
-from allennlp_deepspeed.gradients.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.launch import recovery
 from allennlp_deepspeed.optimizers import check_optimizer
 from allennlp_deepspeed.processes.supervision import supervised_workers
 from allennlp_deepspeed.processes.worker_device import capabilities
-from allennlp_deepspeed.training.batch_groups import fixed_size
-from allennlp_deepspeed.training.reading_pace import ReadingPace
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
-
-_DEFAULT_TYPE = "of the default type"
-_OWN_KEYS = (
-    "activation_checkpointing",
-    "deepspeed_config",
-    "grad_cache",
-    "gradient_synchronization",
-    "log_every_num_steps",
-    "shard_within",
-)
 
 
 def install() -> None:
@@ -97,9 +80,9 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     """
     config: Dict[str, Any] = params.as_dict(quiet=True)
     trainer = config.get("trainer")
-    trainer_type = _registered_name(trainer)
+    trainer_type = registered_name(trainer)
     is_deepspeed = has_deepspeed_trainer(config)
-    if _registered_name(_accelerator(config)) == "deepspeed" and not is_deepspeed:
+    if registered_name(_accelerator(config)) == "deepspeed" and not is_deepspeed:
         raise ConfigurationError(
             "'distributed.ddp_accelerator' is 'deepspeed', which only the 'deepspeed' trainer can "
             'use: add "type": "deepspeed" to the trainer, or leave the accelerator out.'
@@ -125,15 +108,6 @@ def check(params: Params, on_this_machine: bool = True) -> None:
 
 def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
     """What it says itself, whatever DeepSpeed makes of it."""
-    trainer = config["trainer"]
-    with findings.collect():
-        ReadingPace(trainer.get("log_every_num_steps"))  # raises
-    if trainer.get("grad_cache") is not None:
-        with findings.collect():
-            GradCacheSettings(trainer["grad_cache"])  # raises
-    if trainer.get("activation_checkpointing") is not None:
-        with findings.collect():
-            activation_checkpointing.check_patterns(trainer["activation_checkpointing"])
     num_workers = len(worker_devices(config))
     if num_workers > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
         findings.add(
@@ -141,7 +115,7 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
             'them: add "type": "deepspeed" at the top level of the config.'
         )
     accelerator = _accelerator(config)
-    if _registered_name(accelerator) not in (None, _DEFAULT_TYPE, "torch", "deepspeed"):
+    if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch", "deepspeed"):
         findings.add(
             f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
             'DeepSpeed takes its place: write "deepspeed", or leave it out.'
@@ -156,7 +130,7 @@ def _check_deepspeed_config(
     if not on_this_machine:
         deepspeed_config.check_schema(findings)
         return
-    settings = trainer_settings(config, worker_devices(config), deepspeed_config)
+    settings = _settings(config, deepspeed_config)
     resolved = deepspeed_config.resolve_collecting(settings, findings)
     with findings.collect():
         check_nvme(resolved, settings.device_type)
@@ -176,16 +150,14 @@ def worker_preparation(params: Params, serialization_dir: str) -> Optional[Calla
     """
     config = params.as_dict(quiet=True)
     accelerator = _accelerator(config)
-    if _registered_name(accelerator) != "deepspeed":
+    if registered_name(accelerator) != "deepspeed":
         return None
     deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
-    devices = worker_devices(config)
-    settings = trainer_settings(config, devices, deepspeed_config)
+    settings = _settings(config, deepspeed_config, serialization_dir)
     if settings.use_amp:
-        settings = replace(settings, **capabilities(int_to_device(devices[0])))
-    partitioning = deepspeed_config.partitioning(
-        replace(settings, serialization_dir=serialization_dir)
-    )
+        device = int_to_device(worker_devices(config)[0])
+        settings = replace(settings, **capabilities(device))
+    partitioning = deepspeed_config.partitioning(settings)
     # Version 0.1.0 wrote it into the recorded config.
     said = accelerator.get("deepspeed_config") if isinstance(accelerator, dict) else None
     if said is not None and _without_nvme_paths(said) != _without_nvme_paths(partitioning):
@@ -207,9 +179,9 @@ def _without_nvme_paths(partitioning: Dict[str, Any]) -> Dict[str, Any]:
 
 def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> None:
     """AllenNLP's own trainer would drop them in silence."""
-    if trainer_type not in (_DEFAULT_TYPE, "gradient_descent"):
+    if trainer_type not in (DEFAULT_TYPE, "gradient_descent"):
         return
-    for key in _OWN_KEYS:
+    for key in NEW_TRAINER_KEYS:
         if key in trainer:
             raise ConfigurationError(
                 f"'trainer.{key}' is given, but the trainer is AllenNLP's own: add "
@@ -221,57 +193,33 @@ def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> 
 def _check_keys(trainer: Dict[str, Any], findings: Findings) -> None:
     """AllenNLP drops keys that a trainer doesn't know in silence."""
     trainer_class, constructor = Trainer.resolve_class_name(trainer["type"])
+    arguments = inspect.signature(getattr(trainer_class, constructor or "__init__")).parameters
     known = [
         name
-        for name in inspect.signature(getattr(trainer_class, constructor or "__init__")).parameters
-        if name not in ("self", "model", "data_loader", "validation_data_loader", "kwargs")
+        for name, argument in arguments.items()
+        if name not in ("self", "model", "data_loader", "validation_data_loader")
+        and argument.kind is not argument.VAR_KEYWORD
     ]
-    for key in trainer:
-        if key not in ("type", "run_sanity_checks", *known):
-            findings.add(
-                f"'trainer.{key}' is no key of the 'deepspeed' trainer: {did_you_mean(key, known)}"
-            )
-
-
-class _CheckpointerKeys(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: str = "deepspeed"
-    save_completed_epochs: bool = True
-    save_every_num_seconds: Optional[NonNegativeFloat] = None
-    save_every_num_batches: Optional[PositiveInt] = None
-    keep_most_recent_by_count: Optional[NonNegativeInt] = None
-    keep_most_recent_by_age: Optional[NonNegativeFloat] = None
-    save_on_preemption: bool = False
-    async_save: bool = False
-    exclude_frozen_parameters: bool = False
-    on_corrupt: Literal["error", "previous"] = "error"
+    keys = {k: v for k, v in trainer.items() if k not in ("type", "run_sanity_checks")}
+    check_names("trainer", "'deepspeed' trainer", known, keys, findings)
+    # What DeepSpeed's configuration depends on is checked with it.
+    check_values("trainer", TrainerSettings.other_keys(), keys, findings)
 
 
 def _check_checkpointer(checkpointer: Any, findings: Findings) -> None:
-    name = _registered_name(checkpointer)
-    if name not in (None, _DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available()):
+    name = registered_name(checkpointer)
+    if name not in (None, DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available()):
         findings.add(
             f"'trainer.checkpointer.type' is '{name}', but the 'deepspeed' trainer needs a "
             'DeepSpeedCheckpointer: write "deepspeed", or leave out the type.'
         )
         return
-    if name not in (_DEFAULT_TYPE, "deepspeed") or not isinstance(checkpointer, dict):
+    if name not in (DEFAULT_TYPE, "deepspeed") or not isinstance(checkpointer, dict):
         return
-    try:
-        _CheckpointerKeys.model_validate(checkpointer)
-    except ValidationError as validation_error:
-        for error in validation_error.errors():
-            key = ".".join(map(str, error["loc"]))
-            if error["type"] == "extra_forbidden":
-                advice = did_you_mean(key, list(_CheckpointerKeys.model_fields))
-                findings.add(
-                    f"'trainer.checkpointer.{key}' is no key of the checkpointer: {advice}"
-                )
-            else:
-                findings.add(
-                    f"'trainer.checkpointer.{key}' is {json.dumps(error['input'])}: {error['msg']}."
-                )
+    keys = {name: value for name, value in checkpointer.items() if name != "type"}
+    check_values("trainer.checkpointer", CHECKPOINTER_KEYS, keys, findings)
+    known = list(CHECKPOINTER_KEYS)
+    check_names("trainer.checkpointer", "checkpointer", known, keys, findings)
 
 
 def worker_devices(config: Dict[str, Any]) -> List[int]:
@@ -284,37 +232,18 @@ def worker_devices(config: Dict[str, Any]) -> List[int]:
     return list(distributed.get("cuda_devices") or []) * distributed.get("num_nodes", 1)
 
 
-def trainer_settings(
-    config: Dict[str, Any], devices: List[int], deepspeed_config: DeepSpeedConfig
+def _settings(
+    config: Dict[str, Any], deepspeed_config: DeepSpeedConfig, serialization_dir: str = ""
 ) -> TrainerSettings:
-    """
-    What the trainer will say when it is constructed. What it only knows then has a stand-in: the
-    length of the epoch, the learning rate of an optimizer that doesn't name one, and what the GPU
-    can do.
-    """
-    trainer = config["trainer"]
-    optimizer = trainer.get("optimizer")
-    learning_rate = optimizer.get("lr", 1.0) if isinstance(optimizer, dict) else 1.0
-    if optimizer is None and "optimizer" in deepspeed_config.config:
-        learning_rate = None  # it is for DeepSpeed's own section to say
-    is_cuda = any(device >= 0 for device in devices)
-    return TrainerSettings(
-        num_gradient_accumulation_steps=trainer.get("num_gradient_accumulation_steps"),
-        gradient_synchronization=trainer.get("gradient_synchronization", "auto"),
-        grad_norm=trainer.get("grad_norm"),
-        use_amp=trainer.get("use_amp"),
-        grad_scaling=trainer.get("grad_scaling", True),
-        optimizer=_registered_name(optimizer),
-        learning_rate=learning_rate,
-        learning_rate_scheduler=_registered_name(trainer.get("learning_rate_scheduler")),
-        micro_batch_size=_batch_size(config.get("data_loader")),
-        num_epochs=trainer.get("num_epochs", 20),
-        batches_per_epoch=1,
+    """What the GPU can do has a stand-in."""
+    devices = worker_devices(config)
+    return TrainerSettings.of_config(
+        config,
+        deepspeed_config.config,
         world_size=len(devices),
-        device_type="cuda" if is_cuda else "cpu",
-        serialization_dir="",
-        shard_within=trainer.get("shard_within"),
         workers_per_node=len(devices) // (config.get("distributed") or {}).get("num_nodes", 1),
+        device_type="cuda" if any(device >= 0 for device in devices) else "cpu",
+        serialization_dir=serialization_dir,
     )
 
 
@@ -330,27 +259,11 @@ def has_deepspeed_trainer(config: Dict[str, Any]) -> bool:
     `bool`
         Whether its trainer is the "deepspeed" one or a registered subclass of it.
     """
-    name = _registered_name(config.get("trainer"))
-    if not isinstance(name, str) or name == _DEFAULT_TYPE:
+    name = registered_name(config.get("trainer"))
+    if not isinstance(name, str) or name == DEFAULT_TYPE:
         return False
     try:
         trainer_class, _ = Trainer.resolve_class_name(name)
     except ConfigurationError:
         return False  # AllenNLP says which there are
     return issubclass(trainer_class, DeepSpeedTrainer)
-
-
-def _registered_name(component: Any) -> Optional[str]:
-    if isinstance(component, dict):
-        return component.get("type", _DEFAULT_TYPE)
-    return component
-
-
-def _batch_size(data_loader: Any) -> Optional[int]:
-    if not isinstance(data_loader, dict):
-        return None
-    sampler = data_loader.get("batch_sampler")
-    batch_size = data_loader.get("batch_size")
-    if batch_size is None and isinstance(sampler, dict):
-        batch_size = sampler.get("batch_size")
-    return fixed_size(batch_size)

@@ -6,34 +6,18 @@ a process group: it is done in the parent process, before there are workers.
 import json
 import logging
 import os
-import re
 from typing import Any, Dict, List, Optional, Union
 
 from allennlp.common import Params
 from allennlp.models.archival import CONFIG_NAME
 
 from allennlp_deepspeed.checkpoint import universal
+from allennlp_deepspeed.config.keys import may_change
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
 
 logger = logging.getLogger(__name__)
-
-_MAY_CHANGE = re.compile(
-    r"distributed(\..*)?"
-    r"|trainer\.checkpointer(\..*)?"
-    r"|trainer\.(cuda_device|num_gradient_accumulation_steps|shard_within)"
-    r"|trainer\.(gradient_synchronization|log_every_num_steps)"
-    r"|trainer\.grad_cache(\..*)?"
-    r"|trainer\.activation_checkpointing|trainer\.deepspeed_config\.activation_checkpointing\..*"
-    r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
-    r"|trainer\.deepspeed_config\."
-    r"(train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps)"
-)
-"""
-The keys that say how the work is divided among workers and micro-batches, what is kept of it, and
-what is to be done about checkpoints. AllenNLP wants all to be the same.
-"""
 
 
 def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_rank: int = 0) -> None:
@@ -62,7 +46,7 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
         return
     recorded = Params.from_file(path)
     differing = _differing_keys(params, recorded)
-    if not all(_MAY_CHANGE.fullmatch(key) for key in differing):
+    if not all(map(may_change, differing)):
         return
     if node_rank == 0:
         on_corrupt = params.as_flat_dict().get("trainer.checkpointer.on_corrupt")

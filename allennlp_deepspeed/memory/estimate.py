@@ -316,14 +316,15 @@ def _settings(
     config: Dict[str, Any], deepspeed_config: DeepSpeedConfig, workers: Optional[int]
 ) -> TrainerSettings:
     """As of a training on GPUs, which the config need not name yet."""
-    devices = preflight.worker_devices(config)
-    world_size = len(devices) if workers is None else workers
+    world_size = len(preflight.worker_devices(config)) if workers is None else workers
     num_nodes = (config.get("distributed") or {}).get("num_nodes", 1)
-    return replace(
-        preflight.trainer_settings(config, devices, deepspeed_config),
+    return TrainerSettings.of_config(
+        config,
+        deepspeed_config.config,
         world_size=world_size,
         workers_per_node=math.ceil(world_size / num_nodes),
         device_type="cuda",
+        serialization_dir="",
     )
 
 

@@ -4,13 +4,14 @@ The groups of micro-batches that all ranks train on together.
 
 import logging
 import math
-from typing import Any, Iterator, List, NamedTuple, Optional
+from typing import Iterator, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 from allennlp.common.util import lazy_groups_of
 from allennlp.data.data_loaders import DataLoader, TensorDict
 
+from allennlp_deepspeed.config.settings import fixed_size
 from allennlp_deepspeed.processes import agreement
 
 logger = logging.getLogger(__name__)
@@ -126,11 +127,6 @@ def micro_batch_size(data_loader: DataLoader) -> Optional[int]:
     if sampler is None:
         return fixed_size(getattr(data_loader, "batch_size", None))
     return fixed_size(sampler.get_batch_size())
-
-
-def fixed_size(batch_size: Any) -> Optional[int]:
-    """`batch_size` if it is one: where it varies, AllenNLP's samplers say -1 or `None`."""
-    return batch_size if isinstance(batch_size, int) and batch_size > 0 else None
 
 
 def has_exact_length(data_loader: DataLoader) -> bool:

@@ -1,8 +1,6 @@
 import time
 from typing import Optional
 
-from allennlp.common.checks import ConfigurationError
-
 # Seconds between two readings, if nothing else is said.
 _INTERVAL = 1.0
 # Steps between two readings, at most, in case that steps become much slower.
@@ -20,20 +18,9 @@ class ReadingPace:
     num_steps : `int`, optional (default = `None`)
         The number of steps from one reading to the next. `None` for as many as take a second, but
         at most 100.
-
-    # Raises
-
-    `ConfigurationError`
-        If `num_steps` is no number of steps.
     """
 
     def __init__(self, num_steps: Optional[int] = None) -> None:
-        is_count = isinstance(num_steps, int) and not isinstance(num_steps, bool) and num_steps > 0
-        if num_steps is not None and not is_count:
-            raise ConfigurationError(
-                f"'trainer.log_every_num_steps' is {num_steps!r}: write a number of optimizer "
-                "steps, at least 1, or leave it out for about once a second."
-            )
         self._fixed_num_steps = num_steps
         self._num_steps = num_steps or 1
         self._num_unread = 0

@@ -143,13 +143,14 @@ def _constructed_partitioned(arguments: Arguments) -> Iterator[None]:
     trainer = arguments["trainer"]._params.as_dict(quiet=True)
     device = worker_device(trainer.get("cuda_device"))
     world_size = trainer.get("world_size", 1)
-    partitioning = DeepSpeedConfig.of(trainer.get("deepspeed_config")).partitioning(
-        TrainerSettings(
-            use_amp=trainer.get("use_amp"),
+    deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
+    partitioning = deepspeed_config.partitioning(
+        TrainerSettings.of_config(
+            {"trainer": trainer},
+            deepspeed_config.config,
             world_size=world_size,
-            serialization_dir=arguments["serialization_dir"],
-            shard_within=trainer.get("shard_within"),
             workers_per_node=workers_per_node(world_size),
+            serialization_dir=arguments["serialization_dir"],
             **capabilities(device),
         )
     )

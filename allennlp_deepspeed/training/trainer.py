@@ -40,6 +40,9 @@ from overrides import overrides
 from allennlp_deepspeed import optimizers
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
+from allennlp_deepspeed.config.keys import TRAINER_KEYS, check_values
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine import loss_scaling, weights
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
@@ -52,7 +55,6 @@ from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
 from allennlp_deepspeed.gradients.grad_cache import GradCache
-from allennlp_deepspeed.gradients.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.processes import worker_failure
 from allennlp_deepspeed.processes.interruption import (
@@ -196,6 +198,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         activation_checkpointing: Optional[List[str]] = None,
         **kwargs,
     ) -> None:
+        findings = Findings()
+        check_values(
+            "trainer", TRAINER_KEYS, {"log_every_num_steps": log_every_num_steps}, findings
+        )
+        findings.raise_any()
         if ddp_wrapped_model is None:
             device = worker_device(cuda_device)
             ddp_wrapped_model = wrap_model(

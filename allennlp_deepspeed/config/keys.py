@@ -1,0 +1,415 @@
+"""
+The keys of the config file that are this package's own, each said once: what it may be, what it is
+if it isn't given, what it does, and whether a run that is continued may change it. From here come
+the check before training, the arguments of the trainer and of the checkpointer, what `--recover`
+accepts, and docs/reference.md.
+"""
+
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from typing import (
+    Annotated,
+    Any,
+    Callable,
+    Dict,
+    List,
+    Literal,
+    Optional,
+    Tuple,
+    TypeVar,
+    Union,
+)
+
+from allennlp.common.checks import ConfigurationError
+from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
+
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
+from allennlp_deepspeed.config.schema import did_you_mean
+
+Constructor = TypeVar("Constructor", bound=Callable)
+
+
+def _check_patterns(patterns: Optional[List[str]]) -> None:
+    for pattern in patterns or []:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigurationError(
+                f"'trainer.activation_checkpointing' has {json.dumps(pattern)}, which is no "
+                f"regular expression: {error}."
+            ) from None
+
+
+def _check_grad_cache(settings: Optional[Dict[str, Any]]) -> None:
+    if settings is not None:
+        GradCacheSettings(settings)  # raises
+
+
+@dataclass(frozen=True)
+class Key:
+    """
+    # Parameters
+
+    type : `Any`
+        What it may be, as pydantic checks it without converting anything.
+    default : `Any`
+    doc : `str`
+        For the reference, in Markdown.
+    advice : `str`, optional (default = pydantic's message)
+        The end of the message about a value of another type.
+    check : `Callable[[Any], None]`, optional
+        Raises a `ConfigurationError` for what the type doesn't tell.
+    may_change : `Union[bool, Tuple[str, ...]]`, optional (default = `False`)
+        Whether a run that is continued may change it, or which keys in it.
+    """
+
+    type: Any
+    default: Any
+    doc: str
+    advice: Optional[str] = None
+    check: Callable[[Any], None] = lambda value: None
+    may_change: Union[bool, Tuple[str, ...]] = False
+
+    def problem(self, value: Any) -> Optional[str]:
+        """What is wrong with the type of `value`, `None` if nothing is."""
+        try:
+            TypeAdapter(self.type, config=ConfigDict(strict=True)).validate_python(value)
+        except ValidationError as error:
+            return self.advice or f"{error.errors()[0]['msg']}."
+        return None
+
+
+# Something that is constructed, which says what is wrong.
+_OBJECT = Any
+
+TRAINER_KEYS: Dict[str, Key] = {
+    "deepspeed_config": Key(
+        _OBJECT,
+        default="zero_2",
+        doc="A preset's name, a preset with changes, or "
+        "[DeepSpeed's schema](https://www.deepspeed.ai/docs/config-json) as it is.",
+        may_change=(
+            "activation_checkpointing",
+            "gradient_accumulation_steps",
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+        ),
+    ),
+    "optimizer": Key(
+        _OBJECT,
+        default=None,
+        doc='As in AllenNLP, whose `"adam"` it is if neither this nor `deepspeed_config` says '
+        'anything. Not given if the latter has an `"optimizer"` section. With offload, '
+        "DeepSpeed's optimizer for the CPU takes its place where there is one.",
+    ),
+    "num_gradient_accumulation_steps": Key(
+        Optional[PositiveInt],
+        default=None,
+        doc="Micro-batches in an optimizer step. `null` takes DeepSpeed's "
+        "`gradient_accumulation_steps`, which is 1 if it isn't set either.",
+        advice="must be an integer, at least 1",
+        may_change=True,
+    ),
+    "gradient_synchronization": Key(
+        Literal["boundary", "micro_batch", "auto"],
+        default="auto",
+        doc="When gradients are reduced across the workers, with several micro-batches in a step; "
+        'the numbers are the same. `"boundary"`: once a step, at every ZeRO stage; each worker '
+        'holds a whole gradient until then. `"micro_batch"`, for stages 2 and 3: after each '
+        "micro-batch, which holds a shard only, and has as many times the traffic. "
+        '`"auto"`: `"boundary"` if the first step has left twice the memory of a whole gradient '
+        'free on every worker, otherwise `"micro_batch"`.',
+        advice="must be one of 'boundary' (once an optimizer step), 'micro_batch' (least memory) "
+        "and 'auto'",
+        may_change=True,
+    ),
+    "grad_cache": Key(
+        _OBJECT,
+        default=None,
+        doc="Trains a [contrastive model](contrastive.md) on batches whose activations don't fit "
+        'into memory, with the gradient of the whole batch: `{"chunk_size": 32}` encodes as many '
+        "examples at a time, on each worker. A number for each argument of `encode`, as "
+        '`{"query": 64, "document": 16}`, or `"auto"`, the largest that fits.',
+        check=_check_grad_cache,
+        may_change=True,
+    ),
+    "log_every_num_steps": Key(
+        Optional[PositiveInt],
+        default=None,
+        doc="After how many optimizer steps the host waits for the device to read the losses. At "
+        "these steps the progress bar is updated, the workers tell each other of a signal or a "
+        "NaN, which ends training, and `save_every_num_seconds` is asked. `null` for about once a "
+        "second. The metrics of an epoch are the same with any number.",
+        advice="write a number of optimizer steps, at least 1, or leave it out for about once a "
+        "second.",
+        may_change=True,
+    ),
+    "grad_norm": Key(
+        Union[bool, NonNegativeFloat, None],
+        default=None,
+        doc="A number is DeepSpeed's `gradient_clipping`. A number or `true` has `batch_grad_norm` "
+        "reported to callbacks, the norm of the whole gradient over all workers before clipping.",
+        advice="must be a number above 0 to clip to, true to report the norm without clipping, or "
+        "false",
+    ),
+    "grad_clipping": Key(
+        Optional[NonNegativeFloat],
+        default=None,
+        doc="Applied after the norm has been clipped, to each element of the gradient that the "
+        "optimizer steps with.",
+    ),
+    "use_amp": Key(
+        Optional[bool],
+        default=None,
+        doc="Computes in bf16 where the device can, else in fp16, unless `deepspeed_config` "
+        "already names a precision. On CPU too. `null` leaves it to `deepspeed_config`; "
+        "`false` is fp32.",
+        advice="must be true, false or null",
+    ),
+    "grad_scaling": Key(
+        bool,
+        default=True,
+        doc="`false` trains in fp16 with a loss scale of 1.",
+        advice="must be true or false",
+    ),
+    "moving_average": Key(
+        _OBJECT,
+        default=None,
+        doc="Kept on the fp32 weights, each worker on its shard.",
+    ),
+    "shard_within": Key(
+        Union[int, Literal["node"], None],
+        default=None,
+        doc='At ZeRO stage 3: `"node"`, or a number of workers that divides that of all. Once '
+        "gathered from all in an optimizer step, parameters stay sharded over so many neighbouring "
+        "workers until the step ends, and gathering them again stays among these. Fills "
+        "DeepSpeed's `zero_hpz_partition_size` (hpZ of [ZeRO++](https://arxiv.org/abs/2306.10209), "
+        "section 3.2).",
+        advice='must be "node" or a number of workers',
+        may_change=True,
+    ),
+    "activation_checkpointing": Key(
+        Optional[Annotated[List[str], Field(min_length=1)]],
+        default=None,
+        doc='Regular expressions for names of modules, such as `["transformer_model.encoder.layer"'
+        "]`. Of these only the inputs are kept, and the rest is computed again in the backward "
+        "pass.",
+        advice="must be a list of regular expressions for the names of modules, such as "
+        '["transformer_model.encoder.layer"].',
+        check=_check_patterns,
+        may_change=True,
+    ),
+    "checkpointer": Key(
+        _OBJECT,
+        default={"type": "deepspeed"},
+        doc="[Its keys](#trainercheckpointer). `null` saves no checkpoints.",
+        may_change=True,
+    ),
+}
+"""The keys under "trainer" that are new, or mean more than in AllenNLP."""
+
+CHECKPOINTER_KEYS: Dict[str, Key] = {
+    "save_completed_epochs": Key(
+        bool, default=True, doc="Whether to save a checkpoint at the end of each epoch."
+    ),
+    "save_every_num_batches": Key(
+        Optional[PositiveInt],
+        default=None,
+        doc="Saves a checkpoint after so many optimizer steps.",
+    ),
+    "save_every_num_seconds": Key(
+        Optional[NonNegativeFloat],
+        default=None,
+        doc="Saves a checkpoint after so many seconds by the clock of rank 0, which decides for "
+        "all workers when they read the losses.",
+    ),
+    "keep_most_recent_by_count": Key(
+        Optional[NonNegativeInt],
+        default=2,
+        doc="How many checkpoints to keep. `null` here and for the next keeps all.",
+    ),
+    "keep_most_recent_by_age": Key(
+        Optional[NonNegativeFloat],
+        default=None,
+        doc="Keeps those younger than so many seconds as well.",
+    ),
+    "save_on_preemption": Key(
+        bool,
+        default=False,
+        doc="Whether a training that ends because of a SIGTERM first saves a checkpoint, after the "
+        "optimizer step that it is in. Not on Ctrl-C.",
+    ),
+    "async_save": Key(
+        bool,
+        default=False,
+        doc="Whether training waits only for a copy in CPU memory, from which the files are "
+        "written while it goes on. It needs the memory for what a worker saves, once more.",
+    ),
+    "exclude_frozen_parameters": Key(
+        bool,
+        default=False,
+        doc="Whether parameters that aren't trained are left out of checkpoints, which then hold "
+        "as little as LoRA's adapters. Recovery takes them from the model as it is constructed "
+        "again, and refuses to continue unless they are the same to the last bit.",
+    ),
+    "on_corrupt": Key(
+        Literal["error", "previous"],
+        default="error",
+        doc="What recovery does if a file of the newest checkpoint is missing or damaged: "
+        '`"error"`, or `"previous"` to rename it to `....corrupt` and continue from the newest '
+        "that is intact.",
+    ),
+}
+"""The keys under "checkpointer", but for its "type"."""
+
+NEW_TRAINER_KEYS: List[str] = [
+    name
+    for name in TRAINER_KEYS
+    if name not in inspect.signature(GradientDescentTrainer.from_partial_objects).parameters
+]
+"""Those that AllenNLP's own trainer would drop in silence."""
+
+# How the work is divided among workers and micro-batches. AllenNLP's own.
+_MAY_CHANGE = (
+    r"distributed(\..*)?|trainer\.cuda_device"
+    r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
+)
+
+
+def may_change(path: str) -> bool:
+    """
+    Whether a run that is continued may change a key.
+
+    # Parameters
+
+    path : `str`, required.
+        With the names of the sections that it is in, such as "trainer.grad_cache.chunk_size".
+    """
+    trainer, name, *rest = [*path.split("."), ""][:3]
+    key = TRAINER_KEYS.get(name) if trainer == "trainer" else None
+    if key is None:
+        return re.fullmatch(_MAY_CHANGE, path) is not None
+    return key.may_change if isinstance(key.may_change, bool) else rest[0] in key.may_change
+
+
+def check_values(
+    section: str, keys: Dict[str, Key], values: Dict[str, Any], findings: Findings
+) -> None:
+    """
+    # Parameters
+
+    section : `str`, required.
+        The path of the section that they are in, such as "trainer".
+    keys : `Dict[str, Key]`, required.
+    values : `Dict[str, Any]`, required.
+        What is written there. Other keys in it are left alone.
+    findings : `Findings`, required.
+        Gets a line for each value that is wrong.
+    """
+    for name, value in values.items():
+        if name not in keys:
+            continue
+        path, problem = f"{section}.{name}", keys[name].problem(value)
+        if problem is not None:
+            findings.refuse(path, f"'{path}' is {json.dumps(value, default=repr)}: {problem}")
+            continue
+        with findings.collect():
+            keys[name].check(value)
+
+
+def check_names(
+    section: str, owner: str, known: List[str], values: Dict[str, Any], findings: Findings
+) -> None:
+    """
+    # Parameters
+
+    section : `str`, required.
+    owner : `str`, required.
+        Whose keys the `known` are, for the message.
+    known : `List[str]`, required.
+    values : `Dict[str, Any]`, required.
+    findings : `Findings`, required.
+        Gets a line for each key that isn't known, with the nearest that is.
+    """
+    for name in values:
+        if name not in known:
+            findings.add(
+                f"'{section}.{name}' is no key of the {owner}: {did_you_mean(name, known)}"
+            )
+
+
+def with_defaults(
+    section: str, owner: str, keys: Dict[str, Key], values: Dict[str, Any]
+) -> Dict[str, Any]:
+    """
+    The value of each key, the default where nothing is given.
+
+    # Parameters
+
+    As of `check_names`, whose `known` are all `keys`.
+
+    # Raises
+
+    `ConfigurationError`
+        If there are others in `values`, or one is wrong.
+    """
+    findings = Findings()
+    check_names(section, owner, list(keys), values, findings)
+    check_values(section, keys, values, findings)
+    findings.raise_any()
+    return {name: values.get(name, key.default) for name, key in keys.items()}
+
+
+def takes(
+    keys: Dict[str, Key], like: Optional[Callable] = None, without: Tuple[str, ...] = ()
+) -> Callable[[Constructor], Constructor]:
+    """
+    For a constructor that takes most of its arguments as `**arguments`: gives it the signature that
+    `FromParams` and `help` are to read, in which they have names.
+
+    # Parameters
+
+    keys : `Dict[str, Key]`, required.
+        Each is an argument. What may be given for it the constructor checks, by `check_values`.
+    like : `Callable`, optional (default = `None`)
+        A constructor of AllenNLP's whose arguments it takes as well.
+    without : `Tuple[str, ...]`, optional (default = `()`)
+        But for these.
+    """
+
+    def decorate(constructor: Constructor) -> Constructor:
+        signature = inspect.signature(constructor)
+        *first, others = signature.parameters.values()
+        parameters: Dict[str, inspect.Parameter] = {}
+        if like is not None:
+            parameters.update(inspect.signature(like).parameters)
+        for name, key in keys.items():
+            # How AllenNLP is to construct an object, it knows itself.
+            if key.type is not _OBJECT or name not in parameters:
+                parameters[name] = inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=key.default, annotation=Any
+                )
+        left_out = {*without, *signature.parameters}
+        named = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in parameters.items()
+            if name not in left_out and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        constructor.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*first, *named, others]
+        )
+        return constructor
+
+    return decorate

@@ -1,0 +1,90 @@
+"""
+Writes `reference.md` from the declarations in `allennlp_deepspeed/config/keys.py`. `make reference`
+runs it, and a test compares.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+from pydantic import TypeAdapter
+
+from allennlp_deepspeed.config.keys import CHECKPOINTER_KEYS, TRAINER_KEYS, Key
+
+Columns = Dict[str, Callable[[str, Key], str]]
+
+PATH = Path(__file__).with_suffix(".md")
+
+_HEAD = """# Keys
+
+Written by `make reference` from `allennlp_deepspeed/config/keys.py`. A key that isn't known is
+refused before data are read, with the nearest that is.
+
+## `trainer`
+
+With `"type": "deepspeed"`. These are new, or mean more than in AllenNLP; every other key of its
+[trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/) means the same.
+Where it says "yes", or names keys in it, the value may be another with `--recover`; that goes for
+`distributed`, `trainer.cuda_device` and the batch size of a data loader, too.
+"""
+
+_CHECKPOINTER = """
+## `trainer.checkpointer`
+
+Its `"type"` is `"deepspeed"`, if nothing else is said. All may be others with `--recover`.
+"""
+
+
+def reference() -> str:
+    """The text of `reference.md`."""
+    columns: Columns = {
+        "Key": lambda name, key: f"`{name}`",
+        "Type": lambda name, key: _type(key.type),
+        "Default": lambda name, key: f"`{json.dumps(key.default)}`",
+    }
+    changes: Columns = {"May change": lambda name, key: _changes(key)}
+    meaning: Columns = {"Meaning": lambda name, key: key.doc}
+    return (
+        _HEAD
+        + _table(TRAINER_KEYS, {**columns, **changes, **meaning})
+        + _CHECKPOINTER
+        + _table(CHECKPOINTER_KEYS, {**columns, **meaning})
+    )
+
+
+def _table(keys: Dict[str, Key], columns: Columns) -> str:
+    rows = [list(columns), ["---"] * len(columns)]
+    for name, key in keys.items():
+        rows.append([column(name, key) for column in columns.values()])
+    return "\n".join(["", *(f"| {' | '.join(row)} |" for row in rows), ""])
+
+
+def _type(type_: Any) -> str:
+    return " or ".join(_types(TypeAdapter(type_).json_schema())) or "object"
+
+
+def _types(schema: Dict[str, Any]) -> List[str]:
+    if "anyOf" in schema:
+        return [name for part in schema["anyOf"] for name in _types(part)]
+    if "enum" in schema or "const" in schema:
+        return [f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")])]
+    return [_NAMES[schema["type"]]] if "type" in schema else []
+
+
+_NAMES = {
+    "array": "list of strings",
+    "boolean": "boolean",
+    "integer": "integer",
+    "null": "`null`",
+    "number": "number",
+}
+
+
+def _changes(key: Key) -> str:
+    if isinstance(key.may_change, bool):
+        return "yes" if key.may_change else "no"
+    return ", ".join(f"`{name}`" for name in key.may_change)
+
+
+if __name__ == "__main__":
+    PATH.write_text(reference())
