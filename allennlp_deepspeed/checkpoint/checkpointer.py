@@ -18,13 +18,12 @@ from allennlp_deepspeed.checkpoint import frozen_parameters, sharded_checkpoint,
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION, Training
 from allennlp_deepspeed.config.keys import CHECKPOINTER_KEYS, takes, with_defaults
-from allennlp_deepspeed.engine import nvme_states, weights
+from allennlp_deepspeed.engine import nvme_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
 from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.storage import files, serialization
+from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.background_commit import BackgroundCommit
 from allennlp_deepspeed.storage.checkpoint_directory import (
-    BEST_WEIGHTS_NAME,
     ENGINE_TAG,
     CheckpointDirectory,
     PointInTime,
@@ -174,9 +173,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._commits.wait()
         trainer.save_best_weights()
         trainer_state = trainer.get_checkpoint_state().trainer_state
-        point = PointInTime(
-            trainer_state["epochs_completed"], trainer_state["batches_in_epoch_completed"]
-        )
+        progress = trainer_state["progress"]
+        point = PointInTime(progress["epochs_completed"], progress["batches_in_epoch_completed"])
         self._last_save_time = time.time()
         self._remember(point)
 
@@ -187,8 +185,8 @@ class DeepSpeedCheckpointer(Checkpointer):
             self._files.left_out = frozen_parameters.frozen_names(trainer.model)
         if is_first_here:
             self._checkpoints.begin(point)
-            if trainer_state["has_best_weights"]:
-                self._save_best_weights(os.path.join(unfinished, BEST_WEIGHTS_NAME))
+            if trainer.best_weights.exist:
+                trainer.best_weights.link_into(unfinished, self._files.left_out)
         dist.barrier()
         trainer.engine.checkpoint_engine = self._files
         with nvme_states.no_swap_files_copied(trainer.engine):
@@ -212,16 +210,6 @@ class DeepSpeedCheckpointer(Checkpointer):
                 point, self._keep_most_recent_by_count, self._keep_most_recent_by_age
             ),
         )
-
-    def _save_best_weights(self, path: str) -> None:
-        best = os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
-        left_out = self._files.left_out
-        if not left_out:
-            files.link(best, path)
-            return
-        state_dict = serialization.load(best, mmap=True)
-        # Copies, because of a part of a file that is mapped into memory the whole would be saved.
-        files.save({k: _copy(v) for k, v in state_dict.items() if k not in left_out}, path)
 
     def _write_staged(self) -> List[str]:
         """
@@ -392,9 +380,10 @@ class DeepSpeedCheckpointer(Checkpointer):
             self._load_engine(trainer.engine, path, record)
         adapt_loaded_states(trainer.engine.basic_optimizer)
         _convert_position(trainer_state, trainer.instances_per_step())
-        self._remember(PointInTime(point.epochs, trainer_state["batches_in_epoch_completed"]))
-        if trainer_state["has_best_weights"]:
-            self._restore_best_weights(path, record, trainer)
+        steps = trainer_state["progress"]["batches_in_epoch_completed"]
+        self._remember(PointInTime(point.epochs, steps))
+        if trainer_state["best_weights"]["exist"]:
+            trainer.best_weights.restore_from(path, lacks_some=bool(record.frozen))
         return TrainerCheckpoint({}, trainer_state)
 
     def _check_version(
@@ -474,28 +463,6 @@ class DeepSpeedCheckpointer(Checkpointer):
             self._frozen = frozen_parameters.frozen_records(trainer.engine)
         return self._frozen
 
-    def _restore_best_weights(self, path: str, record: CommitRecord, trainer: Training) -> None:
-        """
-        Those in the serialization directory may be of a later epoch, which is now trained again. To
-        be called by every rank.
-        """
-        state_dict = None
-        if record.frozen:
-            state_dict = weights.full_state_dict(
-                trainer.engine, trainer.is_primary, trainer.mapping_directory
-            )
-        if not trainer.is_primary:
-            return
-        saved = os.path.join(path, BEST_WEIGHTS_NAME)
-        best = os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
-        temporary = f"{best}.w{dist.get_rank()}.tmp"
-        if state_dict is None:
-            files.link(saved, temporary)
-        else:
-            files.save({**state_dict, **serialization.load(saved, mmap=True)}, temporary)
-            files.flush(temporary)
-        files.rename(temporary, best)
-
     def _remember(self, point: PointInTime) -> None:
         self._last_save_num_epochs_completed = point.epochs
         self._last_save_num_batches_in_epoch_completed = point.steps
@@ -558,11 +525,12 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
     Gives the training state the number of steps that make the same part of the epoch, if a step has
     another number of instances now. It is rounded down, so that no instance is left out.
     """
-    before = trainer_state["batches_in_epoch_completed"]
+    progress = trainer_state["progress"]
+    before = progress["batches_in_epoch_completed"]
     now = before * trainer_state["instances_per_step"] // instances_per_step
-    trainer_state["batches_in_epoch_completed"] = now
+    progress["batches_in_epoch_completed"] = now
     if now != before:
-        trainer_state.pop("train_metrics", None)  # some steps may be trained again
+        trainer_state["replay"].pop("train_metrics", None)  # some steps may be trained again
 
 
 def _parameter_shapes(trainer: Training) -> Dict[str, List[int]]:
@@ -570,10 +538,6 @@ def _parameter_shapes(trainer: Training) -> Dict[str, List[int]]:
         name: list(getattr(parameter, "ds_shape", parameter.shape))
         for name, parameter in trainer.model.named_parameters()
     }
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _own_version() -> str:

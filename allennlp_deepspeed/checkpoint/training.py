@@ -1,12 +1,24 @@
-from typing import List, Optional, Protocol
+from typing import Any, Dict, List, Protocol
 
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.trainer import TrainerCheckpoint
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-TRAINING_STATE_VERSION = 3
+from allennlp_deepspeed.checkpoint.best_weights import BestWeights
+
+TRAINING_STATE_VERSION = 4
 """Of what is in a `TrainerCheckpoint`. Version 2 was that of 0.1.0."""
+
+
+class Part(Protocol):
+    """Something of a training that goes on from a checkpoint where it was."""
+
+    def state_dict(self) -> Any:
+        """Plain data, on this rank."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """The same back."""
 
 
 class Training(Protocol):
@@ -25,15 +37,17 @@ class Training(Protocol):
         """Whose states are in the training state."""
 
     @property
-    def is_primary(self) -> bool:
-        """Whether this worker writes what its node has once."""
+    def best_weights(self) -> BestWeights:
+        """Those of the best epoch so far."""
 
-    @property
-    def mapping_directory(self) -> Optional[str]:
-        """Where whole weights are kept while they are used. `None` if there is memory for them."""
+    def parts(self) -> Dict[str, Part]:
+        """
+        What continues from a checkpoint, by name, in the order in which it is loaded. `"progress"`
+        is one of them, with the steps of the epoch that are completed, and `"replay"`.
+        """
 
     def get_checkpoint_state(self) -> TrainerCheckpoint:
-        """This rank's training state."""
+        """This rank's training state: that of each part, and what the checkpointer reads of it."""
 
     def save_best_weights(self) -> None:
         """If the epoch that has just ended was the best. To be called by every rank."""

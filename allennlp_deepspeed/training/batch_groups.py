@@ -46,20 +46,22 @@ class BatchGroups:
     # Parameters
 
     data_loader : `DataLoader`, required.
-    group_size : `int`, required.
-        The number of gradient accumulation steps.
+    num_gradient_accumulation_steps : `int`, required.
+        The number of micro-batches in a group.
     device : `torch.device`, required.
         Where the process group communicates.
     """
 
-    def __init__(self, data_loader: DataLoader, group_size: int, device: torch.device) -> None:
+    def __init__(
+        self, data_loader: DataLoader, num_gradient_accumulation_steps: int, device: torch.device
+    ) -> None:
         self._data_loader = data_loader
-        self._group_size = group_size
+        self._full_size = num_gradient_accumulation_steps
         self._device = device
         self._num_batches = _length(data_loader)
 
     def __iter__(self) -> Iterator[BatchGroup]:
-        groups = lazy_groups_of(self._data_loader, self._group_size)
+        groups = lazy_groups_of(self._data_loader, self._full_size)
         if dist.get_world_size() == 1:
             yield from (BatchGroup(batches, len(batches)) for batches in groups)
             return
@@ -75,7 +77,7 @@ class BatchGroups:
         """The number of groups in this rank's data; `None` if it isn't known."""
         if self._num_batches is None:
             return None
-        return math.ceil(self._num_batches / self._group_size)
+        return math.ceil(self._num_batches / self._full_size)
 
     def _of_known_length(
         self, groups: Iterator[List[TensorDict]], length: int
@@ -83,7 +85,7 @@ class BatchGroups:
         remaining = length
         while remaining > 0:
             batches = next(groups, [])
-            common_size = min(self._group_size, remaining)
+            common_size = min(self._full_size, remaining)
             if len(batches) < common_size:
                 raise RuntimeError(
                     f"The data loader of rank {dist.get_rank()} has a len() of "
@@ -98,9 +100,9 @@ class BatchGroups:
             _warn_of_surplus(f"{surplus} batches")
 
     def _agreeing_on_each(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
-        common_size = self._group_size
+        common_size = self._full_size
         # A short group is the last one for every rank, because every rank knows that it was short.
-        while common_size == self._group_size:
+        while common_size == self._full_size:
             batches = next(groups, [])
             common_size = self._agree(len(batches))
             if common_size < len(batches):

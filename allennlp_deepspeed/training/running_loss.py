@@ -3,7 +3,6 @@ import math
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
-import torch.distributed as dist
 
 
 class Losses(NamedTuple):
@@ -18,51 +17,19 @@ class Losses(NamedTuple):
     batch_reg_loss: Optional[float]
 
 
-class Agreement(NamedTuple):
-    """
-    What some ranks knew, and now all do.
-
-    # Parameters
-
-    nan_step : `int`
-        The first step with a loss of NaN on any rank, counted from 1 after the agreement before; 0
-        if there was none.
-    ranks_differ : `bool`
-        Whether they had different checksums.
-    signal_number : `int`
-        The greatest of all ranks.
-    is_time_to_save : `bool`
-        Whether it is on any rank.
-    has_changed_weights : `bool`
-        Whether weights have been changed outside the optimizer on any rank.
-    seconds_per_step : `float`
-        On the slowest rank.
-    """
-
-    nan_step: int
-    ranks_differ: bool
-    signal_number: int
-    is_time_to_save: bool
-    has_changed_weights: bool
-    seconds_per_step: float
-
-
 class RunningLoss:
     """
     Sums the losses of an epoch, as AllenNLP does, but without waiting for the device after each
     micro-batch: they stay there until somebody wants to know.
-
-    # Parameters
-
-    device : `torch.device`, required.
-    has_regularizer : `bool`, required.
     """
 
     # Micro-batches whose losses may stay on the device; each takes a block of its memory.
     most_unread = 1000
 
-    def __init__(self, device: torch.device, has_regularizer: bool) -> None:
-        self._device = device
+    def __init__(self) -> None:
+        self.start_epoch(has_regularizer=False)
+
+    def start_epoch(self, has_regularizer: bool) -> None:
         self._has_regularizer = has_regularizer
         self._losses = Losses(0.0, 0.0, 0.0, 0.0)
         # For each group the loss and the regularization loss of each micro-batch, and the group's
@@ -92,56 +59,15 @@ class RunningLoss:
             reg_losses.append(batch_outputs["reg_loss"].detach().clone())
         self._num_unread += 1
 
-    def agree(
-        self,
-        checksum: int,
-        signal_number: int,
-        is_time_to_save: bool,
-        has_changed_weights: bool,
-        seconds_per_step: float,
-    ) -> Agreement:
+    def take_steps_since_nan(self) -> int:
         """
-        Makes known to all ranks what each knows of the steps since the last agreement. Waits for
-        the device. To be called by every rank.
-
-        # Parameters
-
-        checksum : `int`, required.
-            Of 32 bits.
-        signal_number : `int`, required.
-            Of the signal that this rank has received, or 0.
-        is_time_to_save : `bool`, required.
-        has_changed_weights : `bool`, required.
-        seconds_per_step : `float`, required.
+        The number of steps from the first with a loss of NaN on, of those since the last call; 0 if
+        there was none. Waits for the device.
         """
         self.read()
         num_steps, self._num_steps = self._num_steps, 0
         nan_step, self._nan_step = self._nan_step, 0
-        # One maximum over the ranks: of the steps from the first NaN on, and of the checksum and
-        # its negative, which gives the largest and the smallest.
-        flags = torch.tensor(
-            [
-                num_steps + 1 - nan_step if nan_step else 0,
-                checksum,
-                -checksum,
-                signal_number,
-                is_time_to_save,
-                has_changed_weights,
-                seconds_per_step,
-            ],
-            dtype=torch.float64,
-            device=self._device,
-        )
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        since_nan, largest, smallest, signal_, is_time, weights, seconds = flags.tolist()
-        return Agreement(
-            nan_step=num_steps + 1 - int(since_nan) if since_nan else 0,
-            ranks_differ=largest != -smallest,
-            signal_number=int(signal_),
-            is_time_to_save=bool(is_time),
-            has_changed_weights=bool(weights),
-            seconds_per_step=seconds,
-        )
+        return num_steps + 1 - nan_step if nan_step else 0
 
     def state_dict(self) -> Dict[str, float]:
         """The losses of the epoch so far. Waits for the device."""

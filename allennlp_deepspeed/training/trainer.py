@@ -6,11 +6,10 @@ import signal
 import weakref
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
-from allennlp.common import Lazy, Tqdm
-from allennlp.common import logging as common_logging
+from allennlp.common import Lazy
 from allennlp.common import util as common_util
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import (
@@ -22,11 +21,7 @@ from allennlp.data.data_loaders import (
 )
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpAccelerator, DdpWrappedModel, TorchDdpAccelerator
-from allennlp.nn.util import dist_reduce_sum
-from allennlp.training import util as training_util
 from allennlp.training.callbacks import (
-    ConfidenceChecksCallback,
-    ConsoleLoggerCallback,
     TrainerCallback,
 )
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
@@ -38,13 +33,15 @@ from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
 from allennlp_deepspeed import optimizers
+from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION, Part
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.config.keys import TRAINER_KEYS, check_values
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
-from allennlp_deepspeed.engine import loss_scaling, weights
+from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
@@ -55,6 +52,7 @@ from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
 from allennlp_deepspeed.gradients.grad_cache import GradCache
+from allennlp_deepspeed.gradients.gradient_step import GradientStep, clip_values
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.processes import worker_failure
 from allennlp_deepspeed.processes.interruption import (
@@ -65,23 +63,27 @@ from allennlp_deepspeed.processes.interruption import (
 from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
 from allennlp_deepspeed.reports.log_writers import LogWriters
-from allennlp_deepspeed.storage import files, serialization
-from allennlp_deepspeed.storage.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.training.batch_groups import (
     BatchGroup,
     BatchGroups,
     micro_batch_size,
     num_batches,
 )
-from allennlp_deepspeed.training.batch_metrics import BatchMetrics
+from allennlp_deepspeed.training.callbacks import (
+    EpochMetricsCallback,
+    goes_backward,
+    may_read_metrics,
+    reads_gradients,
+)
 from allennlp_deepspeed.training.construction import wrap_model
 from allennlp_deepspeed.training.device_transfer import to_device
-from allennlp_deepspeed.training.epoch_metrics import EpochMetricsCallback
 from allennlp_deepspeed.training.even_batches import EvenBatches
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
-from allennlp_deepspeed.training.reading_pace import ReadingPace
-from allennlp_deepspeed.training.resumption import Resumption
-from allennlp_deepspeed.training.running_loss import Agreement, RunningLoss
+from allennlp_deepspeed.training.progress import Progress
+from allennlp_deepspeed.training.readings import Readings
+from allennlp_deepspeed.training.replay import Replay
+from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
+from allennlp_deepspeed.training.validation_history import ValidationHistory
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,16 @@ logger = logging.getLogger(__name__)
 _LOADERS_OF_ALLENNLP = (MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader)
 
 _PROGRESS_INTERVAL = 1.0  # seconds
+
+
+def _of_progress(name: str) -> Any:
+    def read(self: "DeepSpeedTrainer") -> Any:
+        return getattr(self._progress, name)
+
+    def write(self: "DeepSpeedTrainer", value: Any) -> None:
+        setattr(self._progress, name, value)
+
+    return property(read, write)
 
 
 @Trainer.register("deepspeed", constructor="from_partial_objects")
@@ -162,6 +174,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     `ConfigurationError`
         If an AllenNLP key and a DeepSpeed key contradict each other, or one has no meaning here.
     """
+
+    # AllenNLP's loop keeps them on itself.
+    _epochs_completed = _of_progress("epochs_completed")
+    _batches_in_epoch_completed = _of_progress("batches_in_epoch_completed")
+    _total_batches_completed = _of_progress("total_batches_completed")
+    _start_after_epochs_completed = _of_progress("start_after_epochs_completed")
+    _start_after_batches_in_epoch_completed = _of_progress("start_after_batches_in_epoch_completed")
+    _should_validate_this_epoch = _of_progress("should_validate_this_epoch")
 
     def __init__(
         self,
@@ -245,6 +265,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     'write "checkpointer": {"type": "deepspeed", ...}.'
                 )
             config = ddp_wrapped_model.config
+            self._progress = Progress()
             super().__init__(
                 model,
                 ddp_wrapped_model.optimizer,
@@ -286,11 +307,32 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._communication = [
                 c for c in self._callbacks if isinstance(c, CommunicationCallback)
             ]
-            self._resumption = Resumption(self)
-            self._is_validating = False  # when a checkpoint is saved
-            # Epochs completed when the best weights were saved last.
-            self._best_weights_saved_after: Optional[int] = None
+            if distributed and isinstance(model, ContrastiveModel) and model.validates_whole_set:
+                self._validate_whole_set()
             self._interruption = TrainingInterruption(is_worker=distributed)
+            self._readings = Readings(
+                model,
+                self._progress,
+                num_steps=log_every_num_steps,
+                metrics_are_read=any(map(may_read_metrics, self._callbacks)),
+            )
+            self._replay = Replay(
+                self._progress,
+                model,
+                self._callbacks,
+                self._readings.losses,
+                ValidationHistory(
+                    self._progress,
+                    self._validation_data_loader,
+                    self.cuda_device,
+                    shows_progress=self._primary,
+                    leave_if_interrupted=self._leave_if_interrupted,
+                ),
+                keeps_validations=checkpointer is not None and checkpointer.save_on_preemption,
+            )
+            self.best_weights = BestWeights(
+                ddp_wrapped_model, self._serialization_dir, self._primary
+            )
             self._buffers = BufferBroadcast(self.model, self.cuda_device)
             self._gradient_settings = (gradient_synchronization, grad_cache)
             if self._moving_average is not None and self.engine.zero_nvme_offload_optimizer():
@@ -304,55 +346,75 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._has_global_loss = (
                 isinstance(model, ContrastiveModel) and model.negatives == "global"
             )
-            if distributed and isinstance(model, ContrastiveModel) and model.validates_whole_set:
-                self._validate_whole_set()
-            # The number of micro-batches by which the losses of the step are divided. For callbacks
-            # that go backward themselves.
-            self.group_size = self._num_gradient_accumulation_steps
-            self._pace = ReadingPace(log_every_num_steps)
-            self._has_metric_readers = any(map(_may_read_metrics, self._callbacks))
-            # Of the last step, if a callback has kept it.
-            self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
         # A trainer that is dropped and has never trained leaves nothing behind either.
         weakref.finalize(self, ddp_wrapped_model.destroy).atexit = False  # type: ignore[misc]
 
     def _attach_engine(self) -> None:
         """Constructs what works on the engine, which has just come up."""
         wrapped_model = self._ddp_wrapped_model
-        wrapped_model.mapping_directory = self.mapping_directory
+        if wrapped_model.config.zero_stage == 3:
+            # Where whole weights are kept while they are used: there may not be memory for them.
+            wrapped_model.mapping_directory = self._serialization_dir
         if self._given_moving_average is not None:
             moving_average = ShardedMovingAverage(self._given_moving_average, self.engine)
             wrapped_model.before_destroying(moving_average.release)
             self._moving_average = moving_average
         if self._grad_clipping is not None:
-            hook = self.optimizer.register_step_pre_hook(_clip_values(self._grad_clipping))
-            wrapped_model.before_destroying(hook.remove)
-        self._gradients, self._grad_cache = self._construct_gradients(*self._gradient_settings)
+            clipping = clip_values(self.optimizer, self._grad_clipping)
+            wrapped_model.before_destroying(clipping.remove)
+        self._gradients, grad_cache = self._construct_gradients(*self._gradient_settings)
         wrapped_model.before_destroying(self._gradients.remove_hooks)
-        self._inner_gradients = InnerGradients(self.engine)
         # After the hook that clips: it records what the optimizer steps with.
         self._log_writers = LogWriters(self)
         wrapped_model.before_destroying(self._log_writers.remove)
         self._max_norm = MaxNorm(self.engine)
         wrapped_model.before_destroying(self._max_norm.remove)
-        if self._moving_average is not None:
-            scaled = set(self._max_norm.weights)
-            for name, parameter in self.model.named_parameters():
-                if parameter in scaled and not self._moving_average.may_change(parameter):
-                    raise ConfigurationError(
-                        "'trainer.moving_average' averages what the optimizer steps, and not the "
-                        f"frozen '{name}', which 'max_norm' changes: give both the trained "
-                        "parameters only."
-                    )
         self._weight_watch = WeightWatch(self.engine, self._max_norm)
         if self._moving_average is not None:
+            self._check_averages(self._moving_average)
             self._moving_average.before_assigning = self._weight_watch.raise_if_changed
+        self._inner_gradients = InnerGradients(self.engine)
+        self._gradient_step = GradientStep(
+            wrapped_model,
+            self._gradients,
+            grad_cache,
+            self._inner_gradients,
+            forward=partial(self.batch_outputs, for_training=True),
+            prepare=self._prepare_batch,
+            go_backward=self._call_on_backward,
+            max_norm=self._max_norm,
+            weight_watch=self._weight_watch,
+            moving_average=self._moving_average,
+        )
+        self._parts: Dict[str, Optional[Part]] = {
+            "progress": self._progress,
+            "metric_tracker": self._metric_tracker,
+            "learning_rate_scheduler": self._learning_rate_scheduler,
+            "momentum_scheduler": self._momentum_scheduler,
+            "moving_average": self._moving_average,
+            # Of autocast at stage 0, which DeepSpeed doesn't save.
+            "gradient_scaler": loss_scaling.grad_scaler(self.engine),
+            "best_weights": self.best_weights,
+            "gradient_synchronization": self._gradients,
+            "grad_cache": grad_cache,
+            "replay": self._replay,
+        }
         if isinstance(self.data_loader, _LOADERS_OF_ALLENNLP):
             # They would wait for the device with each batch. `batch_outputs` doesn't.
             wrapped_model.before_destroying(
                 partial(setattr, self.data_loader, "cuda_device", self.data_loader.cuda_device)
             )
             self.data_loader.cuda_device = None
+
+    def _check_averages(self, moving_average: ShardedMovingAverage) -> None:
+        scaled = set(self._max_norm.weights)
+        for name, parameter in self.model.named_parameters():
+            if parameter in scaled and not moving_average.may_change(parameter):
+                raise ConfigurationError(
+                    "'trainer.moving_average' averages what the optimizer steps, and not the "
+                    f"frozen '{name}', which 'max_norm' changes: give both the trained "
+                    "parameters only."
+                )
 
     def _construct_gradients(
         self, gradient_synchronization: str, grad_cache: Optional[Dict[str, Any]]
@@ -365,8 +427,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             num_micro_batches=self._num_gradient_accumulation_steps
             * (1 if settings is None else 2),
             find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
-            several_passes=any(map(_goes_backward, self._callbacks)),
-            average_each_pass=any(map(_reads_gradients, self._callbacks)),
+            several_passes=any(map(goes_backward, self._callbacks)),
+            average_each_pass=any(map(reads_gradients, self._callbacks)),
         )
         if settings is None:
             return gradients, None
@@ -382,19 +444,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         settings = GradCacheSettings(grad_cache)
         GradCache.check(settings, self.model)
         for callback in self._callbacks:
-            if _goes_backward(callback):
+            if goes_backward(callback):
                 raise ConfigurationError(
                     f"The callback {type(callback).__name__} has 'on_backward', but with "
                     "'trainer.grad_cache' there is no graph to go back through: remove one of them."
                 )
         return settings
-
-    def _validate_whole_set(self) -> None:
-        """AllenNLP's loop leaves out what one rank has more than another."""
-        if self._validation_data_loader is not None:
-            self._validation_data_loader = EvenBatches(  # type: ignore[assignment]
-                self._validation_data_loader, self.cuda_device
-            )
 
     @property
     def engine(self):
@@ -543,7 +598,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @property
     def steps_completed(self) -> int:
         """Optimizer steps, of all epochs."""
-        return self._total_batches_completed
+        return self._progress.total_batches_completed
+
+    @property
+    def group_size(self) -> int:
+        """
+        The number of micro-batches by which the losses of the step are divided, for callbacks that
+        go backward themselves.
+        """
+        return self._gradient_step.group_size
 
     def _bring_up_engine(self) -> None:
         config = self._ddp_wrapped_model.config.engine_config
@@ -586,7 +649,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _try_train(self) -> Tuple[Dict[str, Any], int]:
         if self._checkpointer is not None:
             self._checkpointer.check_state(self)
-        self._resumption.start_training()
+        self._replay.start_training()
         try:
             metrics, epoch = super()._try_train()
         except BaseException as error:
@@ -597,157 +660,128 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return {**self._epoch_metrics.metrics, **metrics}, epoch
 
     @overrides
-    def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
-        self._resumption.start_validation()
-        self._buffers.look()
-        try:
-            result = super()._validation_loss(epoch)
-        except TrainingInterrupted as interruption:
-            # Here the moving average has been taken off again.
-            if interruption.signal_number == signal.SIGTERM:
-                self._save_interrupted_validation()
-            raise
-        if self._moving_average is not None:
-            self._max_norm.forget_trained()
-        self._max_norm.apply()
-        return result
-
-    def _save_interrupted_validation(self) -> None:
-        """To be called by every rank."""
-        if self._checkpointer is not None:
-            self._is_validating = True
-            self._checkpointer.maybe_save_on_preemption(
-                self, self._epochs_completed, self._batches_in_epoch_completed
-            )
-
-    def _leave_if_interrupted(self, where: str) -> None:
-        """
-        Raises if a signal has come to any rank. To be called by every rank where the host waits
-        anyway; after a step, they already know.
-        """
-        signal_number = self._interruption.agree(self.cuda_device)
-        if signal_number:
-            raise interrupted(signal_number, where)
-
-    @overrides
-    def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
-        if not for_training:
-            self._leave_if_interrupted("in the validation")
-        self._broadcast_buffers()
-        if self.cuda_device.type != "cpu":
-            batch = to_device(batch, self.cuda_device)
-        if for_training:
-            return super().batch_outputs(batch, for_training)
-        with self._inner_gradients.allowed():
-            return super().batch_outputs(batch, for_training)
-
-    def _broadcast_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0, before each forward pass."""
-        if self._distributed:
-            self._buffers.broadcast()
-
-    @overrides
     def _train_epoch(self, epoch: int) -> Dict[str, float]:
         """
         Trains one epoch and returns metrics.
         """
         logger.info("Epoch %d/%d", epoch, self._num_epochs - 1)
-        memory_metrics = _peak_memory()
-        running_loss = RunningLoss(
-            self.cuda_device, has_regularizer=self.model.get_regularization_penalty() is not None
-        )
+        self._readings.start_epoch()
         self._pytorch_model.train()
 
         logger.info("Training")
-        self._resumption.start_epoch(running_loss)
+        self._replay.start_epoch()
         self._weight_watch.start_epoch()
         self._buffers.look()
-        batch_groups = BatchGroups(
+        groups = BatchGroups(
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
         )
-        self._pace.start_epoch()
-        with self._progress_bar(batch_groups.expected_length) as progress:
-            for batch_group in batch_groups:
-                if self._is_before_checkpoint():
+        with self._readings.start_steps(groups.expected_length, self._primary) as progress_bar:
+            for group in groups:
+                if self._progress.is_replaying:
                     self._leave_if_interrupted("before it has caught up with the checkpoint")
-                    self._batches_in_epoch_completed += 1
-                    self._total_batches_completed += 1
-                    self._resumption.restore_if_reached()
+                    self._replay.skip_step()
                 else:
-                    self._train_group(batch_group, running_loss, epoch, progress)
-                progress.update()
+                    self._train_step(group, epoch)
+                progress_bar.update()
 
-            self._finish_batch_metrics()
-            if self._pace.num_unread > 0:
-                self._leave_if_agreed(self._read(running_loss, epoch, progress), epoch)
-        self._resumption.finish_steps()
+            self._readings.finish_batch_metrics()
+            if self._readings.pace.num_unread > 0:
+                self._leave_if_agreed(self._agree(epoch), epoch)
+        self._replay.finish_steps()
         self._weight_watch.raise_if_changed()
-        return self._resumption.finish_epoch(
-            {**self._training_metrics(running_loss), **memory_metrics}
-        )
+        metrics = self._readings.epoch_metrics()
+        if not self._progress.is_replaying_epoch:
+            for callback in self._communication:
+                metrics.update(callback.finish_epoch())
+        return self._replay.finish_epoch(metrics)
 
-    def _train_group(
-        self,
-        batch_group: BatchGroup,
-        running_loss: RunningLoss,
-        epoch: int,
-        progress: Any,
-    ) -> None:
-        """One optimizer step: forward and backward of each micro-batch, then the step."""
-        self._finish_batch_metrics()
-        self._weight_watch.check()
+    def _train_step(self, group: BatchGroup, epoch: int) -> None:
+        """One optimizer step, from the micro-batches to the checkpoint."""
+        # A loss of all ranks they all divide by the same number.
+        group_size = len(group.batches) if self._has_global_loss else group.size
+        self._readings.start_step(group_size)
         for callback in self._communication:
             callback.on_step_start()
-        batches = batch_group.batches
-        # A loss of all ranks they all divide by the same number.
-        self.group_size = len(batches) if self._has_global_loss else batch_group.size
-        running_loss.start_group(self.group_size)
-        batch_group_outputs = []
-        with self._gradients.accumulate():
-            for i, batch in enumerate(batches):
-                is_last = i == len(batches) - 1
-                with self._inner_gradients.allowed():
-                    batch_outputs = self._forward_backward(batch, is_last)
-                batch_group_outputs.append(batch_outputs)
-                running_loss.add(batch_outputs)
 
-        if self._learning_rate_scheduler:
-            self._learning_rate_scheduler.step_batch(self._total_batches_completed + 1)
-        if self._momentum_scheduler:
-            self._momentum_scheduler.step_batch(self._total_batches_completed + 1)
+        outputs = []
+        with self._gradient_step.accumulate(group_size):
+            for i, batch in enumerate(group.batches, start=1):
+                is_last = i == len(group.batches)
+                outputs.append(self._gradient_step.micro_batch(batch, is_last))
+                self._readings.losses.add(outputs[-1])
+
+        num_steps = self._progress.total_batches_completed + 1
+        for schedule in (self._learning_rate_scheduler, self._momentum_scheduler):
+            if schedule:
+                schedule.step_batch(num_steps)
         self._log_writers.start_step()
-        self._weight_watch.check()
-        self._weight_watch.compare_before_step()
-        self._max_norm.apply()
-        has_stepped, batch_grad_norm = self._step(len(batches))
-        if self._moving_average is not None and has_stepped:
-            self._moving_average.apply(self._total_batches_completed + 1)
-        self._weight_watch.snapshot()
-        self._gradients.find_mode()
+        grad_norm = self._gradient_step.update(num_steps)
 
-        self._batches_in_epoch_completed += 1
-        self._total_batches_completed += 1
+        self._progress.complete_step()
         agreement = None
         # What is NaN is not to be saved.
-        if self._pace.finish_step() or self._is_step_to_save():
-            agreement = self._read(running_loss, epoch, progress)
-        self._call_on_batch(batches, batch_group_outputs, running_loss, batch_grad_norm, epoch)
+        if self._readings.pace.finish_step() or self._is_step_to_save():
+            agreement = self._agree(epoch)
+        self._call_on_batch(group.batches, outputs, grad_norm, epoch)
         if self._checkpointer is not None:
-            self._checkpointer.maybe_save_checkpoint(
-                self,
-                self._epochs_completed,
-                self._batches_in_epoch_completed,
-                is_time=agreement is not None and agreement.is_time_to_save,
-            )
+            is_time = agreement is not None and agreement.is_time_to_save
+            self._checkpointer.maybe_save_checkpoint(self, *self._progress.point, is_time=is_time)
         if agreement is not None:
             self._leave_if_agreed(agreement, epoch)
 
+    @overrides
+    def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
+        if not for_training:
+            self._leave_if_interrupted("in the validation")
+        batch = self._prepare_batch(batch)
+        if for_training:
+            return super().batch_outputs(batch, for_training)
+        with self._inner_gradients.allowed():
+            return super().batch_outputs(batch, for_training)
+
+    def _prepare_batch(self, batch: TensorDict) -> TensorDict:
+        """Gives every rank the buffers of rank 0, and the device the batch."""
+        if self._distributed:
+            self._buffers.broadcast()
+        return batch if self.cuda_device.type == "cpu" else to_device(batch, self.cuda_device)
+
+    def _call_on_backward(self, batch_outputs: Dict[str, torch.Tensor]) -> bool:
+        backward_called = False
+        for callback in self._callbacks:
+            backward_called |= callback.on_backward(self, batch_outputs, backward_called)
+        return backward_called
+
+    def _call_on_batch(
+        self,
+        batches: List[TensorDict],
+        outputs: List[Dict[str, torch.Tensor]],
+        grad_norm: Union[torch.Tensor, float, None],
+        epoch: int,
+    ) -> None:
+        metrics = self._readings.batch_metrics()
+        if self._readings.metrics_are_read and grad_norm is not None:
+            grad_norm = float(grad_norm)
+        for callback in self._callbacks:
+            with self._log_writers.gathering(callback) as trainer:
+                callback.on_batch(
+                    trainer,
+                    batches,
+                    outputs,
+                    metrics,
+                    epoch,
+                    self._progress.batches_in_epoch_completed,
+                    is_training=True,
+                    is_primary=self._primary,
+                    batch_grad_norm=grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
+                )
+        self._log_writers.finish_step()
+
     def _is_step_to_save(self) -> bool:
         return self._checkpointer is not None and self._checkpointer.is_step_to_save(
-            self._epochs_completed, self._batches_in_epoch_completed
+            *self._progress.point
         )
 
-    def _read(self, running_loss: RunningLoss, epoch: int, progress: Any) -> Agreement:
+    def _agree(self, epoch: int) -> StepAgreement:
         """
         Waits for the device, brings the progress bar up to date, and has the ranks agree on what
         they have to know of each other. To be called by every rank.
@@ -760,93 +794,82 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             On every rank, if they used different parameters where that makes gradients wrong, or if
             weights have been changed where the change is lost.
         """
-        num_steps = self._pace.num_unread
-        agreement = running_loss.agree(
-            self._gradients.used_parameters_checksum(),
-            self._interruption.signal_number,
+        pace, progress = self._readings.pace, self._progress
+        agreement = agree_on_steps(
+            self.cuda_device,
+            steps_since_nan=self._readings.losses.take_steps_since_nan(),
+            used_parameters_checksum=self._gradients.used_parameters_checksum(),
+            signal_number=self._interruption.signal_number,
             is_time_to_save=self._checkpointer is not None
             and torch.distributed.get_rank() == 0
             and self._checkpointer.is_time_to_save(),
             has_changed_weights=self._weight_watch.has_found(),
-            seconds_per_step=self._pace.seconds_per_step(),
+            seconds_per_step=pace.seconds_per_step(),
         )
-        if agreement.nan_step:
-            steps_since = num_steps - agreement.nan_step
+        if agreement.steps_since_nan:
+            steps_ago = agreement.steps_since_nan - 1
             raise ValueError(
                 "nan loss encountered at step "
-                f"{self._batches_in_epoch_completed - steps_since} of epoch {epoch} "
-                f"(optimizer step {self._total_batches_completed - steps_since} of the run)"
+                f"{progress.batches_in_epoch_completed - steps_ago} of epoch {epoch} "
+                f"(optimizer step {progress.total_batches_completed - steps_ago} of the run)"
             )
         if agreement.ranks_differ:
             raise RuntimeError(
-                f"In one of the last {num_steps} steps the workers used different parameters of "
-                "the model, whose gradients DeepSpeed can't reduce as they come. Write "
+                f"In one of the last {pace.num_unread} steps the workers used different parameters "
+                "of the model, whose gradients DeepSpeed can't reduce as they come. Write "
                 '"distributed": {"ddp_accelerator": {"type": "torch", "find_unused_parameters": '
                 "true}, ...}."
             )
         if agreement.has_changed_weights:
             self._weight_watch.raise_error()
         self._weight_watch.request_comparison()
-        description = training_util.description_from_metrics(self._metrics_so_far(running_loss))
-        progress.set_description(description, refresh=False)
-        self._pace.finish_reading(agreement.seconds_per_step)
+        self._readings.show(agreement.seconds_per_step)
         return agreement
 
-    def _leave_if_agreed(self, agreement: Agreement, epoch: int) -> None:
+    def _leave_if_agreed(self, agreement: StepAgreement, epoch: int) -> None:
         """To be called by every rank, after what is to be done with the step."""
         if not agreement.signal_number:
             return
         error = interrupted(
             agreement.signal_number,
-            f"after step {self._batches_in_epoch_completed} of epoch {epoch}",
+            f"after step {self._progress.batches_in_epoch_completed} of epoch {epoch}",
         )
         if agreement.signal_number == signal.SIGTERM and self._checkpointer is not None:
-            self._checkpointer.maybe_save_on_preemption(
-                self, self._epochs_completed, self._batches_in_epoch_completed
-            )
+            self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
         raise error
 
-    def _forward_backward(self, batch: TensorDict, is_last: bool) -> Dict[str, torch.Tensor]:
-        if self._grad_cache is not None:
-            # Once, because both passes of a chunk are to see the same.
-            self._broadcast_buffers()
-            if self.cuda_device.type != "cpu":
-                batch = to_device(batch, self.cuda_device)
-            return self._grad_cache.train_on(batch, self.group_size, is_last)
-        with self._gradients.micro_batch(is_last):
-            batch_outputs = self.batch_outputs(batch, for_training=True)
-            self._backward(batch_outputs)
-        return batch_outputs
-
-    def _backward(self, batch_outputs: Dict[str, torch.Tensor]) -> None:
-        backward_called = False
-        for callback in self._callbacks:
-            backward_called |= callback.on_backward(self, batch_outputs, backward_called)
-        if not backward_called:
-            self.engine.backward(batch_outputs["loss"] / self.group_size, scale_wrt_gas=False)
-
-    def _step(self, num_micro_batches: int) -> Tuple[bool, Union[torch.Tensor, float, None]]:
+    def _leave_if_interrupted(self, where: str) -> None:
         """
-        Steps the optimizer, unless the gradient has overflowed. Returns whether it has, and the
-        norm of the gradient if `grad_norm` asks for it.
+        Raises if a signal has come to any rank. To be called by every rank where the host waits
+        anyway; after a step, they already know.
         """
-        reports_norm = self._grad_norm is not False
-        norm = None
-        if reports_norm and self.engine.optimizer is self.optimizer:
-            # DeepSpeed's own optimizers report a norm; a plain one at stage 0 in fp32 doesn't.
-            norm = torch.nn.utils.get_total_norm(
-                [p.grad for p in self.model.parameters() if p.grad is not None]
+        signal_number = self._interruption.agree(self.cuda_device)
+        if signal_number:
+            raise interrupted(signal_number, where)
+
+    @overrides
+    def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
+        self._replay.start_validation()
+        self._buffers.look()
+        try:
+            result = super()._validation_loss(epoch)
+        except TrainingInterrupted as interruption:
+            # Here the moving average has been taken off again.
+            if interruption.signal_number == signal.SIGTERM and self._checkpointer is not None:
+                self._replay.interrupt_validation()
+                self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
+            raise
+        if self._moving_average is not None:
+            self._max_norm.forget_trained()
+        self._max_norm.apply()
+        return result
+
+    def _validate_whole_set(self) -> None:
+        """AllenNLP's loop leaves out what one rank has more than another."""
+        if self._validation_data_loader is not None:
+            self._validation_data_loader = EvenBatches(  # type: ignore[assignment]
+                self._validation_data_loader, self.cuda_device
             )
-            scaler = loss_scaling.grad_scaler(self.engine)
-            if scaler is not None:
-                norm = norm / scaler.get_scale()
-        # The engine counts one micro-batch a step, because the groups are the trainer's. The others
-        # come first, because it is in the step that it reports how many samples it has seen.
-        self.engine.global_samples += (num_micro_batches - 1) * self.engine.train_batch_size()
-        has_stepped = loss_scaling.step(self.engine)
-        if not reports_norm:
-            return has_stepped, None
-        return has_stepped, self.engine.get_global_grad_norm() if norm is None else norm
 
     def go_backward(self, batch: TensorDict) -> float:
         """
@@ -854,14 +877,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         other than `train`; `step_optimizer` is next. To be called by every rank, in a `session`.
         Returns this rank's loss.
         """
-        self.group_size = 1
-        with self._gradients.accumulate(), self._inner_gradients.allowed():
-            return float(self._forward_backward(batch, is_last=True)["loss"])
+        with self._gradient_step.accumulate(group_size=1):
+            return float(self._gradient_step.micro_batch(batch, is_last=True)["loss"])
 
     def step_optimizer(self) -> None:
         """Makes the optimizer step after `go_backward`. To be called by every rank."""
-        self._max_norm.apply()
-        self._step(num_micro_batches=1)
+        self._gradient_step.step()
 
     @overrides
     def rescale_gradients(self) -> Optional[float]:
@@ -871,84 +892,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "trainer. For `search_learning_rate`, import it after `allennlp_deepspeed`."
         )
 
-    def _call_on_batch(
-        self,
-        batch_group: List[TensorDict],
-        batch_group_outputs: List[Dict[str, torch.Tensor]],
-        running_loss: RunningLoss,
-        batch_grad_norm: Union[torch.Tensor, float, None],
-        epoch: int,
-    ) -> None:
-        model: Any = self.model
-        metrics = BatchMetrics(lambda: self._metrics_so_far(running_loss, model))
-        if self._has_metric_readers:
-            # On every rank, because a metric may be computed by all together.
-            model = _MetricsNow(self.model.get_metrics())
-            if batch_grad_norm is not None:
-                batch_grad_norm = float(batch_grad_norm)
-        for callback in self._callbacks:
-            with self._log_writers.gathering(callback) as trainer:
-                callback.on_batch(
-                    trainer,
-                    batch_group,
-                    batch_group_outputs,
-                    metrics,
-                    epoch,
-                    self._batches_in_epoch_completed,
-                    is_training=True,
-                    is_primary=self._primary,
-                    batch_grad_norm=batch_grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
-                )
-        self._log_writers.finish_step()
-        self._batch_metrics = weakref.ref(metrics)
-
-    def _finish_batch_metrics(self) -> None:
-        """If a callback has kept the metrics of the last step, reads them before they change."""
-        metrics = self._batch_metrics()
-        if metrics is not None:
-            metrics.load()
-
-    def _metrics_so_far(self, running_loss: RunningLoss, model: Any = None) -> Dict[str, Any]:
-        losses = running_loss.read()
-        return training_util.get_metrics(
-            model or self.model, *losses, num_batches=self._batches_in_epoch_completed
-        )
-
-    def _training_metrics(self, running_loss: RunningLoss) -> Dict[str, float]:
-        """
-        The metrics of the epoch, over all ranks. Empty for an epoch that was completed before the
-        checkpoint.
-        """
-        if self._epochs_completed < self._start_after_epochs_completed:
-            return {}
-        losses = running_loss.read()
-        metrics = training_util.get_metrics(
-            self.model,
-            dist_reduce_sum(losses.train_loss),
-            None if losses.train_reg_loss is None else dist_reduce_sum(losses.train_reg_loss),
-            batch_loss=None,
-            batch_reg_loss=None,
-            num_batches=dist_reduce_sum(self._batches_in_epoch_completed),
-            reset=True,
-        )
-        for callback in self._communication:
-            metrics.update(callback.finish_epoch())
-        return metrics
-
-    def _progress_bar(self, num_steps: Optional[int]) -> Any:
-        """AllenNLP's, which only the primary shows."""
-        # Drawn as often as there is news, because drawing takes as long as a small step.
-        interval = (
-            2 * _PROGRESS_INTERVAL if common_logging.FILE_FRIENDLY_LOGGING else _PROGRESS_INTERVAL
-        )
-        return Tqdm.tqdm(total=num_steps, mininterval=interval, disable=not self._primary)
-
-    def _is_before_checkpoint(self) -> bool:
-        """Whether the checkpoint that training continues from has seen the next group."""
-        return self._epochs_completed < self._start_after_epochs_completed or (
-            self._epochs_completed == self._start_after_epochs_completed
-            and self._batches_in_epoch_completed < self._start_after_batches_in_epoch_completed
-        )
+    def parts(self) -> Dict[str, Part]:
+        """What continues from a checkpoint, by name, in the order in which it is loaded."""
+        return {name: part for name, part in self._parts.items() if part is not None}
 
     @overrides
     def get_checkpoint_state(self) -> TrainerCheckpoint:
@@ -956,20 +902,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         This rank's training state. The model and the optimizer aren't in it: the checkpointer has
         the engine save them.
         """
-        training_states = {
-            "metric_tracker": self._metric_tracker.state_dict(),
-            "callbacks": [callback.state_dict() for callback in self._callbacks],
-            "epochs_completed": self._epochs_completed,
-            "batches_in_epoch_completed": self._batches_in_epoch_completed,
-            "instances_per_step": self.instances_per_step(),
-            "has_best_weights": self._best_model_filename is not None,
-            "gradient_synchronization": self._gradients.state_dict(),
-            "grad_cache": None if self._grad_cache is None else self._grad_cache.state_dict(),
-            **self._resumption.state_dict(in_validation=self._is_validating),
-        }
-        for name, part in self._optional_parts().items():
-            training_states[name] = part.state_dict()
-        return TrainerCheckpoint({}, training_states)
+        states = {name: part.state_dict() for name, part in self.parts().items()}
+        return TrainerCheckpoint(
+            {},
+            {
+                "version": TRAINING_STATE_VERSION,
+                "instances_per_step": self.instances_per_step(),
+                **states,
+            },
+        )
 
     @overrides
     def _maybe_restore_checkpoint(self) -> None:
@@ -984,41 +925,20 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if state is None:
             return
         self._weight_watch.snapshot()
-        training_state = state.trainer_state
-        self._metric_tracker.load_state_dict(training_state["metric_tracker"])
-        for callback, callback_state in zip(self._callbacks, training_state["callbacks"]):
-            callback.load_state_dict(callback_state)
-        for name, part in self._optional_parts().items():
-            part.load_state_dict(training_state[name])
-        self._start_after_epochs_completed = training_state["epochs_completed"]
-        self._start_after_batches_in_epoch_completed = training_state["batches_in_epoch_completed"]
-        if training_state["has_best_weights"]:
-            self._best_model_filename = self._best_weights_path()
-        self._gradients.load_state_dict(training_state.get("gradient_synchronization"))
-        if self._grad_cache is not None:
-            self._grad_cache.load_state_dict(training_state.get("grad_cache"))
-        self._resumption.load_state_dict(training_state)
-        if (
-            self._start_after_batches_in_epoch_completed == 0
-            and self._metric_tracker.should_stop_early()
-        ):
+        for name, part in self.parts().items():
+            if name in state.trainer_state:
+                part.load_state_dict(state.trainer_state[name])
+        if self.best_weights.exist:
+            self._best_model_filename = self.best_weights.path
+        start = self._progress.start
+        if start.steps == 0 and self._metric_tracker.should_stop_early():
             # It had stopped here. AllenNLP's loop would only ask again after one more epoch.
-            self._num_epochs = self._start_after_epochs_completed
+            self._num_epochs = start.epochs
 
     def instances_per_step(self) -> int:
         """Of all ranks. Micro-batches without a fixed size count as one."""
         size = micro_batch_size(self.data_loader) or 1
         return size * self._num_gradient_accumulation_steps * self._world_size
-
-    def _optional_parts(self) -> Dict[str, Any]:
-        parts = {
-            "learning_rate_scheduler": self._learning_rate_scheduler,
-            "momentum_scheduler": self._momentum_scheduler,
-            "moving_average": self._moving_average,
-            # Of autocast at stage 0, which DeepSpeed doesn't save.
-            "gradient_scaler": loss_scaling.grad_scaler(self.engine),
-        }
-        return {name: part for name, part in parts.items() if part is not None}
 
     def save_best_weights(self) -> None:
         """
@@ -1027,29 +947,18 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         them after it: a checkpoint that says which epoch was the best must not exist without its
         weights.
         """
-        is_best = self._should_validate_this_epoch and self._metric_tracker.is_best_so_far()
-        if self._batches_in_epoch_completed > 0 or self._epochs_completed == 0 or not is_best:
+        epochs, steps = self._progress.point
+        validates = self._progress.should_validate_this_epoch
+        if steps > 0 or epochs == 0 or not (validates and self._metric_tracker.is_best_so_far()):
             return
         if self._moving_average is None:
-            self._save_model_state(self._best_weights_path())
+            self._save_model_state(self.best_weights.path)
             return
         self._moving_average.assign_average_value()
         try:
-            self._save_model_state(self._best_weights_path())
+            self._save_model_state(self.best_weights.path)
         finally:
             self._moving_average.restore()
-
-    @property
-    def mapping_directory(self) -> Optional[str]:
-        """
-        Where whole weights are kept while they are used, because there may not be memory for them.
-        `None` if there is.
-        """
-        is_partitioned = self._ddp_wrapped_model.config.zero_stage == 3
-        return _path(self._serialization_dir) if is_partitioned else None
-
-    def _best_weights_path(self) -> str:
-        return os.path.join(self._serialization_dir, BEST_WEIGHTS_NAME)
 
     @overrides
     def _save_model_state(self, path: str) -> None:
@@ -1057,28 +966,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         Saves the best weights, as one file with the whole model in fp32 instead of the shard that
         AllenNLP's `path` is meant for. To be called by every rank.
         """
-        path = self._best_weights_path()
-        self._best_model_filename = path
-        if self._best_weights_saved_after == self._epochs_completed:
-            return
-        self._best_weights_saved_after = self._epochs_completed
-        self._weight_watch.raise_if_changed()
-        # Each node's primary archives the model from its own serialization directory.
-        state_dict = weights.full_state_dict(self.engine, self._primary, self.mapping_directory)
-        if state_dict is not None:
-            temporary_path = f"{path}.w{torch.distributed.get_rank()}.tmp"
-            files.save(state_dict, temporary_path)
-            files.flush(temporary_path)
-            files.rename(temporary_path, path)
+        self._best_model_filename = self.best_weights.path
+        if self.best_weights.saved_after != self._progress.epochs_completed:
+            self._weight_watch.raise_if_changed()
+            self.best_weights.save(self._progress.epochs_completed)
 
     @overrides
     def _load_model_state(self, path: str) -> None:
         """To be called by every rank. Rank 0 reads the file."""
-        state_dict = None
-        if torch.distributed.get_rank() == 0:
-            # Without a copy of the file in memory.
-            state_dict = serialization.load(path, mmap=True)
-        weights.load_full_state_dict(self.engine, state_dict)
+        self.best_weights.load()
         self._weight_watch.snapshot()
 
     @overrides
@@ -1283,56 +1179,6 @@ def _with_all_groups(
         del optimizer.param_groups[len(optimizer.param_groups) - len(empty_groups) :]
         if is_stage_3:
             sharded_optimizer._clear_fp32_optimizer_param_groups()
-
-
-class _MetricsNow:
-    """In the place of a model, for AllenNLP's function that adds the losses to its metrics."""
-
-    def __init__(self, metrics: Dict[str, float]) -> None:
-        self._metrics = metrics
-
-    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
-        return self._metrics
-
-
-def _may_read_metrics(callback: TrainerCallback) -> bool:
-    not_reading = (TrainerCallback, ConfidenceChecksCallback, ConsoleLoggerCallback)
-    may_read = type(callback).on_batch not in [kind.on_batch for kind in not_reading]
-    return may_read and getattr(callback, "reads_metrics", True)
-
-
-def _goes_backward(callback: TrainerCallback) -> bool:
-    return type(callback).on_backward is not TrainerCallback.on_backward
-
-
-def _reads_gradients(callback: TrainerCallback) -> bool:
-    return _goes_backward(callback) and getattr(callback, "reads_gradients", True)
-
-
-def _clip_values(limit: float):
-    """
-    A hook that clips the gradients just before the optimizer steps. There they are reduced,
-    unscaled and clipped by norm at every ZeRO stage, and whether they are whole or sharded makes
-    no difference to their elements.
-    """
-
-    def clip(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_value_(parameters, limit)
-
-    return clip
-
-
-def _peak_memory() -> Dict[str, float]:
-    """Logs the memory in use and returns it in MB, as metrics."""
-    metrics = {}
-    for worker, memory in common_util.peak_cpu_memory().items():
-        logger.info("Worker %s memory usage: %s", worker, common_util.format_size(memory))
-        metrics[f"worker_{worker}_memory_MB"] = memory / (1024 * 1024)
-    for gpu, memory in common_util.peak_gpu_memory().items():
-        logger.info("GPU %s memory usage: %s", gpu, common_util.format_size(memory))
-        metrics[f"gpu_{gpu}_memory_MB"] = memory / (1024 * 1024)
-    return metrics
 
 
 def _name(value: Any) -> Optional[str]:

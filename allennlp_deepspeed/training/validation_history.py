@@ -1,4 +1,4 @@
-from typing import TYPE_CHECKING, Any, Dict, List
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,7 @@ from allennlp_deepspeed.processes.random_states import (
     set_random_states,
 )
 from allennlp_deepspeed.training.even_batches import EvenBatches
-
-if TYPE_CHECKING:
-    from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
+from allennlp_deepspeed.training.progress import Progress
 
 
 class ValidationHistory:
@@ -25,18 +23,37 @@ class ValidationHistory:
 
     # Parameters
 
-    trainer : `DeepSpeedTrainer`, required.
+    progress : `Progress`, required.
+    data_loader : `Any`, required.
+        Of the validation data; `None` if there are none.
+    device : `torch.device`, required.
+        Where the process group communicates.
+    shows_progress : `bool`, required.
+        Whether AllenNLP's loop shows it on this rank, for which it asks for the length.
+    leave_if_interrupted : `Callable[[str], None]`, required.
+        Called between batches, with what this is doing.
     """
 
-    def __init__(self, trainer: "DeepSpeedTrainer") -> None:
-        self._trainer = trainer
+    def __init__(
+        self,
+        progress: Progress,
+        data_loader: Optional[Any],
+        device: torch.device,
+        shows_progress: bool,
+        leave_if_interrupted: Callable[[str], None],
+    ) -> None:
+        self._progress = progress
+        self._data_loader = data_loader
+        self._device = device
+        self._shows_progress = shows_progress
+        self._leave_if_interrupted = leave_if_interrupted
         self._epochs: List[int] = []
         self._starts = RandomHistory()
 
     def start(self) -> None:
         """To be called before the validation of an epoch asks for its data."""
-        if _may_keep_place(self._trainer._validation_data_loader):
-            self._epochs.append(self._trainer._epochs_completed)
+        if _may_keep_place(self._data_loader):
+            self._epochs.append(self._progress.epochs_completed)
             self._starts.append(random_states())
 
     def read_again(self) -> None:
@@ -44,39 +61,34 @@ class ValidationHistory:
         Reads what the validation of the epoch has read, if there was one. To be called by every
         rank, when the training data of an epoch have been read that isn't trained again.
         """
-        trainer = self._trainer
-        if trainer._epochs_completed not in self._epochs:
+        epoch = self._progress.epochs_completed
+        if epoch not in self._epochs:
             return
-        set_random_states(self._starts[self._epochs.index(trainer._epochs_completed)])
-        batches: Any = trainer._validation_data_loader
-        if trainer._primary:  # on which AllenNLP asks for the length
+        set_random_states(self._starts[self._epochs.index(epoch)])
+        batches: Any = self._data_loader
+        if self._shows_progress:
             batches = Tqdm.tqdm(batches, desc="reading validation data again")
         for _ in batches:
             # The same ranks stop at the same batch as in AllenNLP's loop.
             if self._is_any_done(False):
                 return
-            trainer._leave_if_interrupted("before it has caught up with the checkpoint")
+            self._leave_if_interrupted("before it has caught up with the checkpoint")
         self._is_any_done(True)
 
     def _is_any_done(self, is_done: bool) -> bool:
         if dist.get_world_size() == 1:
             return is_done
-        done = torch.tensor(int(is_done), dtype=torch.int32, device=self._trainer.cuda_device)
+        done = torch.tensor(int(is_done), dtype=torch.int32, device=self._device)
         dist.all_reduce(done)
         return bool(done.item())
 
     def state_dict(self) -> Dict[str, Any]:
         return {"epochs": list(self._epochs), "starts": self._starts.state_dict()}
 
-    def load_state_dict(self, state_dict: Dict[str, Any], epochs_completed: int) -> None:
-        """
-        # Parameters
-
-        state_dict : `Dict[str, Any]`, required.
-        epochs_completed : `int`, required.
-            Those after are validated again.
-        """
-        self._epochs = [epoch for epoch in state_dict["epochs"] if epoch < epochs_completed]
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Without the epochs after the checkpoint, which are validated again."""
+        start = self._progress.start
+        self._epochs = [epoch for epoch in state_dict["epochs"] if epoch < start.epochs]
         self._starts = RandomHistory.from_state_dict(state_dict["starts"], len(self._epochs))
 
 

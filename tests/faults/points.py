@@ -22,12 +22,13 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.gradients.gradient_step import GradientStep
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.background_commit import BackgroundCommit
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.training.epoch_metrics import EpochMetricsCallback
-from allennlp_deepspeed.training.resumption import Resumption
+from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
+from allennlp_deepspeed.training.replay import Replay
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_TEST_FAULT"
@@ -173,10 +174,10 @@ def install(points: FaultPoints) -> None:
     within(CheckpointDirectory, "clean_up", "clean_up")
 
     before(FileCheckpointEngine, "load", "load")
-    before(Resumption, "restore_if_reached", "catching_up")
+    before(Replay, "skip_step", "catching_up")
     before(DeepSpeedTrainer, "batch_outputs", "forward")
-    before(DeepSpeedTrainer, "_backward", "backward")
-    before(DeepSpeedTrainer, "_step", "step")
+    before(DeepSpeedTrainer, "_call_on_backward", "backward")
+    before(GradientStep, "step", "step")
     before(DeepSpeedTrainer, "_call_on_batch", "after_step")
     before(EpochMetricsCallback, "on_epoch", "on_epoch")
     before(DeepSpeedCheckpointer, "finish", "finish")

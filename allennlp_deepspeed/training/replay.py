@@ -1,5 +1,8 @@
 import copy
-from typing import TYPE_CHECKING, Any, Dict, Optional
+from typing import Any, Dict, List, Optional
+
+from allennlp.models import Model
+from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.checkpoint.module_states import (
     changed_states,
@@ -7,21 +10,17 @@ from allennlp_deepspeed.checkpoint.module_states import (
     load_module_states,
     module_states,
 )
-from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION
 from allennlp_deepspeed.processes.random_states import (
     RandomHistory,
     random_states,
     set_random_states,
 )
-from allennlp_deepspeed.storage.checkpoint_directory import PointInTime
+from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.running_loss import RunningLoss
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 
-if TYPE_CHECKING:
-    from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
-
-class Resumption:
+class Replay:
     """
     Brings a worker back to where it was at a checkpoint, so exactly that it goes on as if it had
     never stopped. The epochs before are read again but not trained, as in AllenNLP, because readers
@@ -32,16 +31,36 @@ class Resumption:
 
     # Parameters
 
-    trainer : `DeepSpeedTrainer`, required.
+    progress : `Progress`, required.
+        A checkpoint's is loaded before the rest of its state.
+    model : `Model`, required.
+    callbacks : `List[TrainerCallback]`, required.
+    running_loss : `RunningLoss`, required.
+    validations : `ValidationHistory`, required.
+    keeps_validations : `bool`, required.
+        Whether a checkpoint may be saved in the middle of a validation.
     """
 
-    def __init__(self, trainer: "DeepSpeedTrainer") -> None:
-        self._trainer = trainer
-        self._running_loss: Optional[RunningLoss] = None
+    def __init__(
+        self,
+        progress: Progress,
+        model: Model,
+        callbacks: List[TrainerCallback],
+        running_loss: RunningLoss,
+        validations: ValidationHistory,
+        keeps_validations: bool,
+    ) -> None:
+        self._progress = progress
+        self._model = model
+        self._callbacks = callbacks
+        self._running_loss = running_loss
+        self._validations = validations
+        self._keeps_validations = keeps_validations
         self._epoch_starts = RandomHistory()
-        self._validations = ValidationHistory(trainer)
         self._fingerprints_before: Optional[Dict[str, Any]] = None
+        # Of this worker, in the epoch that is validated.
         self._before_validation: Optional[Dict[str, Any]] = None
+        self._is_validating = False
         # What `load_state_dict` was given, until its point in time is reached.
         self._pending: Optional[Dict[str, Any]] = None
         # The same, if the checkpoint was saved in a validation, until that begins again.
@@ -50,56 +69,46 @@ class Resumption:
     def start_training(self) -> None:
         """To be called once callbacks have prepared the model, and before anything is trained."""
         if self._fingerprints_before is None:
-            self._fingerprints_before = fingerprints(module_states(self._trainer.model))
+            self._fingerprints_before = fingerprints(module_states(self._model))
 
-    def start_epoch(self, running_loss: RunningLoss) -> None:
+    def start_epoch(self) -> None:
         """To be called before the data of the epoch are asked for."""
-        self._running_loss = running_loss
         self._before_validation = None
-        self.restore_if_reached()
-        epoch = self._trainer._epochs_completed
+        self._is_validating = False
+        self._restore_if_reached()
+        epoch = self._progress.epochs_completed
         if epoch < len(self._epoch_starts):
             set_random_states(self._epoch_starts[epoch])
         else:
             self._epoch_starts.append(random_states())
 
-    def start_validation(self) -> None:
-        """To be called before the data of the validation are asked for."""
-        self._validations.start()
+    def skip_step(self) -> None:
+        """To be called in the place of a step, before the data of the next are asked for."""
+        self._progress.complete_step()
+        self._restore_if_reached()
 
-    def restore_if_reached(self) -> None:
-        """
-        To be called after each step that is skipped, before the data of the next are asked for.
-        """
-        trainer = self._trainer
-        here = PointInTime(trainer._epochs_completed, trainer._batches_in_epoch_completed)
-        there = PointInTime(
-            trainer._start_after_epochs_completed, trainer._start_after_batches_in_epoch_completed
-        )
-        if here == there:
+    def _restore_if_reached(self) -> None:
+        if self._progress.point == self._progress.start:
             self._restore()
 
     def finish_steps(self) -> None:
         """To be called when all steps of the epoch are done or skipped."""
-        trainer = self._trainer
-        if trainer._epochs_completed == trainer._start_after_epochs_completed:
+        if self._progress.epochs_completed == self._progress.start.epochs:
             # With another number of workers it may have fewer steps than were to be skipped.
             self._restore()
 
     def _restore(self) -> None:
         if self._pending is None:
             return
-        trainer, state = self._trainer, self._pending
-        self._pending = None
+        state, self._pending = self._pending, None
         if "train_metrics" in state:
             self._interrupted_validation = state
         set_random_states(state["random_states"])
-        load_module_states(trainer.model, state["modules"])
-        trainer._total_batches_completed = state["total_batches_completed"]
-        trainer._should_validate_this_epoch = state["should_validate_this_epoch"]
-        if self._running_loss is not None and state["running_loss"] is not None:
+        load_module_states(self._model, state["modules"])
+        self._progress.arrive()
+        if state["running_loss"] is not None:
             # It will be divided by the number of steps, which may be another now.
-            ratio = trainer._batches_in_epoch_completed / state["steps_of_running_loss"]
+            ratio = self._progress.batches_in_epoch_completed / state["steps_of_running_loss"]
             self._running_loss.load_state_dict(
                 {name: loss * ratio for name, loss in state["running_loss"].items()}
             )
@@ -119,8 +128,7 @@ class Resumption:
             The same, unless the checkpoint was saved in the validation after this epoch: then those
             from before it.
         """
-        trainer = self._trainer
-        if trainer._epochs_completed < trainer._start_after_epochs_completed:
+        if self._progress.is_replaying_epoch:
             self._validations.read_again()
             return metrics
         if self._interrupted_validation is not None:
@@ -128,47 +136,55 @@ class Resumption:
             # Asking for data that are at their end may have changed them.
             set_random_states(self._interrupted_validation["random_states"])
             self._interrupted_validation = None
-        if trainer._checkpointer is None or not trainer._checkpointer.save_on_preemption:
-            return metrics
-        self._before_validation = {
-            "random_states": random_states(),
-            "modules": self._module_states(),
-            "train_metrics": metrics,
-            "callbacks": copy.deepcopy([c.state_dict() for c in trainer._callbacks]),
-        }
+        if self._keeps_validations:
+            self._before_validation = {
+                "random_states": random_states(),
+                "modules": self._module_states(),
+                "train_metrics": metrics,
+                "callbacks": copy.deepcopy(self._callback_states()),
+            }
         return metrics
 
-    def state_dict(self, in_validation: bool) -> Dict[str, Any]:
-        """
-        # Parameters
+    def start_validation(self) -> None:
+        """To be called before the data of the validation are asked for."""
+        self._validations.start()
 
-        in_validation : `bool`, required.
-            Whether the epoch is being validated. The state is then that of before, so that it is
-            validated from the beginning.
+    def interrupt_validation(self) -> None:
         """
-        trainer = self._trainer
-        running_loss = self._running_loss if trainer._batches_in_epoch_completed > 0 else None
+        Has the state be that of before the validation, so that it will begin anew: for a checkpoint
+        that is saved in its middle.
+        """
+        self._is_validating = True
+
+    def state_dict(self) -> Dict[str, Any]:
+        steps = self._progress.batches_in_epoch_completed
         state = {
-            "version": TRAINING_STATE_VERSION,
             "epoch_starts": self._epoch_starts.state_dict(),
             "validations": self._validations.state_dict(),
-            "total_batches_completed": trainer._total_batches_completed,
-            "should_validate_this_epoch": trainer._should_validate_this_epoch,
-            "running_loss": None if running_loss is None else running_loss.state_dict(),
-            "steps_of_running_loss": trainer._batches_in_epoch_completed,
+            "running_loss": self._running_loss.state_dict() if steps > 0 else None,
+            "steps_of_running_loss": steps,
             "random_states": random_states(),
             "modules": self._module_states(),
+            "callbacks": self._callback_states(),
         }
-        if in_validation and self._before_validation is not None:
+        if self._is_validating and self._before_validation is not None:
             state.update(self._before_validation)
         return state
 
     def _module_states(self) -> Dict[str, Any]:
-        return changed_states(module_states(self._trainer.model), self._fingerprints_before or {})
+        return changed_states(module_states(self._model), self._fingerprints_before or {})
+
+    def _callback_states(self) -> List[Dict[str, Any]]:
+        return [callback.state_dict() for callback in self._callbacks]
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Takes effect when training has come to the point in time of the checkpoint."""
+        """
+        Takes effect when training has come to the point in time of the checkpoint, but for the
+        callbacks, which are called before.
+        """
+        for callback, state in zip(self._callbacks, state_dict["callbacks"]):
+            callback.load_state_dict(state)
         self._pending = state_dict
         starts = state_dict["epoch_starts"]
         self._epoch_starts = RandomHistory.from_state_dict(starts, len(starts["lengths"]))
-        self._validations.load_state_dict(state_dict["validations"], state_dict["epochs_completed"])
+        self._validations.load_state_dict(state_dict["validations"])

@@ -1,0 +1,119 @@
+import os
+from typing import Any, Collection, Dict, Optional
+
+import torch
+import torch.distributed as dist
+
+from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.storage import files, serialization
+from allennlp_deepspeed.storage.checkpoint_directory import BEST_WEIGHTS_NAME
+
+
+class BestWeights:
+    """
+    The weights of the best epoch so far: one file with the whole model in fp32, in the
+    serialization directory, from where AllenNLP archives it, and as a hard link in each checkpoint.
+
+    # Parameters
+
+    wrapped_model : `DeepSpeedWrappedModel`, required.
+    serialization_dir : `str`, required.
+    is_primary : `bool`, required.
+        Whether this worker writes what its node has once: each archives the model from its own
+        serialization directory.
+    """
+
+    def __init__(
+        self, wrapped_model: DeepSpeedWrappedModel, serialization_dir: str, is_primary: bool
+    ) -> None:
+        self._wrapped_model = wrapped_model
+        self._is_primary = is_primary
+        self.path = os.path.join(serialization_dir, BEST_WEIGHTS_NAME)
+        self.exist = False
+        """Whether an epoch of this training was the best."""
+        self.saved_after: Optional[int] = None
+        """The number of epochs completed when they were saved last."""
+
+    def save(self, epochs_completed: int) -> None:
+        """Saves the weights as they are. To be called by every rank."""
+        self.exist = True
+        self.saved_after = epochs_completed
+        state_dict = self._full_state_dict()
+        if state_dict is not None:
+            self._write(state_dict)
+
+    def load(self) -> None:
+        """Gives them to the model. To be called by every rank. Rank 0 reads the file."""
+        state_dict = None
+        if dist.get_rank() == 0:
+            # Without a copy of the file in memory.
+            state_dict = serialization.load(self.path, mmap=True)
+        weights.load_full_state_dict(self._wrapped_model.engine, state_dict)
+
+    def link_into(self, checkpoint: str, left_out: Collection[str]) -> None:
+        """
+        Makes them a part of a checkpoint.
+
+        # Parameters
+
+        checkpoint : `str`, required.
+            Its directory.
+        left_out : `Collection[str]`, required.
+            The names of those weights that it isn't to hold.
+        """
+        path = os.path.join(checkpoint, BEST_WEIGHTS_NAME)
+        if not left_out:
+            files.link(self.path, path)
+            return
+        state_dict = serialization.load(self.path, mmap=True)
+        # Copies, because of a part of a file that is mapped into memory the whole would be saved.
+        files.save({k: _copy(v) for k, v in state_dict.items() if k not in left_out}, path)
+
+    def restore_from(self, checkpoint: str, lacks_some: bool) -> None:
+        """
+        Takes those of a checkpoint: those in the serialization directory may be of a later epoch,
+        which is now trained again. To be called by every rank.
+
+        # Parameters
+
+        checkpoint : `str`, required.
+            Its directory.
+        lacks_some : `bool`, required.
+            Whether weights were left out of it. They are those of the model.
+        """
+        state_dict = self._full_state_dict() if lacks_some else None
+        if not self._is_primary:
+            return
+        saved = os.path.join(checkpoint, BEST_WEIGHTS_NAME)
+        if state_dict is not None:
+            self._write({**state_dict, **serialization.load(saved, mmap=True)})
+            return
+        files.link(saved, self._temporary_path)
+        files.rename(self._temporary_path, self.path)
+
+    def state_dict(self) -> Dict[str, Any]:
+        return {"exist": self.exist}
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        self.exist = state_dict["exist"]
+
+    @property
+    def _temporary_path(self) -> str:
+        return f"{self.path}.w{dist.get_rank()}.tmp"
+
+    def _full_state_dict(self) -> Any:
+        """Of the model, on each primary; `None` elsewhere. To be called by every rank."""
+        wrapped_model = self._wrapped_model
+        return weights.full_state_dict(
+            wrapped_model.engine, self._is_primary, wrapped_model.mapping_directory
+        )
+
+    def _write(self, state_dict: Dict[str, Any]) -> None:
+        files.save(state_dict, self._temporary_path)
+        files.flush(self._temporary_path)
+        files.rename(self._temporary_path, self.path)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,179 @@
+from contextlib import contextmanager
+from typing import Callable, Dict, Iterator, Optional, Tuple, Union
+
+import torch
+from allennlp.data.data_loaders import TensorDict
+
+from allennlp_deepspeed.engine import loss_scaling
+from allennlp_deepspeed.engine.inner_gradients import InnerGradients
+from allennlp_deepspeed.engine.max_norm import MaxNorm
+from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
+from allennlp_deepspeed.engine.weight_watch import WeightWatch
+from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.gradients.grad_cache import GradCache
+from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
+
+Outputs = Dict[str, torch.Tensor]
+Norm = Union[torch.Tensor, float, None]
+
+
+class GradientStep:
+    """
+    What an optimizer step does to the weights: forward and backward of each micro-batch, then the
+    update. Every rank must call each of its methods.
+
+    # Parameters
+
+    wrapped_model : `DeepSpeedWrappedModel`, required.
+    gradients : `GradientSynchronizer`, required.
+    grad_cache : `GradCache`, required.
+        `None` without one.
+    inner_gradients : `InnerGradients`, required.
+    forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
+        Returns the outputs of a micro-batch, with its `loss`.
+    prepare : `Callable[[TensorDict], TensorDict]`, required.
+        Does what is to be done before the first forward pass of a micro-batch, where `grad_cache`
+        makes several.
+    go_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, required.
+        Has the callbacks go backward from the outputs of a micro-batch. Returns whether one has.
+    max_norm : `MaxNorm`, required.
+    weight_watch : `WeightWatch`, required.
+    moving_average : `ShardedMovingAverage`, optional (default = `None`)
+    """
+
+    def __init__(
+        self,
+        wrapped_model: DeepSpeedWrappedModel,
+        gradients: GradientSynchronizer,
+        grad_cache: Optional[GradCache],
+        inner_gradients: InnerGradients,
+        forward: Callable[[TensorDict], Outputs],
+        prepare: Callable[[TensorDict], TensorDict],
+        go_backward: Callable[[Outputs], bool],
+        max_norm: MaxNorm,
+        weight_watch: WeightWatch,
+        moving_average: Optional[ShardedMovingAverage] = None,
+    ) -> None:
+        self._engine = wrapped_model.engine
+        self._optimizer = wrapped_model.optimizer
+        self._reports_norm = wrapped_model.config.grad_norm is not False
+        self._gradients = gradients
+        self._grad_cache = grad_cache
+        self._inner_gradients = inner_gradients
+        self._forward = forward
+        self._prepare = prepare
+        self._go_backward = go_backward
+        self._max_norm = max_norm
+        self._weight_watch = weight_watch
+        self._moving_average = moving_average
+        self._num_micro_batches = 0
+        self.group_size = wrapped_model.config.num_gradient_accumulation_steps
+        """The number of micro-batches by which the losses of the step are divided."""
+
+    @contextmanager
+    def accumulate(self, group_size: int) -> Iterator[None]:
+        """
+        Surrounds the micro-batches of the step. When it ends, its gradients are reduced.
+
+        # Parameters
+
+        group_size : `int`, required.
+            The number of micro-batches by which the losses are divided.
+        """
+        self.group_size = group_size
+        self._num_micro_batches = 0
+        self._weight_watch.check()
+        with self._gradients.accumulate():
+            yield
+
+    def micro_batch(self, batch: TensorDict, is_last: bool) -> Outputs:
+        """
+        Goes forward and backward.
+
+        # Parameters
+
+        batch : `TensorDict`, required.
+        is_last : `bool`, required.
+            Whether `update` follows.
+
+        # Returns
+
+        `Dict[str, torch.Tensor]`
+            The outputs of the model.
+        """
+        self._num_micro_batches += 1
+        with self._inner_gradients.allowed():
+            if self._grad_cache is not None:
+                # Both passes of a chunk are to see the same.
+                return self._grad_cache.train_on(self._prepare(batch), self.group_size, is_last)
+            with self._gradients.micro_batch(is_last):
+                outputs = self._forward(batch)
+                if not self._go_backward(outputs):
+                    self._engine.backward(outputs["loss"] / self.group_size, scale_wrt_gas=False)
+            return outputs
+
+    def update(self, num_steps: int) -> Norm:
+        """
+        Updates the weights, their averages, and what is known of them.
+
+        # Parameters
+
+        num_steps : `int`, required.
+            Optimizer steps of all epochs, with this one.
+
+        # Returns
+
+        `Union[torch.Tensor, float, None]`
+            The norm of the gradient before clipping, if `grad_norm` asks for it.
+        """
+        self._weight_watch.check()
+        self._weight_watch.compare_before_step()
+        has_stepped, norm = self.step()
+        if self._moving_average is not None and has_stepped:
+            self._moving_average.apply(num_steps)
+        self._weight_watch.snapshot()
+        self._gradients.find_mode()
+        return norm
+
+    def step(self) -> Tuple[bool, Norm]:
+        """
+        Steps the optimizer, unless the gradient has overflowed. Returns whether it has, and the
+        norm of the gradient.
+        """
+        self._max_norm.apply()
+        norm: Norm = None
+        if self._reports_norm and self._engine.optimizer is self._optimizer:
+            # DeepSpeed's own optimizers report a norm; a plain one at stage 0 in fp32 doesn't.
+            norm = torch.nn.utils.get_total_norm(
+                [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            )
+            scaler = loss_scaling.grad_scaler(self._engine)
+            if scaler is not None:
+                norm = norm / scaler.get_scale()
+        # The engine counts one micro-batch a step, because the groups are the trainer's. The others
+        # come first, because it is in the step that it reports how many samples it has seen.
+        others = self._num_micro_batches - 1
+        self._engine.global_samples += others * self._engine.train_batch_size()
+        has_stepped = loss_scaling.step(self._engine)
+        if self._reports_norm and norm is None:
+            norm = self._engine.get_global_grad_norm()
+        return has_stepped, norm
+
+
+def clip_values(optimizer: torch.optim.Optimizer, limit: float):
+    """
+    Clips each element of the gradients just before the optimizer steps. There they are reduced,
+    unscaled and clipped by norm at every ZeRO stage, and whether they are whole or sharded makes
+    no difference to their elements.
+
+    # Returns
+
+    `RemovableHandle`
+        Of the hook that does it.
+    """
+
+    def clip(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+
+    return optimizer.register_step_pre_hook(clip)

@@ -1,0 +1,48 @@
+from typing import Any, Dict
+
+from allennlp.training.callbacks import (
+    ConfidenceChecksCallback,
+    ConsoleLoggerCallback,
+    TrainerCallback,
+)
+from overrides import overrides
+
+
+class EpochMetricsCallback(TrainerCallback):
+    """
+    Remembers the metrics of the last epoch, which AllenNLP's trainer has in a local variable: they
+    are part of what training returns at its end. Not registered: each `DeepSpeedTrainer` has one.
+    """
+
+    def __init__(self, serialization_dir: str) -> None:
+        super().__init__(serialization_dir)
+        self.metrics: Dict[str, Any] = {}
+
+    @overrides
+    def on_epoch(self, trainer, metrics: Dict[str, Any], *args, **kwargs) -> None:
+        self.metrics = dict(metrics)
+
+    @overrides
+    def state_dict(self) -> Dict[str, Any]:
+        return {"metrics": self.metrics}
+
+    @overrides
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        self.metrics = state_dict["metrics"]
+
+
+def may_read_metrics(callback: TrainerCallback) -> bool:
+    """Whether it may look into the metrics of a step, for which the host waits for the device."""
+    not_reading = (TrainerCallback, ConfidenceChecksCallback, ConsoleLoggerCallback)
+    may_read = type(callback).on_batch not in [kind.on_batch for kind in not_reading]
+    return may_read and getattr(callback, "reads_metrics", True)
+
+
+def goes_backward(callback: TrainerCallback) -> bool:
+    """Whether it may go backward itself, perhaps more than once for a micro-batch."""
+    return type(callback).on_backward is not TrainerCallback.on_backward
+
+
+def reads_gradients(callback: TrainerCallback) -> bool:
+    """Whether it wants to find gradients averaged over the ranks after each backward pass."""
+    return goes_backward(callback) and getattr(callback, "reads_gradients", True)

@@ -1,0 +1,165 @@
+import logging
+import weakref
+from typing import Any, Callable, Dict, Optional
+
+from allennlp.common import Tqdm
+from allennlp.common import logging as common_logging
+from allennlp.common import util as common_util
+from allennlp.models.model import Model
+from allennlp.nn.util import dist_reduce_sum
+from allennlp.training import util as training_util
+
+from allennlp_deepspeed.training.batch_metrics import BatchMetrics
+from allennlp_deepspeed.training.progress import Progress
+from allennlp_deepspeed.training.reading_pace import ReadingPace
+from allennlp_deepspeed.training.running_loss import RunningLoss
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_INTERVAL = 1.0  # seconds
+
+
+class Readings:
+    """
+    What the host gets to know of an epoch's losses and metrics, and when it waits for the device to
+    know it.
+
+    # Parameters
+
+    model : `Model`, required.
+    progress : `Progress`, required.
+    num_steps : `int`, optional (default = `None`)
+        The number of optimizer steps from one reading to the next. `None` for about as many as take
+        a second.
+    metrics_are_read : `bool`, required.
+        Whether a callback may look into the metrics of a step.
+
+    # Raises
+
+    `ConfigurationError`
+        If `num_steps` is no number of steps.
+    """
+
+    def __init__(
+        self, model: Model, progress: Progress, num_steps: Optional[int], metrics_are_read: bool
+    ) -> None:
+        self._model = model
+        self._progress = progress
+        self.metrics_are_read = metrics_are_read
+        self.pace = ReadingPace(num_steps)
+        self.losses = RunningLoss()
+        self._memory: Dict[str, float] = {}
+        # Of the last step, if a callback has kept it.
+        self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
+        self._bar: Any = None
+
+    def start_epoch(self) -> None:
+        """To be called before the model is brought back to a checkpoint."""
+        self._memory = _peak_memory()
+        self.losses.start_epoch(self._model.get_regularization_penalty() is not None)
+
+    def start_steps(self, num_steps: Optional[int], shows_progress: bool) -> Any:
+        """
+        To be called before the first step of an epoch.
+
+        # Parameters
+
+        num_steps : `int`, required.
+            The expected number of steps; `None` if it isn't known.
+        shows_progress : `bool`, required.
+
+        # Returns
+
+        `tqdm.tqdm`
+            A progress bar, as AllenNLP's. To be entered, and updated after each step.
+        """
+        self.pace.start_epoch()
+        # Drawn as often as there is news, because drawing takes as long as a small step.
+        interval = _PROGRESS_INTERVAL * (2 if common_logging.FILE_FRIENDLY_LOGGING else 1)
+        self._bar = Tqdm.tqdm(total=num_steps, mininterval=interval, disable=not shows_progress)
+        return self._bar
+
+    def start_step(self, group_size: int) -> None:
+        """
+        # Parameters
+
+        group_size : `int`, required.
+            The number of micro-batches by which the losses are divided.
+        """
+        self.finish_batch_metrics()
+        self.losses.start_group(group_size)
+
+    def batch_metrics(self) -> BatchMetrics:
+        """Those of the last step, for callbacks. To be called by every rank."""
+        model: Any = self._model
+        if self.metrics_are_read:
+            # On every rank, because a metric may be computed by all together.
+            model = _MetricsNow(self._model.get_metrics())
+        metrics = BatchMetrics(lambda: self._metrics_so_far(model))
+        self._batch_metrics = weakref.ref(metrics)
+        return metrics
+
+    def finish_batch_metrics(self) -> None:
+        """If a callback has kept the metrics of the last step, reads them before they change."""
+        metrics = self._batch_metrics()
+        if metrics is not None:
+            metrics.load()
+
+    def show(self, seconds_per_step: float) -> None:
+        """
+        Brings the progress bar up to date. Waits for the device.
+
+        # Parameters
+
+        seconds_per_step : `float`, required.
+            On the slowest rank.
+        """
+        description = training_util.description_from_metrics(self._metrics_so_far(self._model))
+        self._bar.set_description(description, refresh=False)
+        self.pace.finish_reading(seconds_per_step)
+
+    def epoch_metrics(self) -> Dict[str, float]:
+        """
+        The metrics of the epoch, over all ranks; of an epoch that was completed before the
+        checkpoint only its memory. To be called by every rank, once.
+        """
+        if self._progress.is_replaying_epoch:
+            return self._memory
+        losses = self.losses.read()
+        metrics = training_util.get_metrics(
+            self._model,
+            dist_reduce_sum(losses.train_loss),
+            None if losses.train_reg_loss is None else dist_reduce_sum(losses.train_reg_loss),
+            batch_loss=None,
+            batch_reg_loss=None,
+            num_batches=dist_reduce_sum(self._progress.batches_in_epoch_completed),
+            reset=True,
+        )
+        return {**metrics, **self._memory}
+
+    def _metrics_so_far(self, model: Any) -> Dict[str, Any]:
+        return training_util.get_metrics(
+            model, *self.losses.read(), num_batches=self._progress.batches_in_epoch_completed
+        )
+
+
+class _MetricsNow:
+    """In the place of a model, for AllenNLP's function that adds the losses to its metrics."""
+
+    def __init__(self, metrics: Dict[str, float]) -> None:
+        self._metrics = metrics
+
+    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
+        return self._metrics
+
+
+def _peak_memory() -> Dict[str, float]:
+    """Logs the memory in use and returns it in MB, as metrics."""
+    metrics = {}
+    for worker, memory in common_util.peak_cpu_memory().items():
+        logger.info("Worker %s memory usage: %s", worker, common_util.format_size(memory))
+        metrics[f"worker_{worker}_memory_MB"] = memory / (1024 * 1024)
+    for gpu, memory in common_util.peak_gpu_memory().items():
+        logger.info("GPU %s memory usage: %s", gpu, common_util.format_size(memory))
+        metrics[f"gpu_{gpu}_memory_MB"] = memory / (1024 * 1024)
+    return metrics
