@@ -13,7 +13,7 @@ from allennlp.models import Model
 from torch import nn
 
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
-from allennlp_deepspeed.engine.wrapped_model import process_environment
+from allennlp_deepspeed.engine.process_environment import process_environment
 from tests.experiment import assert_same_weights
 from tests.side_by_side import CPU, Side
 from tests.workers import run_workers

@@ -15,7 +15,7 @@ from allennlp.training.optimizers import DenseSparseAdam, Optimizer
 from deepspeed.ops.lion import FusedLion
 from torch import nn
 
-from allennlp_deepspeed.engine.wrapped_model import process_environment
+from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.optimizers import FusedLionOptimizer, LionOptimizer
 from allennlp_deepspeed.optimizers.elementwise import ELEMENTWISE, is_elementwise

@@ -22,7 +22,7 @@ from transformers import AutoModel, BertConfig, BertModel, BertTokenizerFast
 
 from allennlp_deepspeed.engine import partitioned_construction
 from allennlp_deepspeed.engine.partitioned_construction import PartitionedConstruction
-from allennlp_deepspeed.engine.wrapped_model import process_environment
+from allennlp_deepspeed.engine.process_environment import process_environment
 from tests.tensor_memory import TensorMemory
 from tests.workers import run_workers
 

@@ -15,7 +15,7 @@ from allennlp.training import GradientDescentTrainer
 from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.engine import weights
 from allennlp_deepspeed.engine.partitioned_construction import PartitionedConstruction
-from allennlp_deepspeed.engine.wrapped_model import process_environment
+from allennlp_deepspeed.engine.process_environment import process_environment
 from tests.experiment import assert_same_weights
 from tests.workers import run_workers
 

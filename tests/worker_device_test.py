@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from allennlp_deepspeed.engine.wrapped_model import process_environment
+from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.processes.worker_device import capabilities
 from tests.accelerator_test import config, told
 from tests.workers import run_workers

@@ -7,7 +7,7 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
-from allennlp_deepspeed.engine.wrapped_model import process_environment
+from allennlp_deepspeed.engine.process_environment import process_environment
 from tests.elementwise_test import Layers, batches
 from tests.experiment import assert_same_weights
 from tests.side_by_side import CPU, Side, numbers

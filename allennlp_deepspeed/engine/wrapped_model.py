@@ -1,13 +1,10 @@
 """
 Brings up DeepSpeed's engine inside an AllenNLP worker, and takes it down again. No other module
-calls `deepspeed.initialize`, touches the environment variables that DeepSpeed reads, or makes a
-process group.
+calls `deepspeed.initialize`.
 """
 
 import gc
-import inspect
 import logging
-import os
 import weakref
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -21,16 +18,9 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
-from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from overrides import overrides
 from torch.utils._pytree import tree_map_only
 
@@ -40,21 +30,29 @@ from allennlp_deepspeed.engine import (
     activation_checkpointing,
     deepspeed_logging,
     loss_scaling,
-    max_norm,
     module_hooks,
     nvme_states,
     parameter_layout,
     restoration,
 )
+from allennlp_deepspeed.engine.engine_mends import (
+    autocast_of_one_engine,
+    forget_modules,
+    keep_adagrad,
+    undo_first_step,
+)
+from allennlp_deepspeed.engine.process_environment import (
+    device_index,
+    in_fp16,
+    process_environment,
+    use_accelerator,
+)
 from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, penalty_in_fp32
 from allennlp_deepspeed.engine.restoration import Restoration
-from allennlp_deepspeed.processes.one_process import as_one_process
 
 logger = logging.getLogger(__name__)
 
 _HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 class DeepSpeedWrappedModel(DdpWrappedModel):
@@ -101,7 +99,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         find_unused_parameters: bool = False,
         checkpointed_modules: Optional[List[str]] = None,
     ) -> None:
-        _use_accelerator(device)
+        use_accelerator(device)
         check_nvme(config, device.type)
         check_sharding(model, config)
         if find_unused_parameters and config.zero_stage == 3:
@@ -178,11 +176,11 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         before = Restoration(model, optimizer)
         self._undo.callback(self._leave, before, is_alone=dist.get_world_size() == 1)
         if config.precision == "fp16":
-            self._undo.enter_context(_in_fp16(device))
-        with _autocast_of_one_engine():
+            self._undo.enter_context(in_fp16(device))
+        with autocast_of_one_engine():
             self._engine, *_ = deepspeed.initialize(
                 # DeepSpeed takes the device's index for the local rank unless it is told both.
-                args=SimpleNamespace(local_rank=_device_index(device, local_rank)),
+                args=SimpleNamespace(local_rank=device_index(device, local_rank)),
                 model=model,
                 optimizer=optimizer,
                 model_parameters=[p for p in model.parameters() if p.requires_grad],
@@ -203,8 +201,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             self._undo.enter_context(module_hooks.only_with_graph(model))
         if regularizer is not None:
             regularizer.gather_with_model()
-        _undo_first_step(self.engine)
-        _keep_adagrad(self.engine)
+        undo_first_step(self.engine)
+        keep_adagrad(self.engine)
         if config.precision == "fp16":
             self._undo.enter_context(loss_scaling.mended_loss_scale(self.engine))
         before.hand_over(self.engine, is_alone=dist.get_world_size() == 1)
@@ -223,7 +221,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         """
         engine = self._engine
         with ExitStack() as undo:
-            undo.callback(_forget_modules, self._plain_model)
+            undo.callback(forget_modules, self._plain_model)
             if is_alone:
                 undo.callback(before.restore)
             undo.callback(before.remove_added)
@@ -372,58 +370,6 @@ def close_engines_of(model: torch.nn.Module) -> None:
         wrapped_model.destroy()
 
 
-_environment = ExitStack()
-_num_in_environment = 0
-
-
-@contextmanager
-def process_environment(device: torch.device, local_rank: int) -> Iterator[None]:
-    """
-    Within it this process is one that DeepSpeed can work in: it has a process group, and what
-    DeepSpeed takes from its launcher. May be entered several times; the last to leave ends it.
-
-    # Parameters
-
-    device : `torch.device`, required.
-        This worker's device.
-    local_rank : `int`, required.
-        The worker's rank on its node.
-    """
-    global _num_in_environment
-    if _num_in_environment == 0:
-        _set_up_environment(device, local_rank)
-    _num_in_environment += 1
-    try:
-        yield
-    finally:
-        _num_in_environment -= 1
-        if _num_in_environment == 0:
-            _environment.close()
-
-
-def _set_up_environment(device: torch.device, local_rank: int) -> None:
-    with ExitStack() as undo:
-        _use_accelerator(device)
-        _skip_shared_memory_all_reduce()
-        undo.enter_context(deepspeed_logging.logged_by_allennlp())
-        if not dist.is_initialized():
-            _init_group_of_one(device)
-            undo.callback(_destroy_process_group)
-            undo.enter_context(as_one_process())
-        if device.type == "cpu":
-            undo.enter_context(_fp16_on_cpu())
-        undo.enter_context(parameter_layout.any_layout())
-        undo.enter_context(module_hooks.linear_only_with_graph())
-        undo.enter_context(module_hooks.keeping_what_is_read())
-        undo.enter_context(max_norm.lookups_recorded())
-        undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
-        _set_launcher_variables(device, local_rank)
-        # ZeRO-3 puts its own in the place of it.
-        linear = torch.nn.functional.linear
-        undo.enter_context(mock.patch.object(torch.nn.functional, "linear", linear))
-        _environment.push(undo.pop_all())
-
-
 def _returning_fp32(forward: Callable) -> Callable:
     """
     A forward pass whose outputs are in fp32 outside of training, because NumPy, which AllenNLP's
@@ -453,93 +399,6 @@ def _destroy_engine(engine: DeepSpeedEngine) -> None:
     engine.destroy()
 
 
-def _forget_modules(model: torch.nn.Module) -> None:
-    """Has ZeRO-3 let go of modules that it keeps in places that belong to no engine."""
-    modules = set(model.modules())
-    parameter_offload.FWD_MODULE_STACK[:] = [
-        module for module in parameter_offload.FWD_MODULE_STACK if module not in modules
-    ]
-    # A cache of all engines, which find it again.
-    function = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    inspect.getclosurevars(function).nonlocals["func"].cache_clear()
-
-
-def _destroy_process_group() -> None:
-    # DeepSpeed's function, because it also forgets the groups that it made of this one. It isn't
-    # there yet if DeepSpeed has not come so far.
-    if deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
-    else:
-        dist.destroy_process_group()
-
-
-def _use_accelerator(device: torch.device) -> None:
-    """DeepSpeed trains on the best device it sees; AllenNLP on the one that the config names."""
-    if get_accelerator().device_name() != device.type:
-        if _num_in_environment > 0:
-            # Its process group is for that device.
-            raise ConfigurationError(
-                f"A trainer on '{get_accelerator().device_name()}' is still up in this process: "
-                f"call its `close()` before one on '{device.type}' is constructed, or give both "
-                "the same 'cuda_device'."
-            )
-        set_accelerator(CPU_Accelerator() if device.type == "cpu" else CUDA_Accelerator())
-
-
-@contextmanager
-def _autocast_of_one_engine() -> Iterator[None]:
-    """
-    Within it an engine is brought up. What DeepSpeed keeps of its autocast for the whole process is
-    as before when it ends, since other engines may be up, and go in any order.
-    """
-    with mock.patch.multiple(
-        torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
-    ):
-        yield
-
-
-_num_in_fp16 = 0
-
-
-@contextmanager
-def _fp16_on_cpu() -> Iterator[None]:
-    """
-    Within it DeepSpeed's accelerator for the CPU takes fp16 as long as an engine is up that trains
-    in it. By itself it does only for CPUs that have instructions for it; PyTorch computes in it on
-    all of them.
-    """
-    is_fp16_supported = get_accelerator().is_fp16_supported
-    with mock.patch.object(
-        get_accelerator(), "is_fp16_supported", lambda: _num_in_fp16 > 0 or is_fp16_supported()
-    ):
-        yield
-
-
-@contextmanager
-def _in_fp16(device: torch.device) -> Iterator[None]:
-    """Surrounds the life of an engine in fp16."""
-    global _num_in_fp16
-    if device.type == "cpu":
-        logger.warning(
-            "fp16 is slow on a CPU. To train there, rather than to try out what is to train on a "
-            'GPU, write "bf16": {"enabled": true}.'
-        )
-    _num_in_fp16 += 1
-    try:
-        yield
-    finally:
-        _num_in_fp16 -= 1
-
-
-def _skip_shared_memory_all_reduce() -> None:
-    """
-    On CPU DeepSpeed compiles and loads an all-reduce for inference, which training never calls.
-    Each start of a worker would take the compiler's lock for it, and wait for ever for one that a
-    killed worker has left.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
 def check_sharding(model: Model, config: ResolvedConfig) -> None:
     """Refuses what DeepSpeed would get wrong, or fail at, where it shards the optimizer."""
     if config.zero_stage == 0:
@@ -557,77 +416,3 @@ def check_sharding(model: Model, config: ResolvedConfig) -> None:
                 f"The embedding '{name}' has \"sparse\": true, and DeepSpeed can't reduce sparse "
                 f'gradients at {advice}, or "sparse": false.'
             )
-
-
-def _init_group_of_one(device: torch.device) -> None:
-    """
-    DeepSpeed needs a process group even for one process. This one meets itself in memory, so that
-    it needs no port.
-    """
-    dist.init_process_group(
-        backend="gloo" if device.type == "cpu" else "nccl",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-    )
-
-
-def _undo_first_step(engine: DeepSpeedEngine) -> None:
-    """
-    To allocate the optimizer's state, DeepSpeed's optimizers for half precision at stage 0 make a
-    step with gradients of zero. It counts as a step in Adam's bias correction, and weight decay
-    changes the weights.
-    """
-    optimizer = engine.optimizer
-    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
-        engine.basic_optimizer.state.clear()
-        # From the weights in half precision, which have not changed.
-        optimizer.refresh_fp32_params()
-
-
-def _keep_adagrad(engine: DeepSpeedEngine) -> None:
-    """
-    Adagrad has its state from the beginning. At stages 1 to 3 DeepSpeed makes another one for its
-    shards, from the defaults and with one group. Learning rate schedules and everything else would
-    act on the one that it was given. Where it keeps that one, the state is that of the parameters
-    that it was given: on the CPU, or not of the weights that it steps.
-    """
-    given = engine.basic_optimizer
-    if not isinstance(given, torch.optim.Adagrad):
-        return
-    optimizer = getattr(engine.optimizer, "optimizer", given)
-    if optimizer is not given:
-        given.state = optimizer.state
-        engine.optimizer.optimizer = given
-        if engine.zero_optimization_stage() < 3:
-            engine.optimizer._link_all_hp_params()  # which it has done for the one group only
-        return
-    states = dict(given.state)
-    given.state.clear()
-    for group in given.param_groups:
-        for weight in group["params"]:
-            total = torch.full_like(weight, group["initial_accumulator_value"])
-            state = states.get(weight, {"step": torch.tensor(0.0), "sum": total})
-            given.state[weight] = {**state, "sum": state["sum"].to(weight.device)}
-
-
-def _device_index(device: torch.device, local_rank: int) -> int:
-    return local_rank if device.index is None else device.index
-
-
-def _set_launcher_variables(device: torch.device, local_rank: int) -> None:
-    """
-    Sets what DeepSpeed expects from its launcher.
-
-    `LOCAL_RANK` is the device's index: this is what DeepSpeed reads it for, and `"cuda_devices"`
-    may start at any.
-    """
-    values = (dist.get_rank(), _device_index(device, local_rank), dist.get_world_size())
-    os.environ.update(dict(zip(_LAUNCHER_VARIABLES, map(str, values))))
-
-
-def _restore_environment(values: Dict[str, Optional[str]]) -> None:
-    for name, value in values.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value

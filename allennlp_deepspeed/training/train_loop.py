@@ -18,7 +18,7 @@ from allennlp_deepspeed.engine.partitioned_construction import (
     PartitionedConstruction,
     is_partitioned,
 )
-from allennlp_deepspeed.engine.wrapped_model import process_environment
+from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.processes.one_process import as_one_process
 from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
 

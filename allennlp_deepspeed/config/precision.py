@@ -1,0 +1,134 @@
+"""
+The precision that a model trains in.
+"""
+
+from typing import Any, Dict
+
+from allennlp.common.checks import ConfigurationError
+from deepspeed.runtime.config import DtypeEnum
+
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.open_values import (
+    STAGE,
+    fill,
+    is_enabled,
+    said,
+)
+from allennlp_deepspeed.config.settings import TrainerSettings
+from allennlp_deepspeed.config.validation import AUTO, ROOT, lookup
+
+PRECISIONS = ("bf16", "fp16", "torch_autocast")
+
+
+def resolve_precision(config: Dict[str, Any], settings: TrainerSettings, findings: Findings) -> str:
+    enabled = [name for name in PRECISIONS if is_enabled(config, name)]
+    if len(enabled) > 1:
+        findings.add(
+            f"{' and '.join(f'{ROOT}.{name}.enabled' for name in enabled)} are true, but a model "
+            "trains in one precision: turn on one of them"
+        )
+        return enabled[0]
+    if enabled and settings.use_amp is False:
+        findings.add(
+            f"use_amp is false, but {ROOT}.{enabled[0]}.enabled is true: remove one of them, or "
+            "give both the same value"
+        )
+    if not enabled and settings.use_amp:
+        with findings.collect():
+            enabled = [_precision_of_amp(config, settings)]
+            fill(config, f"{enabled[0]}.enabled", True, "from use_amp")
+    for name in PRECISIONS:
+        if lookup(config, f"{name}.enabled") == AUTO:
+            fill(config, f"{name}.enabled", False, "from use_amp")
+
+    precision = enabled[0] if enabled else "fp32"
+    if precision == "torch_autocast" and said(config, "torch_autocast.dtype") is None:
+        dtype = "bfloat16" if settings.bf16_supported else "float16"
+        fill(config, "torch_autocast.dtype", dtype, f"for {settings.device_type}")
+    stage = int(lookup(config, STAGE))
+    with findings.collect():
+        _check_dtype(config, precision, settings, stage)
+    with findings.collect():
+        _check_multi(precision, settings, stage)
+    with findings.collect():
+        _resolve_loss_scale(config, precision, settings)
+    return precision
+
+
+def _check_dtype(
+    config: Dict[str, Any], precision: str, settings: TrainerSettings, stage: int
+) -> None:
+    if precision == "bf16" and not settings.bf16_supported:
+        raise ConfigurationError(
+            f"{ROOT}.bf16.enabled is true, but this device does not support bf16: write "
+            '"fp16": {"enabled": true}, or remove the section'
+        )
+    if _is_autocast_to_fp16(config, precision) and stage > 0:
+        raise ConfigurationError(
+            f"{ROOT}.torch_autocast.dtype is float16, but at ZeRO stage {stage} DeepSpeed clips "
+            "gradients before it divides them by the loss scale, and makes no more steps after one "
+            'that has overflowed: write "fp16": {"enabled": true} in the place of the section, '
+            '"dtype": "bfloat16" where the device can, or "zero_optimization": {"stage": 0}'
+        )
+
+
+def _check_multi(precision: str, settings: TrainerSettings, stage: int) -> None:
+    """At the other stages it is refused whatever the precision."""
+    if precision in ("bf16", "fp16") and stage == 0:
+        if settings.optimizer in ("multi", "MultiOptimizer"):
+            raise ConfigurationError(
+                f"The optimizer 'multi' has optimizers of its own inside, which would step other "
+                f"weights than those that the model gets, where {ROOT}.{precision}.enabled is "
+                'true: write "torch_autocast": {"enabled": true} in the place of the section, '
+                "remove it to train in fp32, or use one optimizer with 'parameter_groups'."
+            )
+
+
+def _precision_of_amp(config: Dict[str, Any], settings: TrainerSettings) -> str:
+    """
+    What `use_amp` stands for: the first precision left to it that works, or autocast. Where that
+    would have to be autocast to fp16, which is right at stage 0 only, it is fp16.
+    """
+    needs_fp16 = not settings.bf16_supported and lookup(config, STAGE) > 0
+    works = {
+        "bf16": settings.bf16_supported,
+        "fp16": settings.device_type == "cuda",
+        "torch_autocast": not needs_fp16,
+    }
+    for name in PRECISIONS:
+        if lookup(config, f"{name}.enabled") == AUTO and works[name]:
+            return name
+    if needs_fp16 and is_enabled(config, "fp16") is not False:
+        return "fp16"
+    if is_enabled(config, "torch_autocast") is False:
+        raise ConfigurationError(
+            f"use_amp is true, but {ROOT}.torch_autocast.enabled is false and no other precision "
+            'is turned on: remove one of the two, or write "bf16": {"enabled": true}'
+        )
+    return "torch_autocast"
+
+
+def _is_autocast_to_fp16(config: Dict[str, Any], precision: str) -> bool:
+    return (
+        precision == "torch_autocast"
+        and DtypeEnum(lookup(config, "torch_autocast.dtype")) is DtypeEnum.fp16
+    )
+
+
+def _resolve_loss_scale(config: Dict[str, Any], precision: str, settings: TrainerSettings) -> None:
+    if settings.grad_scaling:
+        return
+    if precision == "fp16":
+        loss_scale = said(config, "fp16.loss_scale")
+        if loss_scale is None:
+            fill(config, "fp16.loss_scale", 1.0, "from grad_scaling")
+        elif loss_scale != 1:
+            raise ConfigurationError(
+                f"grad_scaling is false, but {ROOT}.fp16.loss_scale is {loss_scale} "
+                "(0 scales dynamically): remove one of them"
+            )
+    elif _is_autocast_to_fp16(config, precision):
+        raise ConfigurationError(
+            f"grad_scaling is false, but DeepSpeed always scales where {ROOT}.torch_autocast.dtype "
+            'is float16: write "dtype": "bfloat16", or remove grad_scaling'
+        )

@@ -1,0 +1,183 @@
+"""
+What DeepSpeed needs of a process besides an engine. No other module touches the environment
+variables that DeepSpeed reads, or makes a process group.
+"""
+
+import logging
+import os
+from contextlib import ExitStack, contextmanager
+from typing import Dict, Iterator, Optional
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+from allennlp_deepspeed.engine import (
+    deepspeed_logging,
+    max_norm,
+    module_hooks,
+    parameter_layout,
+)
+from allennlp_deepspeed.processes.one_process import as_one_process
+
+logger = logging.getLogger(__name__)
+
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+_environment = ExitStack()
+
+
+_num_in_environment = 0
+
+
+@contextmanager
+def process_environment(device: torch.device, local_rank: int) -> Iterator[None]:
+    """
+    Within it this process is one that DeepSpeed can work in: it has a process group, and what
+    DeepSpeed takes from its launcher. May be entered several times; the last to leave ends it.
+
+    # Parameters
+
+    device : `torch.device`, required.
+        This worker's device.
+    local_rank : `int`, required.
+        The worker's rank on its node.
+    """
+    global _num_in_environment
+    if _num_in_environment == 0:
+        _set_up_environment(device, local_rank)
+    _num_in_environment += 1
+    try:
+        yield
+    finally:
+        _num_in_environment -= 1
+        if _num_in_environment == 0:
+            _environment.close()
+
+
+def _set_up_environment(device: torch.device, local_rank: int) -> None:
+    with ExitStack() as undo:
+        use_accelerator(device)
+        _skip_shared_memory_all_reduce()
+        undo.enter_context(deepspeed_logging.logged_by_allennlp())
+        if not dist.is_initialized():
+            _init_group_of_one(device)
+            undo.callback(_destroy_process_group)
+            undo.enter_context(as_one_process())
+        if device.type == "cpu":
+            undo.enter_context(_fp16_on_cpu())
+        undo.enter_context(parameter_layout.any_layout())
+        undo.enter_context(module_hooks.linear_only_with_graph())
+        undo.enter_context(module_hooks.keeping_what_is_read())
+        undo.enter_context(max_norm.lookups_recorded())
+        undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
+        _set_launcher_variables(device, local_rank)
+        # ZeRO-3 puts its own in the place of it.
+        linear = torch.nn.functional.linear
+        undo.enter_context(mock.patch.object(torch.nn.functional, "linear", linear))
+        _environment.push(undo.pop_all())
+
+
+def _destroy_process_group() -> None:
+    # DeepSpeed's function, because it also forgets the groups that it made of this one. It isn't
+    # there yet if DeepSpeed has not come so far.
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def use_accelerator(device: torch.device) -> None:
+    """DeepSpeed trains on the best device it sees; AllenNLP on the one that the config names."""
+    if get_accelerator().device_name() != device.type:
+        if _num_in_environment > 0:
+            # Its process group is for that device.
+            raise ConfigurationError(
+                f"A trainer on '{get_accelerator().device_name()}' is still up in this process: "
+                f"call its `close()` before one on '{device.type}' is constructed, or give both "
+                "the same 'cuda_device'."
+            )
+        set_accelerator(CPU_Accelerator() if device.type == "cpu" else CUDA_Accelerator())
+
+
+_num_in_fp16 = 0
+
+
+@contextmanager
+def _fp16_on_cpu() -> Iterator[None]:
+    """
+    Within it DeepSpeed's accelerator for the CPU takes fp16 as long as an engine is up that trains
+    in it. By itself it does only for CPUs that have instructions for it; PyTorch computes in it on
+    all of them.
+    """
+    is_fp16_supported = get_accelerator().is_fp16_supported
+    with mock.patch.object(
+        get_accelerator(), "is_fp16_supported", lambda: _num_in_fp16 > 0 or is_fp16_supported()
+    ):
+        yield
+
+
+@contextmanager
+def in_fp16(device: torch.device) -> Iterator[None]:
+    """Surrounds the life of an engine in fp16."""
+    global _num_in_fp16
+    if device.type == "cpu":
+        logger.warning(
+            "fp16 is slow on a CPU. To train there, rather than to try out what is to train on a "
+            'GPU, write "bf16": {"enabled": true}.'
+        )
+    _num_in_fp16 += 1
+    try:
+        yield
+    finally:
+        _num_in_fp16 -= 1
+
+
+def _skip_shared_memory_all_reduce() -> None:
+    """
+    On CPU DeepSpeed compiles and loads an all-reduce for inference, which training never calls.
+    Each start of a worker would take the compiler's lock for it, and wait for ever for one that a
+    killed worker has left.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _init_group_of_one(device: torch.device) -> None:
+    """
+    DeepSpeed needs a process group even for one process. This one meets itself in memory, so that
+    it needs no port.
+    """
+    dist.init_process_group(
+        backend="gloo" if device.type == "cpu" else "nccl",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
+
+
+def device_index(device: torch.device, local_rank: int) -> int:
+    return local_rank if device.index is None else device.index
+
+
+def _set_launcher_variables(device: torch.device, local_rank: int) -> None:
+    """
+    Sets what DeepSpeed expects from its launcher.
+
+    `LOCAL_RANK` is the device's index: this is what DeepSpeed reads it for, and `"cuda_devices"`
+    may start at any.
+    """
+    values = (dist.get_rank(), device_index(device, local_rank), dist.get_world_size())
+    os.environ.update(dict(zip(_LAUNCHER_VARIABLES, map(str, values))))
+
+
+def _restore_environment(values: Dict[str, Optional[str]]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
