@@ -10,6 +10,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["allennlp_deepspeed*"]),
+    package_data={"allennlp_deepspeed": ["py.typed"]},
     python_requires=">=3.10",
     # AllenNLP itself can't be named here, even where it is installed already: its last release,
     # 2.10.1, asks for torch<1.13, transformers<4.21 and spacy<3.4, which pip would then insist on.
