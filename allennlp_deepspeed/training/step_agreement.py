@@ -1,7 +1,8 @@
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
+
+from allennlp_deepspeed.processes import agreement
 
 
 class StepAgreement(NamedTuple):
@@ -56,21 +57,19 @@ def agree_on_steps(
     """
     # One maximum over the ranks: that of the checksum and of its negative are the largest and the
     # smallest.
-    flags = torch.tensor(
+    since_nan, largest, smallest, signal_, is_time, weights, seconds = agreement.highest(
         [
-            steps_since_nan,
-            used_parameters_checksum,
-            -used_parameters_checksum,
-            signal_number,
-            is_time_to_save,
-            has_changed_weights,
+            float(steps_since_nan),
+            float(used_parameters_checksum),
+            -float(used_parameters_checksum),
+            float(signal_number),
+            float(is_time_to_save),
+            float(has_changed_weights),
             seconds_per_step,
         ],
+        device,
         dtype=torch.float64,
-        device=device,
     )
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    since_nan, largest, smallest, signal_, is_time, weights, seconds = flags.tolist()
     return StepAgreement(
         steps_since_nan=int(since_nan),
         ranks_differ=largest != -smallest,

@@ -1,10 +1,10 @@
 from typing import Any, Callable, Dict, List, Optional
 
 import torch
-import torch.distributed as dist
 from allennlp.common import Tqdm
 from allennlp.data.data_loaders import MultiProcessDataLoader
 
+from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.random_states import (
     RandomHistory,
     random_states,
@@ -70,17 +70,10 @@ class ValidationHistory:
             batches = Tqdm.tqdm(batches, desc="reading validation data again")
         for _ in batches:
             # The same ranks stop at the same batch as in AllenNLP's loop.
-            if self._is_any_done(False):
+            if agreement.any_of(False, self._device):
                 return
             self._leave_if_interrupted("before it has caught up with the checkpoint")
-        self._is_any_done(True)
-
-    def _is_any_done(self, is_done: bool) -> bool:
-        if dist.get_world_size() == 1:
-            return is_done
-        done = torch.tensor(int(is_done), dtype=torch.int32, device=self._device)
-        dist.all_reduce(done)
-        return bool(done.item())
+        agreement.any_of(True, self._device)
 
     def state_dict(self) -> Dict[str, Any]:
         return {"epochs": list(self._epochs), "starts": self._starts.state_dict()}
