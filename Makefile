@@ -36,12 +36,12 @@ demo: $(VENV)/installed
 test: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam CPUAdagrad CPULion AsyncIO)
 	pytest -n 2 tests
 
-# Outcomes are committed under benchmarks/results.
+# Tables are committed under benchmarks/results; raw data stay out of git, in raw/ there.
 soak: $(OPS)/CPUAdamBuilder.built
 	python -m tests.faults.soak
 	pytest -n 2 -m soak tests
 
-# The outcome is committed under benchmarks/results.
+# The table is committed under benchmarks/results.
 cross: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
 	python -m tests.cross
 
@@ -55,12 +55,12 @@ upstream-%: $(VENV)/installed
 	    "$(ALLENNLP)/tests/training/trainer_test.py"
 
 bench: $(VENV)/installed
-	python -m benchmarks.saving
-	python -m benchmarks.speed
-	python -m benchmarks.contrastive
-	python -m benchmarks.retrieval --minilm
-	python -m benchmarks.model_states
-	python -m benchmarks.large_model
+	python -m benchmarks saving
+	python -m benchmarks speed
+	python -m benchmarks contrastive
+	python -m benchmarks retrieval --minilm
+	python -m benchmarks model_states
+	python -m benchmarks large_model
 
 lint: $(VENV)/installed
 	ruff check .

@@ -1,5 +1,5 @@
 """
-The benchmarks measure what they say, on one small case each.
+The studies measure what they say, on one small case each.
 """
 
 import json
@@ -15,25 +15,26 @@ from tests.command import REPOSITORY
 CONTENDERS = ["bare", "ours", "ours-micro-batch", "ours-flush", "gradient-descent"]
 
 
+def run_study(name: str, *arguments: str, output: Path, time_limit: float = 240) -> Dict[str, Any]:
+    """Returns the raw data that it has written."""
+    command = [sys.executable, "-m", "benchmarks", name, *arguments, "--output", output]
+    subprocess.run(command, cwd=REPOSITORY, timeout=time_limit, check=True)
+    return json.loads((output / "raw" / f"{name}.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the benchmark has written."""
+    """What the study has written."""
     directory = tmp_path_factory.mktemp("benchmark")
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.speed", "--models", "tagger", "--stages", "2"]
-        + ["--accumulation", "2", "--pairs", "1", "--steps", "2", "--output", directory]
-        + ["--contenders", *CONTENDERS],
-        cwd=REPOSITORY,
-        timeout=120,
-        check=True,
-    )
+    settings = "--models tagger --stages 2 --accumulation 2 --pairs 1 --steps 2 --contenders"
+    run_study("speed", *settings.split(), *CONTENDERS, output=directory, time_limit=120)
     return directory
 
 
 @pytest.fixture
 def rows(directory: Path) -> Dict[str, Any]:
     """The rows by the contender."""
-    results = json.loads((directory / "speed.json").read_text())
+    results = json.loads((directory / "raw" / "speed.json").read_text())
     assert results["world_size"] == 2
     return {row["contender"]: row for row in results["rows"]}
 
@@ -68,14 +69,8 @@ def test_tables_and_plot_are_written(directory: Path) -> None:
 
 @pytest.mark.soak
 def test_gradient_caching_is_compared_with_others_that_do_the_same(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.contrastive", "--stages", "0", "--batch", "6"]
-        + ["--chunk", "4", "--tokens", "4", "--pairs", "1", "--output", tmp_path],
-        cwd=REPOSITORY,
-        timeout=240,
-        check=True,
-    )
-    results = json.loads((tmp_path / "contrastive.json").read_text())
+    settings = "--stages 0 --batch 6 --chunk 4 --tokens 4 --pairs 1"
+    results = run_study("contrastive", *settings.split(), output=tmp_path)
     ratios = {(row["contender"], row["against"]): row for row in results["ratios"]}
     assert {("ours-cached", "ours-uncached"), ("ours-cached", "ddp-cached")} <= set(ratios)
     assert all(row["time_per_example"] > 0 for row in ratios.values())
@@ -94,14 +89,8 @@ def test_gradient_caching_is_compared_with_others_that_do_the_same(tmp_path: Pat
 def test_counted_model_states_are_those_of_the_paper_and_the_estimate(
     tmp_path: Path, stages: List[str]
 ) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.model_states", "--precisions", "bf16", "--workers", "2"]
-        + ["--stages", *stages, "--output", tmp_path],
-        cwd=REPOSITORY,
-        timeout=240,
-        check=True,
-    )
-    rows = json.loads((tmp_path / "model_states.json").read_text())["rows"]
+    settings = ["--precisions", "bf16", "--workers", "2", "--stages", *stages]
+    rows = run_study("model_states", *settings, output=tmp_path)["rows"]
     assert [str(row["stage"]) for row in rows] == stages
     for row in rows:
         assert len(row["ranks"]) == 2

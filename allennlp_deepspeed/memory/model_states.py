@@ -3,8 +3,8 @@ The memory that DeepSpeed keeps for a model: weights, gradients and optimizer st
 states" of the [ZeRO paper](https://arxiv.org/abs/1910.02054) (section 3), as they are divided over
 ranks and devices.
 
-These are DeepSpeed 0.19's, which aren't always the paper's: `benchmarks.model_states` has both
-beside what has been counted.
+These are DeepSpeed 0.19's, which aren't always the paper's: `python -m benchmarks model_states` has
+both beside what has been counted.
 """
 
 import math

@@ -1,5 +1,5 @@
 """
-Everything that is measured, by the name under which it is reported.
+What is compared: each way to train, by the name under which it is reported, and what they train.
 """
 
 from typing import Dict
@@ -7,12 +7,15 @@ from typing import Dict
 from benchmarks.contenders.accelerate import Accelerate
 from benchmarks.contenders.allennlp import FairScale, GradientDescent
 from benchmarks.contenders.bare import Bare
-from benchmarks.contenders.contender import Contender, Job, Participant, Unavailable
+from benchmarks.contenders.distributed_data_parallel import DdpCached, DdpUncached
 from benchmarks.contenders.lightning import Lightning
-from benchmarks.contenders.ours import Ours, OursFlush, OursMicroBatch
+from benchmarks.contenders.ours import Ours, OursCached, OursFlush, OursMicroBatch
+from benchmarks.contenders.sentence_transformers import SentenceTransformers
+from benchmarks.harness.contender import Contender
 
 BARE = "bare"  # all others are compared with it
 
+# Those that train any model.
 CONTENDERS: Dict[str, Contender] = {
     BARE: Bare(),
     "ours": Ours(),
@@ -24,4 +27,11 @@ CONTENDERS: Dict[str, Contender] = {
     "fairscale": FairScale(),
 }
 
-__all__ = ["BARE", "CONTENDERS", "Contender", "Job", "Participant", "Unavailable"]
+# Those that train a bi-encoder.
+BI_ENCODER_CONTENDERS: Dict[str, Contender] = {
+    "ours-uncached": Ours(),
+    "ours-cached": OursCached(),
+    "ddp-uncached": DdpUncached(),
+    "ddp-cached": DdpCached(),
+    "sentence-transformers": SentenceTransformers(),
+}

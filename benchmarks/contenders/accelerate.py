@@ -1,10 +1,8 @@
-from allennlp.common import Params
-from allennlp.training.optimizers import Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
-from benchmarks import workload
-from benchmarks.contenders.contender import Contender, Job, Unavailable
+from benchmarks.harness.contender import Contender, Job
+from benchmarks.harness.process_tree import Unavailable
 
 
 class Accelerate(Contender):
@@ -17,22 +15,15 @@ class Accelerate(Contender):
         from accelerate import Accelerator
         from accelerate.utils import DeepSpeedPlugin
 
-        accumulation = job.cell.accumulation
+        workload, world_size = job.workload, job.worker.world_size
+        model = workload.build_model()
         # With cpu=True it would wrap the model in DistributedDataParallel and say nothing.
         accelerator = Accelerator(
-            deepspeed_plugin=DeepSpeedPlugin(
-                hf_ds_config=workload.deepspeed_config(job.cell, job.world_size)
-            ),
-            gradient_accumulation_steps=accumulation,
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=workload.deepspeed_config(world_size)),
+            gradient_accumulation_steps=workload.accumulation,
         )
-        model, optimizer = accelerator.prepare(
-            job.model,
-            Optimizer.from_params(
-                Params(dict(workload.OPTIMIZER)),
-                model_parameters=workload.named_parameters(job.model),
-            ),
-        )
-        if not isinstance(model, DeepSpeedEngine) or model.world_size != job.world_size:
+        model, optimizer = accelerator.prepare(model, workload.build_optimizer(model))
+        if not isinstance(model, DeepSpeedEngine) or model.world_size != world_size:
             raise Unavailable(
                 f"trains a {type(model).__name__} with a world size of "
                 f"{getattr(model, 'world_size', accelerator.num_processes)}, not DeepSpeed's engine"

@@ -1,4 +1,4 @@
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Iterable, List, Optional
 
 from allennlp.common import Lazy, Params
 from allennlp.nn.parallel import DdpAccelerator
@@ -6,9 +6,8 @@ from allennlp.training import Trainer
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
-from benchmarks import workload
-from benchmarks.contenders.callback import RecordSteps
-from benchmarks.contenders.contender import Contender, Job
+from benchmarks.harness.contender import Contender, Job
+from benchmarks.harness.stopwatch import Stopwatch
 
 
 class GradientDescent(Contender):
@@ -18,19 +17,20 @@ class GradientDescent(Contender):
 
     @overrides
     def train(self, job: Job) -> None:
+        worker = job.worker
         accelerator = None
         if self.ddp_accelerator is not None:
             accelerator = DdpAccelerator.from_params(
                 Params({"type": self.ddp_accelerator}),
-                local_rank=job.rank,
-                world_size=job.world_size,
-                cuda_device=job.rank,
+                local_rank=worker.rank,
+                world_size=worker.world_size,
+                cuda_device=worker.rank,
             )
         train_with(
             job,
             {
                 "type": "gradient_descent",
-                "num_gradient_accumulation_steps": job.cell.accumulation,
+                "num_gradient_accumulation_steps": job.workload.accumulation,
             },
             ddp_accelerator=accelerator,
         )
@@ -44,10 +44,33 @@ class FairScale(GradientDescent):
     ddp_accelerator = "fairscale_fsdp"
 
 
+class RecordSteps(TrainerCallback):
+    """Tells a `Stopwatch` of each loss of one of AllenNLP's trainers."""
+
+    reads_metrics = False
+
+    def __init__(self, serialization_dir: str, stopwatch: Stopwatch) -> None:
+        super().__init__(serialization_dir)
+        self._stopwatch = stopwatch
+
+    @overrides
+    def on_batch(
+        self,
+        trainer,
+        batch_inputs: List[Any],
+        batch_outputs: List[Dict[str, Any]],
+        *args: Any,
+        is_training: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        for outputs in batch_outputs:
+            self._stopwatch.record(outputs["loss"])
+
+
 def train_with(
     job: Job,
     config: Dict[str, Any],
-    callbacks: Optional[List[Lazy[TrainerCallback]]] = None,
+    callbacks: Iterable[Lazy[TrainerCallback]] = (),
     ddp_accelerator: Optional[DdpAccelerator] = None,
 ) -> None:
     """
@@ -58,25 +81,26 @@ def train_with(
     def record_steps(**extras: Any) -> RecordSteps:
         return RecordSteps(stopwatch=job.stopwatch, **extras)
 
+    worker = job.worker
     trainer = Trainer.from_params(
         Params(
             {
-                "optimizer": dict(workload.OPTIMIZER),
+                "optimizer": dict(job.workload.optimizer),
                 **config,
                 "num_epochs": 1,
                 "checkpointer": None,
                 # What the train command writes there.
-                "local_rank": job.rank,
-                "cuda_device": job.device.index if job.device.type == "cuda" else -1,
-                "world_size": job.world_size,
+                "local_rank": worker.rank,
+                "cuda_device": worker.rank if worker.device.type == "cuda" else -1,
+                "world_size": worker.world_size,
                 "distributed": True,
             }
         ),
-        serialization_dir=str(job.directory),
-        model=job.model,
+        serialization_dir=str(worker.serialization_dir),
+        model=job.workload.build_model(),
         data_loader=job.data_loader,
         validation_data_loader=None,
         ddp_accelerator=ddp_accelerator,
-        callbacks=[*(callbacks or []), Lazy(record_steps)],
+        callbacks=[*callbacks, Lazy(record_steps)],
     )
     trainer.train()

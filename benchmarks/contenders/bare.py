@@ -1,10 +1,7 @@
 import deepspeed
-from allennlp.common import Params
-from allennlp.training.optimizers import Optimizer
 from overrides import overrides
 
-from benchmarks import workload
-from benchmarks.contenders.contender import Contender, Job
+from benchmarks.harness.contender import Contender, Job
 
 
 class Bare(Contender):
@@ -12,13 +9,11 @@ class Bare(Contender):
 
     @overrides
     def train(self, job: Job) -> None:
+        model = job.workload.build_model()
         engine, *_ = deepspeed.initialize(
-            model=job.model,
-            optimizer=Optimizer.from_params(
-                Params(dict(workload.OPTIMIZER)),
-                model_parameters=workload.named_parameters(job.model),
-            ),
-            config=workload.deepspeed_config(job.cell, job.world_size),
+            model=model,
+            optimizer=job.workload.build_optimizer(model),
+            config=job.workload.deepspeed_config(job.worker.world_size),
         )
         engine.train()
         for batch in job.data_loader:

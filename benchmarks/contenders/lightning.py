@@ -1,9 +1,6 @@
-from allennlp.common import Params
-from allennlp.training.optimizers import Optimizer
 from overrides import overrides
 
-from benchmarks import workload
-from benchmarks.contenders.contender import Contender, Job
+from benchmarks.harness.contender import Contender, Job
 
 
 class Lightning(Contender):
@@ -17,10 +14,13 @@ class Lightning(Contender):
         from lightning.pytorch import LightningModule, Trainer
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
+        workload, worker = job.workload, job.worker
+        model = workload.build_model()
+
         class Module(LightningModule):
             def __init__(self) -> None:
                 super().__init__()
-                self.model = job.model
+                self.model = model
 
             def training_step(self, batch, batch_index):
                 loss = self.model(**batch)["loss"]
@@ -31,24 +31,21 @@ class Lightning(Contender):
                 job.stopwatch.record(self.loss)
 
             def configure_optimizers(self):
-                return Optimizer.from_params(
-                    Params(dict(workload.OPTIMIZER)),
-                    model_parameters=workload.named_parameters(self.model),
-                )
+                return workload.build_optimizer(model)
 
-        config = workload.deepspeed_config(job.cell, job.world_size)
+        config = workload.deepspeed_config(worker.world_size)
         # Lightning refuses to be told these twice.
         for key in ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size"):
             config.pop(key)
         Trainer(
             accelerator="gpu",
-            devices=job.world_size,
+            devices=worker.world_size,
             strategy=DeepSpeedStrategy(config=config),
-            accumulate_grad_batches=job.cell.accumulation,
+            accumulate_grad_batches=workload.accumulation,
             max_epochs=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            default_root_dir=job.directory,
+            default_root_dir=worker.serialization_dir,
         ).fit(Module(), job.data_loader)

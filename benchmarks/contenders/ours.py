@@ -5,39 +5,40 @@ from allennlp.common import Lazy
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
-from benchmarks import workload
 from benchmarks.contenders.allennlp import train_with
-from benchmarks.contenders.contender import Contender, Job
-from benchmarks.workload import Cell
+from benchmarks.harness.contender import Contender, Job
+from benchmarks.harness.workload import Workload
 
 
 class Ours(Contender):
     """This package's trainer, reducing each gradient once an optimizer step."""
 
-    gradient_synchronization = "boundary"
     callbacks: ClassVar[List[Lazy[TrainerCallback]]] = []
 
     @overrides
     def train(self, job: Job) -> None:
+        config = job.workload.deepspeed_config(job.worker.world_size)
         train_with(
             job,
-            {
-                "type": "deepspeed",
-                "deepspeed_config": workload.deepspeed_config(job.cell, job.world_size),
-                "gradient_synchronization": self.gradient_synchronization,
-            },
+            {"type": "deepspeed", "deepspeed_config": config, **self.settings(job.workload)},
             callbacks=self.callbacks,
         )
+
+    def settings(self, workload: Workload) -> Dict[str, Any]:
+        """Further settings of the trainer."""
+        return {"gradient_synchronization": "boundary"}
 
 
 class OursMicroBatch(Ours):
     """This package's trainer, reducing gradients after each micro-batch."""
 
-    gradient_synchronization = "micro_batch"
+    @overrides
+    def takes_part(self, workload: Workload) -> bool:
+        return workload.stage in (2, 3) and workload.accumulation > 1
 
     @overrides
-    def takes_part(self, cell: Cell) -> bool:
-        return cell.stage in (2, 3) and cell.accumulation > 1
+    def settings(self, workload: Workload) -> Dict[str, Any]:
+        return {"gradient_synchronization": "micro_batch"}
 
 
 class BackwardWithoutSync(TrainerCallback):
@@ -63,3 +64,12 @@ class OursFlush(Ours):
     """As `Ours`, but the reduction is separate and not in the last backward pass."""
 
     callbacks = [Lazy(BackwardWithoutSync)]
+
+
+class OursCached(Ours):
+    """As `Ours`, with gradient caching."""
+
+    @overrides
+    def settings(self, workload: Workload) -> Dict[str, Any]:
+        cache = {"chunk_size": workload.chunk_size}
+        return {**super().settings(workload), "grad_cache": cache}

@@ -1,10 +1,10 @@
 """
 Trains 200 combinations of features beside plain PyTorch, and writes what has become of them to
-`benchmarks/results/cross.json` and `.md`. `--case 17` trains one of them and says all of it.
+`benchmarks/results/cross.md`, and all of it to `raw/cross.json` there. `--case 17` trains one of
+them and says all of it.
 """
 
 import argparse
-import json
 import logging
 import os
 import platform
@@ -22,7 +22,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
 
-from tests.command import REPOSITORY
+from benchmarks.harness import report
 from tests.cross.case import SEED, Case, case_of, draw
 from tests.cross.plain import Fault, train_plainly
 from tests.cross.training import Finished, train_all
@@ -30,7 +30,6 @@ from tests.cross.verdict import differences, expected_refusal, problems
 
 logger = logging.getLogger(__name__)
 
-RESULTS = REPOSITORY / "benchmarks" / "results"
 CASES_AT_ONCE = 10
 
 
@@ -113,9 +112,7 @@ def run(arguments: argparse.Namespace) -> bool:
     is_good = not any(judgement.problems for judgement in judgements)
     if arguments.case is None:
         summary = summarize(judgements, arguments.seed, time.time() - start)
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / "cross.json").write_text(json.dumps(summary, indent=1) + "\n")
-        (RESULTS / "cross.md").write_text(markdown(summary))
+        report.write(arguments.output, "cross", summary, markdown(summary))
     if is_good:
         shutil.rmtree(root)
     else:
@@ -143,7 +140,7 @@ def summarize(judgements: List[Judgement], seed: int, seconds: float) -> Dict[st
         "seed": seed,
         "minutes": round(seconds / 60, 1),
         "machine": {
-            "processor": _processor(),
+            "processor": report.processor(),
             "cores": os.cpu_count(),
             "system": platform.platform(),
         },
@@ -275,19 +272,13 @@ def _smallest_fault(summary: Dict[str, Any]) -> float:
     return min((value for value in values if value is not None), default=float("nan"))
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.cross", description=__doc__)
     parser.add_argument("--cases", type=int, default=200, help="how many")
     parser.add_argument("--case", help="only these, such as 17 or 17,25")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--jobs", type=int, default=2, help="trainings beside one another")
+    parser.add_argument("--output", type=Path, default=report.RESULTS, help="a directory")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for name in ("allennlp", "allennlp_deepspeed", "DeepSpeed"):

@@ -1,10 +1,9 @@
 """
 Kills 200 runs, fills the disk of others at each file operation, and writes what has become of them
-to `benchmarks/results/soak.json` and `.md`.
+to `benchmarks/results/soak.md`, and all of it to `raw/soak.json` there.
 """
 
 import argparse
-import json
 import logging
 import os
 import platform
@@ -21,13 +20,12 @@ from typing import Any, Dict, List, NamedTuple
 
 import torch
 
-from tests.command import REPOSITORY
+from benchmarks.harness import report
 from tests.faults.plan import FILE_PHASES, LOOP_PHASES, RECOVERY_PHASES, draw, draw_each_operation
 from tests.faults.trial import Kill, Outcome, Reference, References, run_trial
 
 logger = logging.getLogger(__name__)
 
-RESULTS = REPOSITORY / "benchmarks" / "results"
 PHASES = (*FILE_PHASES, *LOOP_PHASES, *RECOVERY_PHASES)
 VARIANTS_OF_STAGE = (
     ("plain", "async", "patience"),
@@ -102,9 +100,7 @@ def run(arguments: argparse.Namespace) -> bool:
 
         outcomes = list(pool.map(execute, range(len(trials))))
     summary = summarize(trials, outcomes, arguments.seed, time.time() - start)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "soak.json").write_text(json.dumps(summary, indent=1) + "\n")
-    (RESULTS / "soak.md").write_text(markdown(summary))
+    report.write(arguments.output, "soak", summary, markdown(summary))
     is_good = all(outcome.is_good for outcome in outcomes)
     if is_good:
         shutil.rmtree(root)
@@ -139,7 +135,7 @@ def summarize(
         "seed": seed,
         "minutes": round(seconds / 60, 1),
         "machine": {
-            "processor": _processor(),
+            "processor": report.processor(),
             "cores": os.cpu_count(),
             "system": platform.platform(),
         },
@@ -205,18 +201,12 @@ def markdown(summary: Dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="runs beside one another")
+    parser.add_argument("--output", type=Path, default=report.RESULTS, help="a directory")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     sys.exit(0 if run(arguments) else 1)

@@ -1,55 +1,38 @@
 from abc import ABC, abstractmethod
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple, Optional, Tuple
 
 import torch
 from allennlp.data import DataLoader
-from allennlp.models.model import Model
 
-from benchmarks.stopwatch import Stopwatch
-from benchmarks.workload import Cell
-
-
-class Unavailable(Exception):
-    """A contender can't do what is asked for, here. Its message says why."""
+from benchmarks.harness.process_tree import Worker
+from benchmarks.harness.stopwatch import Stopwatch
+from benchmarks.harness.workload import Workload
 
 
 class Job(NamedTuple):
     """
-    What a contender is given on each rank. The process group is there, and the launcher's
-    environment variables are set.
+    What a contender is given on each rank.
 
     # Parameters
 
-    cell : `Cell`
-    model : `Model`
-        On the CPU.
+    workload : `Workload`
+    worker : `Worker`
     data_loader : `DataLoader`
-        One epoch of this rank's micro-batches, which come on `device`.
+        One epoch of this rank's micro-batches, which come on the worker's device.
     stopwatch : `Stopwatch`
-    device : `torch.device`
-    rank : `int`
-        All ranks are on one node.
-    world_size : `int`
-    directory : `Path`
-        For what a trainer may want to write. It doesn't exist yet.
     """
 
-    cell: Cell
-    model: Model
+    workload: Workload
+    worker: Worker
     data_loader: DataLoader
     stopwatch: Stopwatch
-    device: torch.device
-    rank: int
-    world_size: int
-    directory: Path
 
 
-class Participant:
+class Contender(ABC):
     """
-    What a benchmark needs to know of a contender before it runs.
+    A way to train.
 
     # Attributes
 
@@ -63,6 +46,10 @@ class Participant:
     package: Optional[str] = None
     needs_gpu: bool = False
     stages: Tuple[int, ...] = (0, 1, 2, 3)
+
+    def takes_part(self, workload: Workload) -> bool:
+        """Whether it is another case for this contender than what others show already."""
+        return workload.stage in self.stages
 
     def why_not_here(self) -> Optional[str]:
         """Why it can't run here, if it can't."""
@@ -78,19 +65,11 @@ class Participant:
         if self.package is not None:
             import_module(self.package)
 
-
-class Contender(Participant, ABC):
-    """A way to train."""
-
-    def takes_part(self, cell: Cell) -> bool:
-        """Whether `cell` is another case for this contender than what others show already."""
-        return cell.stage in self.stages
-
     @abstractmethod
     def train(self, job: Job) -> None:
         """
-        Trains on all of `job.data_loader` and calls `job.stopwatch.record` with each loss. To be
-        called on every rank.
+        Constructs the workload's model, trains it on all of `job.data_loader` and calls
+        `job.stopwatch.record` with each loss. To be called on every rank.
 
         # Raises
 

@@ -2,17 +2,11 @@ import torch
 import torch.distributed as dist
 from overrides import overrides
 
-from benchmarks.contrastive_contenders.contender import ContrastiveContender
-from benchmarks.contrastive_workload import (
-    LEARNING_RATE,
-    TEMPERATURE,
-    WITHOUT_POOLER,
-    ContrastiveJob,
-    texts_of,
-)
+from benchmarks.contenders.text_pairs import TEMPERATURE, WITHOUT_POOLER, texts_of
+from benchmarks.harness.contender import Contender, Job
 
 
-class SentenceTransformersCached(ContrastiveContender):
+class SentenceTransformers(Contender):
     """
     `CachedMultipleNegativesRankingLoss` of sentence-transformers with its own modules and negatives
     from all ranks, in a plain loop. Its trainer would have `DistributedDataParallel` reduce the
@@ -23,11 +17,11 @@ class SentenceTransformersCached(ContrastiveContender):
     stages = (0,)
 
     @overrides
-    def train(self, job: ContrastiveJob) -> None:
+    def train(self, job: Job) -> None:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer import losses, modules
 
-        transformer = modules.Transformer(str(job.encoder), model_kwargs=WITHOUT_POOLER)
+        transformer = modules.Transformer(str(job.workload.directory), model_kwargs=WITHOUT_POOLER)
         pooling = modules.Pooling(transformer.get_embedding_dimension(), "mean")
         model = SentenceTransformer(
             modules=[transformer, pooling, modules.Normalize()], device=str(job.worker.device)
@@ -35,12 +29,12 @@ class SentenceTransformersCached(ContrastiveContender):
         contrastive_loss = losses.CachedMultipleNegativesRankingLoss(
             model,
             scale=1 / TEMPERATURE,
-            mini_batch_size=job.cell.chunk_size,
+            mini_batch_size=job.workload.chunk_size,
             gather_across_devices=job.worker.world_size > 1,
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        optimizer = job.workload.build_optimizer(model)
         model.train()
-        for batch in job.batches:
+        for batch in job.data_loader:
             optimizer.zero_grad()
             loss = contrastive_loss(texts_of(batch), labels=None)
             loss.backward()

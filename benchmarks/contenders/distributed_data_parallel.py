@@ -7,14 +7,8 @@ from overrides import overrides
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertModel
 
-from benchmarks.contrastive_contenders.contender import ContrastiveContender
-from benchmarks.contrastive_workload import (
-    LEARNING_RATE,
-    TEMPERATURE,
-    WITHOUT_POOLER,
-    ContrastiveJob,
-    texts_of,
-)
+from benchmarks.contenders.text_pairs import TEMPERATURE, WITHOUT_POOLER, texts_of
+from benchmarks.harness.contender import Contender, Job
 
 Texts = Dict[str, torch.Tensor]
 
@@ -37,26 +31,26 @@ class Encoder(torch.nn.Module):
         return torch.nn.functional.normalize(mean, dim=-1)
 
 
-class Plain(ContrastiveContender):
+class DdpUncached(Contender):
     """A loop on `DistributedDataParallel`, each batch in one piece. It shards nothing."""
 
     stages = (0,)
 
     @overrides
-    def train(self, job: ContrastiveJob) -> None:
+    def train(self, job: Job) -> None:
         device = job.worker.device
-        transformer = BertModel.from_pretrained(job.encoder, **WITHOUT_POOLER)
+        transformer = BertModel.from_pretrained(job.workload.directory, **WITHOUT_POOLER)
         model = DistributedDataParallel(
             Encoder(transformer).to(device),
             device_ids=[device.index] if device.type == "cuda" else None,
             # The positions of tokens, which don't change, would be sent with each chunk.
             broadcast_buffers=False,
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        optimizer = job.workload.build_optimizer(model)
         model.train()
-        for batch in job.batches:
+        for batch in job.data_loader:
             optimizer.zero_grad()
-            loss = self.forward_backward(model, texts_of(batch), job.cell.chunk_size)
+            loss = self.forward_backward(model, texts_of(batch), job.workload.chunk_size)
             optimizer.step()
             job.stopwatch.record(loss)
 
@@ -69,7 +63,7 @@ class Plain(ContrastiveContender):
         return loss
 
 
-class PlainCached(Plain):
+class DdpCached(DdpUncached):
     """
     Gradient caching as [Gao et al., 2021](https://arxiv.org/abs/2101.06983) describe it, as plainly
     as it can be written. It saves no random states, which only dropout would need.

@@ -1,38 +1,59 @@
 """
 Why large batches matter for contrastive training: recall against the global batch.
 
-`python -m benchmarks.retrieval` trains `training_configs/verse_retrieval.jsonnet` with three global
-batches, and evaluates on the test verses before and after. Everything but the batch and the
-learning rate is equal: once the number of epochs, once the number of optimizer steps. The learning
-rate is for each batch the one of `LEARNING_RATES` with the best recall on the validation verses.
-`--minilm` adds `verse_retrieval_minilm.jsonnet` as it is; without it, what an earlier run has found
-of that stays. Everything is written to `benchmarks/results`: `retrieval.json`, `retrieval.md` and
-`retrieval.png`.
+Trains `training_configs/verse_retrieval.jsonnet` with three global batches, and evaluates on the
+test verses before and after. Everything but the batch and the learning rate is equal: once the
+number of epochs, once the number of optimizer steps. The learning rate is for each batch the one of
+`LEARNING_RATES` with the best recall on the validation verses. `--minilm` adds
+`verse_retrieval_minilm.jsonnet` as it is; without it, what an earlier run has found of that stays.
+Writes tables and a plot to `benchmarks/results`.
 """
 
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple
 
 from allennlp.common import Params
+from matplotlib.ticker import NullFormatter, PercentFormatter
 
-from benchmarks import figures
-from benchmarks.retrieval_plot import plot
+from benchmarks.harness import report
+from benchmarks.harness.plot import figure
+from benchmarks.harness.training import allennlp, train
 from demo.prepare_verses import prepare_verses
 
-REPOSITORY = Path(__file__).parent.parent
 BATCH_SIZES = (64, 512, 4096)
 LEARNING_RATES = (0.001, 0.003, 0.01)
 # Any number of workers trains the same with the same global batch. One needs no network, and so two
 # trainings run beside each other.
 NUM_AT_A_TIME = 2
 METRICS = ("recall@1", "recall@10", "recall@100", "mrr@10")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minilm", action="store_true", help="about 10 minutes more")
+
+
+def run(settings: argparse.Namespace) -> None:
+    data = report.heading(1, "transformers")
+    measurements = {"verse_retrieval": measure_batch_sizes}
+    if settings.minilm:
+        measurements["verse_retrieval_minilm"] = measure_minilm
+    else:
+        # What a run before has found stays.
+        before = report.read(settings.output, "retrieval").items()
+        data.update((key, found) for key, found in before if key == "verse_retrieval_minilm")
+    with tempfile.TemporaryDirectory() as directory:
+        verses = Path(directory) / "data"
+        prepare_verses(verses)
+        for name, measure in measurements.items():
+            data[name] = measure(Path(directory), verses)
+            report.write(settings.output, "retrieval", data, text(data))
+            plot(data, settings.output / "retrieval.png")
+    report.show(text(data))
 
 
 class Training(NamedTuple):
@@ -57,20 +78,11 @@ class Training(NamedTuple):
 
 
 def recipe(name: str, data: Path) -> Dict[str, Any]:
-    config = Params.from_file(REPOSITORY / "training_configs" / f"{name}.jsonnet").as_dict(
-        quiet=True
-    )
+    path = report.REPOSITORY / "training_configs" / f"{name}.jsonnet"
+    config = Params.from_file(path).as_dict(quiet=True)
     config["train_data_path"] = str(data / "pairs_train.jsonl")
     config["validation_data_path"] = str(data / "pairs_validation.jsonl")
     return config
-
-
-def train(config: Dict[str, Any], directory: Path) -> Dict[str, Any]:
-    """Returns the metrics of training."""
-    path = directory.parent / f"{directory.name}.json"
-    path.write_text(json.dumps(config))
-    allennlp("train", path, "-s", directory)
-    return json.loads((directory / "metrics.json").read_text())
 
 
 def evaluate(directory: Path, data: Path) -> Dict[str, float]:
@@ -92,26 +104,15 @@ def evaluate_untrained(config: Dict[str, Any], directory: Path, data: Path) -> D
     return evaluate(directory, data)
 
 
-def allennlp(*arguments: Any) -> None:
-    process = subprocess.run(
-        ["allennlp", *map(str, arguments), "--include-package", "allennlp_deepspeed"],
-        cwd=REPOSITORY,
-        env={"OMP_NUM_THREADS": "1", **os.environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if process.returncode:
-        sys.exit(process.stdout[-6000:])
-
-
 def measure_batch_sizes(directory: Path, data: Path) -> Dict[str, Any]:
     num_pairs = len((data / "pairs_train.jsonl").read_text().splitlines())
 
     def run(training: Training) -> Dict[str, Any]:
         config = config_in_one_process(data)
         training.apply_to(config, num_pairs)
-        metrics = train(config, directory / "-".join(map(str, training)))
+        out = directory / "-".join(map(str, training))
+        train(config, out)
+        metrics = json.loads((out / "metrics.json").read_text())
         steps = config["data_loader"].get("batches_per_epoch", -(-num_pairs // training.batch_size))
         return {
             **training._asdict(),
@@ -171,14 +172,13 @@ def _groups(rows: List[Dict[str, Any]], *keys: str) -> List[List[Dict[str, Any]]
     return list(groups.values())
 
 
-def markdown(data: Dict[str, Any]) -> str:
+def text(data: Dict[str, Any]) -> str:
     scratch = data["verse_retrieval"]
 
     def cells(metrics: Dict[str, float]) -> List[str]:
         return [f"{metrics[name]:.3f}" for name in METRICS]
 
-    table = [["before training", "", "", "", *cells(scratch["before"])]]
-    table += [
+    best = [
         [
             f"equal {row['equal']}",
             str(row["batch_size"]),
@@ -189,24 +189,7 @@ def markdown(data: Dict[str, Any]) -> str:
         for row in scratch["rows"]
         if "test" in row
     ]
-    headings = ("", "global batch", "optimizer steps", "learning rate", *METRICS)
-    versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
-    lines = [
-        "# Recall against the global batch",
-        "",
-        f"{data['machine']}. {versions}.",
-        "",
-        "`verse_retrieval.jsonnet`: each King James verse of the test set looks for the same verse",
-        f"among the World English Bible's. Equal epochs are {scratch['epochs']}, equal steps those",
-        "that the largest batch makes in them. The learning rate is the best on the validation",
-        "verses. One seed; the standard error of a recall of 0.95 is 0.004.",
-        "",
-        *figures.markdown_table(headings, table),
-        "",
-        "Recall@1 on the validation verses for each learning rate, of which the best epoch:",
-        "",
-    ]
-    table = [
+    all_rates = [
         [
             f"equal {rows[0]['equal']}",
             str(rows[0]["batch_size"]),
@@ -214,40 +197,66 @@ def markdown(data: Dict[str, Any]) -> str:
         ]
         for rows in _groups(scratch["rows"], "equal", "batch_size")
     ]
-    lines += figures.markdown_table(("", "global batch", *map(str, LEARNING_RATES)), table)
+    about = (
+        "`verse_retrieval.jsonnet`: each King James verse of the test set looks for the same verse",
+        f"among the World English Bible's. Equal epochs are {scratch['epochs']}, equal steps those",
+        "that the largest batch makes in them. The learning rate is the best on the validation",
+        "verses. One seed; the standard error of a recall of 0.95 is 0.004.",
+    )
+    blocks = [
+        "\n".join(about),
+        report.table(
+            ("", "global batch", "optimizer steps", "learning rate", *METRICS),
+            [["before training", "", "", "", *cells(scratch["before"])], *best],
+        ),
+        "Recall@1 on the validation verses for each learning rate, of which the best epoch:",
+        report.table(("", "global batch", *map(str, LEARNING_RATES)), all_rates),
+    ]
     if "verse_retrieval_minilm" in data:
         minilm = data["verse_retrieval_minilm"]
-        table = [[name, *cells(minilm[name])] for name in ("before", "after")]
-        lines += ["", "`verse_retrieval_minilm.jsonnet`, before training and after:", ""]
-        lines += figures.markdown_table(("", *METRICS), table)
-    return "\n".join(lines) + "\n"
+        rows = [[name, *cells(minilm[name])] for name in ("before", "after")]
+        blocks += [
+            "`verse_retrieval_minilm.jsonnet`, before training and after:",
+            report.table(("", *METRICS), rows),
+        ]
+    description = report.describe(data, with_workers=False)
+    return report.document("Recall against the global batch", description, *blocks)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minilm", action="store_true", help="about 10 minutes more")
-    parser.add_argument("--output", type=Path, default=figures.RESULTS, help="a directory")
-    settings = parser.parse_args()
-    results = figures.heading(1, ("torch", "deepspeed", "allennlp", "transformers"))
-    measurements = {"verse_retrieval": measure_batch_sizes}
-    path = settings.output / "retrieval.json"
-    if settings.minilm:
-        measurements["verse_retrieval_minilm"] = measure_minilm
-    elif path.exists():
-        # What a run before has found stays.
-        key = "verse_retrieval_minilm"
-        results.update({k: v for k, v in json.loads(path.read_text()).items() if k == key})
-    with tempfile.TemporaryDirectory() as directory:
-        data = Path(directory) / "data"
-        prepare_verses(data)
-        for name, measure in measurements.items():
-            results[name] = measure(Path(directory), data)
-            path.write_text(json.dumps(results, indent=1) + "\n")
-            (settings.output / "retrieval.md").write_text(markdown(results))
-            plot(results, settings.output / "retrieval.png")
-
-
-if __name__ == "__main__":
-    main()
+def plot(data: Dict[str, Any], path: Path) -> None:
+    """Draws recall@1 on the test verses against the global batch, before training and after."""
+    scratch = data["verse_retrieval"]
+    rows = [row for row in scratch["rows"] if "test" in row]
+    largest = max(rows, key=lambda row: row["batch_size"])
+    batch_sizes = sorted({row["batch_size"] for row in rows})
+    before = scratch["before"]["recall@1"]
+    with figure(path, size=(7, 4.2)) as [[axis]]:
+        for equal, style, offset in (("epochs", "o-", 6), ("steps", "s--", -13)):
+            points = sorted(
+                (row["batch_size"], row["test"]["recall@1"])
+                for row in rows
+                if row["equal"] == equal or row is largest
+            )
+            axis.plot(*zip(*points), style, label=f"after, equal {equal}")
+            for x, y in points:
+                if equal == "epochs" or x < largest["batch_size"]:
+                    axis.annotate(
+                        f"{y:.1%}", (x, y), (0, offset), textcoords="offset points", ha="center"
+                    )
+        label = f"before, {before:.1%}"
+        axis.plot(batch_sizes, [before] * len(batch_sizes), "^:", color="gray", label=label)
+        if "verse_retrieval_minilm" in data:
+            for name, style in (("before", ":"), ("after", "-")):
+                recall = data["verse_retrieval_minilm"][name]["recall@1"]
+                label = f"MiniLM {name}, {recall:.1%}"
+                axis.axhline(recall, linestyle=style, color="tab:green", label=label)
+        axis.set_xscale("log", base=2)
+        axis.margins(x=0.1)
+        axis.set_xticks(batch_sizes, [f"{size:,}" for size in batch_sizes])
+        # Which shows halved errors as far apart wherever they are.
+        axis.set_yscale("logit")
+        axis.set_yticks((0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99))
+        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.set_xlabel("global batch")
+        axis.set_ylabel("recall@1 on the test verses")

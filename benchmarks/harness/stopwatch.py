@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.reports.communication import CommunicationCounter, Traffic
-from benchmarks.gradient_traffic import GradientTraffic
-from benchmarks.memory import PeakMemory
+from benchmarks.harness.gradient_traffic import GradientTraffic
+from benchmarks.harness.memory import PeakMemory
 
 
 class Plan(NamedTuple):
@@ -33,11 +33,34 @@ class Plan(NamedTuple):
         return sum(self.segments())
 
 
+class Outcome(NamedTuple):
+    """
+    What a worker tells at its end.
+
+    # Parameters
+
+    losses : `List[float]`
+        Of its micro-batches.
+    traffic : `Dict[str, Traffic]`
+        By the collective, in the counted steps, without the barrier that ends them.
+    gradient_bytes : `int`
+        In the counted steps.
+    peak_memory : `int`
+        In the counted steps, in bytes.
+    """
+
+    losses: List[float]
+    traffic: Dict[str, Traffic]
+    gradient_bytes: int
+    peak_memory: int
+
+
 class Stopwatch:
     """
     Every contender calls `record` with the loss of each micro-batch, after the optimizer step for
     the last of a step. Between two segments the contender waits, without using a core, until it is
-    its turn again.
+    its turn again. To be constructed before the model is: memory is what is there more from then
+    on.
 
     # Parameters
 
@@ -45,7 +68,6 @@ class Stopwatch:
     accumulation : `int`
         Micro-batches in an optimizer step.
     device : `torch.device`
-    memory : `PeakMemory`
     turns : `Connection`, optional (default = `None`)
         On rank 0, what a segment took is sent there in seconds, and whatever comes back begins the
         next. The other ranks wait for rank 0.
@@ -56,13 +78,12 @@ class Stopwatch:
         plan: Plan,
         accumulation: int,
         device: torch.device,
-        memory: PeakMemory,
         turns: Optional[Connection],
     ) -> None:
         self.plan = plan
         self._accumulation = accumulation
         self._device = device
-        self._memory = memory
+        self._memory = PeakMemory(device)
         self._turns = turns
         self._losses: List[torch.Tensor] = []
         self._counter = CommunicationCounter()
@@ -102,22 +123,10 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
         dist.barrier()
 
-    def losses(self) -> List[float]:
-        """Of this rank's micro-batches."""
-        return torch.stack(self._losses).tolist()
-
-    def traffic(self) -> Dict[str, Traffic]:
-        """Of the counted steps, by the collective. The barrier that ends them isn't counted."""
+    def outcome(self) -> Outcome:
         traffic = self._counter.read()
         calls, num_bytes = traffic.pop("barrier", Traffic(0, 0))
         if calls > 1:
             traffic["barrier"] = Traffic(calls - 1, num_bytes)
-        return traffic
-
-    def gradient_bytes(self) -> int:
-        """Of the counted steps."""
-        return self._gradients.bytes
-
-    def peak_memory(self) -> int:
-        """Of the counted steps, in bytes."""
-        return self._memory.bytes
+        losses = torch.stack(self._losses).tolist()
+        return Outcome(losses, traffic, self._gradients.bytes, self._memory.bytes)

@@ -1,11 +1,10 @@
 """
 The largest GPT-style model that trains on one GPU, with `gradient_descent` and with each preset.
 
-`python -m benchmarks.largest_model` looks for the largest number of layers with which
-`allennlp train` makes some steps, first by doubling, then by bisection. Each trial is a process of
-its own. Prints a table and writes it to `benchmarks/results/largest_model.json` and `.md`, after
-each contender. Needs a GPU, and takes some hours: `--contenders` names fewer, and `--time-limit`
-ends trials that are slow, such as those with NVMe.
+Looks for the largest number of layers with which `allennlp train` makes some steps, first by
+doubling, then by bisection. Each trial is a process of its own. Writes a table to
+`benchmarks/results`, after each contender. Needs a GPU, and takes some hours: `--contenders` names
+fewer, and `--time-limit` ends trials that are slow, such as those with NVMe.
 
 `gradient_descent` trains in fp32, and once more with `use_amp`; the presets in bf16. Offload takes
 the memory of the machine, and the `zero_3_nvme` preset files in the folder for temporary files
@@ -27,13 +26,9 @@ from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
-from benchmarks import causal_language_model, figures
+from benchmarks.contenders import causal_language_model  # noqa: F401  (registers the model)
+from benchmarks.harness import report
 
-# Registered by their import.
-__all__ = ["StopAfterSteps", "causal_language_model"]
-
-PACKAGES = ("torch", "deepspeed", "allennlp")
-REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_STEPS = 3
 VOCAB_SIZE = 50_257
 _OUTCOME_NAME = "outcome.json"
@@ -47,6 +42,34 @@ _OUT_OF_MEMORY = (
     "no space left on device",
 )
 _KILLED = (-9, 137)  # by the kernel, for want of memory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = list(contenders())
+    parser.add_argument("--contenders", nargs="+", choices=names, default=names)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=128, help="in the text of a step")
+    parser.add_argument("--start-layers", type=int, default=16, help="the first that are tried")
+    parser.add_argument("--tolerance", type=float, default=0.05, help="relative, of the layers")
+    parser.add_argument("--time-limit", type=float, default=900, help="of a trial, in seconds")
+    parser.add_argument("--cuda-device", type=int, default=0)
+
+
+def run(settings: argparse.Namespace) -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("This needs a GPU, and PyTorch sees none on this machine.")
+    data: Dict[str, Any] = {
+        **report.heading(1),
+        "gpu_memory": torch.cuda.get_device_properties(settings.cuda_device).total_memory,
+        "cpu_memory": psutil.virtual_memory().total,
+        "width": settings.width,
+        "num_tokens": settings.tokens,
+        "rows": [],
+    }
+    for name in settings.contenders:
+        data["rows"].append(measure(name, contenders()[name], settings))
+        report.write(settings.output, "largest_model", data, text(data))
+    report.show(text(data))
 
 
 class Size(NamedTuple):
@@ -197,11 +220,10 @@ def trial(values: Dict[str, Any], time_limit: float) -> Outcome:
         with open(directory / "output.txt", "wb") as output:
             process = subprocess.Popen(
                 ["allennlp", "train", directory / "config.json", "-s", directory / "out"]
-                + ["--include-package", "allennlp_deepspeed"]
-                + ["--include-package", "benchmarks.largest_model"],
+                + ["--include-package", __name__],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=REPOSITORY,
+                cwd=report.REPOSITORY,
             )
             # If the machine has no memory left, it is the trial that the kernel kills.
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
@@ -253,13 +275,13 @@ def largest(trains: Callable[[int], bool], start: int, tolerance: float) -> int:
     return low
 
 
-def measure(name: str, trainer: Dict[str, Any], args: argparse.Namespace) -> Dict[str, Any]:
+def measure(name: str, trainer: Dict[str, Any], settings: argparse.Namespace) -> Dict[str, Any]:
     outcomes: Dict[int, Outcome] = {}
 
     def trains(num_layers: int) -> bool:
-        size = Size(args.width, args.tokens, num_layers)
+        size = Size(settings.width, settings.tokens, num_layers)
         start = time.monotonic()
-        outcome = trial(config(trainer, size, args.cuda_device), args.time_limit)
+        outcome = trial(config(trainer, size, settings.cuda_device), settings.time_limit)
         outcomes[num_layers] = outcome
         print(
             f"{name}: {num_layers} layers, {size.num_parameters / 1e9:.2f} billion parameters: "
@@ -269,10 +291,10 @@ def measure(name: str, trainer: Dict[str, Any], args: argparse.Namespace) -> Dic
         )
         return outcome.trains
 
-    num_layers = largest(trains, args.start_layers, args.tolerance)
+    num_layers = largest(trains, settings.start_layers, settings.tolerance)
     larger = [n for n in outcomes if n > num_layers]
     found = outcomes[num_layers] if num_layers else Outcome(trains=False)
-    size = Size(args.width, args.tokens, num_layers)
+    size = Size(settings.width, settings.tokens, num_layers)
     return {
         "contender": name,
         "num_layers": num_layers,
@@ -284,7 +306,7 @@ def measure(name: str, trainer: Dict[str, Any], args: argparse.Namespace) -> Dic
     }
 
 
-def report(results: Dict[str, Any]) -> str:
+def text(data: Dict[str, Any]) -> str:
     headings = ["trainer or preset", "billion parameters", "layers", "GPU's memory, GB"]
     headings += ["s/step", "next larger"]
     rows = [
@@ -296,53 +318,14 @@ def report(results: Dict[str, Any]) -> str:
             "" if row["seconds_per_step"] is None else f"{row['seconds_per_step']:.2f}",
             f"{row['next_layers']} layers: {row['next_fails_with']}",
         ]
-        for row in results["rows"]
+        for row in data["rows"]
     ]
-    lines = [
-        "# The largest model on one GPU",
-        "",
-        figures.describe(results),
-        f"{results['gpu_memory'] / 1e9:.0f} GB on the GPU, {results['cpu_memory'] / 1e9:.0f} GB in "
-        f"the machine. A GPT-style transformer of width {results['width']}, one text of "
-        f"{results['num_tokens']} tokens in a step, Adam.",
+    return report.document(
+        "The largest model on one GPU",
+        f"{report.describe(data)}\n"
+        f"{data['gpu_memory'] / 1e9:.0f} GB on the GPU, {data['cpu_memory'] / 1e9:.0f} GB in "
+        f"the machine. A GPT-style transformer of width {data['width']}, one text of "
+        f"{data['num_tokens']} tokens in a step, Adam.\n"
         "How the figures are made: [NOTES.md](../NOTES.md#the-largest-model).",
-        "",
-        *figures.markdown_table(headings, rows),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        report.table(headings, rows),
     )
-    parser.add_argument(
-        "--contenders", nargs="+", choices=list(contenders()), default=list(contenders())
-    )
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=128, help="in the text of a step")
-    parser.add_argument("--start-layers", type=int, default=16, help="the first that are tried")
-    parser.add_argument("--tolerance", type=float, default=0.05, help="relative, of the layers")
-    parser.add_argument("--time-limit", type=float, default=900, help="of a trial, in seconds")
-    parser.add_argument("--cuda-device", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=figures.RESULTS)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a GPU, and PyTorch sees none on this machine")
-    results: Dict[str, Any] = {
-        **figures.heading(1, PACKAGES),
-        "gpu_memory": torch.cuda.get_device_properties(args.cuda_device).total_memory,
-        "cpu_memory": psutil.virtual_memory().total,
-        "width": args.width,
-        "num_tokens": args.tokens,
-        "rows": [],
-    }
-    for name in args.contenders:
-        results["rows"].append(measure(name, contenders()[name], args))
-        (args.output / "largest_model.json").write_text(json.dumps(results, indent=1) + "\n")
-        (args.output / "largest_model.md").write_text(report(results))
-    print(report(results))
-
-
-if __name__ == "__main__":
-    main()

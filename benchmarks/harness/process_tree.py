@@ -11,10 +11,11 @@ import tempfile
 import time
 import traceback
 from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Deque, List, NamedTuple, Optional
 
 import deepspeed
 
@@ -25,37 +26,17 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
-from benchmarks import workload
-from benchmarks.contenders import Unavailable
-from benchmarks.memory import PeakMemory
-from benchmarks.stopwatch import Plan, Stopwatch
+from benchmarks.harness.stopwatch import Outcome, Plan, Stopwatch
 
 # Forked workers start at once, with everything imported. A GPU can't be used by forked ones.
 _context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
 
 
-class Outcome(NamedTuple):
-    """
-    What a worker tells at its end.
-
-    # Parameters
-
-    losses : `List[float]`
-        Of its micro-batches.
-    traffic : `Dict[str, Any]`
-        Calls and bytes by the collective, in the counted steps.
-    gradient_bytes : `int`
-        In the counted steps.
-    peak_memory : `int`
-        In bytes.
-    """
-
-    losses: List[float]
-    traffic: Dict[str, Any]
-    gradient_bytes: int
-    peak_memory: int
+class Unavailable(Exception):
+    """A worker can't do what is asked for, here. Its message says why."""
 
 
+@dataclass
 class Worker:
     """
     What one of the processes is given to train with. The process group is there, and the launcher's
@@ -65,56 +46,35 @@ class Worker:
 
     plan : `Plan`
         How many steps to make.
-    device : `torch.device`
     rank : `int`
         All ranks are on one node.
     world_size : `int`
     directory : `Path`
-        For what a trainer may want to write. It doesn't exist yet.
-    turns : `Connection`, optional (default = `None`)
+        Of all of them.
+    turns : `Optional[Connection]`
         As `Stopwatch` takes it.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-        directory: Path,
-        turns: Optional[Connection],
-    ) -> None:
-        self.plan = plan
-        self.device = device
-        self.rank = rank
-        self.world_size = world_size
-        self.directory = directory
-        self._turns = turns
-        self._stopwatch: Optional[Stopwatch] = None
+    plan: Plan
+    rank: int
+    world_size: int
+    directory: Path
+    turns: Optional[Connection]
+    stopwatch: Optional[Stopwatch] = None
 
-    def start_stopwatch(self, accumulation: int = 1) -> Stopwatch:
-        """
-        To be called once, after the data are loaded and before the model is constructed: memory is
-        what there is more from here on.
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.rank) if torch.cuda.is_available() else torch.device("cpu")
 
-        # Parameters
+    @property
+    def serialization_dir(self) -> Path:
+        """For what a trainer may want to write. It doesn't exist yet."""
+        return self.directory / "out"
 
-        accumulation : `int`, optional (default = `1`)
-            Micro-batches in an optimizer step.
-        """
-        self._stopwatch = Stopwatch(
-            self.plan, accumulation, self.device, PeakMemory(self.device), turns=self._turns
-        )
-        return self._stopwatch
-
-    def outcome(self) -> Outcome:
-        assert self._stopwatch is not None
-        return Outcome(
-            self._stopwatch.losses(),
-            self._stopwatch.traffic(),
-            self._stopwatch.gradient_bytes(),
-            self._stopwatch.peak_memory(),
-        )
+    def start_stopwatch(self, accumulation: int) -> Stopwatch:
+        """To be called once, after the data are loaded and before the model is constructed."""
+        self.stopwatch = Stopwatch(self.plan, accumulation, self.device, self.turns)
+        return self.stopwatch
 
 
 Train = Callable[[Worker], None]
@@ -147,6 +107,7 @@ class ProcessTree:
         self, name: str, train: Train, plan: Plan, world_size: int, time_limit: float
     ) -> None:
         self._name = name
+        self._segments_left = plan.num_segments
         self._deadline = time.monotonic() + time_limit
         self._directory = tempfile.TemporaryDirectory(prefix="benchmark-")
         self._processes = []
@@ -154,18 +115,9 @@ class ProcessTree:
         self._inboxes: List[Deque[Any]] = [deque() for _ in range(world_size)]
         for rank in range(world_size):
             here, there = _context.Pipe()
-            process = _context.Process(
-                target=_work,
-                args=(
-                    train,
-                    plan,
-                    rank,
-                    world_size,
-                    Path(self._directory.name),
-                    there,
-                    time_limit,
-                ),
-            )
+            turns = there if rank == 0 else None
+            worker = Worker(plan, rank, world_size, Path(self._directory.name), turns)
+            process = _context.Process(target=_work, args=(train, worker, there, time_limit))
             process.start()
             there.close()
             self._connections.append(here)
@@ -183,11 +135,14 @@ class ProcessTree:
 
     def time_segment(self) -> float:
         """Has the workers make the steps of one segment. Returns the seconds they took."""
+        self._segments_left -= 1
         self._connections[0].send("go")
         return self._receive()
 
     def finish(self) -> List[Outcome]:
         """Has the workers make the counted steps and end. Returns what each tells."""
+        while self._segments_left > 0:
+            self.time_segment()
         self._connections[0].send("go")
         return [self._receive(rank) for rank in range(len(self._connections))]
 
@@ -234,70 +189,41 @@ class ProcessTree:
         self._directory.cleanup()
 
 
-def time_pair(one: ProcessTree, other: ProcessTree, one_first: bool) -> Tuple[float, float]:
-    """The seconds that each takes for a segment, in the order of the arguments."""
-    if one_first:
-        return one.time_segment(), other.time_segment()
-    seconds = other.time_segment()
-    return one.time_segment(), seconds
-
-
-def _work(
-    train: Train,
-    plan: Plan,
-    rank: int,
-    world_size: int,
-    directory: Path,
-    connection: Connection,
-    time_limit: float,
-) -> None:
+def _work(train: Train, worker: Worker, connection: Connection, time_limit: float) -> None:
     """What a worker does, from its start to its end."""
     os.setsid()
     # Dies with the command, however that ends, instead of waiting for its turn for ever.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    with open(directory / f"output{rank}.txt", "wb") as file:
+    with open(worker.directory / f"output{worker.rank}.txt", "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     # In good time before the process is killed.
     faulthandler.dump_traceback_later(0.9 * time_limit, file=sys.__stderr__)
     try:
-        worker = _set_up(plan, rank, world_size, directory, connection, time_limit)
+        _set_up(worker, time_limit)
         train(worker)
-        connection.send(worker.outcome())
+        assert worker.stopwatch is not None
+        connection.send(worker.stopwatch.outcome())
     except Unavailable as reason:
         connection.send(reason)
     except BaseException:
         connection.send(WorkerError(traceback.format_exc()))
 
 
-def _set_up(
-    plan: Plan,
-    rank: int,
-    world_size: int,
-    directory: Path,
-    connection: Connection,
-    time_limit: float,
-) -> Worker:
+def _set_up(worker: Worker, time_limit: float) -> None:
     torch.set_num_threads(1)
-    device = workload.device(rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    is_on_gpu = worker.device.type == "cuda"
+    if is_on_gpu:
+        torch.cuda.set_device(worker.device)
     # An all-reduce for inference on CPUs, which DeepSpeed would compile now.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # What a launcher sets, and DeepSpeed reads.
+    rank, world_size = worker.rank, worker.world_size
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{directory / 'store'}",
+        "nccl" if is_on_gpu else "gloo",
+        init_method=f"file://{worker.directory / 'store'}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=time_limit),
-    )
-    return Worker(
-        plan,
-        device,
-        rank,
-        world_size,
-        directory / "out",
-        turns=connection if rank == 0 else None,
     )

@@ -1,0 +1,104 @@
+"""
+Contenders against each other: each pair is timed in turn, while all others wait.
+"""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Dict, List, NamedTuple, Sequence, Tuple
+
+from benchmarks.harness.contender import Contender, Job
+from benchmarks.harness.process_tree import ProcessTree, Unavailable, Worker
+from benchmarks.harness.stopwatch import Outcome, Plan
+from benchmarks.harness.workload import Workload
+
+Pair = Tuple[str, str]
+
+
+class Comparison(NamedTuple):
+    """
+    # Parameters
+
+    outcomes : `Dict[str, List[Outcome]]`
+        For each contender that of each rank.
+    seconds : `Dict[Pair, List[Tuple[float, float]]]`
+        What two contenders took for their segments. One that is alone is paired with itself.
+    skipped : `Dict[str, str]`
+        Why a contender didn't take part.
+    """
+
+    outcomes: Dict[str, List[Outcome]]
+    seconds: Dict[Pair, List[Tuple[float, float]]]
+    skipped: Dict[str, str]
+
+
+def compare(
+    contenders: Dict[str, Contender],
+    pairs: Sequence[Pair],
+    workload: Workload,
+    plan: Plan,
+    world_size: int,
+    time_limit: float,
+) -> Comparison:
+    """
+    # Parameters
+
+    contenders : `Dict[str, Contender]`
+    pairs : `Sequence[Pair]`
+        Those who are compared, if both can run here.
+    workload : `Workload`
+    plan : `Plan`
+        Of one pair. A contender that is in several makes the segments of all of them.
+    world_size : `int`
+    time_limit : `float`
+        In seconds, for all of it.
+    """
+    reasons = {name: contender.why_not_here() for name, contender in contenders.items()}
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    here = {name: contender for name, contender in contenders.items() if name not in skipped}
+    pairs = [pair for pair in pairs if set(pair) <= here.keys()]
+    trees: Dict[str, ProcessTree] = {}
+    with ExitStack() as stack:
+        for name, contender in here.items():
+            contender.preload()
+            num_pairs = sum(name in pair for pair in pairs)
+            tree = ProcessTree(
+                f"{name} ({workload})",
+                partial(_train, contender, workload),
+                plan._replace(num_segments=plan.num_segments * max(1, num_pairs)),
+                world_size,
+                time_limit,
+            )
+            trees[name] = stack.enter_context(tree)
+        for name, tree in list(trees.items()):
+            try:
+                tree.wait_until_warm()
+            except Unavailable as reason:
+                skipped[name] = str(reason)
+                del trees[name]
+        pairs = [pair for pair in pairs if set(pair) <= trees.keys()]
+        seconds: Dict[Pair, List[Tuple[float, float]]] = {
+            pair: [] for pair in pairs or [(name, name) for name in trees]
+        }
+        for i in range(plan.num_segments):
+            for (one, other), pair_seconds in seconds.items():
+                pair_seconds.append(_time(trees[one], trees[other], one_first=i % 2 == 0))
+        outcomes = {name: tree.finish() for name, tree in trees.items()}
+    return Comparison(outcomes, seconds, skipped)
+
+
+def _time(one: ProcessTree, other: ProcessTree, one_first: bool) -> Tuple[float, float]:
+    """The seconds that each takes for a segment, in the order of the arguments."""
+    if one is other:
+        seconds = one.time_segment()
+        return seconds, seconds
+    if one_first:
+        return one.time_segment(), other.time_segment()
+    seconds = other.time_segment()
+    return one.time_segment(), seconds
+
+
+def _train(contender: Contender, workload: Workload, worker: Worker) -> None:
+    """What each worker of a contender does."""
+    data_loader = workload.build_data_loader(worker)
+    stopwatch = worker.start_stopwatch(workload.accumulation)
+    contender.train(Job(workload, worker, data_loader, stopwatch))

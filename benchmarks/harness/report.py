@@ -1,0 +1,103 @@
+"""
+What a study writes: raw data as JSON, which git ignores, and a small text of it in Markdown.
+"""
+
+import json
+import os
+import platform
+import statistics
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Sequence
+
+import torch
+from rich.console import Console
+from rich.markdown import Markdown
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+
+def heading(world_size: int, *packages: str) -> Dict[str, Any]:
+    """
+    Where and with what something is measured.
+
+    # Parameters
+
+    world_size : `int`
+    packages : `str`
+        Whose versions are told, besides this package's, of those that are installed.
+    """
+    versions = {"Python": platform.python_version()}
+    for package in ("torch", "deepspeed", "allennlp", *packages):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            pass
+    if torch.cuda.is_available():
+        machine = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    else:
+        machine = f"{os.cpu_count()} cores ({processor()})"
+    return {"machine": machine, "world_size": world_size, "versions": versions}
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def describe(heading: Dict[str, Any], with_workers: bool = True) -> str:
+    """A heading in words."""
+    workers = f", {heading['world_size']} workers" if with_workers else ""
+    versions = ", ".join(f"{name} {number}" for name, number in heading["versions"].items())
+    return f"{heading['machine']}{workers}. {versions}."
+
+
+def document(title: str, *blocks: str) -> str:
+    return "\n\n".join([f"# {title}", *blocks]) + "\n"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    cells = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.2f}"
+
+
+def quartiles(values: Sequence[float]) -> List[float]:
+    """The first and the third."""
+    if len(values) < 2:
+        return [values[0], values[0]]
+    return statistics.quantiles(values, n=4, method="inclusive")[::2]
+
+
+def spread(quartiles: Sequence[float]) -> str:
+    low, high = quartiles
+    return f"{low:.2f} to {high:.2f}"
+
+
+def write(directory: Path, name: str, data: Dict[str, Any], text: str) -> None:
+    """Writes `raw/{name}.json` and `{name}.md` to the directory."""
+    path = _raw(directory, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    (directory / f"{name}.md").write_text(text)
+
+
+def read(directory: Path, name: str) -> Dict[str, Any]:
+    """The data that `write` has left there, or nothing."""
+    path = _raw(directory, name)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def show(text: str) -> None:
+    """Prints Markdown."""
+    Console(width=None if Console().is_terminal else 160).print(Markdown(text))
+
+
+def _raw(directory: Path, name: str) -> Path:
+    return directory / "raw" / f"{name}.json"

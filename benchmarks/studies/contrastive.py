@@ -1,0 +1,183 @@
+"""
+What gradient caching costs, and against others that do the same.
+
+The same transformer is trained on the same pairs of texts by each contender, in a process tree of
+its own, with batches that would fit into memory in one piece. Two contenders make some steps, one
+after the other, in alternating order, while all others wait. The losses of all steps have to be the
+same for all of them before anything is reported. Writes tables to `benchmarks/results`, after each
+ZeRO stage. `benchmarks/NOTES.md` says how the figures are made and what they mean.
+"""
+
+import argparse
+import logging
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, List
+
+import torch
+
+from benchmarks.contenders import BI_ENCODER_CONTENDERS
+from benchmarks.contenders.text_pairs import TextPairs
+from benchmarks.harness import report
+from benchmarks.harness.losses import largest_difference
+from benchmarks.harness.pairing import compare
+from benchmarks.harness.stopwatch import Plan
+
+# Which are timed in turn, and whose time is divided by whose.
+PAIRS = (
+    ("ours-cached", "ours-uncached"),
+    ("ours-cached", "ddp-cached"),
+    ("ours-cached", "sentence-transformers"),
+    ("ddp-cached", "ddp-uncached"),
+)
+WARMUP_STEPS = 2
+COUNTED_STEPS = 1
+TIME_LIMIT = 900.0  # seconds, for all contenders of one stage
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 2, 3])
+    parser.add_argument("--batch", type=int, default=128, help="pairs of texts on a worker")
+    parser.add_argument("--chunk", type=int, default=32, help="of these, encoded at a time")
+    parser.add_argument("--tokens", type=int, default=32, help="in each text")
+    parser.add_argument("--pairs", type=int, default=6, help="timed segments against each other")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps in a segment")
+
+
+def run(settings: argparse.Namespace) -> None:
+    # AllenNLP's loggers tell of each object that is constructed.
+    logging.getLogger().setLevel(logging.ERROR)
+    world_size = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    data: Dict[str, Any] = {
+        **report.heading(world_size, "transformers", "sentence-transformers"),
+        "batch_size": settings.batch,
+        "chunk_size": settings.chunk,
+        "num_tokens": settings.tokens,
+        "ratios": [],
+        "contenders": [],
+    }
+    reference: Dict[str, List[float]] = {}
+    for stage in settings.stages:
+        measure(stage, settings, world_size, data, reference)
+        report.write(settings.output, "contrastive", data, text(data))
+    report.show(text(data))
+
+
+def measure(
+    stage: int,
+    settings: argparse.Namespace,
+    world_size: int,
+    data: Dict[str, Any],
+    reference: Dict[str, List[float]],
+) -> None:
+    """
+    Adds a stage to the data.
+
+    # Parameters
+
+    reference : `Dict[str, List[float]]`
+        What all losses are compared with: those of the first contender that has come, by its name.
+
+    # Raises
+
+    `RuntimeError`
+        If the losses differ.
+    """
+    plan = Plan(WARMUP_STEPS, settings.pairs, settings.steps, COUNTED_STEPS)
+    with tempfile.TemporaryDirectory() as directory:
+        workload = TextPairs(
+            Path(directory), stage, settings.batch, settings.chunk, settings.tokens
+        )
+        workload.prepare(world_size)
+        contenders = {
+            name: contender
+            for name, contender in BI_ENCODER_CONTENDERS.items()
+            if contender.takes_part(workload)
+        }
+        outcomes, seconds, skipped = compare(
+            contenders, PAIRS, workload, plan, world_size, TIME_LIMIT
+        )
+    # sentence-transformers has each rank's own part of the loss, all others the whole.
+    losses = {
+        name: [statistics.mean(step) for step in zip(*(rank.losses for rank in ranks))]
+        for name, ranks in outcomes.items()
+    }
+    if not reference:
+        name = next(iter(losses))
+        reference[name] = losses[name]
+    [(reference_name, expected)] = reference.items()
+
+    for (contender, against), pairs in seconds.items():
+        ratios = [one / other for one, other in pairs]
+        data["ratios"].append(
+            {
+                "zero_stage": stage,
+                "contender": contender,
+                "against": against,
+                "time_per_example": statistics.median(ratios),
+                "quartiles": report.quartiles(ratios),
+                "seconds_of_pairs": pairs,
+                "steps_in_segment": settings.steps,
+            }
+        )
+    for name, ranks in outcomes.items():
+        segments = [
+            taken
+            for names, pairs in seconds.items()
+            for pair in pairs
+            for contender, taken in zip(names, pair)
+            if contender == name
+        ]
+        data["contenders"].append(
+            {
+                "zero_stage": stage,
+                "contender": name,
+                "seconds_per_step": statistics.median(segments) / settings.steps,
+                "peak_memory_bytes": [outcome.peak_memory for outcome in ranks],
+                "first_loss": losses[name][0],
+                "final_loss": losses[name][-1],
+                "loss_difference": largest_difference(
+                    f"{name} ({workload})", [losses[name]], [expected], reference_name
+                ),
+            }
+        )
+    for name, reason in skipped.items():
+        data["contenders"].append({"zero_stage": stage, "contender": name, "skipped": reason})
+
+
+def text(data: Dict[str, Any]) -> str:
+    ratios = [
+        [
+            str(row["zero_stage"]),
+            row["contender"],
+            row["against"],
+            f"{row['time_per_example']:.2f}",
+            report.spread(row["quartiles"]),
+        ]
+        for row in data["ratios"]
+    ]
+    return report.document(
+        "Gradient caching",
+        f"{report.describe(data)}\n"
+        f"{data['batch_size']} pairs of texts of {data['num_tokens']} tokens on a worker, in "
+        f"chunks of {data['chunk_size']}.\n"
+        "How the figures are made: [NOTES.md](../NOTES.md#gradient-caching).",
+        report.table(("stage", "contender", "against", "time per example", "quartiles"), ratios),
+        report.table(
+            ("stage", "contender", "ms/step", "peak MB", "losses differ by"),
+            map(_cells, data["contenders"]),
+        ),
+    )
+
+
+def _cells(row: Dict[str, Any]) -> List[str]:
+    key = [str(row["zero_stage"]), row["contender"]]
+    if "skipped" in row:
+        return [*key, row["skipped"], "", ""]
+    return [
+        *key,
+        f"{1000 * row['seconds_per_step']:.1f}",
+        report.megabytes(max(row["peak_memory_bytes"])),
+        f"{row['loss_difference']:.0e}",
+    ]

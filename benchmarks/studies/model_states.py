@@ -1,0 +1,174 @@
+"""
+The bytes of model states on each rank, against the ZeRO paper and `allennlp deepspeed estimate`.
+
+Trains a transformer classifier of 13 million parameters with the `deepspeed` trainer and Adam on
+CPU workers, and counts the bytes of the tensors that are alive. Writes a table to
+`benchmarks/results`. Some minutes.
+
+The paper ([ZeRO](https://arxiv.org/abs/1910.02054), section 3 and figure 1) has 2 bytes of weights,
+2 of gradients and 12 of optimizer states for each parameter in mixed precision, of which stage 1
+divides the last by the number of workers, stage 2 the last two and stage 3 all. In fp32 that is 4,
+4 and 8.
+"""
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any, Dict, List
+from unittest import mock
+
+import torch
+from allennlp.commands.train import train_model
+from allennlp.common import Params
+from torch.multiprocessing import start_processes
+
+from allennlp_deepspeed.memory.estimate import Estimator
+from benchmarks.harness import report, training
+from benchmarks.harness.counted_states import CountedStates
+
+TIME_LIMIT = 120  # seconds, for a training
+_BYTES = {"bf16": (2, 2, 12), "fp32": (4, 4, 8)}  # of weights, gradients and optimizer states
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--precisions", nargs="+", default=list(_BYTES), choices=list(_BYTES))
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+
+
+def run(settings: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    rows = []
+    for variant in product(settings.precisions, settings.workers, settings.stages):
+        rows.append(measure(*variant))
+        print(json.dumps({k: v for k, v in rows[-1].items() if k != "ranks"}), flush=True)
+    data = {
+        **report.heading(max(settings.workers)),
+        "num_parameters": rows[0]["num_parameters"],
+        "rows": rows,
+    }
+    report.write(settings.output, "model_states", data, text(data))
+    report.show(text(data))
+
+
+def theory(precision: str, stage: int, workers: int) -> float:
+    """Bytes for each parameter on each rank, by the paper."""
+    weights, gradients, optimizer = _BYTES[precision]
+    optimizer_shard = optimizer / workers if stage >= 1 else optimizer
+    gradient_shard = gradients / workers if stage >= 2 else gradients
+    return (weights / workers if stage == 3 else weights) + gradient_shard + optimizer_shard
+
+
+def config(directory: Path, precision: str, workers: int, stage: int) -> Dict[str, Any]:
+    deepspeed_config: Dict[str, Any] = {
+        # DeepSpeed's default is a gigabyte, more than this model.
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000}
+    }
+    if precision == "bf16":
+        deepspeed_config["bf16"] = {"enabled": True}
+    return training.config(
+        directory,
+        # Two steps for each worker, of one text of two words: activations are nothing to the
+        # weights.
+        [("one two", str(i % 2)) for i in range(2 * workers)],
+        batch_size=1,
+        num_workers=workers,
+        trainer={
+            "type": "deepspeed",
+            "deepspeed_config": deepspeed_config,
+            "callbacks": ["count_model_states"],
+            "checkpointer": None,
+            "run_confidence_checks": False,
+        },
+        **training.transformer(width=512, num_layers=4),
+    )
+
+
+def measure(precision: str, workers: int, stage: int) -> Dict[str, Any]:
+    """What is in bytes for each parameter, of the rank that has most."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        values = config(directory, precision, workers, stage)
+        estimate = Estimator(Params(values)).estimate(gpu_memory=None, cpu_memory=0, nvme_memory=0)
+        states = next(e.states for e in estimate.placements if e.placement.name == str(stage))
+        assert states is not None
+        ranks = train(values, directory)
+    num_parameters = estimate.size.total
+    held = max(rank.weights + rank.gradients + rank.optimizer for rank in ranks)
+    peak = max(
+        rank.weights + max(rank.gradients, rank.gradients_in_step) + rank.optimizer
+        for rank in ranks
+    )
+    estimated = states.gpu.weights + states.gpu.gradients + states.gpu.optimizer
+    expected = theory(precision, stage, workers)
+    return {
+        "precision": precision,
+        "workers": workers,
+        "stage": stage,
+        "num_parameters": num_parameters,
+        "ranks": [rank._asdict() for rank in ranks],
+        "theory": expected,
+        "counted": held / num_parameters,
+        "counted_to_theory": held / num_parameters / expected,
+        "counted_with_step": peak / num_parameters,
+        "estimated": estimated / num_parameters,
+        "estimated_to_counted": estimated / peak,
+    }
+
+
+def train(values: Dict[str, Any], directory: Path) -> List[CountedStates]:
+    """Trains in processes that are forked from this one, since imports take longer."""
+    gc.collect()
+    gc.freeze()
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_train, args=(values, directory))
+    process.start()
+    process.join(TIME_LIMIT)
+    if process.is_alive():
+        process.kill()
+    process.join()
+    gc.unfreeze()
+    if process.exitcode != 0:
+        raise RuntimeError((directory / "output.txt").read_text(errors="replace")[-5000:])
+    return CountedStates.read(directory / "out")
+
+
+def _train(values: Dict[str, Any], directory: Path) -> None:
+    with open(directory / "output.txt", "wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+
+    def fork(function: Any, args: Any = (), nprocs: int = 1) -> None:
+        start_processes(function, args, nprocs, start_method="fork")
+
+    with mock.patch.object(torch.multiprocessing, "spawn", fork):
+        train_model(Params(values), directory / "out")
+
+
+def text(data: Dict[str, Any]) -> str:
+    columns = {
+        "paper": "theory",
+        "counted": "counted",
+        "to the paper": "counted_to_theory",
+        "counted with the step": "counted_with_step",
+        "estimate": "estimated",
+        "to the counted": "estimated_to_counted",
+    }
+    rows = [
+        [row["precision"], str(row["workers"]), str(row["stage"])]
+        + [f"{row[key]:.2f}" for key in columns.values()]
+        for row in data["rows"]
+    ]
+    return report.document(
+        "Model states",
+        f"{report.describe(data)}\n"
+        f"A transformer of {data['num_parameters']:,} parameters with Adam; bytes for each "
+        "parameter on each rank.\n"
+        "How the figures are made: [NOTES.md](../NOTES.md#model-states).",
+        report.table(("precision", "workers", "stage", *columns), rows),
+    )
