@@ -1,6 +1,5 @@
 import logging
 import os
-import re
 import time
 from importlib import metadata
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -16,7 +15,14 @@ from overrides import overrides
 
 from allennlp_deepspeed.checkpoint import frozen_parameters, sharded_checkpoint, universal
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
-from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION, Training
+from allennlp_deepspeed.checkpoint.compatibility import (
+    check_model,
+    check_version,
+    parameter_shapes,
+    refuse_allennlp_checkpoints,
+)
+from allennlp_deepspeed.checkpoint.selection import newest_intact
+from allennlp_deepspeed.checkpoint.training import Training
 from allennlp_deepspeed.config.keys import CHECKPOINTER_KEYS, takes, with_defaults
 from allennlp_deepspeed.engine import nvme_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
@@ -31,8 +37,6 @@ from allennlp_deepspeed.storage.checkpoint_directory import (
 from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord, FrozenRecord
 
 logger = logging.getLogger(__name__)
-
-_ALLENNLP_CHECKPOINT = re.compile(r"(model|training)_state_e\d+_b\d+.*\.th$")
 
 # How long a rank that fails waits for a checkpoint that has been saved but not committed. Seconds.
 _ABANDON_AFTER = 5.0
@@ -234,7 +238,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             batches_in_epoch_completed=point.steps,
             world_size=dist.get_world_size(),
             zero_stage=trainer.engine.zero_optimization_stage(),
-            parameters=_parameter_shapes(trainer),
+            parameters=parameter_shapes(trainer.model),
             versions={
                 "allennlp-deepspeed": _own_version(),
                 "deepspeed": deepspeed.__version__,
@@ -311,69 +315,25 @@ class DeepSpeedCheckpointer(Checkpointer):
                 "A DeepSpeedCheckpointer loads a checkpoint into the engine of a trainer: call "
                 "load_checkpoint(trainer)."
             )
-        ranks_here = self._ranks_here(trainer)
-        if dist.get_rank() == ranks_here[0]:
-            self._checkpoints.clean_up()
-        dist.barrier()
-        checkpoints = self._common_checkpoints(ranks_here)
-        for i, point in enumerate(checkpoints):
-            problem, record = self._inspect(point, ranks_here)
-            if problem is None:
-                assert record is not None
-                return self._load(trainer, point, record)
-            older = (p for p in checkpoints[i + 1 :] if self._inspect(p, ranks_here)[0] is None)
-            self._refuse_unless_previous(point, problem, next(older, None))
-            if dist.get_rank() == ranks_here[0]:
-                logger.warning("%s", problem)
-                logger.warning("It is now in %s", self._checkpoints.set_aside(point))
-            dist.barrier()
-        self._refuse_allennlp_checkpoints()
-        return None
-
-    def _inspect(
-        self, point: PointInTime, ranks_here: Sequence[int]
-    ) -> Tuple[Optional[str], Optional[CommitRecord]]:
-        """
-        Reads the commit record of a checkpoint and compares all files with it, each rank some of
-        them. Every rank must call it, and on all it returns the same problem, or `None`.
-        """
-        path = self._checkpoints.path(point)
-        problem, record = None, None
-        try:
-            record = CommitRecord.read(path)
-            record.verify(path, ranks_here.index(dist.get_rank()), len(ranks_here))
-        except CheckpointError as error:
-            problem = str(error)
-        found = sorted({p for p in agreement.of_all(problem) if p is not None})
-        return " ".join(found) or None, record
-
-    def _refuse_unless_previous(
-        self, point: PointInTime, problem: str, older: Optional[PointInTime]
-    ) -> None:
-        if older is None:
-            raise CheckpointError(
-                f"{problem} There is no other checkpoint that is intact. Put the files back as "
-                "they were, or start anew with another serialization directory."
-            )
-        if self._on_corrupt != "previous":
-            raise CheckpointError(
-                f"{problem} Put the files back as they were; or continue from "
-                f"{self._checkpoints.path(older)}, which is intact, by writing "
-                '"checkpointer": {"on_corrupt": "previous"} in the config, or by removing '
-                f"{self._checkpoints.path(point)}."
-            )
+        intact = newest_intact(self._checkpoints, self._ranks_here(trainer), self._on_corrupt)
+        if intact is None:
+            refuse_allennlp_checkpoints(self._serialization_dir)
+            return None
+        return self._load(trainer, *intact)
 
     def _load(
         self, trainer: Training, point: PointInTime, record: CommitRecord
     ) -> TrainerCheckpoint:
         """Loads a checkpoint whose files are intact."""
         path = self._checkpoints.path(point)
-        self._check_model(path, record, trainer)
+        check_model(path, record, trainer)
+        if record.frozen:
+            frozen_parameters.check_same(self._frozen_records(trainer), record.frozen, path)
         logger.info("Continuing from the checkpoint in %s", path)
         # With more workers than wrote it, some start from the same state.
         rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
-        self._check_version(path, record, trainer_state)
+        check_version(path, record, trainer_state)
         if universal.needs_conversion(record, dist.get_world_size()):
             self._load_conversion(trainer.engine, path, record, trainer_state)
         else:
@@ -385,19 +345,6 @@ class DeepSpeedCheckpointer(Checkpointer):
         if trainer_state["best_weights"]["exist"]:
             trainer.best_weights.restore_from(path, lacks_some=bool(record.frozen))
         return TrainerCheckpoint({}, trainer_state)
-
-    def _check_version(
-        self, path: str, record: CommitRecord, trainer_state: Dict[str, Any]
-    ) -> None:
-        version = trainer_state.get("version")
-        if version != TRAINING_STATE_VERSION:
-            raise CheckpointError(
-                f"{path} has a training state of version {version}, and this version of "
-                f"allennlp-deepspeed continues from {TRAINING_STATE_VERSION}: continue with the "
-                f"version that wrote it ({record.versions}); or take its weights with `allennlp "
-                f"deepspeed export {self._serialization_dir}` and start anew from them with "
-                '"model": {"type": "from_archive", ...}.'
-            )
 
     def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
         """Loads what as many ranks have saved."""
@@ -432,31 +379,6 @@ class DeepSpeedCheckpointer(Checkpointer):
         if "moving_average" in trainer_state:
             trainer_state["moving_average"] = universal.load_moving_average(engine, converted)
 
-    def _check_model(self, path: str, record: CommitRecord, trainer: Training) -> None:
-        stage = trainer.engine.zero_optimization_stage()
-        if record.zero_stage != stage:
-            raise CheckpointError(
-                f"{path} was written at ZeRO stage {record.zero_stage}, and this is stage {stage}. "
-                f'Write "stage": {record.zero_stage} to continue; or take its weights with '
-                f"`allennlp deepspeed export {self._serialization_dir}` and start anew from them "
-                'with "model": {"type": "from_archive", ...}.'
-            )
-        shapes = _parameter_shapes(trainer)
-        different = [
-            f"{name} is {record.parameters.get(name, 'not there')} instead of "
-            f"{shapes.get(name, 'not there')}"
-            for name in sorted({**record.parameters, **shapes})
-            if record.parameters.get(name) != shapes.get(name)
-        ]
-        if different:
-            raise CheckpointError(
-                f"{path} is of another model: {'; '.join(different[:3])}"
-                f"{' and others' if len(different) > 3 else ''}. Write the model that it was "
-                "written with, or start anew with another serialization directory."
-            )
-        if record.frozen:
-            frozen_parameters.check_same(self._frozen_records(trainer), record.frozen, path)
-
     def _frozen_records(self, trainer: Training) -> Dict[str, FrozenRecord]:
         """Computed once, because they don't change. To be called by every rank."""
         if self._frozen is None:
@@ -466,43 +388,6 @@ class DeepSpeedCheckpointer(Checkpointer):
     def _remember(self, point: PointInTime) -> None:
         self._last_save_num_epochs_completed = point.epochs
         self._last_save_num_batches_in_epoch_completed = point.steps
-
-    def _refuse_allennlp_checkpoints(self) -> None:
-        if not os.path.isdir(self._serialization_dir):
-            return
-        for name in sorted(os.listdir(self._serialization_dir)):
-            if _ALLENNLP_CHECKPOINT.match(name):
-                raise CheckpointError(
-                    f"{os.path.join(self._serialization_dir, name)} is a checkpoint of AllenNLP's "
-                    "own trainer, which the 'deepspeed' trainer can't continue. Finish that "
-                    'training with "type": "gradient_descent", or start anew with another '
-                    'serialization directory, from its weights with "model": {"type": '
-                    '"from_archive", ...}.'
-                )
-
-    def _common_checkpoints(self, ranks_here: Sequence[int]) -> List[PointInTime]:
-        """
-        The checkpoints that all ranks have, the newest first. The ranks agree, because they may not
-        see the same directory.
-        """
-        own = self._checkpoints.find()
-        seen = agreement.of_all(own)
-        common = sorted(
-            set.intersection(*({PointInTime(*p) for p in points} for points in seen)), reverse=True
-        )
-        if not common and any(seen):
-            raise CheckpointError(
-                f"The workers see no checkpoint in common in {self._serialization_dir}: {seen}. "
-                "All nodes need one serialization directory that they share, or "
-                '"checkpoint": {"use_node_local_storage": true} in "deepspeed_config".'
-            )
-        for point in own:
-            if point not in common and dist.get_rank() == ranks_here[0]:
-                logger.warning("Not all workers have %s", self._checkpoints.path(point))
-                if len(ranks_here) < dist.get_world_size():  # here are only this node's
-                    self._checkpoints.set_aside(point)
-        dist.barrier()
-        return common
 
     @overrides
     def find_latest_checkpoint(self) -> Optional[Tuple[str, str]]:
@@ -531,13 +416,6 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
     progress["batches_in_epoch_completed"] = now
     if now != before:
         trainer_state["replay"].pop("train_metrics", None)  # some steps may be trained again
-
-
-def _parameter_shapes(trainer: Training) -> Dict[str, List[int]]:
-    return {
-        name: list(getattr(parameter, "ds_shape", parameter.shape))
-        for name, parameter in trainer.model.named_parameters()
-    }
 
 
 def _own_version() -> str:

@@ -46,19 +46,19 @@ class CheckpointDirectory:
     """
 
     def __init__(self, serialization_dir: str) -> None:
-        self._serialization_dir = serialization_dir
+        self.serialization_dir = serialization_dir
 
     def find(self) -> List[PointInTime]:
         """All checkpoints, the newest first."""
-        if not os.path.isdir(self._serialization_dir):
+        if not os.path.isdir(self.serialization_dir):
             return []
-        matches = map(_NAME.match, os.listdir(self._serialization_dir))
+        matches = map(_NAME.match, os.listdir(self.serialization_dir))
         return sorted(
             (PointInTime(int(m.group(1)), int(m.group(2))) for m in matches if m), reverse=True
         )
 
     def path(self, point: PointInTime) -> str:
-        return os.path.join(self._serialization_dir, f"checkpoint_e{point.epochs}_b{point.steps}")
+        return os.path.join(self.serialization_dir, f"checkpoint_e{point.epochs}_b{point.steps}")
 
     def unfinished_path(self, point: PointInTime) -> str:
         return self.path(point) + ".unfinished"
@@ -68,14 +68,14 @@ class CheckpointDirectory:
 
     def clean_up(self) -> None:
         """Removes what a crash has left of saving and of pruning."""
-        if not os.path.isdir(self._serialization_dir):
+        if not os.path.isdir(self.serialization_dir):
             return
-        names = os.listdir(self._serialization_dir)
+        names = os.listdir(self.serialization_dir)
         for name in names:
-            path = os.path.join(self._serialization_dir, name)
+            path = os.path.join(self.serialization_dir, name)
             replaced, universal = _REPLACED.match(name), _UNIVERSAL.match(name)
             if replaced and replaced.group(1) not in names:
-                files.rename(path, os.path.join(self._serialization_dir, replaced.group(1)))
+                files.rename(path, os.path.join(self.serialization_dir, replaced.group(1)))
             elif replaced or (universal and universal.group(1) not in names):
                 self._remove(path)
             elif _LEFTOVER.match(name):
@@ -104,7 +104,7 @@ class CheckpointDirectory:
             files.remove(replaced)
             files.rename(path, replaced)
         files.rename(unfinished, path)
-        files.flush(self._serialization_dir)
+        files.flush(self.serialization_dir)
         self._remove(replaced)
 
     def prune(self, newest: PointInTime, count: Optional[int], age: Optional[float]) -> None:
@@ -138,7 +138,7 @@ class CheckpointDirectory:
         path = self.path(point) + ".corrupt"
         files.remove(path)
         files.rename(self.path(point), path)
-        files.flush(self._serialization_dir)
+        files.flush(self.serialization_dir)
         return path
 
     def _remove(self, path: str) -> None:
@@ -147,7 +147,7 @@ class CheckpointDirectory:
             removed = path + ".removed"
             files.remove(removed)
             files.rename(path, removed)
-            files.flush(self._serialization_dir)
+            files.flush(self.serialization_dir)
             files.remove(removed)
 
 
