@@ -5,7 +5,6 @@ import re
 import signal
 import weakref
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
@@ -14,9 +13,6 @@ from allennlp.common import util as common_util
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import (
     DataLoader,
-    MultiProcessDataLoader,
-    MultiTaskDataLoader,
-    SimpleDataLoader,
     TensorDict,
 )
 from allennlp.models.model import Model
@@ -24,36 +20,24 @@ from allennlp.nn.parallel import DdpAccelerator, DdpWrappedModel, TorchDdpAccele
 from allennlp.training.callbacks import (
     TrainerCallback,
 )
-from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import Optimizer
-from allennlp.training.trainer import Trainer, TrainerCheckpoint
+from allennlp.training.trainer import Trainer
 from overrides import overrides
 
 from allennlp_deepspeed import optimizers
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION, Part
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.config.keys import TRAINER_KEYS, check_values
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
-from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
-from allennlp_deepspeed.engine.inner_gradients import InnerGradients
-from allennlp_deepspeed.engine.max_norm import MaxNorm
-from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
-from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
-from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
-from allennlp_deepspeed.gradients.grad_cache import GradCache
-from allennlp_deepspeed.gradients.gradient_step import GradientStep, clip_values
-from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.processes import worker_failure
 from allennlp_deepspeed.processes.interruption import (
     TrainingInterrupted,
@@ -62,7 +46,6 @@ from allennlp_deepspeed.processes.interruption import (
 )
 from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
-from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.training.batch_groups import (
     BatchGroup,
     BatchGroups,
@@ -71,40 +54,25 @@ from allennlp_deepspeed.training.batch_groups import (
 )
 from allennlp_deepspeed.training.callbacks import (
     EpochMetricsCallback,
-    goes_backward,
     may_read_metrics,
-    reads_gradients,
 )
 from allennlp_deepspeed.training.construction import wrap_model
-from allennlp_deepspeed.training.device_transfer import to_device
 from allennlp_deepspeed.training.even_batches import EvenBatches
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.readings import Readings
 from allennlp_deepspeed.training.replay import Replay
+from allennlp_deepspeed.training.resumable_trainer import ResumableTrainer
 from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 
 logger = logging.getLogger(__name__)
 
-# Which move batches to their `cuda_device`, if they have one.
-_LOADERS_OF_ALLENNLP = (MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader)
-
 _PROGRESS_INTERVAL = 1.0  # seconds
 
 
-def _of_progress(name: str) -> Any:
-    def read(self: "DeepSpeedTrainer") -> Any:
-        return getattr(self._progress, name)
-
-    def write(self: "DeepSpeedTrainer", value: Any) -> None:
-        setattr(self._progress, name, value)
-
-    return property(read, write)
-
-
 @Trainer.register("deepspeed", constructor="from_partial_objects")
-class DeepSpeedTrainer(GradientDescentTrainer):
+class DeepSpeedTrainer(ResumableTrainer):
     """
     Trains any AllenNLP model on DeepSpeed's engine, which owns backward, gradient reduction,
     clipping, loss scaling and the optimizer step. Everything around a step (validation, metrics,
@@ -174,14 +142,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     `ConfigurationError`
         If an AllenNLP key and a DeepSpeed key contradict each other, or one has no meaning here.
     """
-
-    # AllenNLP's loop keeps them on itself.
-    _epochs_completed = _of_progress("epochs_completed")
-    _batches_in_epoch_completed = _of_progress("batches_in_epoch_completed")
-    _total_batches_completed = _of_progress("total_batches_completed")
-    _start_after_epochs_completed = _of_progress("start_after_epochs_completed")
-    _start_after_batches_in_epoch_completed = _of_progress("start_after_batches_in_epoch_completed")
-    _should_validate_this_epoch = _of_progress("should_validate_this_epoch")
 
     def __init__(
         self,
@@ -295,8 +255,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 **kwargs,
             )
             self._ddp_wrapped_model: DeepSpeedWrappedModel
-            self._checkpointer: Optional[DeepSpeedCheckpointer]
-            self._moving_average: Optional[ShardedMovingAverage]
+            self._validation_data_loader: Any
             if distributed:
                 self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
@@ -348,283 +307,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
         # A trainer that is dropped and has never trained leaves nothing behind either.
         weakref.finalize(self, ddp_wrapped_model.destroy).atexit = False  # type: ignore[misc]
-
-    def _attach_engine(self) -> None:
-        """Constructs what works on the engine, which has just come up."""
-        wrapped_model = self._ddp_wrapped_model
-        if wrapped_model.config.zero_stage == 3:
-            # Where whole weights are kept while they are used: there may not be memory for them.
-            wrapped_model.mapping_directory = self._serialization_dir
-        if self._given_moving_average is not None:
-            moving_average = ShardedMovingAverage(self._given_moving_average, self.engine)
-            wrapped_model.before_destroying(moving_average.release)
-            self._moving_average = moving_average
-        if self._grad_clipping is not None:
-            clipping = clip_values(self.optimizer, self._grad_clipping)
-            wrapped_model.before_destroying(clipping.remove)
-        self._gradients, grad_cache = self._construct_gradients(*self._gradient_settings)
-        wrapped_model.before_destroying(self._gradients.remove_hooks)
-        # After the hook that clips: it records what the optimizer steps with.
-        self._log_writers = LogWriters(self)
-        wrapped_model.before_destroying(self._log_writers.remove)
-        self._max_norm = MaxNorm(self.engine)
-        wrapped_model.before_destroying(self._max_norm.remove)
-        self._weight_watch = WeightWatch(self.engine, self._max_norm)
-        if self._moving_average is not None:
-            self._check_averages(self._moving_average)
-            self._moving_average.before_assigning = self._weight_watch.raise_if_changed
-        self._inner_gradients = InnerGradients(self.engine)
-        self._gradient_step = GradientStep(
-            wrapped_model,
-            self._gradients,
-            grad_cache,
-            self._inner_gradients,
-            forward=partial(self.batch_outputs, for_training=True),
-            prepare=self._prepare_batch,
-            go_backward=self._call_on_backward,
-            max_norm=self._max_norm,
-            weight_watch=self._weight_watch,
-            moving_average=self._moving_average,
-        )
-        self._parts: Dict[str, Optional[Part]] = {
-            "progress": self._progress,
-            "metric_tracker": self._metric_tracker,
-            "learning_rate_scheduler": self._learning_rate_scheduler,
-            "momentum_scheduler": self._momentum_scheduler,
-            "moving_average": self._moving_average,
-            # Of autocast at stage 0, which DeepSpeed doesn't save.
-            "gradient_scaler": loss_scaling.grad_scaler(self.engine),
-            "best_weights": self.best_weights,
-            "gradient_synchronization": self._gradients,
-            "grad_cache": grad_cache,
-            "replay": self._replay,
-        }
-        if isinstance(self.data_loader, _LOADERS_OF_ALLENNLP):
-            # They would wait for the device with each batch. `batch_outputs` doesn't.
-            wrapped_model.before_destroying(
-                partial(setattr, self.data_loader, "cuda_device", self.data_loader.cuda_device)
-            )
-            self.data_loader.cuda_device = None
-
-    def _check_averages(self, moving_average: ShardedMovingAverage) -> None:
-        scaled = set(self._max_norm.weights)
-        for name, parameter in self.model.named_parameters():
-            if parameter in scaled and not moving_average.may_change(parameter):
-                raise ConfigurationError(
-                    "'trainer.moving_average' averages what the optimizer steps, and not the "
-                    f"frozen '{name}', which 'max_norm' changes: give both the trained "
-                    "parameters only."
-                )
-
-    def _construct_gradients(
-        self, gradient_synchronization: str, grad_cache: Optional[Dict[str, Any]]
-    ) -> Tuple[GradientSynchronizer, Optional[GradCache]]:
-        settings = self._grad_cache_settings(grad_cache)
-        gradients = GradientSynchronizer(
-            self.engine,
-            mode=gradient_synchronization,
-            # Each chunk is a micro-batch to DeepSpeed, and there are several.
-            num_micro_batches=self._num_gradient_accumulation_steps
-            * (1 if settings is None else 2),
-            find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
-            several_passes=any(map(goes_backward, self._callbacks)),
-            average_each_pass=any(map(reads_gradients, self._callbacks)),
-        )
-        if settings is None:
-            return gradients, None
-        return gradients, GradCache(
-            settings, self._ddp_wrapped_model, gradients, super().batch_outputs
-        )
-
-    def _grad_cache_settings(
-        self, grad_cache: Optional[Dict[str, Any]]
-    ) -> Optional[GradCacheSettings]:
-        if grad_cache is None:
-            return None
-        settings = GradCacheSettings(grad_cache)
-        GradCache.check(settings, self.model)
-        for callback in self._callbacks:
-            if goes_backward(callback):
-                raise ConfigurationError(
-                    f"The callback {type(callback).__name__} has 'on_backward', but with "
-                    "'trainer.grad_cache' there is no graph to go back through: remove one of them."
-                )
-        return settings
-
-    @property
-    def engine(self):
-        """The `DeepSpeedEngine` around the model."""
-        return self._ddp_wrapped_model.engine
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """
-        Within it backward passes leave their gradients on this rank: they are added up, whole, and
-        reduced across the ranks with the next pass outside of it that reduces, at the latest at the
-        end of the optimizer step. For models and callbacks that go backward several times in a
-        step, at every ZeRO stage; as
-        [`DistributedDataParallel.no_sync`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
-
-        ```python
-        class BackwardInChunks(TrainerCallback):
-            reads_gradients = False
-
-            def on_backward(self, trainer, batch_outputs, backward_called, **kwargs) -> bool:
-                *losses, last_loss = [
-                    loss / trainer.group_size for loss in batch_outputs["chunk_losses"]
-                ]
-                with trainer.no_sync():
-                    for loss in losses:
-                        trainer.engine.backward(loss, scale_wrt_gas=False)
-                trainer.engine.backward(last_loss, scale_wrt_gas=False)
-                return True
-        ```
-
-        `trainer.group_size` is the number of micro-batches of the step.
-
-        To be entered by every rank, during a step. Unlike with `DistributedDataParallel` the
-        forward pass may be outside; at ZeRO stage 3 both gather parameters, so that every rank must
-        make the same passes. Until gradients are reduced, each rank holds them whole. Where a model
-        goes backward in its own forward pass, all of that is to be within `no_sync`. It may be
-        nested.
-
-        A callback with `on_backward` may read gradients after any pass outside `no_sync`, and finds
-        them averaged over the ranks, which costs a reduction for each such pass. One that doesn't
-        read them says so with the class attribute `reads_gradients = False`: then there is one
-        reduction, at the end.
-        """
-        with self._gradients.no_sync():
-            yield
-
-    @contextmanager
-    def modified_weights(self, which: Which = None) -> Iterator[None]:
-        """
-        For callbacks that change weights outside the optimizer. Within it the model's parameters
-        are whole and in fp32, with the values that the optimizer steps, and may be changed in
-        place, through `.data` too. When it ends, the changes are written to these, and to the
-        weights that the model computes with, at every ZeRO stage and precision. Changes that are
-        made elsewhere would be undone by the next step, and end in an error.
-
-        ```python
-        class Clamp(TrainerCallback):
-            def on_batch(self, trainer, *args, is_training, **kwargs) -> None:
-                if is_training:
-                    with trainer.modified_weights(["_critic"]):
-                        for parameter in trainer.model._critic.parameters():
-                            parameter.clamp_(-0.01, 0.01)
-        ```
-
-        To be entered by every rank, between steps, with the same `which`. All make the change, and
-        what rank 0 has made of the weights counts. Not for forward passes. Frozen parameters can be
-        changed too; in half precision these are rounded to it, since they are kept in no other. If
-        it ends by an exception, the weights stay as they were, but for those that the optimizer
-        steps whole, at stage 0 in fp32.
-
-        # Parameters
-
-        which : `Union[str, Parameter, Iterable]`, optional (default = `None`)
-            Parameters, or regular expressions that are searched in their names: only these are
-            gathered. `None` for all.
-
-        # Raises
-
-        `ConfigurationError`
-            If a frozen parameter has been changed that the trainer's moving average was given.
-        `RuntimeError`
-            If weights have been changed before.
-        """
-        self._weight_watch.raise_if_changed()
-        average = self._moving_average
-        may_change = (lambda _: True) if average is None else average.may_change
-        try:
-            with modified_weights(self.engine, which, may_change):
-                yield
-        finally:
-            # After an exception too: what was changed has been put back.
-            self._weight_watch.snapshot()
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """
-        Keeps the engine up. `train` is such a session, and takes the engine down when it ends; put
-        a session around it to use the engine after training. When the last one ends, however it
-        does, the engine is destroyed, and in a single process the model is a plain fp32 `Model`
-        again and the optimizer steps its parameters: either can be given to any other loop. Another
-        session brings up another engine, which goes on with both. With several workers weights and
-        states stay sharded, and the first session is the last.
-        """
-        wrapped_model = self._ddp_wrapped_model
-        if not wrapped_model.is_up:
-            self._bring_up_engine()
-        wrapped_model.num_users += 1
-        try:
-            yield
-            if wrapped_model.num_users == 1:
-                self._weight_watch.warn_if_changed()
-                if self._checkpointer is not None:
-                    self._checkpointer.finish()
-        except BaseException as error:
-            if wrapped_model.num_users == 1 and self._checkpointer is not None:
-                # All ranks are here after an interruption, and this is the only one after a
-                # Ctrl-C.
-                is_agreed = isinstance(error, (TrainingInterrupted, KeyboardInterrupt))
-                (self._checkpointer.finish if is_agreed else self._checkpointer.abandon)()
-            raise
-        finally:
-            wrapped_model.num_users -= 1
-            if wrapped_model.num_users == 0:
-                wrapped_model.destroy()
-
-    def close(self) -> None:
-        """
-        Takes the engine down, if it is up, as the end of a session does. For a trainer that is not
-        going to train; one that is dropped, or whose model is given to another, is closed by
-        itself. May be called again.
-        """
-        if self._ddp_wrapped_model.num_users > 0:
-            raise RuntimeError("A trainer can't be closed in its own `train` or `session`.")
-        self._ddp_wrapped_model.destroy()
-
-    @property
-    def callbacks(self) -> List[TrainerCallback]:
-        """In the order in which they are called."""
-        return self._callbacks
-
-    @property
-    def is_primary(self) -> bool:
-        """Whether this worker writes what its node, or a single process, has once."""
-        return self._primary
-
-    @property
-    def steps_completed(self) -> int:
-        """Optimizer steps, of all epochs."""
-        return self._progress.total_batches_completed
-
-    @property
-    def group_size(self) -> int:
-        """
-        The number of micro-batches by which the losses of the step are divided, for callbacks that
-        go backward themselves.
-        """
-        return self._gradient_step.group_size
-
-    def _bring_up_engine(self) -> None:
-        config = self._ddp_wrapped_model.config.engine_config
-        for section in ("optimizer", "scheduler"):
-            if section in config:
-                raise RuntimeError(
-                    f"This trainer can't go on, because the {section} that DeepSpeed has "
-                    f"constructed from deepspeed_config.{section} was gone with its engine. Put "
-                    "all training into one `with trainer.session():`."
-                )
-        if self._world_size > 1:
-            raise RuntimeError(
-                "This trainer can't go on, because weights and states are left sharded over "
-                f"{self._world_size} workers. Put all training into one `with trainer.session():`."
-            )
-        self._ddp_wrapped_model.bring_up()
-        with _destroyed_on_failure(self._ddp_wrapped_model):
-            self._attach_engine()
 
     @overrides
     def train(self) -> Dict[str, Any]:
@@ -738,18 +420,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             return super().batch_outputs(batch, for_training)
         with self._inner_gradients.allowed():
             return super().batch_outputs(batch, for_training)
-
-    def _prepare_batch(self, batch: TensorDict) -> TensorDict:
-        """Gives every rank the buffers of rank 0, and the device the batch."""
-        if self._distributed:
-            self._buffers.broadcast()
-        return batch if self.cuda_device.type == "cpu" else to_device(batch, self.cuda_device)
-
-    def _call_on_backward(self, batch_outputs: Dict[str, torch.Tensor]) -> bool:
-        backward_called = False
-        for callback in self._callbacks:
-            backward_called |= callback.on_backward(self, batch_outputs, backward_called)
-        return backward_called
 
     def _call_on_batch(
         self,
@@ -867,119 +537,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _validate_whole_set(self) -> None:
         """AllenNLP's loop leaves out what one rank has more than another."""
         if self._validation_data_loader is not None:
-            self._validation_data_loader = EvenBatches(  # type: ignore[assignment]
+            self._validation_data_loader = EvenBatches(
                 self._validation_data_loader, self.cuda_device
             )
-
-    def go_backward(self, batch: TensorDict) -> float:
-        """
-        Goes forward and backward through a batch that is an optimizer step by itself, for loops
-        other than `train`; `step_optimizer` is next. To be called by every rank, in a `session`.
-        Returns this rank's loss.
-        """
-        with self._gradient_step.accumulate(group_size=1):
-            return float(self._gradient_step.micro_batch(batch, is_last=True)["loss"])
-
-    def step_optimizer(self) -> None:
-        """Makes the optimizer step after `go_backward`. To be called by every rank."""
-        self._gradient_step.step()
-
-    @overrides
-    def rescale_gradients(self) -> Optional[float]:
-        """Is called by AllenNLP's loops, which can't step the optimizer."""
-        raise RuntimeError(
-            "This loop is AllenNLP's own, and only the engine can make a step of the 'deepspeed' "
-            "trainer. For `search_learning_rate`, import it after `allennlp_deepspeed`."
-        )
-
-    def parts(self) -> Dict[str, Part]:
-        """What continues from a checkpoint, by name, in the order in which it is loaded."""
-        return {name: part for name, part in self._parts.items() if part is not None}
-
-    @overrides
-    def get_checkpoint_state(self) -> TrainerCheckpoint:
-        """
-        This rank's training state. The model and the optimizer aren't in it: the checkpointer has
-        the engine save them.
-        """
-        states = {name: part.state_dict() for name, part in self.parts().items()}
-        return TrainerCheckpoint(
-            {},
-            {
-                "version": TRAINING_STATE_VERSION,
-                "instances_per_step": self.instances_per_step(),
-                **states,
-            },
-        )
-
-    @overrides
-    def _maybe_restore_checkpoint(self) -> None:
-        """
-        Continues from the newest checkpoint, if there is one. To be called by every rank. Without a
-        session, after training, what is in it is given to the plain model and optimizer.
-        """
-        if not self._ddp_wrapped_model.is_up:
-            with self.session():
-                return self._maybe_restore_checkpoint()
-        state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
-        if state is None:
-            return
-        self._weight_watch.snapshot()
-        for name, part in self.parts().items():
-            if name in state.trainer_state:
-                part.load_state_dict(state.trainer_state[name])
-        if self.best_weights.exist:
-            self._best_model_filename = self.best_weights.path
-        start = self._progress.start
-        if start.steps == 0 and self._metric_tracker.should_stop_early():
-            # It had stopped here. AllenNLP's loop would only ask again after one more epoch.
-            self._num_epochs = start.epochs
-
-    def instances_per_step(self) -> int:
-        """Of all ranks. Micro-batches without a fixed size count as one."""
-        size = micro_batch_size(self.data_loader) or 1
-        return size * self._num_gradient_accumulation_steps * self._world_size
-
-    def save_best_weights(self) -> None:
-        """
-        Saves the best weights if the epoch that has just ended was the best and they haven't been
-        saved. To be called by every rank. Called before a checkpoint is saved, while AllenNLP saves
-        them after it: a checkpoint that says which epoch was the best must not exist without its
-        weights.
-        """
-        epochs, steps = self._progress.point
-        validates = self._progress.should_validate_this_epoch
-        if steps > 0 or epochs == 0 or not (validates and self._metric_tracker.is_best_so_far()):
-            return
-        if self._moving_average is None:
-            self._save_model_state(self.best_weights.path)
-            return
-        self._moving_average.assign_average_value()
-        try:
-            self._save_model_state(self.best_weights.path)
-        finally:
-            self._moving_average.restore()
-
-    @overrides
-    def _save_model_state(self, path: str) -> None:
-        """
-        Saves the best weights, as one file with the whole model in fp32 instead of the shard that
-        AllenNLP's `path` is meant for. To be called by every rank.
-        """
-        self._best_model_filename = self.best_weights.path
-        if self.best_weights.saved_after != self._progress.epochs_completed:
-            self._weight_watch.raise_if_changed()
-            self.best_weights.save(self._progress.epochs_completed)
-
-    @overrides
-    def _load_model_state(self, path: str) -> None:
-        """To be called by every rank. Rank 0 reads the file."""
-        self.best_weights.load()
-        self._weight_watch.snapshot()
-
-    @overrides
-    def _finalize_best_model_state(self) -> None:
-        """Nothing is left to do: `_save_model_state` has already written one file."""
 
     @classmethod
     @overrides

@@ -1,0 +1,125 @@
+from typing import Dict, Optional
+
+from allennlp.training.trainer import TrainerCheckpoint
+from overrides import overrides
+
+from allennlp_deepspeed.checkpoint.best_weights import BestWeights
+from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION, Part
+from allennlp_deepspeed.engine import loss_scaling
+from allennlp_deepspeed.training.batch_groups import (
+    micro_batch_size,
+)
+from allennlp_deepspeed.training.engine_trainer import EngineTrainer
+from allennlp_deepspeed.training.replay import Replay
+
+
+class ResumableTrainer(EngineTrainer):
+    """
+    A trainer whose training can be saved and continued: what the checkpointer asks of it
+    ([`Training`](../checkpoint/training.py)), and the best weights.
+    """
+
+    best_weights: BestWeights
+    _replay: Replay
+
+    def parts(self) -> Dict[str, Part]:
+        """What continues from a checkpoint, by name, in the order in which it is loaded."""
+        parts: Dict[str, Optional[Part]] = {
+            "progress": self._progress,
+            "metric_tracker": self._metric_tracker,
+            "learning_rate_scheduler": self._learning_rate_scheduler,
+            "momentum_scheduler": self._momentum_scheduler,
+            "moving_average": self._moving_average,
+            # Of autocast at stage 0, which DeepSpeed doesn't save.
+            "gradient_scaler": loss_scaling.grad_scaler(self.engine),
+            "best_weights": self.best_weights,
+            "gradient_synchronization": self._gradients,
+            "grad_cache": self._grad_cache,
+            "replay": self._replay,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @overrides
+    def get_checkpoint_state(self) -> TrainerCheckpoint:
+        """
+        This rank's training state. The model and the optimizer aren't in it: the checkpointer has
+        the engine save them.
+        """
+        states = {name: part.state_dict() for name, part in self.parts().items()}
+        return TrainerCheckpoint(
+            {},
+            {
+                "version": TRAINING_STATE_VERSION,
+                "instances_per_step": self.instances_per_step(),
+                **states,
+            },
+        )
+
+    @overrides
+    def _maybe_restore_checkpoint(self) -> None:
+        """
+        Continues from the newest checkpoint, if there is one. To be called by every rank. Without a
+        session, after training, what is in it is given to the plain model and optimizer.
+        """
+        if not self._ddp_wrapped_model.is_up:
+            with self.session():
+                return self._maybe_restore_checkpoint()
+        state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
+        if state is None:
+            return
+        self._weight_watch.snapshot()
+        for name, part in self.parts().items():
+            if name in state.trainer_state:
+                part.load_state_dict(state.trainer_state[name])
+        if self.best_weights.exist:
+            self._best_model_filename = self.best_weights.path
+        start = self._progress.start
+        if start.steps == 0 and self._metric_tracker.should_stop_early():
+            # It had stopped here. AllenNLP's loop would only ask again after one more epoch.
+            self._num_epochs = start.epochs
+
+    def instances_per_step(self) -> int:
+        """Of all ranks. Micro-batches without a fixed size count as one."""
+        size = micro_batch_size(self.data_loader) or 1
+        return size * self._num_gradient_accumulation_steps * self._world_size
+
+    def save_best_weights(self) -> None:
+        """
+        Saves the best weights if the epoch that has just ended was the best and they haven't been
+        saved. To be called by every rank. Called before a checkpoint is saved, while AllenNLP saves
+        them after it: a checkpoint that says which epoch was the best must not exist without its
+        weights.
+        """
+        epochs, steps = self._progress.point
+        validates = self._progress.should_validate_this_epoch
+        if steps > 0 or epochs == 0 or not (validates and self._metric_tracker.is_best_so_far()):
+            return
+        if self._moving_average is None:
+            self._save_model_state(self.best_weights.path)
+            return
+        self._moving_average.assign_average_value()
+        try:
+            self._save_model_state(self.best_weights.path)
+        finally:
+            self._moving_average.restore()
+
+    @overrides
+    def _save_model_state(self, path: str) -> None:
+        """
+        Saves the best weights, as one file with the whole model in fp32 instead of the shard that
+        AllenNLP's `path` is meant for. To be called by every rank.
+        """
+        self._best_model_filename = self.best_weights.path
+        if self.best_weights.saved_after != self._progress.epochs_completed:
+            self._weight_watch.raise_if_changed()
+            self.best_weights.save(self._progress.epochs_completed)
+
+    @overrides
+    def _load_model_state(self, path: str) -> None:
+        """To be called by every rank. Rank 0 reads the file."""
+        self.best_weights.load()
+        self._weight_watch.snapshot()
+
+    @overrides
+    def _finalize_best_model_state(self) -> None:
+        """Nothing is left to do: `_save_model_state` has already written one file."""
