@@ -9,9 +9,9 @@ from typing import List
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.command", "tests.experiment")
+pytest.register_assert_rewrite("tests.support.command", "tests.support.experiment")
 
-from tests.experiment import Experiments  # noqa: E402
+from tests.support.experiment import Experiments  # noqa: E402
 
 # Tests run beside one another, and threads that wait for a core they share take many times longer.
 torch.set_num_threads(1)

@@ -24,12 +24,12 @@ from allennlp.models import Model
 from allennlp.nn.parallel import TorchDdpAccelerator
 from allennlp.training import Trainer
 
-from tests.command import allennlp
 from tests.cross.case import BATCH_SIZE, Case
 from tests.cross.data import batches_of, validation_batches_of
 from tests.cross.model import Interruption, to_instance
-from tests.experiment import Result
-from tests.workers import run_workers
+from tests.support.command import allennlp
+from tests.support.experiment import Result
+from tests.support.workers import run_workers
 
 TIME_LIMIT = 60  # seconds, for a case
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.command import allennlp
 from tests.end_to_end.precision_test import BF16, EPOCHS
-from tests.experiment import (
+from tests.support.command import allennlp
+from tests.support.experiment import (
     TWO_WORKERS,
     Config,
     Experiments,

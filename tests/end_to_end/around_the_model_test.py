@@ -8,9 +8,9 @@ from typing import Any, Dict, List
 
 import pytest
 
-from tests.command import allennlp
 from tests.end_to_end.parity_test import find_unused_parameters
-from tests.experiment import (
+from tests.support.command import allennlp
+from tests.support.experiment import (
     INCLUDED,
     TWO_WORKERS,
     Config,

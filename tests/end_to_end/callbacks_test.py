@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.experiment import (
+from tests.support.experiment import (
     Experiments,
     assert_same_run,
     assert_same_weights,

@@ -9,8 +9,8 @@ from typing import Any, Callable, Dict, List
 import pytest
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-from tests.command import Run, allennlp
-from tests.experiment import (
+from tests.support.command import Run, allennlp
+from tests.support.experiment import (
     INCLUDED,
     ONE_PROCESS,
     Config,

@@ -6,9 +6,9 @@ from typing import Any, Dict, List
 
 import pytest
 
-from tests.command import allennlp
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, assert_ends_alike, recover
-from tests.experiment import (
+from tests.support.command import allennlp
+from tests.support.experiment import (
     INCLUDED,
     ONE_PROCESS,
     TWO_WORKERS,
@@ -19,7 +19,7 @@ from tests.experiment import (
     deepspeed,
     load_config,
 )
-from tests.tensorboard import events
+from tests.support.tensorboard import events
 
 COUNTED: Config = {
     "trainer.callbacks": ["deepspeed_communication", "record_steps"],

@@ -7,9 +7,9 @@ from typing import Any, Dict
 import pytest
 from allennlp.common import Params
 
-from tests.command import REPOSITORY
-from tests.experiment import Experiments, deepspeed
-from tests.verses import write_sample
+from tests.support.command import REPOSITORY
+from tests.support.experiment import Experiments, deepspeed
+from tests.support.verses import write_sample
 
 # The validation losses of three seeds in fp32 were 0.03 apart; bf16 was 0.0002 from fp32.
 NOISE = 0.03

@@ -15,10 +15,10 @@ from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.checkpoint.export import export, find_checkpoint
 from allennlp_deepspeed.checkpoint.sharded_checkpoint import ShardedCheckpoint
 from allennlp_deepspeed.storage.commit import CheckpointError
-from tests.command import REPOSITORY, allennlp, subprocess_allennlp
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, resizable
-from tests.experiment import Config, Experiments, Result, assert_same_metrics, deepspeed
-from tests.tensor_memory import TensorMemory
+from tests.support.command import REPOSITORY, allennlp, subprocess_allennlp
+from tests.support.experiment import Config, Experiments, Result, assert_same_metrics, deepspeed
+from tests.support.tensor_memory import TensorMemory
 
 
 def exported(result: Result, output: Path, *arguments: Any) -> Dict[str, torch.Tensor]:

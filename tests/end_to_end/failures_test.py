@@ -6,8 +6,8 @@ from typing import Any, Dict
 
 import pytest
 
-from tests.command import Run, allennlp
-from tests.experiment import INCLUDED, deepspeed, load_config
+from tests.support.command import Run, allennlp
+from tests.support.experiment import INCLUDED, deepspeed, load_config
 
 WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from allennlp.common.testing import requires_gpu, requires_multi_gpu
 
-from tests.command import REPOSITORY, Run, subprocess_allennlp
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
 from tests.end_to_end.grad_cache_test import CHUNK_SIZES, EVERYTHING, cached
 from tests.end_to_end.parity_test import TRAINING, check_parity
 from tests.end_to_end.precision_test import AUTOCAST, BF16, EPOCHS, FP16, SGD
-from tests.experiment import (
+from tests.support.command import REPOSITORY, Run, subprocess_allennlp
+from tests.support.experiment import (
     Config,
     Experiments,
     assert_fp32_master_weights,

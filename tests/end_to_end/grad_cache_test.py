@@ -20,7 +20,7 @@ from tests.end_to_end.gradient_synchronization_test import (
     reduced,
     traffic,
 )
-from tests.experiment import (
+from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
     Config,

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Tuple
 import pytest
 
 from tests.end_to_end.checkpoint_test import recover
-from tests.experiment import (
+from tests.support.experiment import (
     TWO_WORKERS,
     Config,
     Experiments,

@@ -5,11 +5,11 @@ from typing import Any, Dict
 
 import pytest
 
-from tests.command import allennlp
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, assert_ends_alike, recover
 from tests.end_to_end.communication_test import COUNTED, MODEL_BYTES, communication
 from tests.end_to_end.export_test import exported
-from tests.experiment import (
+from tests.support.command import allennlp
+from tests.support.experiment import (
     Config,
     Experiments,
     Result,

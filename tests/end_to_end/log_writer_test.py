@@ -16,7 +16,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
 from tests.end_to_end.node_local_test import train_on_two_nodes
 from tests.end_to_end.parity_test import find_unused_parameters
-from tests.experiment import (
+from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
     Config,
@@ -26,7 +26,7 @@ from tests.experiment import (
     deepspeed,
     load_config,
 )
-from tests.tensorboard import events
+from tests.support.tensorboard import events
 
 # Of 2 epochs with 4 optimizer steps each.
 SUMMARY_INTERVAL, DISTRIBUTION_INTERVAL = 2, 3

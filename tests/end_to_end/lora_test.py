@@ -16,11 +16,12 @@ from transformers import AutoModel
 from allennlp_deepspeed.lora import adapted_transformers
 from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.commit import CommitRecord, FrozenRecord
-from tests.command import allennlp
 from tests.end_to_end.checkpoint_test import assert_ends_alike, recover
 from tests.end_to_end.export_test import assert_identical, exported
 from tests.end_to_end.precision_test import BF16
-from tests.experiment import (
+from tests.fixtures.tiny_bert import tiny_bert
+from tests.support.command import allennlp
+from tests.support.experiment import (
     INCLUDED,
     TWO_WORKERS,
     Config,
@@ -31,7 +32,6 @@ from tests.experiment import (
     deepspeed,
     load_config,
 )
-from tests.fixtures.tiny_bert import tiny_bert
 
 STAGES = [
     0,

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.command import Run, allennlp, subprocess_allennlp
 from tests.end_to_end.checkpoint_test import assert_ends_alike
-from tests.experiment import (
+from tests.fixtures.failures import MESSAGE
+from tests.support.command import Run, allennlp, subprocess_allennlp
+from tests.support.experiment import (
     INCLUDED,
     Config,
     Experiments,
@@ -18,7 +19,6 @@ from tests.experiment import (
     deepspeed,
     load_config,
 )
-from tests.fixtures.failures import MESSAGE
 
 # What the package promises from a failure to the end of the last process, in seconds.
 TIME_LIMIT = 30

@@ -9,8 +9,8 @@ from typing import Any, Dict, List
 import pytest
 from allennlp.common.util import find_open_port
 
-from tests.command import Run, allennlp
-from tests.experiment import (
+from tests.support.command import Run, allennlp
+from tests.support.experiment import (
     INCLUDED,
     Experiments,
     Result,

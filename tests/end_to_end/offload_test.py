@@ -10,9 +10,9 @@ from typing import Any, Dict
 import pytest
 from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
-from tests.command import allennlp
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
-from tests.experiment import (
+from tests.support.command import allennlp
+from tests.support.experiment import (
     TWO_WORKERS,
     Config,
     Experiments,

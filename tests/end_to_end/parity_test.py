@@ -17,7 +17,7 @@ from allennlp.models import Model
 from allennlp.training import GradientDescentTrainer
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from tests.experiment import (
+from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
     Config,

@@ -13,7 +13,8 @@ from allennlp.models.archival import CONFIG_NAME
 
 from tests.end_to_end.parity_test import TRAINING
 from tests.end_to_end.precision_test import BF16, EPOCHS
-from tests.experiment import (
+from tests.fixtures.tiny_bert import tiny_bert
+from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
     Experiments,
@@ -21,7 +22,6 @@ from tests.experiment import (
     deepspeed,
     load_config,
 )
-from tests.fixtures.tiny_bert import tiny_bert
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from typing import Dict
 
 import pytest
 
-from tests.command import allennlp
-from tests.experiment import (
+from tests.support.command import allennlp
+from tests.support.experiment import (
     TWO_WORKERS,
     Config,
     Experiments,

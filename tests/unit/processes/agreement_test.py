@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.reports.communication import CommunicationCounter
-from tests.workers import run_workers
+from tests.support.workers import run_workers
 
 CPU = torch.device("cpu")
 WORLD_SIZE = 3

@@ -1,0 +1,90 @@
+"""Each shim of `allennlp_deepspeed.compat`, against what it mends."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from allennlp.common import Params
+from allennlp.nn.util import tiny_value_of_dtype
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+
+import allennlp_deepspeed.compat
+from allennlp_deepspeed.storage import serialization
+from tests.support.command import allennlp
+from tests.support.experiment import INCLUDED, Experiments, deepspeed, load_config
+
+
+@pytest.mark.parametrize("trainer", ["gradient_descent", "deepspeed"])
+def test_reduce_on_plateau_reduces_the_learning_rate(experiments: Experiments, trainer: str):
+    config = load_config(
+        "classifier",
+        {
+            "trainer.num_epochs": 3,
+            "trainer.optimizer": {"type": "sgd", "lr": 1e-30},  # learns nothing
+            "trainer.learning_rate_scheduler": {
+                "type": "reduce_on_plateau",
+                "patience": 0,
+                "factor": 0.5,
+                "mode": "max",
+                "eps": 0,
+                "verbose": True,
+            },
+        },
+    )
+    if trainer == "deepspeed":
+        config = deepspeed(config, 2)
+    result = experiments.run(config)
+    steps = json.loads((result.serialization_dir / "steps.json").read_text())
+    assert steps[0]["lr_of_group_0"] == 1e-30
+    assert steps[-1]["lr_of_group_0"] < 1e-30
+
+
+def test_reduce_on_plateau_takes_a_list_of_minima():
+    scheduler = LearningRateScheduler.from_params(
+        Params({"type": "reduce_on_plateau", "min_lr": [0.1]}),
+        optimizer=torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0),
+    )
+    assert scheduler.lr_scheduler.min_lrs == [0.1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("scalar", [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True)])
+def test_numpy_scalars_are_loaded_with_weights_only(tmp_path: Path, scalar):
+    torch.save({"metric": scalar}, tmp_path / "state.th")
+    assert torch.load(tmp_path / "state.th", weights_only=True) == {"metric": scalar}
+
+
+def test_numpy_scalars_are_allowed_after_a_checkpoint_was_loaded_too(tmp_path: Path):
+    torch.save({"metric": np.float64(0.5)}, tmp_path / "state.th")
+    serialization.load(str(tmp_path / "state.th"))
+    assert torch.load(tmp_path / "state.th", weights_only=True) == {"metric": 0.5}
+
+
+def test_gradient_descent_recovers_with_a_numpy_metric(experiments: Experiments, tmp_path: Path):
+    config = load_config(
+        "classifier", {"trainer.callbacks": ["numpy_state"], "trainer.num_epochs": 1}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("train", tmp_path / "config.json", "-s", tmp_path / "out")
+    packages = ("allennlp_deepspeed", INCLUDED)
+    allennlp(*arguments, include_packages=packages).check()
+    allennlp(*arguments, "--recover", include_packages=packages).check()
+
+
+def test_tiny_value_of_bf16_is_that_of_fp32():
+    assert tiny_value_of_dtype(torch.bfloat16) == tiny_value_of_dtype(torch.float32)
+    assert tiny_value_of_dtype(torch.half) == 1e-4
+    with pytest.raises(TypeError):
+        tiny_value_of_dtype(torch.long)
+
+
+def test_deprecations_that_a_user_cannot_mend_are_hidden():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        allennlp_deepspeed.compat.hide_deprecations_of_renamed_functions()
+        warnings.warn("`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning)
+        warnings.warn("`torch.cuda.amp.autocast(args...)` is deprecated.", FutureWarning)
+        warnings.warn("something else is deprecated", FutureWarning)
+    assert [str(warning.message) for warning in caught] == ["something else is deprecated"]

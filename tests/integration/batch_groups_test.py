@@ -1,0 +1,132 @@
+"""Which batches an epoch has, on one worker and on several."""
+
+from typing import Any, Dict, List, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from allennlp.data import Instance, Vocabulary
+from allennlp.data.data_loaders import MultiProcessDataLoader, SimpleDataLoader
+from allennlp.data.dataset_readers import DatasetReader
+from allennlp.data.fields import MetadataField
+from allennlp.models import Model
+
+from allennlp_deepspeed.training.batch_groups import BatchGroups
+from tests.support.experiment import assert_same_weights
+from tests.support.side_by_side import Side
+from tests.support.workers import run_workers
+
+CPU = torch.device("cpu")
+NUM_EPOCHS = 3
+
+
+class Numbers(DatasetReader):
+    """As many numbers as the path says, on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__(manual_distributed_sharding=True)
+
+    def _read(self, file_path: str):
+        for number in range(int(file_path)):
+            yield Instance({"number": MetadataField(number)})
+
+
+def numbers(num_instances: int, **arguments: Any) -> MultiProcessDataLoader:
+    loader = MultiProcessDataLoader(Numbers(), str(num_instances), batch_size=2, **arguments)
+    loader.index_with(Vocabulary())
+    return loader
+
+
+def seen(epochs: List[List[Dict[str, Any]]]) -> List[List[int]]:
+    return [[number for batch in epoch for number in batch["number"]] for epoch in epochs]
+
+
+def seen_by_groups(loader: Any, group_size: int) -> List[List[int]]:
+    return seen(
+        [
+            [batch for group in BatchGroups(loader, group_size, CPU) for batch in group.batches]
+            for _ in range(NUM_EPOCHS)
+        ]
+    )
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_batches_per_epoch_go_on_where_the_last_epoch_ended(group_size: int, num_workers: int):
+    def work(rank: int) -> List[List[List[int]]]:
+        return [
+            seen_by_groups(numbers(20, batches_per_epoch=4), group_size),
+            seen_by_groups(numbers(20 - 4 * rank, batches_per_epoch=4), group_size),
+        ]
+
+    # 24 of them, as AllenNLP's trainer takes them.
+    of_20, of_16 = (
+        seen([list(loader) for _ in range(NUM_EPOCHS)])
+        for loader in (numbers(20, batches_per_epoch=4), numbers(16, batches_per_epoch=4))
+    )
+    assert len({number for epoch in of_20 for number in epoch}) == 20
+    expected = [[of_20, of_20], [of_20, of_16]][:num_workers]
+    assert run_workers(num_workers, work) == expected
+
+
+class Parabola(Model):
+    """Fits a line to it."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.line = torch.nn.Linear(1, 1)
+
+    def forward(self, number: List[int]) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        x = torch.tensor(number).unsqueeze(1) / 20
+        return {"loss": (self.line(x) - x.pow(2)).pow(2).mean()}
+
+
+@pytest.fixture(scope="module")
+def line() -> Dict[str, torch.Tensor]:
+    return line_after_batches_per_epoch(stage=None)
+
+
+def line_after_batches_per_epoch(stage: Optional[int]) -> Dict[str, torch.Tensor]:
+    def batches_of(rank: int) -> MultiProcessDataLoader:
+        return numbers(20 - 4 * rank, batches_per_epoch=4)
+
+    return Side(Parabola, batches_of, stage, world_size=2, num_epochs=NUM_EPOCHS).train()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_batches_per_epoch_train_as_with_gradient_descent(
+    line: Dict[str, torch.Tensor], stage: int
+):
+    assert_same_weights(line_after_batches_per_epoch(stage), line)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3])
+@pytest.mark.parametrize("is_length_known", [True, False])
+def test_an_epoch_ends_everywhere_with_the_shortest(group_size: int, is_length_known: bool):
+    def work(rank: int) -> List[List[int]]:
+        memory = {} if is_length_known else {"max_instances_in_memory": 4}
+        return seen_by_groups(numbers(12 + 6 * rank, **memory), group_size)
+
+    assert run_workers(2, work) == [[list(range(12))] * NUM_EPOCHS] * 2
+
+
+class Remembering(SimpleDataLoader):
+    """Keeps its place when an epoch has been read to its end, and starts the next one there."""
+
+    def __init__(self, num_instances: int) -> None:
+        super().__init__(list(Numbers().read(str(num_instances))), batch_size=2)
+        self.num_epochs_read = 0
+
+    def __iter__(self):
+        yield from super().__iter__()
+        self.num_epochs_read += 1
+
+
+def test_each_rank_reads_its_epoch_to_the_end():
+    def work(rank: int) -> int:
+        loader = Remembering(8 + 4 * rank)
+        seen_by_groups(loader, group_size=2)
+        dist.barrier()
+        return loader.num_epochs_read
+
+    assert run_workers(2, work) == [NUM_EPOCHS, NUM_EPOCHS]

@@ -1,0 +1,194 @@
+"""Optimizers at the ZeRO stages that give them flat shards in the place of weights."""
+
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, List, Type
+
+import pytest
+import torch
+import transformers.optimization
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from allennlp.training.optimizers import DenseSparseAdam, Optimizer
+from deepspeed.ops.lion import FusedLion
+from torch import nn
+
+from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.optimizers import FusedLionOptimizer, LionOptimizer
+from allennlp_deepspeed.optimizers.elementwise import ELEMENTWISE, is_elementwise
+from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
+from tests.support.experiment import assert_same_weights, load_config
+from tests.support.side_by_side import CPU, Side, numbers
+from tests.support.workers import run_workers
+
+# On a GPU; and what is constructed with the groups of another.
+NOT_HERE = (FusedLion, FusedLionOptimizer, CPUHuggingfaceAdamW)
+NAMED = (DenseSparseAdam, LionOptimizer)
+LEARNING_RATES = {torch.optim.SGD: 0.3, torch.optim.ASGD: 0.3, torch.optim.Adadelta: 3.0}
+
+STAGES = [2, pytest.param(1, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)]
+
+
+class Layers(Model):
+    """Its weights have 30, 5, 15 and 3 numbers, of which either worker has a half."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = self.layers(x)
+        return {"loss": logits.logsumexp(dim=-1).mean() + logits.pow(2).mean()}
+
+
+class Clipped(torch.optim.SGD):
+    """A user's, which divides a step by its norm."""
+
+    def step(self, closure=None):  # type: ignore[override]
+        for group in self.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.1)
+        return super().step(closure)
+
+
+def batches(rank: int) -> List[Dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"x": torch.randn(4, 6, generator=generator)} for _ in range(4)]
+
+
+def constructed(optimizer: Type[torch.optim.Optimizer], parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    if optimizer in NAMED:
+        parameters = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+    return optimizer(parameters, lr=LEARNING_RATES.get(optimizer, 0.02))  # type: ignore[call-arg]
+
+
+def trained(optimizer: Type[torch.optim.Optimizer], stage: Any, rank: int) -> Dict[str, Any]:
+    side = Side(
+        Layers,
+        batches,
+        stage,
+        world_size=2,
+        optimizer=lambda parameters: constructed(optimizer, parameters),
+    )
+    with tempfile.TemporaryDirectory() as directory, process_environment(CPU, rank):
+        trainer = side.construct(rank, Path(directory))
+        if stage is None:
+            trainer.train()
+            return numbers(trainer)
+        with trainer.session():
+            trainer.train()
+            return numbers(trainer)
+
+
+HERE = [optimizer for optimizer in ELEMENTWISE if optimizer not in NOT_HERE]
+
+
+@pytest.mark.parametrize("first", range(0, len(HERE), 4))
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_declared_elementwise_steps_shards_as_it_steps_weights(
+    stage: int, first: int
+) -> None:
+    known = HERE[first : first + 4]
+
+    def train_all(rank: int) -> List[Any]:
+        return [[trained(optimizer, s, rank) for s in (None, stage)] for optimizer in known]
+
+    for expected, actual in run_workers(2, train_all)[0]:
+        assert_same_weights(
+            *(
+                {name: torch.tensor(array) for name, array in weights.items()}
+                for weights in (actual, expected)
+            )
+        )
+
+
+@pytest.mark.parametrize("name", Optimizer.list_available())
+def test_every_registered_optimizer_is_known_or_refused(name: str) -> None:
+    optimizer, _ = Optimizer.resolve_class_name(name)
+    is_refused = name in ("multi", "sparse_adam", "huggingface_adafactor", "fused_lamb")
+    assert is_elementwise(optimizer) != (is_refused or name == "muon")  # which DeepSpeed shards
+
+
+def test_a_step_of_its_own_makes_an_optimizer_unknown() -> None:
+    Clipped([nn.Parameter(torch.ones(2))], lr=0.1)  # has PyTorch wrap its step
+    assert is_elementwise(torch.optim.SGD)
+    assert is_elementwise(type("Renamed", (torch.optim.SGD,), {}))
+    assert not is_elementwise(Clipped)
+
+
+def check(deepspeed_config: Any, optimizer: Any = None) -> None:
+    config = load_config("classifier", {"trainer.cuda_device": -1})
+    config["trainer"].update(
+        type="deepspeed", deepspeed_config=deepspeed_config, optimizer=optimizer
+    )
+    preflight.check(Params(config))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "optimizer, reason",
+    [
+        ("huggingface_adafactor", "looks at the shape or the norm of the whole weight"),
+        ({"type": "torch.optim.Adafactor"}, "looks at the shape or the norm of the whole weight"),
+        ("sparse_adam", "needs sparse gradients"),
+        ({"type": "multi", "optimizers": {}}, "has optimizers of its own inside"),
+    ],
+)
+def test_one_that_looks_at_whole_weights_is_refused_where_they_are_sharded(
+    stage: int, optimizer: Any, reason: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=reason) as error:
+        check(f"zero_{stage}" if stage != 2 else None, optimizer)  # the default
+    assert '"zero_optimization": {"stage": 0}' in str(error.value)
+    check({"zero_optimization": {"stage": 0}}, optimizer)
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Adafactor", "SparseAdam"])
+def test_one_that_deepspeed_constructs_is_refused_too(name: str) -> None:
+    section = {"optimizer": {"type": name, "params": {"lr": 0.1}}}
+    with pytest.raises(ConfigurationError, match=f'optimizer.type is "{name}", which '):
+        check(section)
+    check({"zero_optimization": {"stage": 0}, **section})
+
+
+def test_one_that_computes_losses_itself_is_refused_at_every_stage() -> None:
+    section = {"optimizer": {"type": "LBFGS", "params": {"lr": 0.1}}}
+    with pytest.raises(ConfigurationError, match='optimizer.type is "LBFGS", whose step computes'):
+        check({"zero_optimization": {"stage": 0}, **section})
+
+
+def trained_alone(optimizer: Any, stage: Any) -> Dict[str, torch.Tensor]:
+    """In one process, this one."""
+    side = Side(Layers, batches, stage, optimizer=optimizer)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = side.construct(0, Path(directory))
+        trainer.train()
+        return trainer.model.state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_unknown_one_is_trained_with_a_warning(stage: int, caplog) -> None:
+    trained_alone(lambda parameters: constructed(Clipped, parameters), stage)
+    assert len([r for r in caplog.messages if r.startswith("Clipped isn't known")]) == 1
+
+
+@pytest.mark.parametrize("stage", [0])
+@pytest.mark.parametrize("optimizer", [Clipped, transformers.optimization.Adafactor])
+def test_any_is_exact_where_it_steps_whole_weights(optimizer: Any, stage: int, caplog) -> None:
+    def construct(parameters: Any) -> torch.optim.Optimizer:
+        return optimizer(parameters, lr=0.02, **settings)
+
+    settings = {"relative_step": False} if optimizer is not Clipped else {}
+    actual = trained_alone(construct, stage)
+    assert_same_weights(actual, trained_alone(construct, None))
+    assert not [r for r in caplog.messages if "isn't known" in r]
+
+
+def test_adafactor_in_python_is_refused() -> None:
+    side = Side(Layers, batches, 2, optimizer=transformers.optimization.Adafactor)
+    with tempfile.TemporaryDirectory() as directory:
+        with pytest.raises(ConfigurationError, match="The optimizer is Adafactor, which looks"):
+            side.construct(0, Path(directory))

@@ -1,0 +1,479 @@
+"""What a trainer leaves behind in the process that has constructed it, however it ends."""
+
+import copy
+import gc
+import os
+from pathlib import Path
+from typing import Any, Dict, Type
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+from allennlp.training import Checkpointer, GradientDescentTrainer
+from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.moving_average import ExponentialMovingAverage
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import linear, parameter_offload
+
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from tests.integration.trainer_test import Task
+from tests.integration.weight_changes_test import token_batches, tokens_model
+from tests.support.experiment import assert_same_weights
+from tests.support.side_by_side import Side
+from tests.support.workers import run_workers
+
+STAGES = [0, 1, 2, 3]
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+def config_of(stage: int, precision: str = "fp32", offload: bool = False) -> Dict[str, Any]:
+    zero: Dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config: Dict[str, Any] = {"zero_optimization": zero}
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    return config
+
+
+def with_optimizer(name: str) -> Task:
+    """A task with two groups, of which the second has the parameters that come first."""
+    task = Task()
+    parameters = list(task.model.parameters())
+    groups = [{"params": parameters[2:]}, {"params": parameters[:2], "lr": 0.02}]
+    if name == "sgd":
+        task.optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.9)  # type: ignore[assignment]
+    else:
+        task.optimizer = torch.optim.Adam(groups, lr=0.01)
+    return task
+
+
+def train(
+    task: Task, directory: Path, trainer_class: Type[GradientDescentTrainer], **kwargs: Any
+) -> GradientDescentTrainer:
+    arguments = {**task.arguments(directory), "validation_data_loader": None, **kwargs}
+    trainer = trainer_class(**arguments)
+    trainer.train()
+    return trainer
+
+
+def assert_same_states(task: Task, expected: Task) -> None:
+    """To float tolerance, and in the same groups."""
+    states, expected_states = (t.optimizer.state_dict() for t in (task, expected))
+    assert states["param_groups"] == expected_states["param_groups"]
+    assert states["state"].keys() == expected_states["state"].keys()
+    for index, state in expected_states["state"].items():
+        assert states["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(states["state"][index][key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_training_goes_on_with_the_same_optimizer(tmp_path: Path, stage: int, optimizer: str):
+    expected = with_optimizer(optimizer)
+    train(expected, tmp_path / "expected", GradientDescentTrainer, num_epochs=4)
+
+    task = with_optimizer(optimizer)
+    parameters = dict(task.model.named_parameters())
+    groups = [list(group["params"]) for group in task.optimizer.param_groups]
+    for i, config in enumerate([config_of(stage), config_of(stage), config_of(3 - stage)]):
+        train(
+            task,
+            tmp_path / str(i),
+            DeepSpeedTrainer,
+            num_epochs=1,
+            deepspeed_config=config,
+        )
+        for name, parameter in task.model.named_parameters():
+            assert parameter is parameters[name]
+        for group, originals in zip(task.optimizer.param_groups, groups):
+            assert all(p is original for p, original in zip(group["params"], originals))
+    train(task, tmp_path / "last", GradientDescentTrainer, num_epochs=1)
+    assert_same_weights(task.model.state_dict(), expected.model.state_dict())
+    assert_same_states(task, expected)
+
+
+@pytest.mark.parametrize(
+    "stage, precision, offload",
+    [
+        (0, "bf16", False),
+        (2, "fp32", True),
+        (3, "bf16", True),
+        pytest.param(2, "bf16", False, marks=pytest.mark.soak),
+        pytest.param(3, "bf16", False, marks=pytest.mark.soak),
+        pytest.param(1, "bf16", True, marks=pytest.mark.soak),
+        pytest.param(3, "fp32", True, marks=pytest.mark.soak),
+    ],
+)
+def test_two_trainings_are_one_in_any_precision(
+    tmp_path: Path, stage: int, precision: str, offload: bool
+):
+    config = config_of(stage, precision, offload)
+    expected = with_optimizer("adam")
+    train(expected, tmp_path / "1", DeepSpeedTrainer, num_epochs=2, deepspeed_config=config)
+    task = with_optimizer("adam")
+    for i in range(2):
+        directory = tmp_path / f"2.{i}"
+        train(task, directory, DeepSpeedTrainer, num_epochs=1, deepspeed_config=config)
+    assert_same_weights(task.model.state_dict(), expected.model.state_dict(), tolerance=0)
+    assert_same_states(task, expected)
+
+
+@pytest.mark.parametrize("trainer_class", [DeepSpeedTrainer, GradientDescentTrainer])
+def test_a_moving_average_goes_on(tmp_path: Path, trainer_class: Type[GradientDescentTrainer]):
+    averages = []
+    for classes in ([GradientDescentTrainer] * 2, [DeepSpeedTrainer, trainer_class]):
+        task = with_optimizer("sgd")
+        average = ExponentialMovingAverage(task.model.named_parameters(), decay=0.5)
+        for i, kind in enumerate(classes):
+            directory = tmp_path / f"{len(averages)}.{i}"
+            train(task, directory, kind, num_epochs=1, moving_average=average)
+        averages.append(average._shadows)
+    assert_same_weights(averages[1], averages[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_train_called_twice_goes_on_as_in_allennlp(tmp_path: Path, stage: int):
+    tasks = []
+    for trainer_class in (GradientDescentTrainer, DeepSpeedTrainer):
+        task = with_optimizer("sgd")
+        kwargs: Dict[str, Any] = {"grad_clipping": 0.01}
+        if trainer_class is DeepSpeedTrainer:
+            kwargs["deepspeed_config"] = config_of(stage)
+        trainer = trainer_class(**{**task.arguments(tmp_path), **kwargs})
+        trainer.train()
+        trainer.train()
+        tasks.append(task)
+    assert_same_weights(tasks[1].model.state_dict(), tasks[0].model.state_dict())
+    assert_same_states(tasks[1], tasks[0])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_can_be_restored_after_training(tmp_path: Path, stage: int):
+    tasks, trackers = [], []
+    for trainer_class in (GradientDescentTrainer, DeepSpeedTrainer):
+        task = with_optimizer("sgd")
+        directory = tmp_path / trainer_class.__name__
+        kwargs: Dict[str, Any] = {"checkpointer": Checkpointer(directory)}
+        if trainer_class is DeepSpeedTrainer:
+            kwargs = {
+                "checkpointer": DeepSpeedCheckpointer(directory),
+                "deepspeed_config": config_of(stage),
+            }
+        trainer = trainer_class(**{**task.arguments(directory), **kwargs})
+        trainer.train()
+        with torch.no_grad():
+            for parameter in task.model.parameters():
+                parameter.zero_()
+        task.optimizer.state.clear()
+        trainer._maybe_restore_checkpoint()
+        assert not dist.is_initialized()
+        tasks.append(task)
+        trackers.append(trainer._metric_tracker)
+    assert_same_weights(tasks[1].model.state_dict(), tasks[0].model.state_dict())
+    assert_same_states(tasks[1], tasks[0])
+    assert trackers[1].best_epoch == trackers[0].best_epoch
+    assert trackers[1].best_epoch_metrics == pytest.approx(trackers[0].best_epoch_metrics)
+
+
+class _Snapshot:
+    """What must not have changed in this process, its model and its optimizer."""
+
+    def __init__(self, task: Task) -> None:
+        self._environment = dict(os.environ)
+        self._task = task
+        self._parameters = dict(task.model.named_parameters())
+        self._weights = copy.deepcopy(task.model.state_dict())
+        self._groups = [dict(group) for group in task.optimizer.param_groups]
+
+    def assert_plain(self) -> None:
+        model, optimizer = self._task.model, self._task.optimizer
+        assert not dist.is_initialized()
+        assert dict(os.environ) == self._environment
+        assert "forward" not in vars(model)
+        for name, parameter in model.named_parameters():
+            assert parameter is self._parameters[name]
+            assert parameter.dtype == torch.float32
+            assert parameter.shape == self._weights[name].shape
+            assert not vars(parameter) and not parameter._post_accumulate_grad_hooks
+        for module in model.modules():
+            assert type(module._parameters) is dict
+            assert not module._forward_hooks and not module._forward_pre_hooks
+            assert not module._backward_hooks and not module._backward_pre_hooks
+        assert not optimizer._optimizer_step_pre_hooks
+        assert len(optimizer.param_groups) == len(self._groups)
+        for group, before in zip(optimizer.param_groups, self._groups):
+            assert all(p is q for p, q in zip(group["params"], before["params"], strict=True))
+
+    def assert_untrained(self) -> None:
+        self.assert_plain()
+        assert_same_weights(self._task.model.state_dict(), self._weights, tolerance=0)
+        assert not self._task.optimizer.state
+
+
+CONFIGS = [
+    config_of(0),
+    config_of(2),
+    pytest.param(config_of(3), marks=pytest.mark.soak),
+    pytest.param(config_of(0, "bf16"), marks=pytest.mark.soak),
+    config_of(3, "bf16"),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_trainer_that_never_trains_leaves_nothing(tmp_path: Path, config: Dict[str, Any]):
+    task = with_optimizer("adam")
+    before = _Snapshot(task)
+    trainer = DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config)
+    trainer.close()
+    before.assert_untrained()
+    trainer.close()
+    trainer = DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config)
+    assert dist.is_initialized()
+    del trainer
+    gc.collect()
+    before.assert_untrained()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_cell_that_constructs_a_trainer_may_be_run_twice(
+    tmp_path: Path, config: Dict[str, Any]
+):
+    expected = with_optimizer("sgd")
+    train(expected, tmp_path / "expected", DeepSpeedTrainer, deepspeed_config=config)
+
+    task = with_optimizer("sgd")
+    before = _Snapshot(task)
+    arguments = {**task.arguments(tmp_path), "validation_data_loader": None}
+    trainers = [DeepSpeedTrainer(**arguments, deepspeed_config=config) for _ in range(2)]
+    trainers[1].train()
+    before.assert_plain()
+    assert_same_weights(task.model.state_dict(), expected.model.state_dict(), tolerance=0)
+    # The first is as good as new.
+    trainers[0].train()
+    before.assert_plain()
+
+
+def functions_of_the_process() -> Dict[str, Any]:
+    return {
+        "embedding": torch.nn.functional._no_grad_embedding_renorm_,  # type: ignore[attr-defined]
+        "linear": torch.nn.functional.linear,
+        "linear of stage 3": linear.LinearFunctionForZeroStage3,
+        "read parameters": parameter_offload.register_external_parameter,
+        "fp16": vars(get_accelerator()).get("is_fp16_supported"),
+        "autocast": torch_autocast.TORCH_AUTOCAST_INITIALIZED,
+    }
+
+
+@pytest.mark.parametrize(
+    "stage, precision", [(2, {}), (3, {}), (2, {"fp16": {"enabled": True}}), (3, AUTOCAST)]
+)
+def test_a_trainer_that_goes_takes_nothing_from_another(
+    tmp_path: Path, stage: int, precision: Dict[str, Any]
+):
+    before = functions_of_the_process()
+    arguments = (tokens_model, token_batches, stage)
+    expected = Side(*arguments, deepspeed_config=precision).construct(0, tmp_path)
+    expected.train()
+    assert functions_of_the_process() == before
+
+    other, trainer = (
+        Side(*arguments, deepspeed_config=precision).construct(0, tmp_path) for _ in range(2)
+    )
+    other.close()  # type: ignore[attr-defined]
+    trainer.train()
+    assert_same_weights(trainer.model.state_dict(), expected.model.state_dict(), tolerance=0)
+    assert functions_of_the_process() == before
+
+
+def test_a_trainer_that_goes_leaves_activations_of_another_checkpointed(tmp_path: Path):
+    trainers = []
+    for _ in range(2):
+        task = Task()
+        trainers.append(
+            DeepSpeedTrainer(
+                **task.arguments(tmp_path), activation_checkpointing=["_classification_layer"]
+            )
+        )
+    trainers[0].close()
+    assert checkpointing.is_configured()
+    trainers[1].close()
+    assert not checkpointing.is_configured()
+
+
+def test_a_model_keeps_a_forward_pass_of_its_own(tmp_path: Path):
+    task = Task()
+    forward = task.model.forward
+    task.model.forward = lambda **inputs: forward(**inputs)  # type: ignore[method-assign]
+    own = task.model.forward
+    DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config_of(2, "bf16")).close()
+    assert task.model.forward is own
+
+
+class FailInSecondEpoch(TrainerCallback):
+    """After a step, or before one with a graph that is never gone back through."""
+
+    reads_gradients = False
+
+    def __init__(self, serialization_dir: str, where: str, error: Type[BaseException]) -> None:
+        super().__init__(serialization_dir)
+        self._where = where
+        self._error = error
+
+    def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        self._fail("on_batch", trainer)
+
+    def on_backward(self, trainer, *args: Any, **kwargs: Any) -> bool:
+        self._fail("on_backward", trainer)
+        return False
+
+    def _fail(self, where: str, trainer: Any) -> None:
+        if where == self._where and trainer._epochs_completed == 1:
+            raise self._error("on purpose")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "where, error", [("on_batch", KeyboardInterrupt), ("on_backward", ValueError)]
+)
+def test_a_training_that_fails_leaves_what_it_has_trained(
+    tmp_path: Path, config: Dict[str, Any], where: str, error: Type[BaseException]
+):
+    expected = with_optimizer("adam")
+    num_steps = len(expected.data_loader) + (where == "on_batch")
+    expected.data_loader.batches_per_epoch = num_steps
+    train(expected, tmp_path, DeepSpeedTrainer, num_epochs=1, deepspeed_config=config)
+
+    task = with_optimizer("adam")
+    before = _Snapshot(task)
+    callback = FailInSecondEpoch(str(tmp_path), where, error)
+    with pytest.raises(error, match="on purpose"):
+        train(task, tmp_path, DeepSpeedTrainer, deepspeed_config=config, callbacks=[callback])
+    before.assert_plain()
+    assert {float(state["step"]) for state in task.optimizer.state.values()} == {num_steps}
+    assert_same_weights(task.model.state_dict(), expected.model.state_dict(), tolerance=0)
+    assert_same_states(task, expected)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_refused_construction_leaves_nothing(tmp_path: Path, config: Dict[str, Any]):
+    task = with_optimizer("adam")
+    before = _Snapshot(task)
+    # Of ours, before and after there is an engine, and of DeepSpeed's, in the middle.
+    with pytest.raises(ConfigurationError, match="patience"):
+        DeepSpeedTrainer(**task.arguments(tmp_path), patience=0, deepspeed_config=config)
+    before.assert_untrained()
+    with pytest.raises(ConfigurationError, match="gradient_synchronization|micro_batch"):
+        DeepSpeedTrainer(
+            **task.arguments(tmp_path), gradient_synchronization="often", deepspeed_config=config
+        )
+    before.assert_untrained()
+    with mock.patch.object(DeepSpeedEngine, "_configure_lr_scheduler", side_effect=ValueError("x")):
+        with pytest.raises(ValueError, match="x"):
+            DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config)
+    before.assert_untrained()
+    before.assert_untrained()
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):
+    task = Task()
+    task.optimizer = torch.optim.Adam(Task().model.parameters())
+    with pytest.raises(ConfigurationError, match="none of the model's"):
+        DeepSpeedTrainer(**task.arguments(tmp_path))
+    assert not dist.is_initialized()
+
+
+def test_the_optimizer_that_deepspeed_constructed_says_that_it_is_gone(tmp_path: Path):
+    task = Task()
+    section = {"type": "Adam", "params": {"lr": 0.01}}
+    config = {**config_of(2), "optimizer": section}
+    trainer = train(task, tmp_path, DeepSpeedTrainer, optimizer=None, deepspeed_config=config)
+    with pytest.raises(RuntimeError, match="construct the optimizer yourself"):
+        trainer.optimizer.step()
+    with pytest.raises(RuntimeError, match=r"trainer.session\(\)"):
+        trainer.train()
+    with pytest.raises(RuntimeError, match=r"trainer.session\(\)"):
+        trainer.engine
+    assert not dist.is_initialized()
+
+
+def train_and_forget(stage: int, directory: Path) -> None:
+    train(Task(), directory, DeepSpeedTrainer, num_epochs=1, deepspeed_config=config_of(stage))
+
+
+def what_is_left() -> Dict[str, int]:
+    gc.collect()
+    objects = [type(o) for o in gc.get_objects()]
+    return {
+        "tensors": sum(issubclass(kind, torch.Tensor) for kind in objects),
+        "engines": sum(issubclass(kind, DeepSpeedEngine) for kind in objects),
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def resident_memory() -> int:
+    """In bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_trainings_leave_no_tensors_threads_or_descriptors(tmp_path: Path):
+    train_and_forget(3, tmp_path)  # for what is made once in a process
+    before = what_is_left()
+    for stage in (0, 3, 2, 3):
+        train_and_forget(stage, tmp_path)
+        assert what_is_left() == before
+
+
+@pytest.mark.soak
+def test_fifty_trainings_grow_by_less_than_5_mb(tmp_path: Path):
+    for stage in STAGES:
+        train_and_forget(stage, tmp_path)
+    before, memory_before = what_is_left(), resident_memory()
+    for i in range(50):
+        train_and_forget(i % 4, tmp_path)
+    assert what_is_left() == before
+    assert resident_memory() - memory_before < 5 * 1000**2
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_several_workers_say_what_is_left_sharded(tmp_path: Path, stage: int):
+    def work(rank: int) -> Dict[str, str]:
+        task = with_optimizer("sgd")
+        arguments = {"distributed": True, "local_rank": rank, "world_size": 2}
+        trainer = train(
+            task, tmp_path, DeepSpeedTrainer, deepspeed_config=config_of(stage), **arguments
+        )
+        errors = {}
+        steps = {
+            "step": task.optimizer.step,
+            "train": trainer.train,
+            "construct": lambda: DeepSpeedTrainer(
+                **task.arguments(tmp_path), deepspeed_config=config_of(stage), **arguments
+            ),
+        }
+        for name, step in steps.items():
+            try:
+                step()
+                errors[name] = ""
+            except (RuntimeError, ConfigurationError) as error:
+                errors[name] = str(error)
+        if stage == 0:
+            task.model.load_state_dict(task.model.state_dict())
+        return errors
+
+    for errors in run_workers(2, work):
+        assert "trainer.session()" in errors["train"]
+        if stage == 0:
+            assert errors["step"] == errors["construct"] == ""
+        else:
+            assert "sharded over 2 workers" in errors["step"]
+            assert "sharded over 2 workers" in errors["construct"]

@@ -1,0 +1,171 @@
+"""The token embedder of type "lora"."""
+
+from pathlib import Path
+from typing import Any, Dict, List
+
+import peft
+import pytest
+import torch
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from allennlp.modules import TokenEmbedder
+from transformers import AutoModel
+
+from allennlp_deepspeed.lora import (
+    adapted_transformers,
+    merge_adapters,
+    save_adapters,
+    without_adapters,
+)
+from tests.fixtures.tiny_bert import tiny_bert
+from tests.support.experiment import StateDict, assert_same_weights
+from tests.support.side_by_side import Side
+from tests.support.workers import run_workers  # noqa: F401  # workers are forked
+
+PLAIN = "pretrained_transformer"
+MISMATCHED = "pretrained_transformer_mismatched"
+
+
+@pytest.fixture(scope="module")
+def bert(session_directory: Path) -> str:
+    return tiny_bert(session_directory / "tiny_bert")
+
+
+def lora(bert: str, embedder: str = PLAIN, **settings: Any) -> TokenEmbedder:
+    inner = {"type": embedder, "model_name": bert}
+    torch.manual_seed(1)
+    return TokenEmbedder.from_params(Params({"type": "lora", "embedder": inner, **settings}))
+
+
+def trained(embedder: TokenEmbedder) -> TokenEmbedder:
+    """With adapters that do something: at the beginning they add zero."""
+    for parameter in embedder.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return embedder.eval()
+
+
+class Adapted(Model):
+    def __init__(self, bert: str) -> None:
+        super().__init__(Vocabulary())
+        self.embedder = lora(bert, r=2, target_modules=["query", "intermediate.dense"])
+        self.layer = torch.nn.Linear(32, 3)
+
+    def forward(self, ids) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        embedded = self.embedder(ids, torch.ones_like(ids).bool())
+        return {"loss": (self.layer(embedded.mean(dim=1)) - 1).pow(2).mean()}
+
+
+def id_batches(rank: int) -> List[Dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"ids": torch.randint(5, 50, (2, 6), generator=generator)} for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def reference(bert: str) -> StateDict:
+    return Side(lambda: Adapted(bert), id_batches, world_size=2).train()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_training_is_that_of_gradient_descent(bert: str, reference: StateDict, stage: int):
+    actual = Side(lambda: Adapted(bert), id_batches, stage, world_size=2).train()
+    assert_same_weights(actual, reference)
+    assert any("lora_B" in name and weight.any() for name, weight in actual.items())
+
+
+@pytest.mark.parametrize("embedder", [PLAIN, MISMATCHED])
+def test_only_adapters_are_trainable(bert: str, embedder: str):
+    adapted = lora(bert, embedder, r=4, target_modules=["query", "dense"])
+    plain = TokenEmbedder.from_params(Params({"type": embedder, "model_name": bert}))
+    assert type(adapted) is type(plain)
+    trainable = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert trainable and all("lora_" in name for name in trainable)
+    assert {4} == {p.shape[0] for name, p in trainable.items() if "lora_A" in name}
+    frozen = {
+        name.replace(".base_layer", ""): p
+        for name, p in adapted.named_parameters()
+        if not p.requires_grad
+    }
+    assert frozen.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(p, frozen[name]) for name, p in plain.named_parameters())
+
+
+def test_what_is_beside_the_transformer_stays_trainable(bert: str):
+    inner = {"type": PLAIN, "model_name": bert, "last_layer_only": False}
+    embedder = TokenEmbedder.from_params(Params({"type": "lora", "embedder": inner}))
+    assert all(p.requires_grad for p in embedder._scalar_mix.parameters())
+
+
+def test_modules_of_a_known_kind_of_transformer_need_not_be_named(bert: str):
+    names = [name for name, p in lora(bert).named_parameters() if p.requires_grad]
+    assert {name.split(".")[-4] for name in names} == {"query", "value"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True, "bias": "lora_only"}])
+def test_saved_adapters_are_those_of_peft(bert: str, tmp_path: Path, settings: Dict[str, Any]):
+    embedder = trained(lora(bert, r=4, lora_alpha=32, target_modules=["query"], **settings))
+    (transformer,) = adapted_transformers(embedder).values()
+    save_adapters(transformer, str(tmp_path))
+    loaded = peft.PeftModel.from_pretrained(AutoModel.from_pretrained(bert), tmp_path).eval()
+    ids = torch.tensor([[2, 7, 8, 3]])
+    expected = loaded(ids).last_hidden_state
+    assert torch.allclose(embedder(ids, torch.ones_like(ids).bool()), expected, atol=1e-6)
+    assert not torch.allclose(AutoModel.from_pretrained(bert)(ids).last_hidden_state, expected)
+    assert peft.PeftConfig.from_pretrained(tmp_path).base_model_name_or_path == bert
+
+
+@pytest.mark.parametrize("settings", [{}, {"modules_to_save": ["pooler"]}])
+def test_merged_adapters_compute_the_same(bert: str, settings: Dict[str, Any]):
+    embedder = trained(lora(bert, target_modules=["query", "dense"], **settings))
+    ids = torch.tensor([[2, 7, 8, 3]])
+    expected = embedder.transformer_model(ids)
+    merge_adapters(embedder)
+    plain = TokenEmbedder.from_params(Params({"type": PLAIN, "model_name": bert})).eval()
+    plain.load_state_dict(embedder.state_dict())
+    actual = plain.transformer_model(ids)
+    assert torch.allclose(actual.last_hidden_state, expected.last_hidden_state, atol=1e-5)
+    assert torch.allclose(actual.pooler_output, expected.pooler_output, atol=1e-5)
+    with pytest.raises(ConfigurationError, match="has no adapters"):
+        merge_adapters(embedder)
+
+
+def test_a_config_without_adapters():
+    inner = {"type": PLAIN, "model_name": "bert"}
+    config = {"model": {"embedders": [{"type": "lora", "embedder": inner, "r": 4}], "dim": 3}}
+    assert without_adapters(config) == {"model": {"embedders": [inner], "dim": 3}}
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"rank": 4}, "'rank' is no key of a token embedder of type 'lora'"),
+        ({"lora_alfa": 4}, 'did you mean "lora_alpha"'),
+        ({"r": 0}, "refused by peft: .*r.*positive"),
+        ({"target_modules": ["keys"]}, "refused by peft: Target modules .*keys.* not found"),
+        ({"init_lora_weights": "pissa"}, "changes the weights of the transformer itself"),
+        ({"eva_config": {}}, "'eva_config' is no key"),
+    ],
+)
+def test_wrong_settings_are_refused(bert: str, settings: Dict[str, Any], message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        lora(bert, **settings)
+
+
+def test_an_embedder_without_a_transformer_is_refused():
+    inner = {"type": "embedding", "num_embeddings": 3, "embedding_dim": 2}
+    with pytest.raises(ConfigurationError, match="class Embedding, with 0 models of Hugging"):
+        TokenEmbedder.from_params(Params({"type": "lora", "embedder": inner}))
+
+
+def test_adapters_in_adapters_are_refused(bert: str):
+    inner = {"type": "lora", "embedder": {"type": PLAIN, "model_name": bert}}
+    with pytest.raises(ConfigurationError, match="has adapters already"):
+        TokenEmbedder.from_params(Params({"type": "lora", "embedder": inner}))
+
+
+def test_the_package_that_is_needed_is_named(bert: str, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ConfigurationError, match="pip install --no-deps peft"):
+        lora(bert)

@@ -1,0 +1,149 @@
+"""
+Parameters of any shape and layout train as they do with AllenNLP's own trainer.
+"""
+
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import pytest
+import torch
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from allennlp.training.moving_average import ExponentialMovingAverage
+from torch import nn
+
+from allennlp_deepspeed import DeepSpeedCheckpointer
+from allennlp_deepspeed.checkpoint import universal
+from allennlp_deepspeed.checkpoint.export import find_checkpoint
+from allennlp_deepspeed.checkpoint.sharded_checkpoint import ShardedCheckpoint
+from tests.support.experiment import assert_same_weights
+from tests.support.side_by_side import Batches, Side
+from tests.support.workers import run_workers  # noqa: F401  # workers are forked
+
+
+class AnyLayout(Model):
+    """Parameters that DeepSpeed can't view as bytes, or share between ranks."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+        self.transposed = nn.Parameter(torch.randn(5, 6).t())
+        self.convolution = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.no_rows = nn.Linear(0, 2)
+        self.frozen_scale = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.frozen_transposed = nn.Parameter(torch.randn(3, 5).t(), requires_grad=False)
+        self.frozen_empty = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.output = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        image = self.convolution(x.view(-1, 4, 6, 1)).mean(dim=1).squeeze(-1)
+        hidden = torch.tanh(image @ self.transposed) @ self.frozen_transposed
+        nothing = self.no_rows(x.new_zeros(x.shape[0], 0)) + self.empty.sum()
+        logits = self.output(hidden) * self.logit_scale.exp() * self.frozen_scale
+        logits = logits + nothing + self.frozen_empty.sum()
+        return {"loss": logits.logsumexp(dim=-1).mean() + 0.1 * logits.pow(2).mean()}
+
+
+def _model() -> Model:
+    return AnyLayout(Vocabulary())
+
+
+def _batches(rank: int) -> List[Dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"x": torch.randn(3, 24, generator=generator)} for _ in range(6)]
+
+
+@pytest.fixture(scope="module")
+def references() -> Dict[int, Dict[str, torch.Tensor]]:
+    return {n: Side(_model, _batches, world_size=n).train() for n in (1, 2)}
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize(
+    "stage, is_constructed_partitioned",
+    [(0, False), pytest.param(1, False, marks=pytest.mark.soak), (2, False), (3, False), (3, True)],
+)
+def test_parameters_of_any_shape_and_layout_train_like_gradient_descent(
+    references: Dict[int, Dict[str, torch.Tensor]],
+    stage: int,
+    is_constructed_partitioned: bool,
+    world_size: int,
+):
+    side = Side(
+        _model,
+        _batches,
+        stage,
+        world_size,
+        is_constructed_partitioned=is_constructed_partitioned,
+        grad_norm=100.0,
+    )
+    assert_same_weights(side.train(), references[world_size])
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "stage, is_constructed_partitioned",
+    [
+        (0, False),
+        pytest.param(1, False, marks=pytest.mark.soak),
+        pytest.param(2, False, marks=pytest.mark.soak),
+        pytest.param(3, False, marks=pytest.mark.soak),
+        (3, True),
+    ],
+)
+def test_parameters_of_any_shape_and_layout_train_in_bf16(
+    references: Dict[int, Dict[str, torch.Tensor]],
+    stage: int,
+    is_constructed_partitioned: bool,
+    world_size: int,
+):
+    side = Side(
+        _model,
+        _batches,
+        stage,
+        world_size,
+        is_constructed_partitioned=is_constructed_partitioned,
+        deepspeed_config={"bf16": {"enabled": True}},
+    )
+    # It has 8 significant bits, and there are 12 steps.
+    assert_same_weights(side.train(), references[world_size], tolerance=0.06)
+    assert abs(references[world_size]["logit_scale"] - 1.5) > 0.5
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.soak) for n in range(3)), 3])
+def test_averages_of_parameters_of_any_shape_and_layout_are_those_of_gradient_descent(
+    tmp_path: Path, stage: int
+):
+    def best_weights(name: str, stage: Optional[int]) -> Dict[str, torch.Tensor]:
+        (tmp_path / name).mkdir()
+        Side(
+            _model,
+            _batches,
+            stage,
+            world_size=2,
+            moving_average=lambda model: ExponentialMovingAverage(model.named_parameters(), 0.6),
+            validation_data_loader=Batches(_batches(2)),
+        ).train(tmp_path / name)
+        return torch.load(tmp_path / name / "best.th")
+
+    assert_same_weights(best_weights("ours", stage), best_weights("gradient_descent", None))
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.soak) for n in (0, 2)), 3])
+def test_parameters_of_any_shape_and_layout_are_saved_recovered_resized_and_exported(
+    references: Dict[int, Dict[str, torch.Tensor]], tmp_path: Path, stage: int
+):
+    def side(**arguments: Any) -> Side:
+        return Side(
+            _model, _batches, stage, checkpointer=DeepSpeedCheckpointer(tmp_path), **arguments
+        )
+
+    side(world_size=2, num_epochs=1).train(tmp_path)
+    recovered = side(world_size=2).train(tmp_path)
+    assert_same_weights(recovered, references[2])
+    checkpoint = find_checkpoint(str(tmp_path))
+    assert_same_weights(ShardedCheckpoint(checkpoint).state_dict(), references[2])
+    if stage > 0:
+        universal.convert(checkpoint)
+        assert_same_weights(side(world_size=1).train(tmp_path), references[2])

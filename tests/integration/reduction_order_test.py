@@ -1,0 +1,256 @@
+"""
+Gradients are reduced in the same order on every rank, whatever the order in which they come.
+"""
+
+import copy
+from functools import partial
+from typing import Any, Callable, Dict, Iterable, List
+
+import pytest
+import torch
+from allennlp.common import Params
+from allennlp.common.util import prepare_environment
+from allennlp.data import DatasetReader, Vocabulary
+from allennlp.data.data_loaders import MultiProcessDataLoader
+from allennlp.data.samplers import BucketBatchSampler
+from allennlp.models import Model
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.experiment import assert_same_weights, load_config
+from tests.support.plain_loop import Batch, train_in_a_plain_loop
+from tests.support.side_by_side import Side
+from tests.support.workers import run_workers  # noqa: F401  # for `conftest.py`
+
+WORLD_SIZE = 2
+
+
+class Tagger:
+    """A tagger with an LSTM, and its data in batches of sentences of about the same length."""
+
+    def __init__(self) -> None:
+        params = Params(load_config("tagger"))
+        prepare_environment(params)
+        reader = DatasetReader.from_params(params.pop("dataset_reader"))
+        instances = list(reader.read(params.pop("train_data_path")))
+        vocab = Vocabulary.from_instances(instances)
+        self.model: Model = Model.from_params(params.pop("model"), vocab=vocab)
+        self.batches: List[List[Batch]] = []
+        for rank in range(WORLD_SIZE):
+            sampler = BucketBatchSampler(batch_size=4, sorting_keys=["tokens"])
+            loader = MultiProcessDataLoader(
+                _Instances(instances[rank::WORLD_SIZE]), "", batch_sampler=sampler
+            )
+            loader.index_with(vocab)
+            self.batches.append([{**batch, "metadata": None} for batch in loader])
+
+
+class _Instances(DatasetReader):
+    def __init__(self, instances: List[Any]) -> None:
+        super().__init__()
+        self._instances = instances
+
+    def _read(self, file_path: str):
+        return iter(self._instances)
+
+    def apply_token_indexers(self, instance) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def tagger() -> Tagger:
+    return Tagger()
+
+
+SGD = partial(torch.optim.SGD, lr=0.3)
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+def sgd_with_groups(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    return torch.optim.SGD([{"params": parameters[::2]}, {"params": parameters[1::2]}], lr=0.3)
+
+
+OVERLAP = {"overlap_comm": True}
+SMALL_BUCKETS = {"reduce_bucket_size": 300}
+
+
+@pytest.mark.parametrize(
+    "optimizer, stage, zero, steps, mode",
+    [
+        pytest.param(optimizer, stage, zero, steps, mode, id=f"{name}-{case}", marks=marks)
+        for name, optimizer in [("sgd", SGD), ("groups", sgd_with_groups), ("adam", ADAM)]
+        for case, stage, zero, steps, mode, is_quick in [
+            ("overlap at 1", 1, OVERLAP, 1, "auto", True),
+            ("2", 2, {}, 1, "auto", True),
+            ("all-reduce at 2", 2, {"reduce_scatter": False}, 1, "auto", True),
+            ("small buckets at 2", 2, SMALL_BUCKETS, 1, "auto", False),
+            ("scattered at 2", 2, {"contiguous_gradients": False}, 1, "auto", False),
+            ("boundary at 2", 2, {}, 2, "boundary", False),
+            ("micro-batch at 2", 2, {}, 2, "micro_batch", True),
+            ("small buckets at 3", 3, SMALL_BUCKETS, 1, "auto", True),
+            ("micro-batch at 3", 3, SMALL_BUCKETS, 2, "micro_batch", False),
+        ]
+        for marks in [[] if is_quick and optimizer is SGD or case == "2" else [pytest.mark.soak]]
+    ],
+)
+def test_sentences_of_equal_length_on_one_worker_only(
+    tagger: Tagger, optimizer: Any, stage: int, zero: Dict[str, Any], steps: int, mode: str
+) -> None:
+    actual = side(
+        tagger.model,
+        tagger.batches,
+        optimizer,
+        {"stage": stage, **zero},
+        num_gradient_accumulation_steps=steps,
+        gradient_synchronization=mode,
+    ).train()
+    expected = train_in_a_plain_loop(tagger.model, tagger.batches, optimizer, steps)
+    assert_same_weights(actual, expected)
+
+
+def side(
+    model: Model,
+    batches: List[List[Batch]],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    zero: Dict[str, Any],
+    **arguments: Any,
+) -> Side:
+    """For one epoch of a copy of the model."""
+    return Side(
+        lambda: copy.deepcopy(model),
+        lambda rank: batches[rank],
+        zero["stage"],
+        WORLD_SIZE,
+        zero=zero,
+        optimizer=optimizer,
+        num_epochs=1,
+        **arguments,
+    )
+
+
+class CompiledClassifier(Model):
+    """Goes through the layers of a part that is compiled in the one order or the other."""
+
+    is_compiled = True
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.part = _Part()
+        self.last = torch.nn.Linear(6, 1)
+
+    def forward(self, inputs, is_turned) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        part = torch.compile(self.part, backend="aot_eager") if self.is_compiled else self.part
+        return {"loss": self.last(part(inputs, is_turned)).pow(2).mean()}
+
+
+class _Part(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, inputs: torch.Tensor, is_turned: bool) -> torch.Tensor:
+        layers = (self.other, self.one) if is_turned else (self.one, self.other)
+        for layer in layers:
+            inputs = torch.tanh(layer(inputs))
+        return inputs
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_compiled_part_whose_gradients_come_in_another_order(stage: int) -> None:
+    torch.manual_seed(1)
+    # At stage 3 workers have to go through the modules themselves in one order.
+    is_turned = [
+        [stage < 3 and (rank + i) % 2 == 0 for i in range(4)] for rank in range(WORLD_SIZE)
+    ]
+    batches: List[List[Batch]] = [
+        [{"inputs": torch.randn(4, 6), "is_turned": is_turned} for is_turned in of_worker]
+        for of_worker in is_turned
+    ]
+    model = CompiledClassifier()
+    actual = side(model, batches, SGD, {"stage": stage}).train()
+    # Not in this process, which couldn't fork workers after a compiled backward pass.
+    model.is_compiled = False
+    assert_same_weights(actual, train_in_a_plain_loop(model, batches, SGD))
+
+
+def count_reductions(trainer: Any) -> List[int]:
+    """Trains, and returns how many buckets each step has reduced from inside its backward pass."""
+    optimizer = trainer.engine.optimizer
+    average_tensor, step = optimizer.average_tensor, optimizer.step
+    counts = [0]
+
+    def count_and_average(*args: Any) -> None:
+        counts[-1] += torch._C._current_graph_task_id() != -1
+        average_tensor(*args)
+
+    def count_and_step(*args: Any, **kwargs: Any) -> None:
+        counts.append(0)
+        step(*args, **kwargs)
+
+    optimizer.average_tensor, optimizer.step = count_and_average, count_and_step
+    trainer.train()
+    return counts[:-1]
+
+
+def num_full_buckets(parameters: Iterable[torch.nn.Parameter], bucket_size: int) -> int:
+    """How many are full before the last of the parameters has come, in this order."""
+    count, in_bucket = 0, 0
+    for parameter in parameters:
+        if in_bucket + parameter.numel() > bucket_size:
+            count, in_bucket = count + 1, 0
+        in_bucket += parameter.numel()
+    return count
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1, **OVERLAP}, {"stage": 2}], ids=["1", "2"])
+def test_buckets_are_reduced_while_the_backward_pass_runs(
+    tagger: Tagger, zero: Dict[str, Any]
+) -> None:
+    expected = num_full_buckets(reversed(list(tagger.model.parameters())), bucket_size=300)
+    assert expected >= 5
+    batches = [of_worker[:4] for of_worker in tagger.batches]
+    zero = {**zero, "reduce_bucket_size": 300}
+    counts = side(tagger.model, batches, SGD, zero).on_all_ranks(count_reductions)
+    assert counts == [[expected] * 4] * WORLD_SIZE
+
+
+class Stack(Model):
+    """
+    Layers of which the last, that comes first in the backward pass, isn't used.
+
+    # Parameters
+
+    is_checkpointed : `bool`
+        Whether the activations of each layer but the first are, with backward passes inside the
+        backward pass.
+    """
+
+    def __init__(self, is_checkpointed: bool) -> None:
+        super().__init__(Vocabulary())
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(6)])
+        self._is_checkpointed = is_checkpointed
+
+    def forward(self, inputs) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        first, *others, _ = self.layers
+        outputs = first(inputs)
+        for layer in others:
+            if self._is_checkpointed:
+                outputs = checkpoint(layer, torch.tanh(outputs), use_reentrant=True)
+            else:
+                outputs = layer(torch.tanh(outputs))
+        return {"loss": outputs.pow(2).mean()}
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_parameters_that_are_not_used_hold_none_back(is_checkpointed: bool) -> None:
+    torch.manual_seed(1)
+    model = Stack(is_checkpointed)
+    batches: List[List[Batch]] = [
+        [{"inputs": torch.randn(4, 6)} for _ in range(3)] for _ in range(WORLD_SIZE)
+    ]
+    trained = side(model, batches, SGD, {"stage": 2, "reduce_bucket_size": 50})
+    used = list(model.layers[:-1].parameters())
+    expected = num_full_buckets(reversed(used), bucket_size=50)
+    assert expected >= 4
+    assert trained.on_all_ranks(count_reductions) == [[expected] * 3] * WORLD_SIZE
+    assert_same_weights(trained.train(), train_in_a_plain_loop(model, batches, SGD))

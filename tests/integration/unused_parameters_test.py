@@ -1,0 +1,169 @@
+"""
+Parameters that a step, or some of its micro-batches, leave unused have a gradient of what has used
+them, and of zero if nothing has.
+"""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
+from tests.support.experiment import StateDict, assert_same_weights
+from tests.support.plain_loop import Batch, train_in_a_plain_loop
+from tests.support.side_by_side import Side
+from tests.support.workers import run_workers  # noqa: F401  # for `conftest.py`
+
+SGD = partial(torch.optim.SGD, lr=0.2)
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+class TwoHeads(Model):
+    """A regression with an encoder and two heads, of which each batch names one."""
+
+    def __init__(self, size: int = 6) -> None:
+        super().__init__(Vocabulary())
+        self.encoder = torch.nn.Linear(size, size)
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(size, 3) for _ in range(2)])
+
+    def forward(self, inputs, targets, head) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        predictions = self.heads[head](torch.tanh(self.encoder(inputs)))
+        return {"loss": (predictions - targets).pow(2).mean()}
+
+
+def batches_of(heads: str, num_workers: int, size: int = 6) -> List[List[Batch]]:
+    """On each worker a batch for each of the heads, such as "001"."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [
+            {
+                "inputs": torch.randn(8, size, generator=generator),
+                "targets": torch.randn(8, 3, generator=generator),
+                "head": int(head),
+            }
+            for head in heads
+        ]
+        for _ in range(num_workers)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(2)
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+PATTERNS = {
+    # One head in each step.
+    "one a step": ("0101001101", 1, "auto"),
+    # In each step of three micro-batches one or both, in the last and not.
+    "boundary": ("000111010101100001110", 3, "boundary"),
+    "micro-batch": ("000111010101100001110", 3, "micro_batch"),
+}
+SOAK = [pytest.mark.soak]
+
+
+@pytest.mark.parametrize(
+    "stage, zero, pattern, num_workers, optimizer",
+    [
+        pytest.param(
+            stage,
+            zero,
+            pattern,
+            num_workers,
+            optimizer,
+            id=f"{stage} {'offload' if zero else ''}-{pattern}-{num_workers}-{name}",
+            marks=[] if is_quick else SOAK,
+        )
+        for stage in (0, 1, 2, 3)
+        for zero in ({}, OFFLOAD)
+        for pattern in PATTERNS
+        for num_workers in (1, 2)
+        for name, optimizer in (("sgd", SGD), ("adam", ADAM))
+        if not (stage == 0 and zero) and not (stage < 2 and pattern == "micro-batch")
+        for is_quick in [
+            stage > 1
+            and (
+                (name == "sgd" and num_workers == 2 and (zero or pattern == "micro-batch"))
+                or (zero and num_workers == 1 and (name, pattern) == ("adam", "one a step"))
+            )
+        ]
+    ],
+)
+def test_training_is_that_of_a_plain_loop(
+    stage: int, zero: Dict[str, Any], pattern: str, num_workers: int, optimizer: Any
+) -> None:
+    model, batches = TwoHeads(), batches_of(PATTERNS[pattern][0], num_workers)
+    actual = trained(model, batches, stage, zero, pattern, optimizer)
+    steps = PATTERNS[pattern][1]
+    expected = train_in_a_plain_loop(model, batches, optimizer, steps, max_norm=0.5)
+    assert_same_weights(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "stage, pattern",
+    [
+        (2, "micro-batch"),
+        (3, "micro-batch"),
+        pytest.param(2, "boundary", marks=SOAK),
+        pytest.param(3, "boundary", marks=SOAK),
+        pytest.param(1, "boundary", marks=SOAK),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=SOAK), 2])
+@pytest.mark.parametrize("accumulation", ["bf16", pytest.param("fp32", marks=SOAK)])
+def test_offload_makes_no_difference_in_bf16(
+    stage: int, pattern: str, num_workers: int, accumulation: str
+) -> None:
+    model, batches = TwoHeads(), batches_of(PATTERNS[pattern][0], num_workers)
+    bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": accumulation}}
+    actual = trained(model, batches, stage, OFFLOAD, pattern, **bf16)
+    expected = trained(model, batches, stage, {}, pattern, **bf16)
+    assert_same_weights(actual, expected)
+
+
+@pytest.mark.skipif(
+    not AsyncIOBuilder().is_compatible(verbose=False),
+    reason="needs libaio's headers (Debian's package libaio-dev)",
+)
+@pytest.mark.parametrize(
+    "pattern", ["micro-batch", *(pytest.param(p, marks=SOAK) for p in PATTERNS)]
+)
+def test_offload_to_nvme(tmp_path: Path, pattern: str) -> None:
+    # DeepSpeed keeps tensors below a megabyte in memory.
+    size = 800
+    model, batches = TwoHeads(size), batches_of(PATTERNS[pattern][0], 2, size)
+    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    actual = trained(model, batches, 3, nvme, pattern)
+    steps = PATTERNS[pattern][1]
+    assert_same_weights(actual, train_in_a_plain_loop(model, batches, SGD, steps, max_norm=0.5))
+
+
+def trained(
+    model: TwoHeads,
+    batches: List[List[Batch]],
+    stage: int,
+    zero: Dict[str, Any],
+    pattern: str,
+    optimizer: Any = SGD,
+    **sections: Any,
+) -> StateDict:
+    _, steps, mode = PATTERNS[pattern]
+    return Side(
+        lambda: copy.deepcopy(model),
+        lambda rank: batches[rank],
+        stage,
+        len(batches),
+        zero=zero,
+        deepspeed_config=sections,
+        optimizer=optimizer,
+        num_epochs=1,
+        num_gradient_accumulation_steps=steps,
+        gradient_synchronization=mode,
+        grad_norm=0.5,
+    ).train()

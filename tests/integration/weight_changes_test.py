@@ -1,0 +1,552 @@
+"""
+Weights that are changed outside the optimizer are those that the next step begins with.
+"""
+
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+from unittest import mock
+
+import pytest
+import torch
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from allennlp.modules import Embedding
+from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.moving_average import ExponentialMovingAverage
+from torch import nn
+
+from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed.engine import weight_watch
+from tests.support.experiment import assert_same_weights
+from tests.support.side_by_side import Batches, Side
+from tests.support.workers import run_workers  # noqa: F401  # workers are forked
+
+soak = pytest.mark.soak
+NUM_TOKENS = 17
+
+
+class TargetNetwork(Model):
+    """Learns to be far from a frozen copy of itself, whose weights are a moving average."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.online = nn.Linear(5, 3)
+        self.target = nn.Linear(5, 3)
+        self.target.load_state_dict(self.online.state_dict())
+        self.target.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        distance = (self.online(x) - self.target(x) - 1) * self.scale
+        return {"loss": distance.pow(2).mean()}
+
+
+class Change(TrainerCallback):
+    """Clamps some weights after each step, and moves the target."""
+
+    def __init__(self, which: Optional[List[str]] = None) -> None:
+        super().__init__("")
+        self._which = which
+
+    def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        if not kwargs["is_training"]:
+            return
+        if not isinstance(trainer, DeepSpeedTrainer):
+            self._change(trainer.model)
+            return
+        with trainer.modified_weights(self._which):
+            self._change(trainer.model)
+
+    @staticmethod
+    @torch.no_grad()
+    def _change(model: Any) -> None:
+        model.online.weight.clamp_(-0.2, 0.2)
+        model.online.bias.data.mul_(0.9)
+        for target, online in zip(model.target.parameters(), model.online.parameters()):
+            target.mul_(0.7).add_(online, alpha=0.3)
+
+
+class ChangeOutside(TrainerCallback):
+    """Makes one change, after a step, where it would be lost."""
+
+    def __init__(
+        self, change: Callable[[Any], None], step: int = 2, only_on_rank: Optional[int] = None
+    ) -> None:
+        super().__init__("")
+        self._change = change
+        self._step = step
+        self._only_on_rank = only_on_rank
+        self._num_steps = 0
+
+    def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        self._num_steps += kwargs["is_training"]
+        is_here = self._only_on_rank in (None, torch.distributed.get_rank())
+        if self._num_steps == self._step and is_here:
+            with torch.no_grad():
+                self._change(trainer.model)
+
+
+def _target_network() -> Model:
+    return TargetNetwork(Vocabulary())
+
+
+def _vectors(rank: int) -> List[Dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"x": torch.randn(3, 5, generator=generator)} for _ in range(6)]
+
+
+@pytest.fixture(scope="module")
+def changed() -> Dict[str, torch.Tensor]:
+    return Side(_target_network, _vectors, world_size=2, callbacks=lambda: [Change()]).train()
+
+
+@pytest.mark.parametrize(
+    "stage, offload",
+    [
+        (0, None),
+        (1, None),
+        (2, None),
+        pytest.param(2, "cpu", marks=soak),
+        (3, None),
+        pytest.param(3, "cpu", marks=soak),
+    ],
+)
+def test_changes_within_modified_weights_are_kept(
+    changed: Dict[str, torch.Tensor], stage: int, offload: Optional[str]
+):
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        world_size=2,
+        zero={"offload_optimizer": {"device": offload}} if offload else {},
+        callbacks=lambda: [Change(["online", "^target"])],
+    )
+    assert_same_weights(side.train(), changed)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=soak), 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=soak)])
+def test_master_weights_are_changed_in_half_precision(stage: int, precision: str):
+    value = 1.0001  # in fp32 only
+
+    class Set(TrainerCallback):
+        def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+            with trainer.modified_weights():
+                assert trainer.model.online.weight.dtype == torch.float32
+                trainer.model.online.weight.fill_(value)
+            assert trainer.model.online.weight.dtype != torch.float32
+
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        deepspeed_config={precision: {"enabled": True}},
+        callbacks=lambda: [Set("")],
+    )
+    weights = side.train()
+    assert torch.equal(weights["online.weight"], torch.full((3, 5), value))
+
+
+def test_the_changes_of_rank_0_count():
+    class Random(TrainerCallback):
+        def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+            with trainer.modified_weights(["online.bias", trainer.model.scale]):
+                trainer.model.online.bias.fill_(torch.distributed.get_rank())
+
+    side = Side(_target_network, _vectors, 2, world_size=2, callbacks=lambda: [Random("")])
+    assert side.train()["online.bias"].tolist() == [0, 0, 0]
+
+
+def test_a_change_that_is_given_up_is_none():
+    class GiveUp(TrainerCallback):
+        def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+            with pytest.raises(KeyError), trainer.modified_weights():
+                trainer.model.online.weight.zero_()
+                raise KeyError("on purpose")
+
+    def trained(callbacks: Callable[[], List[Any]]) -> Dict[str, torch.Tensor]:
+        return Side(_target_network, _vectors, 2, callbacks=callbacks).train()
+
+    assert_same_weights(trained(lambda: [GiveUp("")]), trained(list))
+
+
+def _clamp(model: Any) -> None:
+    model.online.weight.clamp_(-0.1, 0.1)
+
+
+def _clamp_data(model: Any) -> None:
+    model.online.weight.data.clamp_(-0.1, 0.1)
+
+
+def _zero_target(model: Any) -> None:
+    model.target.weight.zero_()
+
+
+class ChangeInEpoch(TrainerCallback):
+    """Changes weights where PyTorch doesn't count it, after each epoch."""
+
+    def on_epoch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.model.online.weight.data.clamp_(-0.1, 0.1)
+
+
+class ModifyScale(TrainerCallback):
+    def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        with trainer.modified_weights("scale"):
+            pass
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=soak), 2])
+@pytest.mark.parametrize("by", ["a moving average", "modified_weights"])
+def test_a_change_is_an_error_before_it_is_written_over(by: str, stage: int):
+    def clamp(model: Any) -> None:
+        model.online.weight.data.clamp_(-0.1, 0.1)
+
+    def callbacks() -> List[TrainerCallback]:
+        if by == "a moving average":
+            return [ChangeInEpoch("")]
+        return [ChangeOutside(clamp, step=5), ModifyScale("")]
+
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        callbacks=callbacks,
+        moving_average=_average if by == "a moving average" else lambda model: None,
+        validation_data_loader=Batches(_vectors(1)),
+    )
+    (message,) = side.on_all_ranks(_error_of_training)
+    assert "'online.weight'" in message
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=soak)])
+def test_a_change_after_training_that_is_lost_is_said(stage: int):
+    class ChangeAtEnd(TrainerCallback):
+        @torch.no_grad()
+        def on_end(self, trainer, *args: Any, **kwargs: Any) -> None:
+            trainer.model.online.bias.add_(1)
+
+    def train(trainer: Any) -> None:
+        with mock.patch.object(weight_watch.logger, "warning") as warning:
+            trainer.train()
+            trainer._weight_watch.warn_if_changed()
+        assert warning.call_args.args[1] == "online.bias"
+
+    Side(_target_network, _vectors, stage, callbacks=lambda: [ChangeAtEnd("")]).on_all_ranks(train)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=soak), 3])
+def test_weights_that_are_gathered_in_lower_precision_have_not_changed(stage: int):
+    Side(
+        _target_network,
+        _vectors,
+        stage,
+        world_size=2,
+        deepspeed_config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        log_every_num_steps=1,
+        validation_data_loader=Batches(_vectors(1)),
+    ).train()
+
+
+def _replace(model: Any) -> None:
+    model.online.weight.data = torch.zeros(3, 5)
+
+
+@pytest.mark.parametrize(
+    "stage, precision, change",
+    [
+        (2, "fp32", _clamp),
+        (2, "fp32", _clamp_data),
+        (1, "fp32", _clamp_data),
+        (3, "fp32", _clamp),
+        pytest.param(3, "fp32", _zero_target, marks=soak),
+        pytest.param(3, "fp32", _replace, marks=soak),
+        *((stage, "bf16", _clamp) for stage in range(4)),
+    ],
+)
+def test_a_change_that_would_be_lost_ends_in_an_error_that_names_the_parameter(
+    stage: int, precision: str, change: Callable[[Any], None]
+):
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        deepspeed_config={precision: {"enabled": True}} if precision != "fp32" else {},
+        log_every_num_steps=3,
+        callbacks=lambda: [ChangeOutside(change)],
+    )
+    (message,) = side.on_all_ranks(_error_of_training)
+    assert "'online.weight'" in message or "'target.weight'" in message
+
+
+def _error_of_training(trainer: Any) -> str:
+    with pytest.raises(RuntimeError, match="modified_weights") as error:
+        trainer.train()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=soak), 2, 3])
+def test_a_change_on_one_rank_is_an_error_on_all(stage: int):
+    def clamp(model: Any) -> None:
+        model.online.weight.clamp_(-0.1, 0.1)
+
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        world_size=2,
+        callbacks=lambda: [ChangeOutside(clamp, only_on_rank=1)],
+    )
+    first, second = side.on_all_ranks(_error_of_training)
+    assert "on another worker" in first
+    assert "'online.weight'" in second
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=soak)])
+def test_a_change_after_the_last_step_is_an_error_too(stage: int):
+    def clamp(model: Any) -> None:
+        (model.online.weight if stage == 3 else model.online.weight.data).clamp_(-0.1, 0.1)
+
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        num_epochs=1,
+        callbacks=lambda: [ChangeOutside(clamp, step=6)],
+    )
+    (message,) = side.on_all_ranks(_error_of_training)
+    assert "'online.weight'" in message
+
+
+@pytest.mark.parametrize("stage", [0])
+def test_a_change_is_kept_where_the_optimizer_steps_the_weights_themselves(stage: int):
+    sides = [
+        Side(_target_network, _vectors, each, callbacks=lambda: [ChangeOutside(_clamp)])
+        for each in (stage, None)
+    ]
+    assert_same_weights(*(side.train() for side in sides))
+
+
+class Tokens(Model):
+    """Embeddings whose rows are to be short: one trained, one frozen, one with another norm."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.embedding = Embedding(3, num_embeddings=NUM_TOKENS, max_norm=0.8)
+        self.frozen = nn.Embedding(NUM_TOKENS, 3, max_norm=0.7)
+        self.frozen.weight.requires_grad_(False)
+        self.bag = nn.EmbeddingBag(NUM_TOKENS, 5, max_norm=0.9, norm_type=1.0)
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, tokens: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        embedded = (self.embedding(tokens) + self.frozen(tokens)).mean(dim=1)
+        scores = self.layer(torch.cat([embedded, self.bag(tokens)], dim=1))
+        return {"loss": (scores - 3).pow(2).mean()}
+
+
+def tokens_model() -> Model:
+    return Tokens(Vocabulary())
+
+
+def token_batches(rank: int, seed: int = 0) -> List[Dict[str, Any]]:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return [{"tokens": torch.randint(0, NUM_TOKENS, (2, 3), generator=generator)} for _ in range(4)]
+
+
+def _batches_of_both(_: int) -> List[Dict[str, Any]]:
+    """What two ranks see at a time, one after the other."""
+    return [batch for pair in zip(token_batches(0), token_batches(1)) for batch in pair]
+
+
+@pytest.fixture(scope="module")
+def short_rows() -> Dict[int, Dict[str, torch.Tensor]]:
+    """Of one process, with as many micro-batches in a step."""
+    return {
+        n: Side(tokens_model, _batches_of_both, num_gradient_accumulation_steps=n).train()
+        for n in (2, 4)
+    }
+
+
+@pytest.mark.parametrize(
+    "stage, accumulation, offload",
+    [
+        (0, 1, None),
+        (1, 1, None),
+        (2, 1, None),
+        (2, 2, None),
+        pytest.param(2, 1, "cpu", marks=soak),
+        (3, 1, None),
+        pytest.param(3, 2, "cpu", marks=soak),
+    ],
+)
+def test_rows_are_kept_within_max_norm_as_in_one_process(
+    short_rows: Dict[int, Dict[str, torch.Tensor]],
+    stage: int,
+    accumulation: int,
+    offload: Optional[str],
+):
+    side = Side(
+        tokens_model,
+        token_batches,
+        stage,
+        world_size=2,
+        num_gradient_accumulation_steps=accumulation,
+        zero={"offload_optimizer": {"device": offload}} if offload else {},
+    )
+    assert_same_weights(side.train(), short_rows[2 * accumulation])
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=soak), 3])
+def test_validation_keeps_rows_within_max_norm_too(stage: int):
+    def validating(*arguments: Any) -> Side:
+        return Side(
+            tokens_model,
+            token_batches,
+            *arguments,
+            validation_data_loader=Batches(token_batches(0, seed=1)),
+        )
+
+    assert_same_weights(validating(stage).train(), validating().train())
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=soak), 2, pytest.param(3, marks=soak)])
+def test_a_change_of_rows_with_max_norm_that_would_be_lost_is_an_error(stage: int):
+    def change(model: Any) -> None:
+        model.embedding.weight.mul_(0.5)
+
+    side = Side(tokens_model, token_batches, stage, callbacks=lambda: [ChangeOutside(change)])
+    (message,) = side.on_all_ranks(_error_of_training)
+    assert "'embedding.weight'" in message
+
+
+def _transposed_tokens() -> Model:
+    model = tokens_model()
+    for embedding in (model.embedding, model.frozen):
+        embedding.weight.data = embedding.weight.data.t().contiguous().t()
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=soak), pytest.param(3, marks=soak)])
+def test_rows_of_transposed_weights_are_kept_within_max_norm(
+    short_rows: Dict[int, Dict[str, torch.Tensor]], stage: int
+):
+    side = Side(_transposed_tokens, token_batches, stage, world_size=2)
+    assert_same_weights(side.train(), short_rows[2])
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=soak), pytest.param(3, marks=soak)])
+def test_rows_of_a_compiled_model_are_kept_within_max_norm(
+    short_rows: Dict[int, Dict[str, torch.Tensor]], stage: int
+):
+    def compiled() -> Model:
+        model = tokens_model()
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+        return model
+
+    side = Side(compiled, token_batches, stage, world_size=2)
+    assert_same_weights(side.train(), short_rows[2])
+
+
+def test_rows_with_max_norm_are_the_same_to_the_bit_on_every_rank():
+    def train(trainer: Any) -> List[Any]:
+        trainer.train()
+        return [weight.detach().numpy().copy() for weight in trainer.model.parameters()]
+
+    first, second = Side(tokens_model, token_batches, 0, world_size=2).on_all_ranks(train)
+    assert all((a == b).all() for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=soak), 2, pytest.param(3, marks=soak)])
+def test_max_norm_and_a_moving_average_of_what_is_trained(tmp_path: Path, stage: int):
+    def best_weights(directory: Path, *arguments: Any, **kwargs: Any) -> Dict[str, torch.Tensor]:
+        directory.mkdir()
+        Side(
+            tokens_model,
+            *arguments,
+            moving_average=_average_of_trained,
+            validation_data_loader=Batches(token_batches(0, seed=1)),
+            **kwargs,
+        ).train(directory)
+        return torch.load(directory / "best.th")
+
+    assert_same_weights(
+        best_weights(tmp_path / "ours", token_batches, stage, world_size=2),
+        best_weights(tmp_path / "plain", _batches_of_both, num_gradient_accumulation_steps=2),
+    )
+
+
+def _average(model: Model) -> ExponentialMovingAverage:
+    return ExponentialMovingAverage(model.named_parameters(), 0.6)
+
+
+def _average_of_trained(model: Model) -> ExponentialMovingAverage:
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return ExponentialMovingAverage(trained, 0.6)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=soak), 2, pytest.param(3, marks=soak)])
+def test_a_frozen_target_may_change_beside_a_moving_average_of_what_is_trained(stage: int):
+    def side(stage: int = None) -> Side:
+        return Side(
+            _target_network,
+            _vectors,
+            stage,
+            callbacks=lambda: [Change()],
+            moving_average=_average_of_trained,
+        )
+
+    assert_same_weights(side(stage).train(), side().train())
+
+
+def test_a_moving_average_of_some_of_the_trained_weights_is_refused():
+    def average(model: Model) -> ExponentialMovingAverage:
+        return ExponentialMovingAverage(list(model.named_parameters())[:1], 0.6)
+
+    def construct(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match="only some of the parameters"):
+            Side(_target_network, _vectors, 2, moving_average=average).construct(rank, None)
+
+    run_workers(1, construct)
+
+
+def test_a_moving_average_of_frozen_weights_that_change_is_refused():
+    def construct(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match="moving_average.*'max_norm'"):
+            Side(tokens_model, token_batches, 2, moving_average=_average).construct(rank, None)
+
+    run_workers(1, construct)
+
+    def train(trainer: Any) -> None:
+        with pytest.raises(ConfigurationError, match="moving_average.*trained parameters only"):
+            trainer.train()
+
+    changing = {"callbacks": lambda: [Change()], "moving_average": _average}
+    Side(_target_network, _vectors, 3, world_size=2, **changing).on_all_ranks(train)
+
+
+class TiedTokens(Model):
+    """The weight of an embedding with `max_norm` is that of the last layer too."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.embedding = nn.Embedding(NUM_TOKENS, 3, max_norm=0.8)
+        self.layer = nn.Linear(3, NUM_TOKENS, bias=False)
+        self.layer.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        scores = self.layer(self.embedding(tokens).mean(dim=1))
+        return {"loss": nn.functional.cross_entropy(scores, tokens[:, 0])}
+
+
+def test_another_layer_with_the_weight_is_refused_at_stage_3():
+    def side(stage: int = None, world_size: int = 1) -> Side:
+        return Side(lambda: TiedTokens(Vocabulary()), lambda _: token_batches(0), stage, world_size)
+
+    assert_same_weights(side(2, world_size=2).train(), side().train())
+
+    def construct(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match="weight of 'layer'.*\"stage\": 2"):
+            side(3).construct(rank, None)
+
+    run_workers(1, construct)

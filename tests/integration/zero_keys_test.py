@@ -1,0 +1,58 @@
+"""Keys of "zero_optimization" that are about how, and not what, make no difference to weights."""
+
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+
+from allennlp_deepspeed.engine.process_environment import process_environment
+from tests.integration.elementwise_test import Layers, batches
+from tests.support.experiment import assert_same_weights
+from tests.support.side_by_side import CPU, Side, numbers
+from tests.support.workers import run_workers
+
+KEYS: Dict[int, List[Dict[str, Any]]] = {
+    1: [{"use_multi_rank_bucket_allreduce": False}, {"contiguous_gradients": False}],
+    2: [
+        {"use_multi_rank_bucket_allreduce": False},
+        {"contiguous_gradients": False},
+        {"allgather_bucket_size": 8, "reduce_bucket_size": 8},
+    ],
+    3: [
+        {"stage3_allgather_sequential": True},
+        {"stage3_use_all_reduce_for_fetch_params": True},
+        {"stage3_model_persistence_threshold": 8, "stage3_param_persistence_threshold": 5},
+        {"enable_sanity_checks": True, "log_trace_cache_warnings": True},
+        {"memory_efficient_linear": False},
+        {"contiguous_gradients": False, "sub_group_size": 8},
+        {"stage3_max_live_parameters": 8, "stage3_max_reuse_distance": 8},
+        {"stage3_prefetch_bucket_size": 8, "reduce_bucket_size": 40},
+    ],
+}
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
+def test_keys_about_how_make_no_difference_to_weights(stage: int) -> None:
+    def train(rank: int) -> List[Dict[str, Any]]:
+        trained = []
+        for zero in (None, *KEYS[stage]):
+            side = Side(Layers, batches, None if zero is None else stage, world_size=2, zero=zero)
+            with tempfile.TemporaryDirectory() as directory, process_environment(CPU, rank):
+                trainer = side.construct(rank, Path(directory))
+                if zero is None:
+                    trainer.train()
+                    trained.append(numbers(trainer))
+                    continue
+                with trainer.session():
+                    trainer.train()
+                    trained.append(numbers(trainer))
+        return trained
+
+    expected, *actual = [
+        {name: torch.tensor(array) for name, array in weights.items()}
+        for weights in run_workers(2, train)[0]
+    ]
+    for weights in actual:
+        assert_same_weights(weights, expected)

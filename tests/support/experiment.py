@@ -1,0 +1,232 @@
+"""
+Runs experiments through the `allennlp` command, each once, and compares what they leave.
+"""
+
+import hashlib
+import io
+import json
+import re
+import tarfile
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+from allennlp.common import Params
+from filelock import FileLock
+
+from tests.support.command import REPOSITORY, Run, allennlp
+
+FIXTURES = REPOSITORY / "tests" / "fixtures"
+INCLUDED = "tests.fixtures"
+
+# An experiment is short, and a worker that waits for a lost one would wait for ever. Seconds.
+TIME_LIMIT = 90
+
+Config = Dict[str, Any]
+StateDict = Dict[str, torch.Tensor]
+
+# Of the 133 training instances one worker has 67 and the other 66, which makes 12 batches and 11.
+TWO_WORKERS: Config = {"distributed": {"cuda_devices": [-1, -1]}}
+ONE_PROCESS: Config = {"trainer.cuda_device": -1}
+
+
+def load_config(name: str, *overrides: Config) -> Config:
+    """
+    The config file `{name}.jsonnet` of the fixtures, with absolute paths and a callback that
+    records every step.
+
+    # Parameters
+
+    name : `str`
+    overrides : `Dict[str, Any]`
+        Changes, the later over the earlier. A key with dots names a value further down, such as
+        "trainer.optimizer.lr".
+    """
+    merged = {"trainer.callbacks": ["record_steps"]}
+    for changes in overrides:
+        merged.update(changes)
+    config = Params.from_file(FIXTURES / f"{name}.jsonnet", merged).as_dict(quiet=True)
+    for key in config:
+        if key.endswith("_data_path"):
+            config[key] = str(REPOSITORY / config[key])
+    return config
+
+
+def deepspeed(config: Config, stage: int, **sections: Any) -> Config:
+    """
+    The same experiment with the "deepspeed" trainer, constructed partitioned at stage 3.
+
+    # Parameters
+
+    config : `Dict[str, Any]`
+        With the "gradient_descent" trainer.
+    stage : `int`
+        Of ZeRO.
+    sections : `Any`
+        More of DeepSpeed's configuration.
+    """
+    zero: Dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        # Stage 3 doesn't partition parameters below a size that these models don't reach.
+        zero["stage3_param_persistence_threshold"] = 0
+    trainer = {
+        **config["trainer"],
+        "type": "deepspeed",
+        "deepspeed_config": {"zero_optimization": zero, **sections},
+    }
+    if stage < 3:
+        return {**config, "trainer": trainer}
+    return {"type": "deepspeed", **config, "trainer": trainer}
+
+
+class Result:
+    """
+    What a finished experiment left.
+
+    # Parameters
+
+    serialization_dir : `Path`
+    """
+
+    def __init__(self, serialization_dir: Path) -> None:
+        self.serialization_dir = serialization_dir
+
+    @property
+    def archive(self) -> Path:
+        return self.serialization_dir / "model.tar.gz"
+
+    def weights(self) -> StateDict:
+        """The state dict in `model.tar.gz`."""
+        with tarfile.open(self.archive) as archive:
+            member = archive.extractfile("weights.th")
+            assert member is not None
+            return torch.load(io.BytesIO(member.read()), weights_only=True)
+
+    def metrics(self) -> Dict[str, Any]:
+        """All numbers: of each epoch, of the whole run, of each optimizer step, by name."""
+        metrics = self.metrics_of_epochs()
+        for i, step in enumerate(self._read("steps.json")):
+            metrics.update({f"optimizer step {i}: {key}": step[key] for key in step})
+        return metrics
+
+    def metrics_of_epochs(self) -> Dict[str, Any]:
+        """All numbers but those of steps."""
+        metrics: Dict[str, Any] = {}
+        for path in self.serialization_dir.glob("metrics*.json"):
+            for key, value in json.loads(path.read_text()).items():
+                if not re.search("memory|duration", key):
+                    metrics[f"{path.name}: {key}"] = value
+        return metrics
+
+    def final_metrics(self) -> Dict[str, Any]:
+        return self._read("metrics.json")
+
+    def epochs(self) -> List[Dict[str, float]]:
+        """The losses and accuracies of each epoch, in training and validation."""
+        count = len(list(self.serialization_dir.glob("metrics_epoch_*.json")))
+        return [
+            {
+                key: value
+                for key, value in self._read(f"metrics_epoch_{epoch}.json").items()
+                if re.fullmatch("(training|validation)_(loss|accuracy)", key)
+            }
+            for epoch in range(count)
+        ]
+
+    def _read(self, name: str) -> Any:
+        return json.loads((self.serialization_dir / name).read_text())
+
+
+class Experiments:
+    """
+    Runs each config once, also if several processes of a test session ask for it.
+
+    # Parameters
+
+    root : `Path`
+        A directory that these processes share.
+    command : `Callable[..., Run]`, optional (default = `allennlp`)
+    """
+
+    def __init__(self, root: Path, command: Callable[..., Run] = allennlp) -> None:
+        self._root = root
+        self._command = command
+
+    def run(self, config: Config) -> Result:
+        """Trains, unless it has been done already. Fails the test if the command fails."""
+        text = json.dumps(config, sort_keys=True)
+        directory = self._root / hashlib.sha256(text.encode()).hexdigest()[:16]
+        directory.mkdir(parents=True, exist_ok=True)
+        result = Result(directory / "out")
+        with FileLock(directory / "lock"):
+            if not (directory / "done").exists():
+                (directory / "config.json").write_text(text)
+                self._command(
+                    "train",
+                    directory / "config.json",
+                    "-s",
+                    result.serialization_dir,
+                    "--force",
+                    "--include-package",
+                    INCLUDED,
+                    time_limit=TIME_LIMIT,
+                ).check()
+                (directory / "done").touch()
+        return result
+
+
+def assert_same_run(actual: Result, expected: Result, tolerance: float = 1e-5) -> None:
+    """Every number of the two runs is the same to `tolerance`, and so are the final weights."""
+    assert_same_metrics(actual.metrics(), expected.metrics(), tolerance)
+    assert_same_weights(actual.weights(), expected.weights(), tolerance)
+
+
+def assert_same_metrics(
+    actual: Dict[str, Any], expected: Dict[str, Any], tolerance: float = 1e-5
+) -> None:
+    assert actual.keys() == expected.keys()
+    differences = [
+        f"{key} is {actual[key]} instead of {expected[key]}"
+        for key in sorted(expected)
+        if actual[key] != pytest.approx(expected[key], rel=tolerance, abs=tolerance)
+    ]
+    assert not differences, "\n".join(differences)
+
+
+def assert_same_weights(actual: StateDict, expected: StateDict, tolerance: float = 1e-5) -> None:
+    """The norm of the difference of each tensor is at most `tolerance` times that of the tensor."""
+    assert actual.keys() == expected.keys()
+    differences = []
+    for name, tensor in expected.items():
+        assert (actual[name].shape, actual[name].dtype) == (tensor.shape, tensor.dtype), name
+        difference = (actual[name].double() - tensor.double()).norm()
+        norm = tensor.double().norm()
+        if not difference <= tolerance * norm:
+            differences.append(f"{name} differs by {float(difference / norm)}")
+    assert not differences, "\n".join(differences)
+
+
+def assert_trains_alike(actual: Result, expected: Result) -> None:
+    """
+    The losses and accuracies of each epoch are the same to 0.05: the tolerance for `actual` in half
+    precision and `expected` in fp32.
+
+    A number in bf16 has 8 significant bits, so that each activation is rounded by up to 0.4%. With
+    losses of about 1, one step differs by some 0.001, and 100 steps add to that. An instance more
+    or less is 0.024 of the validation accuracy.
+    """
+    losses = [epoch["training_loss"] for epoch in expected.epochs()]
+    assert losses[0] - losses[-1] > 0.25, "The tolerance hides whether the model learns."
+    for actual_epoch, expected_epoch in zip(actual.epochs(), expected.epochs(), strict=True):
+        assert actual_epoch == pytest.approx(expected_epoch, abs=0.05)
+
+
+def assert_fp32_master_weights(result: Result) -> None:
+    """
+    The archive has the fp32 weights that the optimizer steps, and not the rounded ones that the
+    model computes with.
+    """
+    weights = result.weights()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert any((tensor != tensor.bfloat16().float()).any() for tensor in weights.values())

@@ -1,0 +1,116 @@
+"""The loss in blocks, against the matrix of similarities."""
+
+from typing import Tuple
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from allennlp_deepspeed.contrastive import info_nce as module
+from allennlp_deepspeed.contrastive.bi_encoder import _Pairs
+from allennlp_deepspeed.contrastive.info_nce import info_nce
+from tests.support.tensor_memory import TensorMemory
+
+QUERY_IDS = [1, 2, 3, 3, 4, 5, 6, 7, 7, 7]
+DOCUMENT_IDS = [1, 2, 3, 4, 4, 5, 6, 7, 8, 2]
+# Some are in no pair, some in one or two, some aren't there.
+NEGATIVE_IDS = [0, 3, 20, 4, 21, 0, 2, 8]
+
+
+def test_what_belongs_together_is_what_is_paired():
+    *_, pairs = examples(len(NEGATIVE_IDS))
+    paired = set(zip(QUERY_IDS, DOCUMENT_IDS))
+    for i in range(len(QUERY_IDS)):
+        is_positive, is_left_out = (part[0].tolist() for part in pairs.relate_query(i, i + 1))
+        query = QUERY_IDS[i]
+        assert is_positive == [
+            *((query, document) in paired for document in DOCUMENT_IDS),
+            *(False for _ in NEGATIVE_IDS),
+        ]
+        assert is_left_out == [
+            *(False for _ in DOCUMENT_IDS),
+            *(document == 0 or (query, document) in paired for document in NEGATIVE_IDS),
+        ]
+        is_positive, is_left_out = (part[0].tolist() for part in pairs.relate_document(i, i + 1))
+        assert is_positive == [(query, DOCUMENT_IDS[i]) in paired for query in QUERY_IDS]
+        assert not any(is_left_out)
+
+
+def plain_info_nce(
+    anchors: torch.Tensor, candidates: torch.Tensor, scale: torch.Tensor, pairs: _Pairs
+) -> Tuple[torch.Tensor, int]:
+    """As it is written down, with autograd."""
+    is_positive, is_left_out = pairs.relate_query(0, len(anchors))
+    logits = (anchors @ candidates.T * scale).masked_fill(is_left_out, -torch.inf)
+    log_probabilities = logits.log_softmax(dim=1)
+    losses = []
+    num_correct = 0
+    for row, positives in zip(log_probabilities, is_positive):
+        losses.append(-row[positives].mean())
+        num_correct += int(positives[row.argmax()])
+    return torch.stack(losses).mean(), num_correct
+
+
+def examples(num_negatives: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Pairs]:
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(num_rows: int) -> torch.Tensor:
+        rows = torch.randn(num_rows, 6, generator=generator, dtype=torch.float64)
+        return torch.nn.functional.normalize(rows).requires_grad_()
+
+    negative_ids = torch.tensor(NEGATIVE_IDS) if num_negatives else None
+    pairs = _Pairs(torch.tensor(QUERY_IDS), torch.tensor(DOCUMENT_IDS), negative_ids)
+    scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
+    return draw(10), draw(10 + num_negatives), scale, pairs
+
+
+@pytest.mark.parametrize("num_negatives", [0, 8])
+@pytest.mark.parametrize("block_elements", [1, 40, 10_000], ids="{} similarities".format)
+def test_loss_and_gradients_are_those_of_the_whole_matrix(num_negatives: int, block_elements: int):
+    *tensors, pairs = examples(num_negatives)
+    expected, expected_correct = plain_info_nce(*tensors, pairs)
+    expected_gradients = torch.autograd.grad(3 * expected, tensors)
+    rows = mock.patch.object(module, "_LEAST_ROWS", 1)
+    with rows, mock.patch.object(module, "_BLOCK_ELEMENTS", block_elements):
+        loss, num_correct = info_nce(*tensors, pairs.relate_query)
+    gradients = torch.autograd.grad(3 * loss, tensors)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert int(num_correct) == expected_correct
+    for gradient, expected_gradient in zip(gradients, expected_gradients):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_differentiated_where_no_gradient_is_wanted():
+    *tensors, pairs = examples(0)
+    with torch.no_grad(), mock.patch.object(torch.Tensor, "addmm_") as differentiate:
+        loss, _ = info_nce(*tensors, pairs.relate_query)
+    assert not loss.requires_grad
+    differentiate.assert_not_called()
+
+
+def test_half_precision_is_converted_before_anything_is_multiplied():
+    *tensors, pairs = examples(0)
+    halves = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, _ = info_nce(*halves, pairs.relate_query)
+    expected, _ = plain_info_nce(*(half.detach().float() for half in halves), pairs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = torch.autograd.grad(loss, halves)
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 3
+
+
+@pytest.mark.soak  # half a minute of arithmetic
+def test_a_batch_of_65536_never_has_its_matrix():
+    """With fake tensors, whose memory is counted as that of any other, and nothing is computed."""
+    batch_size, dim = 65_536, 768
+    with FakeTensorMode(), TensorMemory() as memory:
+        queries, documents = (torch.empty(batch_size, dim, requires_grad=True) for _ in range(2))
+        ids = torch.empty(batch_size, dtype=torch.int64)
+        scale = torch.empty((), requires_grad=True)
+        pairs = _Pairs(ids, ids)
+        info_nce(queries, documents, scale, pairs.relate_query).loss.backward()
+    representations = 4 * 2 * batch_size * dim
+    # They, their gradients twice (inside the loss, and multiplied by what comes back), and blocks.
+    assert representations < memory.peak < 3 * representations + 32 * 64 * batch_size
+    assert memory.peak < 4 * batch_size**2 / 10
