@@ -9,6 +9,7 @@ from typing import Any, Dict, List
 import torch
 
 from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION, Training
+from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
 
 _ALLENNLP_CHECKPOINT = re.compile(r"(model|training)_state_e\d+_b\d+.*\.th$")
@@ -64,10 +65,7 @@ def check_model(path: str, record: CommitRecord, trainer: Training) -> None:
 
 def parameter_shapes(model: torch.nn.Module) -> Dict[str, List[int]]:
     """Those of the whole parameters, by name."""
-    return {
-        name: list(getattr(parameter, "ds_shape", parameter.shape))
-        for name, parameter in model.named_parameters()
-    }
+    return {name: list(whole_shape(parameter)) for name, parameter in model.named_parameters()}
 
 
 def refuse_allennlp_checkpoints(serialization_dir: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.checkpoint_directory import (
     ENGINE_TAG,
@@ -35,11 +36,7 @@ def client_state(engine: DeepSpeedEngine) -> Dict[str, Any]:
     """
     if engine.zero_optimization():
         return {}
-    groups = getattr(engine.optimizer, "fp16_groups", None) or [
-        group["params"] for group in engine.basic_optimizer.param_groups
-    ]
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    return {_PARAMETERS_OF_GROUPS: [[names[id(p)] for p in group] for group in groups]}
+    return {_PARAMETERS_OF_GROUPS: Shards(engine).names_of_groups}
 
 
 class Fragment(NamedTuple):

@@ -17,17 +17,15 @@ states and gives all groups of parameters the settings of one of them.
 
 import logging
 import os
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Optional
 from urllib.parse import quote
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
-from allennlp_deepspeed.checkpoint.sharded_checkpoint import Fragment, ShardedCheckpoint, partitions
-from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.checkpoint.sharded_checkpoint import ShardedCheckpoint
+from allennlp_deepspeed.engine.shards import Fragment, Shards, own_partition, whole_shape
 from allennlp_deepspeed.storage import files, serialization
 from allennlp_deepspeed.storage.checkpoint_directory import (
     ENGINE_TAG,
@@ -157,17 +155,14 @@ def load(engine: DeepSpeedEngine, directory: str) -> None:
             "deepspeed_config.zero_optimization."
         )
     state = _load_state(directory)
-    shards = _engine_shards(engine)
-    _check_parameters(engine, state, directory)
-    for fragments, master in zip(shards, weights.master_shards(engine)):
-        _fill(master.data, fragments, directory, _MASTER)
-    if engine.zero_optimization_partition_weights():
-        with _in_param_groups(engine.optimizer):
-            _load_optimizer(engine, shards, state, directory)
-    else:
+    shards = Shards(engine)
+    _check_parameters(shards, state, directory)
+    for index, master in enumerate(shards.masters):
+        _fill(master.data, shards, index, directory, _MASTER)
+    with shards.in_param_groups():
         _load_optimizer(engine, shards, state, directory)
     _load_frozen_and_buffers(engine, state, directory)
-    weights.update_weights_from_masters(engine)
+    shards.update_parameters()
     for name, value in state["counters"].items():
         setattr(engine, name, value)
     if engine.lr_scheduler is not None:
@@ -182,10 +177,10 @@ def load_moving_average(engine: DeepSpeedEngine, directory: str) -> Optional[Dic
     if not _load_state(directory)["has_moving_average"]:
         return None
     shadows = {}
-    masters = weights.master_shards(engine)
-    for i, (fragments, master) in enumerate(zip(_engine_shards(engine), masters)):
+    shards = Shards(engine)
+    for i, master in enumerate(shards.masters):
         shadows[str(i)] = torch.zeros_like(master, requires_grad=False)
-        _fill(shadows[str(i)], fragments, directory, _MOVING_AVERAGE)
+        _fill(shadows[str(i)], shards, i, directory, _MOVING_AVERAGE)
     return {"shadows": shadows}
 
 
@@ -243,64 +238,24 @@ def _offloads_parameters_to_nvme(engine: DeepSpeedEngine) -> bool:
     return engine.zero_optimization_partition_weights() and engine.optimizer.params_in_nvme_and_cpu
 
 
-def _engine_groups(engine: DeepSpeedEngine) -> List[Dict[str, torch.nn.Parameter]]:
-    """
-    The parameters that share each of `weights.master_shards` over all ranks, by name: the groups of
-    the optimizer, which stage 3 divides into sub-groups.
-    """
-    optimizer = engine.optimizer
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    for attribute in ("fp16_groups", "bf16_groups", "bit16_groups"):
-        if hasattr(optimizer, attribute):
-            break
-    return [{names[id(p)]: p for p in group} for group in getattr(optimizer, attribute)]
+def _fill(tensor: torch.Tensor, shards: Shards, index: int, directory: str, key: str) -> None:
+    """Reads what is like a master out of the files of the parameters that are in it."""
+    for parameter in shards.parameters_of_masters[index]:
+        if parameter in shards.fragments:
+            path = _parameter_path(directory, shards.names[parameter], key)
+            _read(tensor, shards.fragments[parameter], path)
 
 
-def _engine_shards(engine: DeepSpeedEngine) -> List[List[Fragment]]:
-    """What is where in each of `weights.master_shards` of this rank."""
-    groups = _engine_groups(engine)
-    if engine.zero_optimization_partition_weights():
-        return [_partitions(group) for group in groups]
-    return [
-        [
-            Fragment(
-                name,
-                mapping.lp_fragment_address.start,
-                mapping.hp_fragment_address.start,
-                mapping.hp_fragment_address.numel,
-            )
-            for name, parameter in group.items()
-            if (mapping := parameter._hp_mapping) is not None  # type: ignore[attr-defined]
-        ]
-        for group in groups
-    ]
+def _read(tensor: torch.Tensor, fragment: Fragment, path: str) -> None:
+    whole = serialization.load(path, mmap=True)
+    fragment.in_master(tensor).copy_(fragment.in_whole(whole))
 
 
-def _partitions(parameters: Dict[str, Any]) -> List[Fragment]:
-    process_group = next(iter(parameters.values())).ds_process_group
-    fragments, _ = partitions(
-        {name: parameter.ds_shape for name, parameter in parameters.items()},
-        dist.get_rank(process_group),
-        dist.get_world_size(process_group),
-    )
-    return fragments
-
-
-def _fill(shard: torch.Tensor, fragments: List[Fragment], directory: str, key: str) -> None:
-    """Reads a shard out of the files of the parameters that are in it."""
-    for fragment in fragments:
-        path = _parameter_path(directory, fragment.parameter, key)
-        whole = serialization.load(path, mmap=True).flatten()
-        shard.narrow(0, fragment.shard_start, fragment.numel).copy_(
-            whole.narrow(0, fragment.start, fragment.numel)
-        )
-
-
-def _check_parameters(engine: DeepSpeedEngine, state: Dict[str, Any], directory: str) -> None:
-    trainable = {name for group in _engine_groups(engine) for name in group}
+def _check_parameters(shards: Shards, state: Dict[str, Any], directory: str) -> None:
+    trainable = {name for group in shards.names_of_groups for name in group}
     expected = {
-        name: (tuple(getattr(parameter, "ds_shape", parameter.shape)), name in trainable)
-        for name, parameter in engine.module.named_parameters()
+        name: (tuple(whole_shape(parameter)), name in trainable)
+        for parameter, name in shards.names.items()
         if name not in state.get("left_out", ())
     }
     actual = {
@@ -315,24 +270,12 @@ def _check_parameters(engine: DeepSpeedEngine, state: Dict[str, Any], directory:
         )
 
 
-@contextmanager
-def _in_param_groups(optimizer: Any) -> Iterator[None]:
-    """Stage 3 has its shards in the optimizer's groups only while it steps."""
-    optimizer._clear_fp32_optimizer_param_groups()  # Adagrad is made with them already
-    optimizer._set_fp32_optimizer_param_groups()
-    try:
-        yield
-    finally:
-        optimizer._clear_fp32_optimizer_param_groups()
-
-
 def _load_optimizer(
-    engine: DeepSpeedEngine, shards: List[List[Fragment]], state: Dict[str, Any], directory: str
+    engine: DeepSpeedEngine, shards: Shards, state: Dict[str, Any], directory: str
 ) -> None:
     optimizer = engine.optimizer.optimizer
-    names = [list(group) for group in _engine_groups(engine)]
     param_groups = optimizer.state_dict()["param_groups"]
-    expected = [[name for index in g["params"] for name in names[index]] for g in param_groups]
+    expected = shards.names_of_groups
     actual = [group["params"] for group in state["param_groups"]]
     if [set(group) for group in actual] != [set(group) for group in expected]:
         raise CheckpointError(
@@ -340,8 +283,7 @@ def _load_optimizer(
             f" {expected} instead of {actual}."
         )
     states = {
-        index: _shard_state(master, fragments, state, names[index][0], directory)
-        for index, (fragments, master) in enumerate(zip(shards, weights.master_shards(engine)))
+        index: _shard_state(shards, index, state, directory) for index in range(len(shards.masters))
     }
     optimizer.load_state_dict(
         {
@@ -357,21 +299,18 @@ def _load_optimizer(
 
 
 def _shard_state(
-    master: torch.Tensor,
-    fragments: List[Fragment],
-    state: Dict[str, Any],
-    parameter: str,
-    directory: str,
+    shards: Shards, index: int, state: Dict[str, Any], directory: str
 ) -> Dict[str, Any]:
-    """The optimizer's state of a shard, which has the scalars of any `parameter` in it."""
+    """The optimizer's state of a master, which has the scalars of any parameter in it."""
+    parameter = shards.names[shards.parameters_of_masters[index][0]]
     values = {
         # A copy each, because optimizers count steps in place.
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in state["scalars"][parameter].items()
     }
     for key in state["states"][parameter]:
-        values[key] = torch.zeros_like(master, requires_grad=False)
-        _fill(values[key], fragments, directory, key)
+        values[key] = torch.zeros_like(shards.masters[index], requires_grad=False)
+        _fill(values[key], shards, index, directory, key)
     return values
 
 
@@ -379,16 +318,16 @@ def _load_frozen_and_buffers(
     engine: DeepSpeedEngine, state: Dict[str, Any], directory: str
 ) -> None:
     if engine.zero_optimization_partition_weights():
-        # Partitions the parameters that stage 3 keeps whole. `update_weights_from_masters` gathers
-        # them again.
+        # Partitions the parameters that stage 3 keeps whole, until `update_parameters`.
         engine.optimizer.checkpoint_event_prologue()
     for name, parameter in engine.module.named_parameters():
         if name not in state["frozen"]:
             continue
+        path = _parameter_path(directory, name, _MASTER)
         if is_zero_param(parameter):
-            _fill(parameter.ds_tensor.data, _partitions({name: parameter}), directory, _MASTER)
+            fragment = own_partition(parameter)
+            _read(fragment.master.data, fragment, path)
         else:
-            path = _parameter_path(directory, name, _MASTER)
             parameter.data.copy_(serialization.load(path, mmap=True))
     for name, buffer in engine.module.named_buffers():
         if name in state["buffers"]:

@@ -21,6 +21,8 @@ from deepspeed.utils.timer import ThroughputTimer
 from overrides import overrides
 from torch.nn.utils.rnn import PackedSequence
 
+from allennlp_deepspeed.engine.shards import whole_shape
+
 logger = logging.getLogger(__name__)
 
 # The modules of DeepSpeed's that print what an engine reports while it trains: times, memory.
@@ -131,9 +133,7 @@ def _start_profile(engine: DeepSpeedEngine):
             start_profile()
             for module in engine.module.modules():
                 # It takes parameters that ZeRO-3 has partitioned for empty.
-                module.__params__ = sum(
-                    getattr(p, "ds_numel", p.numel()) for p in module.parameters()
-                )
+                module.__params__ = sum(whole_shape(p).numel() for p in module.parameters())
 
     return start
 

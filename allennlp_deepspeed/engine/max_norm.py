@@ -9,7 +9,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch.nn import Module, Parameter
 
-from allennlp_deepspeed.engine.shard_layout import Fragment, ShardLayout
+from allennlp_deepspeed.engine.shards import Fragment, Shards, own_partition, whole_shape
 
 
 class _Table(NamedTuple):
@@ -88,7 +88,7 @@ class MaxNorm:
             )
         if engine.zero_optimization_partition_weights():
             self._refuse_other_users(engine.module)
-        self._layout = ShardLayout(engine)
+        self._shards = Shards(engine)
         self._undo = ExitStack()
         for module in engine.module.modules():
             if _has_table(module):
@@ -187,7 +187,7 @@ class MaxNorm:
     def _is_shared(self, table: _Table) -> bool:
         """Whether each rank has a part, and not all."""
         weight = table.weight
-        return is_zero_param(weight) or (weight.requires_grad and self._layout.needs_all_ranks)
+        return is_zero_param(weight) or (weight.requires_grad and self._shards.needs_all_ranks)
 
     def _is_scaled_in_forward(self, table: _Table) -> bool:
         """Whether it is the model's weight itself that counts, whole."""
@@ -195,7 +195,7 @@ class MaxNorm:
             return False
         if not table.weight.requires_grad:
             return True
-        fragment = self._layout.fragment(table.weight)
+        fragment = self._shards.fragments.get(table.weight)
         return fragment is not None and fragment.master is table.weight
 
     def _take_from_rank_0(self, table: _Table) -> None:
@@ -213,18 +213,11 @@ class MaxNorm:
 
     def _fragments(self, table: _Table) -> Iterator[Fragment]:
         """This rank's part of what the optimizer steps, or of a frozen weight; if it has any."""
-        fragment: Optional[Fragment]
+        fragment: Optional[Fragment] = own_partition(table.weight)
         if table.weight.requires_grad:
-            fragment = self._layout.fragment(table.weight)
-        elif is_zero_param(table.weight):
-            partition = table.weight.ds_tensor
-            rank = dist.get_rank(table.weight.ds_process_group)
-            fragment = Fragment(partition, 0, rank * partition.ds_numel, partition.ds_numel)
-        else:
-            fragment = Fragment(table.weight, 0, 0, table.shape.numel())
-        if fragment is not None and fragment.offset < table.shape.numel():
-            size = min(fragment.size, table.shape.numel() - fragment.offset)
-            yield fragment._replace(size=size)
+            fragment = self._shards.fragments.get(table.weight)
+        if fragment is not None and fragment.size > 0:
+            yield fragment
 
 
 def _has_table(module: Module) -> bool:
@@ -253,7 +246,7 @@ def _tables(model: Module) -> Iterator[_Table]:
                 "'max_norm' or 'norm_type': write the same for both."
             )
         if is_new:
-            shape = getattr(weight, "ds_shape", weight.shape)
+            shape = whole_shape(weight)
             yield _Table(weight, float(max_norm), norm_type, start, shape)
             start += shape[0]
 

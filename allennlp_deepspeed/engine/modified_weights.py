@@ -8,6 +8,7 @@ from allennlp.common.checks import ConfigurationError
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.processes import agreement
 
 Which = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]], None]
@@ -37,14 +38,14 @@ def modified_weights(
     `ConfigurationError`
         If a regular expression is found in no name, or a parameter has been changed that may not.
     """
-    masters = weights.replicated_masters(engine)
+    shards = Shards(engine)
     parameters = list(engine.module.parameters()) if which is None else _chosen(engine, which)
     computed_with = [parameter.data for parameter in parameters]
     with torch.no_grad():
         try:
             for parameter in parameters:
-                if not _is_stepped(engine, parameter):
-                    whole = weights.full_parameter(parameter, masters)
+                if not shards.steps_parameters:
+                    whole = weights.full_parameter(parameter, shards)
                     dtype = whole.dtype
                     if whole.is_floating_point():
                         dtype = torch.promote_types(dtype, torch.float32)
@@ -63,8 +64,8 @@ def modified_weights(
         for parameter, value in zip(parameters, changed):
             source = value if dist.get_rank() == 0 else None
             whole = weights.broadcast(source, parameter, engine.device)
-            weights.set_full_parameter(parameter, whole, masters)
-        weights.update_weights_from_masters(engine)
+            weights.set_full_parameter(parameter, whole, shards)
+        shards.update_parameters()
 
 
 def _check_same(engine: DeepSpeedEngine, constants: Dict[torch.nn.Parameter, torch.Tensor]) -> None:
@@ -100,9 +101,3 @@ def _chosen(
             )
         chosen.update({id(parameter): parameter for parameter in found})
     return list(chosen.values())
-
-
-def _is_stepped(engine: DeepSpeedEngine, parameter: torch.nn.Parameter) -> bool:
-    """Whether the optimizer steps the parameter itself, whole, or leaves it as it is."""
-    is_plain = engine.optimizer is None or engine.optimizer is engine.basic_optimizer
-    return engine.zero_optimization_stage() == 0 and is_plain

@@ -12,13 +12,7 @@ from allennlp.training.moving_average import MovingAverage
 from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
-from allennlp_deepspeed.engine import weights
-from allennlp_deepspeed.engine.shard_layout import (
-    Fragment,
-    fragments,
-    parameters_of_groups,
-    part_of,
-)
+from allennlp_deepspeed.engine.shards import Fragment, Shards, whole_shape
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 
 
@@ -42,17 +36,18 @@ class ShardedMovingAverage(MovingAverage):
 
     def __init__(self, moving_average: MovingAverage, engine: DeepSpeedEngine) -> None:
         self._given = {parameter for _, parameter in moving_average._parameters}
+        self._shards = Shards(engine)
+        self._fragments: Dict[Any, Fragment] = self._shards.fragments  # type: ignore[assignment]
         super().__init__(
             (str(i), shard)
-            for i, shard in enumerate(weights.master_shards(engine))
+            for i, shard in enumerate(self._shards.masters)
             # At stage 0 the optimizer may have frozen parameters, as they are.
             if not isinstance(shard, torch.nn.Parameter)
             or shard.requires_grad
             or shard in self._given
         )
         self._whole_parameters = moving_average._parameters
-        self._fragments: Dict[torch.Tensor, Fragment] = dict(fragments(engine))
-        stepped = {p for group in parameters_of_groups(engine) for p in group if p.requires_grad}
+        stepped = {p for group in self._shards.groups for p in group if p.requires_grad}
         if not stepped <= self._given:
             raise ConfigurationError(
                 "'trainer.moving_average' was given only some of the parameters that are trained, "
@@ -65,22 +60,18 @@ class ShardedMovingAverage(MovingAverage):
         moving_average._shadows = self._shadows
         moving_average._backups = self._backups
         self._moving_average = moving_average
-        self._engine = engine
         self._error_when_assigned: Optional[BaseException] = None
 
     def _take_shadows(self, shadows: Dict[str, torch.Tensor]) -> None:
         """Goes on with the averages of another training, where they aren't those of an engine."""
         names = {shard: name for name, shard in self._parameters}
         for name, parameter in self._whole_parameters:
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            is_whole = shadows[name].shape == shape and shadows[name].dtype == torch.float32
+            is_fp32 = shadows[name].dtype == torch.float32
+            is_whole = is_fp32 and shadows[name].shape == whole_shape(parameter)
             if is_whole and parameter in self._fragments:
                 fragment = self._fragments[parameter]
-                # The shard of the last rank may end in padding.
-                end = fragment.offset + fragment.size
-                part = shadows[name].flatten()[fragment.offset : end]
-                shard = part_of(self._shadows[names[fragment.master]], fragment)
-                shard[: part.numel()].copy_(part)
+                shadow = self._shadows[names[fragment.master]]
+                fragment.in_master(shadow).copy_(fragment.in_whole(shadows[name]))
 
     def may_change(self, parameter: torch.nn.Parameter) -> bool:
         """
@@ -103,10 +94,10 @@ class ShardedMovingAverage(MovingAverage):
         for name, parameter in self._whole_parameters:
             if parameter in self._fragments:
                 fragment = self._fragments[parameter]
-                shape = getattr(parameter, "ds_shape", parameter.shape)
+                shape = whole_shape(parameter)
                 shard = names[fragment.master]
-                shadows[name] = part_of(self._shadows[shard], fragment).view(shape)
-                backups[name] = part_of(self._backups[shard], fragment).view(shape)
+                shadows[name] = fragment.in_master(self._shadows[shard]).view(shape)
+                backups[name] = fragment.in_master(self._backups[shard]).view(shape)
         self._moving_average._parameters = [
             (name, p) for name, p in self._whole_parameters if name in shadows
         ]
@@ -123,7 +114,7 @@ class ShardedMovingAverage(MovingAverage):
         self.before_assigning()
         self._error_when_assigned = sys.exc_info()[1]
         self._moving_average.assign_average_value()
-        weights.update_weights_from_masters(self._engine)
+        self._shards.update_parameters()
 
     @overrides
     def restore(self) -> None:
@@ -134,7 +125,7 @@ class ShardedMovingAverage(MovingAverage):
         if self._is_failing() and dist.get_world_size() > 1:
             return
         self._moving_average.restore()
-        weights.update_weights_from_masters(self._engine)
+        self._shards.update_parameters()
 
     def _is_failing(self) -> bool:
         """Whether since `assign_average_value` an exception has come that other ranks may lack."""

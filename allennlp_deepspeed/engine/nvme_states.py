@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.checkpoint_directory import nvme_path
 
@@ -68,10 +68,12 @@ def save(engine: DeepSpeedEngine, directory: str, write: Callable[[Any, str], No
     write : `Callable[[Any, str], None]`, required.
         Saves a value under a path.
     """
-    for sub_group in range(_num_sub_groups(engine)):
-        with _in_memory(engine, sub_group) as states:
+    shards = Shards(engine)
+    for sub_group in range(len(shards.masters)):
+        with shards.in_memory(sub_group) as master:
             # Copies, because DeepSpeed reads the next sub-group into the same buffers, and an
             # asynchronous save takes what is in one buffer for one tensor.
+            states = {"fp32": master.data, **engine.basic_optimizer.state[master]}
             write(_copies(states), nvme_path(directory, engine.global_rank, sub_group))
     settings = [
         {key: value for key, value in group.items() if key != "params"}
@@ -83,42 +85,24 @@ def save(engine: DeepSpeedEngine, directory: str, write: Callable[[Any, str], No
 
 def load(engine: DeepSpeedEngine, directory: str) -> None:
     """Puts back what `save` has saved. To be called by every rank."""
-    for sub_group in range(_num_sub_groups(engine)):
+    shards = Shards(engine)
+    for sub_group in range(len(shards.masters)):
         saved = serialization.load(nvme_path(directory, engine.global_rank, sub_group))
-        with _in_memory(engine, sub_group) as states:
+        with shards.in_memory(sub_group) as master:
+            master.data.copy_(saved.pop("fp32"))
+            states = engine.basic_optimizer.state[master]
             for name, value in saved.items():
                 current = states.get(name)
                 if isinstance(current, torch.Tensor) and current.shape == value.shape:
                     current.copy_(value)
                 else:
-                    engine.basic_optimizer.state[_shard(engine, sub_group)][name] = value
+                    states[name] = value
     state = serialization.load(nvme_path(directory, engine.global_rank, "settings"))
     for group, settings in zip(engine.basic_optimizer.param_groups, state["param_groups"]):
         group.update(settings)
     engine.optimizer.loss_scaler = state["loss_scaler"]
-    weights.update_weights_from_masters(engine)
-
-
-@contextmanager
-def _in_memory(engine: DeepSpeedEngine, sub_group: int) -> Iterator[Dict[str, Any]]:
-    """The fp32 weights of the sub-group and the optimizer's states for them, by name."""
-    optimizer = engine.optimizer
-    swappable = optimizer._swappable_optimizer_subgroup(sub_group)
-    if swappable:
-        optimizer._optimizer_states_and_gradient_swap_in(sub_group)
-    shard = _shard(engine, sub_group)
-    yield {"fp32": shard.data, **engine.basic_optimizer.state[shard]}
-    if swappable:
-        optimizer._optimizer_states_and_gradient_swap_out(sub_group)
+    shards.update_parameters()
 
 
 def _copies(states: Dict[str, Any]) -> Dict[str, Any]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in states.items()}
-
-
-def _shard(engine: DeepSpeedEngine, sub_group: int) -> torch.Tensor:
-    return engine.optimizer.fp32_partitioned_groups_flat[sub_group]
-
-
-def _num_sub_groups(engine: DeepSpeedEngine) -> int:
-    return len(engine.optimizer.fp16_groups)

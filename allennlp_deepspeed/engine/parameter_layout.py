@@ -14,6 +14,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grad_norm_
 
+from allennlp_deepspeed.engine.shards import whole_shape
+
 
 @contextmanager
 def any_layout() -> Iterator[None]:
@@ -51,7 +53,7 @@ def any_layout() -> Iterator[None]:
         partition(init, parameters, *args, **kwargs)
 
     def _iter_params(*args: Any, **kwargs: Any) -> Iterable[Any]:
-        return (p for p in iter_params(*args, **kwargs) if _numel(p) > 0)
+        return (p for p in iter_params(*args, **kwargs) if whole_shape(p).numel() > 0)
 
     def _exit(gathered: zero.GatheredParameters, *exception: Any) -> Any:
         if gathered.src_rank is None:
@@ -103,7 +105,7 @@ def freeze_empty(model: Module) -> Callable[[], None]:
     `Callable[[], None]`
         Undoes it.
     """
-    empty = [p for p in model.parameters() if p.requires_grad and _numel(p) == 0]
+    empty = [p for p in model.parameters() if p.requires_grad and whole_shape(p).numel() == 0]
 
     def require_grad(value: bool) -> None:
         for parameter in empty:
@@ -111,7 +113,3 @@ def freeze_empty(model: Module) -> Callable[[], None]:
 
     require_grad(False)
     return lambda: require_grad(True)
-
-
-def _numel(parameter: Any) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())

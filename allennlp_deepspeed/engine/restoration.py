@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine import weights
-from allennlp_deepspeed.engine.shard_layout import Fragment, fragments, part_of
+from allennlp_deepspeed.engine.shards import Fragment, Shards, whole_shape
 
 State = Dict[str, Any]
 
@@ -154,9 +154,9 @@ class Restoration:
         values, self._values = self._values, {}
         is_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in values)
         if is_alone and is_half and not engine.zero_nvme_offload_optimizer():
-            for parameter, fragment in fragments(engine):
+            for parameter, fragment in Shards(engine).fragments.items():
                 if parameter in values:
-                    part_of(fragment.master.data, fragment).copy_(values[parameter].flatten())
+                    fragment.in_master(fragment.master.data).copy_(values[parameter].flatten())
         if not any(self._states.values()):
             return
         if engine.zero_nvme_offload_optimizer():
@@ -167,7 +167,7 @@ class Restoration:
             )
         states = engine.basic_optimizer.state
         handed_over: Dict[torch.Tensor, State] = {}
-        for parameter, fragment in fragments(engine):
+        for parameter, fragment in Shards(engine).fragments.items():
             if fragment.master is not parameter and self._states.get(parameter):
                 states.pop(parameter, None)
                 state = handed_over.setdefault(fragment.master, {})
@@ -199,10 +199,10 @@ class Restoration:
 
     def _collect_states(self, engine: DeepSpeedEngine) -> None:
         states = engine.basic_optimizer.state
-        for parameter, fragment in fragments(engine):
+        for parameter, fragment in Shards(engine).fragments.items():
             state = states.get(fragment.master, {})
             if fragment.master is not parameter:
-                shape = getattr(parameter, "ds_shape", parameter.shape)
+                shape = whole_shape(parameter)
                 state = {key: _whole(v, fragment, shape) for key, v in state.items()}
             self._states[parameter] = state
 
@@ -254,14 +254,11 @@ def _hand_over(
     state: State,
 ) -> None:
     """Puts one of a parameter's states into the state of the tensor that the optimizer steps."""
-    shape = getattr(parameter, "ds_shape", parameter.shape)
+    shape = whole_shape(parameter)
     if isinstance(value, torch.Tensor) and value.shape == shape and key not in _NUMBERS:
         if key not in state:
             state[key] = torch.zeros_like(fragment.master.data)
-        # The shard of the last rank may end in padding.
-        end = min(fragment.offset + fragment.size, value.numel())
-        shard = value.flatten()[fragment.offset : end]
-        part_of(state[key], fragment)[: shard.numel()].copy_(shard)
+        fragment.in_master(state[key]).copy_(fragment.in_whole(value))
         return
     if isinstance(value, torch.Tensor) and value.numel() > 1:
         raise ConfigurationError(
@@ -284,7 +281,7 @@ def _whole(value: Any, fragment: Fragment, shape: torch.Size) -> Any:
         return value
     if value.shape != fragment.master.shape:  # a step count
         return value.clone()
-    return part_of(value, fragment).view(shape)
+    return fragment.in_master(value).view(shape)
 
 
 def _with_strides(value: torch.Tensor, strides: Optional[Tuple[int, ...]]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 
 from allennlp_deepspeed.engine.max_norm import MaxNorm
-from allennlp_deepspeed.engine.shard_layout import Fragment, ShardLayout
+from allennlp_deepspeed.engine.shards import Fragment, Shards
 from allennlp_deepspeed.processes import agreement
 
 logger = logging.getLogger(__name__)
@@ -45,16 +45,17 @@ class WeightWatch:
             # What is frozen stays as it is where every rank has all of it.
             if parameter.requires_grad or is_partitioned
         ]
-        if engine.optimizer is None or engine.optimizer is engine.basic_optimizer:
-            self._named_parameters = []  # the optimizer steps them as they are
+        shards = Shards(engine)
+        if shards.steps_parameters:
+            self._named_parameters = []
         self._compared_parameters = [
             (name, parameter)
             for name, parameter in self._named_parameters
             if id(parameter) not in scaled
         ]
-        self._layout: Optional[ShardLayout] = None
-        if self._named_parameters and not engine.zero_nvme_offload_optimizer():
-            self._layout = ShardLayout(engine)
+        # None on NVMe.
+        has_fragments = self._named_parameters and not engine.zero_nvme_offload_optimizer()
+        self._fragments = shards.fragments if has_fragments else {}
         self._steps_in_epoch = 0
         self._is_requested = False
         # Whether each parameter was different, on the device until somebody waits for it anyway.
@@ -93,10 +94,8 @@ class WeightWatch:
             self._compare(over_the_bus=is_first)
 
     def _compare(self, over_the_bus: bool) -> None:
-        if self._layout is None:
-            return
         for name, parameter in self._compared_parameters:
-            fragment = self._layout.fragment(parameter)
+            fragment = self._fragments.get(parameter)
             if fragment is None:
                 continue
             if over_the_bus or fragment.master.device == parameter.device:
@@ -166,17 +165,14 @@ def _is_replaced(parameter: Any) -> bool:
 
 def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
     """Whether this rank's share of the weights differs from what the optimizer steps."""
-    master = fragment.master.detach().flatten().narrow(0, fragment.start, fragment.size)
+    master = fragment.in_master(fragment.master.detach())
     if not is_zero_param(parameter):
-        weights = parameter.detach().flatten().narrow(0, fragment.offset, fragment.size)
+        weights = fragment.in_whole(parameter.detach())
     elif parameter.ds_status is ZeroParamStatus.AVAILABLE:
-        start = fragment.offset
-        weights = parameter.detach().flatten()[start : start + fragment.size]
         # Under autocast they are gathered in lower precision.
-        weights = weights.to(get_comm_dtype(parameter))
-        master = master[: weights.numel()]
+        weights = fragment.in_whole(parameter.detach()).to(get_comm_dtype(parameter))
     else:
-        weights = parameter.ds_tensor.detach().flatten()
+        weights = parameter.ds_tensor.detach().flatten()[: fragment.size]
         if weights.numel() < fragment.size:
             return None  # on NVMe
     master = master.to(weights.device, weights.dtype)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._pytree import tree_leaves
 
-from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.gradients import gradient_memory
 from allennlp_deepspeed.processes import agreement
 
@@ -84,7 +84,7 @@ def _states_to_come(engine: DeepSpeedEngine) -> int:
     optimizer = engine.basic_optimizer
     return sum(
         2 * shard.nbytes
-        for shard in weights.master_shards(engine)
+        for shard in Shards(engine).masters
         if shard.device.type == engine.device.type and not optimizer.state.get(shard)
     )
 

@@ -10,13 +10,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.processes import agreement
 
 
 def of_whole_gradient(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> int:
     """The bytes of a gradient in `dtype` for all elements of the parameters, on one rank."""
-    # `ds_numel` is of the whole parameter, where ZeRO-3 has left a shard.
-    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters) * dtype.itemsize
+    return sum(whole_shape(p).numel() for p in parameters) * dtype.itemsize
 
 
 def least_left_free(device: torch.device) -> int:

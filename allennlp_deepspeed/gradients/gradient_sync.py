@@ -19,6 +19,7 @@ from deepspeed.utils import z3_leaf_parameter
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
+from allennlp_deepspeed.engine.shards import Shards, whole_shape
 from allennlp_deepspeed.gradients import gradient_memory
 from allennlp_deepspeed.processes import agreement
 
@@ -92,8 +93,10 @@ class GradientSynchronizer:
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
         self._average_each_pass = average_each_pass
-        # These accumulate in buffers of their own, where no gradient is ever missing.
+        # At stage 0, and from buffers of its own, where no gradient is ever missing, the engine
+        # reduces all gradients at once.
         has_own_buffers = isinstance(engine.optimizer, BF16_Optimizer)
+        self._is_reduced_at_once = self._stage == 0 or has_own_buffers
         self._is_offloaded = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
         self._group_indices = self._group_index_of_each()
         # In the order in which they are reduced.
@@ -112,8 +115,6 @@ class GradientSynchronizer:
                 "'on_backward' may read the gradients of the micro-batches before. Write "
                 '"boundary", or say in its class that it does not: `reads_gradients = False`.'
             )
-        # At stage 0, and from buffers of its own, the engine reduces all gradients at once.
-        self._is_reduced_at_once = self._stage == 0 or has_own_buffers
         self._waits_for_all = (
             self._is_reduced_at_once
             or (self._stage == 1 and not engine.optimizer.overlap_comm)
@@ -266,8 +267,9 @@ class GradientSynchronizer:
 
     def _group_index_of_each(self) -> Dict[torch.nn.Parameter, int]:
         """The parameters that are trained, and in which group DeepSpeed has each."""
-        name = {0: "", 1: "bit16_groups", 2: "bit16_groups", 3: "fp16_groups"}[self._stage]
-        groups = getattr(self._engine.optimizer, name, [self._engine.module.parameters()])
+        if self._is_reduced_at_once:
+            return {p: 0 for p in self._engine.module.parameters() if p.requires_grad}
+        groups = Shards(self._engine).groups
         return {p: i for i, group in enumerate(groups) for p in group if p.requires_grad}
 
     def _accumulation_dtype_differs(self) -> bool:
@@ -409,7 +411,7 @@ class GradientSynchronizer:
             dtype = optimizer.gradient_accumulation_dtype
             parameter.grad_accum = torch.zeros_like(parameter, dtype=dtype)  # type: ignore[attr-defined]
         else:
-            _set_gradient(parameter, parameter.new_zeros(_shape(parameter)))
+            _set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
 
     def _average_after_pass(self, _: torch.nn.Parameter) -> None:
         if not self._is_in_no_sync and not self._is_average_queued:
@@ -430,7 +432,7 @@ class GradientSynchronizer:
         for parameter, is_used in zip(self._parameters, used):
             if is_used:
                 if parameter.grad is None:
-                    _set_gradient(parameter, parameter.new_zeros(_shape(parameter)))
+                    _set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
                 gradients.append(parameter.grad)  # type: ignore[arg-type]
         flat = torch._utils._flatten_dense_tensors(gradients)
         dist.all_reduce(flat)
@@ -439,11 +441,6 @@ class GradientSynchronizer:
             gradients, torch._utils._unflatten_dense_tensors(flat, gradients)
         ):
             gradient.copy_(average)
-
-
-def _shape(parameter: torch.nn.Parameter) -> torch.Size:
-    # One that ZeRO-3 has partitioned is empty, and has its shape in `ds_shape`.
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.callbacks.log_writer import LogWriterCallback
 
-from allennlp_deepspeed.engine.shard_layout import ShardLayout, parameters_of_groups
+from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.engine.shards import Shards, whole_shape
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.reports.gathered_tensor import (
     GatheredParameter,
@@ -50,7 +51,7 @@ class LogWriters:
         self._callbacks = [c for c in trainer.callbacks if isinstance(c, LogWriterCallback)]
         if not self._callbacks:
             return
-        self._layout = ShardLayout(trainer.engine)
+        self._shards = Shards(trainer.engine)
         self._record = StepRecord(trainer.optimizer)
         named_parameters = list(trainer.model.named_parameters())
         self._parameters = [parameter for _, parameter in named_parameters]
@@ -122,8 +123,7 @@ class LogWriters:
 
     def _view(self, index: int) -> GatheredParameter:
         parameter = self._parameters[index]
-        # One that ZeRO-3 has partitioned is empty, and has its shape in `ds_shape`.
-        shape = getattr(parameter, "ds_shape", parameter.shape)
+        shape = whole_shape(parameter)
         gradient = GatheredTensor(partial(self._whole, _GRADIENT, index), shape)
         return GatheredParameter(
             partial(self._whole, _WEIGHT, index),
@@ -146,9 +146,7 @@ class LogWriters:
         view_of = dict(zip(self._parameters, self._views.values()))
         param_groups = [
             {**group, "params": [view_of[parameter] for parameter in parameters]}
-            for group, parameters in zip(
-                self._trainer.optimizer.param_groups, parameters_of_groups(self._trainer.engine)
-            )
+            for group, parameters in zip(self._trainer.optimizer.param_groups, self._shards.groups)
         ]
         return _View(
             self._trainer,
@@ -174,18 +172,19 @@ class LogWriters:
 
     def _needs_all_ranks(self, kind: int, index: int) -> bool:
         parameter = self._parameters[index]
+        is_sharded = parameter.requires_grad
         if kind == _WEIGHT:
-            return not self._layout.has_whole(parameter)
-        return self._layout.needs_all_ranks and parameter.requires_grad
+            is_sharded = not self._shards.has_whole(parameter)
+        return self._shards.needs_all_ranks and is_sharded
 
     def _finish_gathering(self) -> None:
         self._gathered = (None, None)
-        if self._layout.needs_all_ranks:
+        if self._shards.needs_all_ranks:
             self._broadcast((_NOTHING_MORE, 0), dist.get_rank())
 
     def _follow(self, primary: int) -> None:
         """Takes part in what a primary gathers."""
-        while self._layout.needs_all_ranks:
+        while self._shards.needs_all_ranks:
             kind, index = self._broadcast(None, primary)
             if kind == _NOTHING_MORE:
                 return
@@ -194,11 +193,13 @@ class LogWriters:
     def _gather(self, kind: int, index: int) -> torch.Tensor:
         parameter = self._parameters[index]
         if kind == _WEIGHT:
-            return self._layout.gather(parameter)
+            if self._shards.has_whole(parameter):
+                return parameter.data
+            return weights.full_parameter(parameter, self._shards).float()
         if not parameter.requires_grad:  # which no step changes
             return torch.zeros(1, device=parameter.device)
         recorded = self._record.gradients if kind == _GRADIENT else self._record.updates
-        return self._layout.gather_alike(parameter, recorded)
+        return self._shards.gather_alike(parameter, recorded)
 
     def _broadcast(self, request: Optional[Tuple[int, int]], primary: int) -> List[int]:
         message = torch.tensor(request or (0, 0), device=self._trainer.cuda_device)
