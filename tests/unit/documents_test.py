@@ -8,7 +8,7 @@ from typing import Iterator, List, Set
 
 import pytest
 
-from tests.command import REPOSITORY
+from tests.support.command import REPOSITORY
 
 PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")),
@@ -113,6 +113,24 @@ def test_commands_of_the_package_that_are_named_are_there():
     ).stdout
     assert {"estimate", "export", "resize"} <= named
     assert [name for name in named if not re.search(rf"^ +{name} ", printed, re.MULTILINE)] == []
+
+
+def test_methods_that_the_architecture_names_are_there():
+    sources = [path.read_text() for path in (REPOSITORY / "allennlp_deepspeed").rglob("*.py")]
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([A-Z]\w+)\.(\w+)`", page))
+    assert ("DeepSpeedTrainer", "_train_step") in named
+    missing = [
+        f"{class_name}.{method}"
+        for class_name, method in named
+        if not any(
+            re.search(
+                rf"^class {class_name}\b.*^    def {method}\(", source, re.MULTILINE | re.DOTALL
+            )
+            for source in sources
+        )
+    ]
+    assert missing == []
 
 
 def test_the_table_of_rooms_has_every_folder_of_the_package():
