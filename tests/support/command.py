@@ -110,11 +110,11 @@ def _main(argv: List[str], output: str, environment: Dict[str, str]) -> None:
 
     # AllenNLP looks through all directories of modules again for each package that it includes.
     unchanged = mock.patch.object(importlib, "invalidate_caches")
-    with unchanged, mock.patch.object(torch.multiprocessing, "spawn", _fork):
+    with unchanged, mock.patch.object(torch.multiprocessing, "spawn", fork_workers):
         run()
 
 
-def _fork(function, args=(), nprocs=1, **kwargs):
+def fork_workers(function, args=(), nprocs=1, **kwargs):
     """`torch.multiprocessing.spawn`, with workers forked instead of started anew."""
     from torch.multiprocessing import start_processes
 
