@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 from allennlp_deepspeed.gradients import gradient_memory
-from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.gradients.gradient_average import GradientAverage, set_gradient
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class GradientSynchronizer:
         if not get_accelerator().resolves_data_dependency():
             self._streams = {}
         self._checksum = 0
-        self._is_average_queued = False
+        self._average = GradientAverage(self._parameters)
         self._hooks: List[RemovableHandle] = []
         for i, parameter in enumerate(self._parameters):
             if not self._waits_for_all:
@@ -369,7 +369,7 @@ class GradientSynchronizer:
             return
         for parameter, accumulator in self._accumulators.items():
             if accumulator is not None:
-                _set_gradient(parameter, accumulator.to(parameter.dtype))
+                set_gradient(parameter, accumulator.to(parameter.dtype))
                 self._accumulators[parameter] = None
         optimizer = self._engine.optimizer
         if self._stage < 3:
@@ -411,41 +411,8 @@ class GradientSynchronizer:
             dtype = optimizer.gradient_accumulation_dtype
             parameter.grad_accum = torch.zeros_like(parameter, dtype=dtype)  # type: ignore[attr-defined]
         else:
-            _set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
+            set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
 
     def _average_after_pass(self, _: torch.nn.Parameter) -> None:
-        if not self._is_in_no_sync and not self._is_average_queued:
-            self._is_average_queued = True
-            # The engine of autograd runs the callback when the whole pass is done, as it does for
-            # DDP.
-            torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
-
-    def _average_gradients(self) -> None:
-        """
-        Averages every gradient over the ranks, in one reduction. A parameter that only some ranks
-        used counts as zero on the others; one that none used is left without a gradient.
-        """
-        self._is_average_queued = False
-        device = next(p.grad.device for p in self._parameters if p.grad is not None)
-        used = agreement.highest([int(p.grad is not None) for p in self._parameters], device)
-        gradients: List[torch.Tensor] = []
-        for parameter, is_used in zip(self._parameters, used):
-            if is_used:
-                if parameter.grad is None:
-                    _set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
-                gradients.append(parameter.grad)  # type: ignore[arg-type]
-        flat = torch._utils._flatten_dense_tensors(gradients)
-        dist.all_reduce(flat)
-        flat.div_(dist.get_world_size())
-        for gradient, average in zip(
-            gradients, torch._utils._unflatten_dense_tensors(flat, gradients)
-        ):
-            gradient.copy_(average)
-
-
-def _set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    # Torch wants a gradient to have the shape of its parameter at the moment when it is set.
-    data = parameter.data
-    parameter.data = data.new_zeros(1).expand(gradient.shape)
-    parameter.grad = gradient
-    parameter.data = data
+        if not self._is_in_no_sync:
+            self._average.queue()
