@@ -72,7 +72,13 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     @takes(CHECKPOINTER_KEYS)
     def __init__(self, serialization_dir: Union[str, os.PathLike], **keys: Any) -> None:
-        keys = with_defaults("trainer.checkpointer", "checkpointer", CHECKPOINTER_KEYS, keys)
+        keys = with_defaults(
+            "trainer.checkpointer",
+            "checkpointer",
+            DeepSpeedCheckpointer.__init__,
+            CHECKPOINTER_KEYS,
+            keys,
+        )
         super().__init__(
             serialization_dir,
             save_completed_epochs=keys["save_completed_epochs"],

@@ -351,25 +351,38 @@ def check_names(
 
 
 def with_defaults(
-    section: str, owner: str, keys: Dict[str, Key], values: Dict[str, Any]
+    section: str,
+    owner: str,
+    constructor: Callable,
+    keys: Dict[str, Key],
+    arguments: Dict[str, Any],
 ) -> Dict[str, Any]:
     """
-    The value of each key, the default where nothing is given.
+    Checks the `**arguments` of a constructor, and adds those that aren't given.
 
     # Parameters
 
-    As of `check_names`, whose `known` are all `keys`.
+    section : `str`, required.
+    owner : `str`, required.
+        As of `check_names`.
+    constructor : `Callable`, required.
+        One with a signature by `takes`.
+    keys : `Dict[str, Key]`, required.
+        Those to check.
+    arguments : `Dict[str, Any]`, required.
 
     # Raises
 
     `ConfigurationError`
-        If there are others in `values`, or one is wrong.
+        If there are others, or one is wrong.
     """
     findings = Findings()
-    check_names(section, owner, list(keys), values, findings)
-    check_values(section, keys, values, findings)
+    parameters = inspect.signature(constructor).parameters
+    check_names(section, owner, list(parameters), arguments, findings)
+    check_values(section, keys, arguments, findings)
     findings.raise_any()
-    return {name: values.get(name, key.default) for name, key in keys.items()}
+    named = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return {**{p.name: p.default for p in named}, **arguments}
 
 
 def takes(

@@ -42,9 +42,15 @@ def refuse_steps(optimizer: torch.optim.Optimizer, reason: str) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError(reason)
 
-    if optimizer not in _unusable:
-        optimizer.register_step_pre_hook(refuse)
-    _unusable[optimizer] = reason
+    for each in {optimizer, held(optimizer)}:
+        if each not in _unusable:
+            each.register_step_pre_hook(refuse)
+        _unusable[each] = reason
+
+
+def held(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What the user holds, where another stands in for it: the two share groups and states."""
+    return getattr(optimizer, "stands_in_for", optimizer)
 
 
 def check_optimizer_is_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -54,8 +60,8 @@ def check_optimizer_is_of(model: torch.nn.Module, optimizer: torch.optim.Optimiz
     `ConfigurationError`
         If an optimizer can't step, or has parameters that aren't the model's.
     """
-    if optimizer in _unusable:
-        raise ConfigurationError(_unusable[optimizer])
+    if held(optimizer) in _unusable:
+        raise ConfigurationError(_unusable[held(optimizer)])
     own = set(model.parameters())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -83,7 +89,7 @@ class Restoration:
 
     def __init__(self, model: torch.nn.Module, optimizer: Optional[torch.optim.Optimizer]) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizer = optimizer = None if optimizer is None else held(optimizer)
         self._device: Optional[torch.device] = None
         # The values are kept until the engine has its own.
         self._values: Dict[torch.nn.Parameter, torch.Tensor] = {}

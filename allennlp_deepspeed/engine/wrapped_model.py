@@ -6,10 +6,10 @@ calls `deepspeed.initialize`.
 import gc
 import logging
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
 from unittest import mock
 
 import deepspeed
@@ -28,6 +28,7 @@ from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
 from allennlp_deepspeed.config.operators import check_nvme
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
+    bias_correction,
     deepspeed_logging,
     loss_scaling,
     module_hooks,
@@ -82,6 +83,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     checkpointed_modules : `List[str]`, optional (default = `None`)
         Regular expressions for the modules whose activations are checkpointed, besides those that
         the model has wrapped itself.
+    around : `Callable[[], ContextManager[None]]`, optional (default = `nullcontext`)
+        Is entered before an engine is brought up, and left when it has gone.
 
     # Raises
 
@@ -98,6 +101,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         optimizer: Optional[torch.optim.Optimizer] = None,
         find_unused_parameters: bool = False,
         checkpointed_modules: Optional[List[str]] = None,
+        around: Callable[[], ContextManager[None]] = nullcontext,
     ) -> None:
         use_accelerator(device)
         check_nvme(config, device.type)
@@ -117,6 +121,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self.num_users = 0
         self._plain_model = model
         self._given = (device, local_rank, optimizer, checkpointed_modules)
+        self._around = around
         # Undone in the reverse order, by `destroy` or if anything fails in here.
         self._undo = ExitStack()
         self._autocast: Callable[[Callable], Callable] = lambda function: function
@@ -138,10 +143,11 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         device, local_rank, optimizer, checkpointed_modules = self._given
         model = self._plain_model
         close_engines_of(model)
-        if optimizer is not None:
-            restoration.check_optimizer_is_of(model, optimizer)
         with ExitStack() as undo_if_failed:
             undo_if_failed.callback(self.destroy)
+            self._undo.enter_context(self._around())
+            if optimizer is not None:
+                restoration.check_optimizer_is_of(model, optimizer)
             if checkpointed_modules is not None:
                 self._undo.callback(
                     activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
@@ -203,6 +209,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             regularizer.gather_with_model()
         undo_first_step(self.engine)
         keep_adagrad(self.engine)
+        self._undo.callback(bias_correction.corrected_by_step_count(self.optimizer))
         if config.precision == "fp16":
             self._undo.enter_context(loss_scaling.mended_loss_scale(self.engine))
         before.hand_over(self.engine, is_alone=dist.get_world_size() == 1)

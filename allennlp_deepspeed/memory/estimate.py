@@ -4,7 +4,6 @@ trained.
 """
 
 import math
-import re
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Tuple, Union
@@ -29,6 +28,7 @@ from allennlp_deepspeed.memory.model_states import (
 )
 from allennlp_deepspeed.optimizers import check_optimizer, registered_class
 from allennlp_deepspeed.optimizers.offload import counterpart_of
+from allennlp_deepspeed.training.construction import freeze
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Estimator:
         self._precision = self._config.resolve(self._settings).precision
         self._names_cpu = _names_cpu(config)
         self._model = construct_without_weights(params)
-        _freeze(self._model, self._trainer.get("no_grad") or [])
+        freeze(self._model, self._trainer.get("no_grad") or [])
         self._size, self._largest_parameter, self._largest_module = measure(self._model)
         optimizer = self._trainer.get("optimizer") or Optimizer.default_implementation
         self._optimizer = {"type": optimizer} if isinstance(optimizer, str) else optimizer
@@ -333,13 +333,6 @@ def _names_cpu(config: Dict[str, Any]) -> bool:
     if config.get("distributed") is None:
         return config["trainer"].get("cuda_device") == -1
     return all(device < 0 for device in preflight.worker_devices(config))
-
-
-def _freeze(model: Model, regexes: List[str]) -> None:
-    """As AllenNLP's trainer does for its `no_grad`."""
-    for name, parameter in model.named_parameters():
-        if any(re.search(regex, name) for regex in regexes):
-            parameter.requires_grad_(False)
 
 
 def _config_with(config: Dict[str, Any], placement: Placement) -> Dict[str, Any]:

@@ -23,7 +23,7 @@ from allennlp_deepspeed.optimizers.lion import (
 )
 from allennlp_deepspeed.optimizers.loaded_states import adapt_loaded_states
 from allennlp_deepspeed.optimizers.muon import MuonOptimizer
-from allennlp_deepspeed.optimizers.offload import for_offload
+from allennlp_deepspeed.optimizers.offload import for_offload, standing_in
 
 __all__ = [
     "CPUAdagradOptimizer",
@@ -42,5 +42,6 @@ __all__ = [
     "check_section",
     "for_offload",
     "registered_class",
+    "standing_in",
     "warn_if_unknown",
 ]

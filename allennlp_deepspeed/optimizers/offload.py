@@ -4,7 +4,9 @@ are offloaded.
 """
 
 import logging
-from typing import Any, Dict, List, NamedTuple, Optional, Type
+from collections import defaultdict
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Type
 
 import torch
 from allennlp.training.optimizers import (
@@ -20,6 +22,7 @@ from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.config.validation import ROOT
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
 from allennlp_deepspeed.optimizers.lion import CPULion, LionOptimizer
+from allennlp_deepspeed.optimizers.loaded_states import adapt_loaded_states
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +59,10 @@ _ADAM = Counterpart(
     DeepSpeedCPUAdam,
     "CPUAdamBuilder",
     _same("lr", "betas", "eps", "weight_decay"),
-    lacks={"amsgrad": False, "maximize": False},
+    lacks={"amsgrad": False, "maximize": False, "decoupled_weight_decay": False},
     arguments={"adamw_mode": False},
 )
-_ADAMW = _ADAM._replace(arguments={"adamw_mode": True})
+_ADAMW = _ADAM._replace(lacks={"amsgrad": False, "maximize": False}, arguments={"adamw_mode": True})
 
 COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
     AdamOptimizer: _ADAM,
@@ -79,6 +82,13 @@ COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
 }
 """By the class that is registered with AllenNLP."""
 
+# What the registered classes are made of, which is what is constructed in Python.
+_OF_TORCH: Dict[Type[torch.optim.Optimizer], Type[torch.optim.Optimizer]] = {
+    torch.optim.Adam: AdamOptimizer,
+    torch.optim.AdamW: AdamWOptimizer,
+    torch.optim.Adagrad: AdagradOptimizer,
+}
+
 
 def for_offload(
     optimizer: Optional[torch.optim.Optimizer], config: ResolvedConfig
@@ -90,7 +100,7 @@ def for_offload(
     # Parameters
 
     optimizer : `Optional[torch.optim.Optimizer]`, required.
-        From the config file, without states. `None` if DeepSpeed is to construct one.
+        `None` if DeepSpeed is to construct one.
     config : `ResolvedConfig`, required.
     """
     if optimizer is None:
@@ -117,6 +127,44 @@ def for_offload(
     return offloaded
 
 
+@contextmanager
+def standing_in(optimizer: torch.optim.Optimizer, given: torch.optim.Optimizer) -> Iterator[None]:
+    """
+    Within it an optimizer steps the groups and the states of another, which schedules and users go
+    on to hold: what they write there counts, and what has been learnt they find there.
+
+    # Parameters
+
+    optimizer : `torch.optim.Optimizer`, required.
+        What `for_offload` has returned.
+    given : `torch.optim.Optimizer`, required.
+        What it was given.
+    """
+    optimizer.stands_in_for = given  # type: ignore[attr-defined]
+    settings = [
+        {name: value for name, value in group.items() if name not in theirs}
+        for group, theirs in zip(optimizer.param_groups, given.param_groups)
+    ]
+    for group, added in zip(given.param_groups, settings):
+        group.update(added)
+    optimizer.param_groups, optimizer.state = given.param_groups, given.state
+    # Of the trainer and of others.
+    optimizer._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
+    optimizer._optimizer_step_post_hooks = given._optimizer_step_post_hooks
+    # A schedule of torch's asks for it, and warns.
+    given._opt_called = True  # type: ignore[attr-defined]
+    adapt_loaded_states(optimizer)
+    try:
+        yield
+    finally:
+        optimizer.param_groups = [dict(group) for group in given.param_groups]
+        optimizer.state = defaultdict(dict)
+        for group, added in zip(given.param_groups, settings):
+            for name in added:
+                group.pop(name, None)
+        adapt_loaded_states(given)
+
+
 def counterpart_of(
     optimizer: Type[torch.optim.Optimizer],
     settings: List[Dict[str, Any]],
@@ -132,7 +180,7 @@ def counterpart_of(
         Those of each of its groups.
     config : `ResolvedConfig`, required.
     """
-    counterpart = COUNTERPARTS.get(optimizer)
+    counterpart = COUNTERPARTS.get(_OF_TORCH.get(optimizer, optimizer))
     if config.offload_device == "none" or counterpart is None:
         return None
     if config.forces_cpu_optimizer is False:

@@ -1,12 +1,180 @@
-from typing import Any, Optional
+"""
+Constructs what a trainer trains with, in the same way for Python and for a config file.
+"""
+
+import math
+import re
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Union
 
 import torch
 import torch.distributed as dist
+from allennlp.common import Lazy
+from allennlp.common import util as common_util
+from allennlp.common.checks import ConfigurationError
+from allennlp.data.data_loaders import DataLoader
 from allennlp.models import Model
+from allennlp.nn.parallel import DdpAccelerator, TorchDdpAccelerator
+from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed import optimizers
-from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.config.deepspeed_config import (
+    DeepSpeedConfig,
+    ResolvedConfig,
+    TrainerSettings,
+)
+from allennlp_deepspeed.config.keys import NEW_TRAINER_KEYS, with_defaults
+from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
+from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
+from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
+from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
+
+Arguments = Dict[str, Any]
+
+# What AllenNLP's trainer doesn't take.
+_OURS = {*NEW_TRAINER_KEYS, "ddp_accelerator", "no_grad"}
+
+
+def checked(constructor: Callable, arguments: Arguments) -> Arguments:
+    """
+    The arguments of the trainer's constructor, with those that aren't given.
+
+    # Raises
+
+    `ConfigurationError`
+        If it has no such argument, or one can't have its value. What DeepSpeed's configuration
+        depends on is checked with it.
+    """
+    if "ddp_wrapped_model" in arguments:
+        raise ConfigurationError(
+            "'ddp_wrapped_model' is given, but the 'deepspeed' trainer wraps the model itself: "
+            "leave it out, and give it the model as it is."
+        )
+    deprecated = {"run_sanity_checks": arguments.pop("run_sanity_checks", None)}
+    keys = TrainerSettings.other_keys()
+    arguments = with_defaults("trainer", "'deepspeed' trainer", constructor, keys, arguments)
+    return {**arguments, **{k: v for k, v in deprecated.items() if v is not None}}
+
+
+def construct(
+    model: Model,
+    optimizer: Union[torch.optim.Optimizer, Lazy[Optimizer], None],
+    data_loader: DataLoader,
+    arguments: Arguments,
+) -> Arguments:
+    """
+    Brings up the engine, and constructs what needs the engine's optimizer. To be called by every
+    rank.
+
+    # Parameters
+
+    Those of [`DeepSpeedTrainer`](./trainer.py). All others are in `arguments`.
+
+    # Returns
+
+    `Arguments`
+        Those of AllenNLP's trainer, in which nothing is left to be constructed. The engine is its
+        `ddp_wrapped_model`.
+    """
+    _check_schedule(arguments["learning_rate_scheduler"])
+    close_engines_of(model)
+    accelerator = arguments["ddp_accelerator"]
+    find_unused_parameters = _find_unused_parameters(accelerator)
+    if isinstance(accelerator, DeepSpeedDdpAccelerator):
+        accelerator.finish(model)
+    freeze(model, arguments["no_grad"] or [])
+    common_util.log_frozen_and_tunable_parameter_names(model)
+    parameters = [[name, p] for name, p in model.named_parameters() if p.requires_grad]
+
+    deepspeed_config = DeepSpeedConfig.of(arguments["deepspeed_config"])
+    given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    if isinstance(optimizer, Lazy):
+        optimizer = optimizer.construct(model_parameters=parameters)
+    elif optimizer is None and "optimizer" not in deepspeed_config.config:
+        optimizer = Optimizer.default(parameters)
+    device = worker_device(arguments["cuda_device"])
+    batches_per_epoch = num_batches(data_loader)
+    config = deepspeed_config.resolve(
+        _settings(arguments, optimizer, data_loader, batches_per_epoch, device)
+    )
+    steps_with = optimizers.for_offload(optimizer, config)
+    around: Callable[[], ContextManager[None]] = nullcontext
+    if given is not None and steps_with is not None and steps_with is not given:
+        around = partial(optimizers.standing_in, steps_with, given)
+    empty_groups = _empty_groups(steps_with)
+    wrapped_model = wrap_model(
+        model,
+        config,
+        steps_with,
+        around=around,
+        device=device,
+        local_rank=arguments["local_rank"],
+        find_unused_parameters=find_unused_parameters,
+        checkpointed_modules=arguments["activation_checkpointing"],
+    )
+    with destroyed_on_failure(wrapped_model):
+        with _with_all_groups(wrapped_model, empty_groups) as all_groups:
+            schedule = _constructed(
+                arguments["learning_rate_scheduler"],
+                optimizer=all_groups,
+                num_epochs=arguments["num_epochs"],
+                num_steps_per_epoch=None
+                if batches_per_epoch is None
+                else math.ceil(batches_per_epoch / config.num_gradient_accumulation_steps),
+            )
+        _check_schedule(schedule)
+        return {
+            **{name: value for name, value in arguments.items() if name not in _OURS},
+            "learning_rate_scheduler": schedule,
+            **_parts(arguments, wrapped_model.optimizer, parameters),
+            "grad_norm": config.grad_norm,
+            "num_gradient_accumulation_steps": config.num_gradient_accumulation_steps,
+            # The engine scales and casts; AllenNLP's own autocast and GradScaler stay out.
+            "use_amp": False,
+            "ddp_wrapped_model": wrapped_model,
+        }
+
+
+def _parts(arguments: Arguments, optimizer: torch.optim.Optimizer, parameters: Any) -> Arguments:
+    directory = {"serialization_dir": arguments["serialization_dir"]}
+    callbacks = arguments["callbacks"] or []
+    return {
+        "momentum_scheduler": _constructed(arguments["momentum_scheduler"], optimizer=optimizer),
+        "moving_average": _constructed(arguments["moving_average"], parameters=parameters),
+        "checkpointer": _checkpointer(_constructed(arguments["checkpointer"], **directory)),
+        "callbacks": [_constructed(callback, **directory) for callback in callbacks],
+    }
+
+
+def freeze(model: Model, no_grad: List[str]) -> None:
+    """Has the parameters whose names match one of the regular expressions not be trained."""
+    for name, parameter in model.named_parameters():
+        if any(re.search(regex, name) for regex in no_grad):
+            parameter.requires_grad_(False)
+
+
+def _settings(
+    arguments: Arguments,
+    optimizer: Optional[torch.optim.Optimizer],
+    data_loader: DataLoader,
+    batches_per_epoch: Optional[int],
+    device: torch.device,
+) -> TrainerSettings:
+    world_size = arguments["world_size"]
+    directory = arguments["serialization_dir"]
+    return TrainerSettings.of_objects(
+        arguments,
+        optimizer,
+        arguments["learning_rate_scheduler"],
+        micro_batch_size=micro_batch_size(data_loader),
+        batches_per_epoch=batches_per_epoch,
+        world_size=world_size,
+        workers_per_node=workers_per_node(world_size),
+        serialization_dir=None if directory is None else str(directory),
+        **capabilities(device),
+    )
 
 
 def wrap_model(
@@ -30,3 +198,77 @@ def wrap_model(
     if optimizer is not None and dist.get_rank() == 0:
         optimizers.warn_if_unknown(type(optimizer), config)
     return wrapped_model
+
+
+@contextmanager
+def destroyed_on_failure(wrapped_model: DeepSpeedWrappedModel) -> Iterator[None]:
+    """Within it an exception takes the engine down."""
+    try:
+        yield
+    except BaseException:
+        wrapped_model.destroy()
+        raise
+
+
+def _find_unused_parameters(ddp_accelerator: Optional[DdpAccelerator]) -> bool:
+    if ddp_accelerator is None:
+        return False
+    if isinstance(ddp_accelerator, DeepSpeedDdpAccelerator):
+        return ddp_accelerator.find_unused_parameters
+    if isinstance(ddp_accelerator, TorchDdpAccelerator):
+        return ddp_accelerator._ddp_kwargs["find_unused_parameters"]
+    raise ConfigurationError(
+        f"The 'deepspeed' trainer can't be used with a {type(ddp_accelerator).__name__} under "
+        "'distributed.ddp_accelerator': write \"deepspeed\", or leave it out."
+    )
+
+
+def _constructed(part: Any, **arguments: Any) -> Any:
+    """What is given as an object is that already."""
+    return part.construct(**arguments) if isinstance(part, Lazy) else part
+
+
+def _check_schedule(schedule: Any) -> None:
+    if getattr(schedule, "gradual_unfreezing", False):
+        raise ConfigurationError(
+            "'trainer.learning_rate_scheduler.gradual_unfreezing' is true, but parameters can't be "
+            "frozen and unfrozen while DeepSpeed trains them. Remove it, or freeze parameters for "
+            "good with 'trainer.no_grad'."
+        )
+
+
+def _checkpointer(checkpointer: Any) -> Optional[DeepSpeedCheckpointer]:
+    if checkpointer is not None and not isinstance(checkpointer, DeepSpeedCheckpointer):
+        raise ConfigurationError(
+            "The 'deepspeed' trainer needs a DeepSpeedCheckpointer, not a "
+            f"{type(checkpointer).__name__}: "
+            'write "checkpointer": {"type": "deepspeed", ...}.'
+        )
+    return checkpointer
+
+
+def _empty_groups(optimizer: Optional[torch.optim.Optimizer]) -> List[Dict[str, Any]]:
+    return [group for group in optimizer.param_groups if not group["params"]] if optimizer else []
+
+
+@contextmanager
+def _with_all_groups(
+    wrapped_model: DeepSpeedWrappedModel, empty_groups: List[Dict[str, Any]]
+) -> Iterator[torch.optim.Optimizer]:
+    """
+    The optimizer as AllenNLP's schedules for layer-wise learning rates want to see it: with the
+    empty default group at the end, which DeepSpeed has removed, and no other group without
+    parameters, which at ZeRO stage 3 all are between steps.
+    """
+    optimizer = wrapped_model.optimizer
+    sharded_optimizer = wrapped_model.engine.optimizer
+    is_stage_3 = hasattr(sharded_optimizer, "_set_fp32_optimizer_param_groups")
+    if is_stage_3:
+        sharded_optimizer._set_fp32_optimizer_param_groups()
+    optimizer.param_groups.extend(empty_groups)
+    try:
+        yield optimizer
+    finally:
+        del optimizer.param_groups[len(optimizer.param_groups) - len(empty_groups) :]
+        if is_stage_3:
+            sharded_optimizer._clear_fp32_optimizer_param_groups()

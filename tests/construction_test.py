@@ -1,0 +1,290 @@
+"""A trainer that is constructed in Python trains as the one that a config file makes."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+import torch.distributed as dist
+from allennlp.common import Lazy, Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.models import Model
+from allennlp.nn.parallel import TorchDdpAccelerator
+from allennlp.training import GradientDescentTrainer, Trainer
+from allennlp.training.learning_rate_schedulers import (
+    LearningRateScheduler,
+    LinearWithWarmup,
+    PolynomialDecay,
+    SlantedTriangular,
+)
+from allennlp.training.momentum_schedulers import MomentumScheduler
+from allennlp.training.moving_average import ExponentialMovingAverage, MovingAverage
+from allennlp.training.optimizers import AdamOptimizer, Optimizer
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from tests.experiment import StateDict, assert_same_weights
+from tests.side_by_side import Batches, numbers
+from tests.trainer_test import Task
+from tests.unused_parameters_test import TwoHeads, batches_of
+from tests.workers import run_workers
+
+OFFLOAD = "zero_2_offload"
+
+
+def from_config(task: Task, directory: Path, **keys: Any) -> DeepSpeedTrainer:
+    """As the train command does."""
+    arguments = task.arguments(directory)
+    del arguments["optimizer"]
+    constructed = {
+        name: arguments.pop(name) for name in ("model", "data_loader", "validation_data_loader")
+    }
+    serialization_dir = str(arguments.pop("serialization_dir"))
+    trainer = Trainer.from_params(
+        Params({"type": "deepspeed", "checkpointer": None, **arguments, **keys}),
+        serialization_dir=serialization_dir,
+        **constructed,
+    )
+    assert isinstance(trainer, DeepSpeedTrainer)
+    return trainer
+
+
+def trained(trainer: DeepSpeedTrainer) -> StateDict:
+    trainer.train()
+    return trainer.model.state_dict()
+
+
+def named(model: Model) -> Any:
+    return [[name, parameter] for name, parameter in model.named_parameters()]
+
+
+# an optimizer where its states are offloaded
+
+ADAM = {"type": "adam", "lr": 0.01}
+
+
+@pytest.mark.parametrize("deepspeed_config", [OFFLOAD, "zero_3_offload"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda model: AdamOptimizer(named(model), lr=0.01),
+        lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+        lambda model: Lazy(Optimizer, Params(dict(ADAM))),
+    ],
+    ids=["AllenNLP's", "PyTorch's", "lazy"],
+)
+def test_deepspeeds_optimizer_steps_where_states_are_offloaded(
+    tmp_path: Path, optimizer: Callable[[Model], Any], deepspeed_config: str
+):
+    config = {"deepspeed_config": deepspeed_config}
+    expected = from_config(Task(), tmp_path / "config", optimizer=ADAM, **config)
+    expected_weights = trained(expected)
+    task = Task()
+    arguments = {**task.arguments(tmp_path / "python"), "optimizer": optimizer(task.model)}
+    trainer = DeepSpeedTrainer(**arguments, **config)
+    assert type(trainer.optimizer) is type(expected.optimizer) is DeepSpeedCPUAdam
+    assert_same_weights(trained(trainer), expected_weights, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "optimizer, counterpart",
+    [
+        (partial(torch.optim.Adam, lr=0.01), DeepSpeedCPUAdam),
+        (partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1), DeepSpeedCPUAdam),
+        (partial(torch.optim.Adagrad, lr=0.1), DeepSpeedCPUAdagrad),
+        # What DeepSpeed's doesn't have.
+        (partial(torch.optim.Adam, lr=0.01, amsgrad=True), torch.optim.Adam),
+        (partial(torch.optim.Adam, lr=0.01, decoupled_weight_decay=True), torch.optim.Adam),
+        (partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1), torch.optim.Adagrad),
+    ],
+)
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_the_given_optimizer_goes_on_with_what_another_has_stepped(
+    tmp_path: Path,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    counterpart: Any,
+    num_groups: int,
+):
+    tasks = []
+    for first in (GradientDescentTrainer, DeepSpeedTrainer):
+        task = Task()
+        parameters = list(task.model.parameters())
+        groups: List[Dict[str, Any]] = [{"params": parameters}]
+        if num_groups == 2:
+            groups = [{"params": parameters[2:]}, {"params": parameters[:2], "lr": 0.02}]
+        task.optimizer = optimizer(groups)  # type: ignore[assignment]
+        keys = {"deepspeed_config": OFFLOAD} if first is DeepSpeedTrainer else {}
+        trainer = first(**task.arguments(tmp_path / first.__name__), **keys)
+        assert type(trainer.optimizer) is (counterpart if keys else type(task.optimizer))
+        trainer.train()
+        plain = GradientDescentTrainer(**task.arguments(tmp_path / f"{first.__name__}_2"))
+        plain.train()
+        tasks.append(task)
+    expected, task = tasks
+    assert_same_weights(task.model.state_dict(), expected.model.state_dict())
+    groups, expected_groups = (t.optimizer.state_dict()["param_groups"] for t in (task, expected))
+    assert groups == expected_groups
+
+
+SCHEDULES: Dict[str, Callable[[Any, int], Any]] = {
+    "of AllenNLP": lambda optimizer, steps: PolynomialDecay(
+        optimizer, num_epochs=3, num_steps_per_epoch=steps, warmup_steps=3
+    ),
+    "of PyTorch": lambda optimizer, steps: LinearWithWarmup(
+        optimizer, num_epochs=3, num_steps_per_epoch=steps, warmup_steps=3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+@pytest.mark.parametrize("deepspeed_config", ["zero_1", OFFLOAD, "zero_3_offload"])
+def test_a_schedule_on_the_given_optimizer_counts_before_and_after_recovery(
+    tmp_path: Path, name: str, deepspeed_config: str
+):
+    def train(directory: str, num_epochs: int, trainer_class: Any = DeepSpeedTrainer) -> StateDict:
+        task = Task()
+        arguments = {**task.arguments(tmp_path / directory), "num_epochs": num_epochs}
+        if trainer_class is DeepSpeedTrainer:
+            arguments["deepspeed_config"] = deepspeed_config
+            arguments["checkpointer"] = DeepSpeedCheckpointer(tmp_path / directory)
+        schedule = SCHEDULES[name](task.optimizer, len(task.data_loader))
+        trainer_class(**arguments, learning_rate_scheduler=schedule).train()
+        return task.model.state_dict()
+
+    uninterrupted = train("uninterrupted", 3)
+    assert_same_weights(uninterrupted, train("plain", 3, GradientDescentTrainer))
+    train("recovered", 1)
+    assert_same_weights(train("recovered", 3), uninterrupted, tolerance=0)
+
+
+# other parts
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parts_are_constructed_as_from_a_config(tmp_path: Path, stage: int):
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    keys = {"deepspeed_config": {"zero_optimization": zero}, "no_grad": ["_text_field_embedder"]}
+    optimizer = {"type": "sgd", "lr": 0.5, "momentum": 0.9}
+    schedule = {
+        "type": "slanted_triangular",
+        "cut_frac": 0.5,
+    }
+    momentum = {"type": "inverted_triangular", "cool_down": 1, "warm_up": 1}
+    average = {"type": "exponential", "decay": 0.5}
+    expected = trained(
+        from_config(
+            Task(),
+            tmp_path / "config",
+            optimizer=optimizer,
+            learning_rate_scheduler=schedule,
+            momentum_scheduler=momentum,
+            moving_average=average,
+            **keys,
+        )
+    )
+    task = Task()
+    before = {name: value.clone() for name, value in task.model.state_dict().items()}
+    arguments = {
+        **task.arguments(tmp_path / "python"),
+        "optimizer": Lazy(Optimizer, Params(optimizer)),
+    }
+    actual = trained(
+        DeepSpeedTrainer(
+            **arguments,
+            learning_rate_scheduler=Lazy(LearningRateScheduler, Params(schedule)),
+            momentum_scheduler=Lazy(MomentumScheduler, Params(momentum)),
+            moving_average=Lazy(MovingAverage, Params(average)),
+            **keys,
+        )
+    )
+    assert_same_weights(actual, expected, tolerance=0)
+    for name, value in actual.items():
+        assert torch.equal(value, before[name]) == ("_text_field_embedder" in name)
+
+
+def test_without_an_optimizer_it_is_allennlps_default(tmp_path: Path):
+    expected = trained(from_config(Task(), tmp_path / "config"))
+    task = Task()
+    arguments = {**task.arguments(tmp_path / "python"), "optimizer": None}
+    assert_same_weights(trained(DeepSpeedTrainer(**arguments)), expected, tolerance=0)
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_gradual_unfreezing_is_refused(tmp_path: Path, is_lazy: bool):
+    task = Task()
+    groups = [[["embedder"], {}], [["encoder|layer"], {}]]
+    task.optimizer = AdamOptimizer(named(task.model), parameter_groups=groups)
+    settings = {"gradual_unfreezing": True}
+    schedule: Any = Lazy(SlantedTriangular, Params(settings))
+    if not is_lazy:
+        schedule = SlantedTriangular(task.optimizer, num_epochs=2, **settings)
+    with pytest.raises(ConfigurationError, match="gradual_unfreezing' is true, but"):
+        DeepSpeedTrainer(**task.arguments(tmp_path), learning_rate_scheduler=schedule)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"gradient_synchronisation": "auto"}, 'did you mean "gradient_synchronization"'),
+        ({"log_every_num_steps": 0}, "'trainer.log_every_num_steps' is 0: write a number"),
+        ({"use_amp": "yes"}, 'use_amp is "yes": must be true, false or null'),
+        ({"ddp_wrapped_model": None}, "wraps the model itself"),
+    ],
+)
+def test_what_it_cannot_take_is_refused(tmp_path: Path, arguments: Dict[str, Any], message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        DeepSpeedTrainer(**Task().arguments(tmp_path), **arguments)
+    assert not dist.is_initialized()
+
+
+# several workers
+
+
+def test_parameters_that_one_rank_leaves_unused_are_found(tmp_path: Path):
+    def work(rank: int) -> List[Any]:
+        weights = []
+        for kind in ("config", "python"):
+            torch.manual_seed(2)
+            model = TwoHeads()
+            (first, second) = batches_of("0011", 2), batches_of("0101", 2)
+            arguments: Dict[str, Any] = {
+                "model": model,
+                "data_loader": Batches((first if rank == 0 else second)[rank]),
+                "serialization_dir": str(tmp_path / kind),
+                "distributed": True,
+                "local_rank": rank,
+                "world_size": 2,
+                "ddp_accelerator": TorchDdpAccelerator(
+                    find_unused_parameters=True, local_rank=rank, world_size=2, cuda_device=-1
+                ),
+            }
+            keys = {"num_epochs": 2, "cuda_device": -1, "run_confidence_checks": False}
+            if kind == "config":
+                params = {"type": "deepspeed", **keys, "optimizer": {"type": "sgd", "lr": 0.2}}
+                trainer = Trainer.from_params(Params({**params, "checkpointer": None}), **arguments)
+            else:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+                trainer = DeepSpeedTrainer(optimizer=optimizer, **arguments, **keys)
+            with trainer.session():  # type: ignore[attr-defined]
+                trainer.train()
+                weights.append(numbers(trainer))
+        return weights
+
+    for expected, actual in run_workers(2, work):
+        assert expected.keys() == actual.keys()
+        for name, value in expected.items():
+            assert (value == actual[name]).all()
+
+
+def test_a_moving_average_that_is_an_object_is_kept(tmp_path: Path):
+    weights = []
+    for kind in (GradientDescentTrainer, DeepSpeedTrainer):
+        task = Task()
+        average = ExponentialMovingAverage(task.model.named_parameters(), decay=0.5)
+        arguments = task.arguments(tmp_path / kind.__name__)
+        kind(**arguments, moving_average=average).train()
+        weights.append(average._shadows)
+    assert_same_weights(weights[1], weights[0])
