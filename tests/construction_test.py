@@ -279,6 +279,25 @@ def test_parameters_that_one_rank_leaves_unused_are_found(tmp_path: Path):
             assert (value == actual[name]).all()
 
 
+def test_the_given_optimizer_says_that_its_states_are_sharded(tmp_path: Path):
+    def work(rank: int) -> List[str]:
+        task = Task()
+        keys = {"deepspeed_config": OFFLOAD, "num_epochs": 1, "validation_data_loader": None}
+        workers = {"distributed": True, "local_rank": rank, "world_size": 2}
+        arguments = {**task.arguments(tmp_path), **keys, **workers}
+        trainer = DeepSpeedTrainer(**arguments)
+        trainer.train()
+        messages = []
+        for use in (task.optimizer.step, lambda: DeepSpeedTrainer(**arguments)):
+            with pytest.raises((RuntimeError, ConfigurationError)) as error:
+                use()
+            messages.append(str(error.value))
+        return messages
+
+    for messages in run_workers(2, work):
+        assert all("states sharded over 2 workers" in message for message in messages)
+
+
 def test_a_moving_average_that_is_an_object_is_kept(tmp_path: Path):
     weights = []
     for kind in (GradientDescentTrainer, DeepSpeedTrainer):
