@@ -79,15 +79,9 @@ def construct(
         `ddp_wrapped_model`.
     """
     _check_schedule(arguments["learning_rate_scheduler"])
-    close_engines_of(model)
-    accelerator = arguments["ddp_accelerator"]
-    find_unused_parameters = _find_unused_parameters(accelerator)
-    if isinstance(accelerator, DeepSpeedDdpAccelerator):
-        accelerator.finish(model)
-    freeze(model, arguments["no_grad"] or [])
-    common_util.log_frozen_and_tunable_parameter_names(model)
+    find_unused_parameters = _find_unused_parameters(arguments["ddp_accelerator"])
+    _prepare(model, arguments)
     parameters = [[name, p] for name, p in model.named_parameters() if p.requires_grad]
-
     deepspeed_config = DeepSpeedConfig.of(arguments["deepspeed_config"])
     given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     if isinstance(optimizer, Lazy):
@@ -135,6 +129,16 @@ def construct(
             "use_amp": False,
             "ddp_wrapped_model": wrapped_model,
         }
+
+
+def _prepare(model: Model, arguments: Arguments) -> None:
+    """Has the model be one that an optimizer can be constructed for."""
+    close_engines_of(model)
+    accelerator = arguments["ddp_accelerator"]
+    if isinstance(accelerator, DeepSpeedDdpAccelerator):
+        accelerator.finish(model)
+    freeze(model, arguments["no_grad"] or [])
+    common_util.log_frozen_and_tunable_parameter_names(model)
 
 
 def _parts(arguments: Arguments, optimizer: torch.optim.Optimizer, parameters: Any) -> Arguments:

@@ -25,11 +25,11 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
-from tests.experiment import StateDict, assert_same_weights
-from tests.side_by_side import Batches, numbers
-from tests.trainer_test import Task
-from tests.unused_parameters_test import TwoHeads, batches_of
-from tests.workers import run_workers
+from tests.integration.trainer_test import Task
+from tests.integration.unused_parameters_test import TwoHeads, batches_of
+from tests.support.experiment import StateDict, assert_same_weights
+from tests.support.side_by_side import Batches, numbers
+from tests.support.workers import run_workers
 
 OFFLOAD = "zero_2_offload"
 
