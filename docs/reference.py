@@ -18,7 +18,8 @@ PATH = Path(__file__).with_suffix(".md")
 _HEAD = """# Keys
 
 Written by `make reference` from `allennlp_deepspeed/config/keys.py`. A key that isn't known is
-refused before data are read, with the nearest that is.
+refused before data are read, with the nearest that is. [configuration.md](configuration.md) has the
+presets, and which of DeepSpeed's keys these fill.
 
 ## `trainer`
 
