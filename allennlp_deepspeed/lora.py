@@ -98,7 +98,7 @@ class LoraEmbedder(TokenEmbedder):
         params: Params,
         constructor_to_call: Optional[Callable[..., TokenEmbedder]] = None,
         constructor_to_inspect: Optional[Callable] = None,
-        **extras,
+        **extras: Any,
     ) -> TokenEmbedder:
         embedder = TokenEmbedder.from_params(params.pop("embedder"), **extras)
         return add_adapters(embedder, params.as_dict(quiet=True))

@@ -100,7 +100,7 @@ class DeepSpeedConfig(Registrable):
         params: Params,
         constructor_to_call: Optional[Callable[..., "DeepSpeedConfig"]] = None,
         constructor_to_inspect: Optional[Callable] = None,
-        **extras,
+        **extras: Any,
     ) -> "DeepSpeedConfig":
         # AllenNLP's own would look for DeepSpeed's keys in the signature of the constructor.
         config = params.as_dict(quiet=True) if isinstance(params, Params) else params

@@ -74,14 +74,14 @@ def _check_dtype(
 
 def _check_multi(precision: str, settings: TrainerSettings, stage: int) -> None:
     """At the other stages it is refused whatever the precision."""
-    if precision in ("bf16", "fp16") and stage == 0:
-        if settings.optimizer in ("multi", "MultiOptimizer"):
-            raise ConfigurationError(
-                f"The optimizer 'multi' has optimizers of its own inside, which would step other "
-                f"weights than those that the model gets, where {ROOT}.{precision}.enabled is "
-                'true: write "torch_autocast": {"enabled": true} in the place of the section, '
-                "remove it to train in fp32, or use one optimizer with 'parameter_groups'."
-            )
+    is_multi = settings.optimizer in ("multi", "MultiOptimizer")
+    if precision in ("bf16", "fp16") and stage == 0 and is_multi:
+        raise ConfigurationError(
+            f"The optimizer 'multi' has optimizers of its own inside, which would step other "
+            f"weights than those that the model gets, where {ROOT}.{precision}.enabled is "
+            'true: write "torch_autocast": {"enabled": true} in the place of the section, '
+            "remove it to train in fp32, or use one optimizer with 'parameter_groups'."
+        )
 
 
 def _precision_of_amp(config: Dict[str, Any], settings: TrainerSettings) -> str:

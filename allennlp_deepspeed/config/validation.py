@@ -97,9 +97,11 @@ def _correct(config: Dict[str, Any], keys: List[str]) -> None:
     section = config
     for key in sections:
         section = section.setdefault(key, {})
-    if name and isinstance(section, dict) and name not in section:
-        if isinstance(value, dict) == (_submodel(_field([*sections, name])) is not None):
-            section[name] = value
+    if not name or not isinstance(section, dict) or name in section:
+        return
+    is_section = _submodel(_field([*sections, name])) is not None
+    if isinstance(value, dict) == is_section:
+        section[name] = value
 
 
 def _blamed(config: Dict[str, Any], keys: List[str], line: str) -> List[str]:

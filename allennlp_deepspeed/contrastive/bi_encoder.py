@@ -82,7 +82,7 @@ class BiEncoder(ContrastiveModel):
         recall_at: Optional[List[int]] = None,
         initializer: InitializerApplicator = InitializerApplicator(),
         regularizer: Optional[RegularizerApplicator] = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         super().__init__(vocab, negatives, regularizer, **kwargs)
         if temperature <= 0:

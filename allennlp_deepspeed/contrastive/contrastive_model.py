@@ -42,7 +42,7 @@ class ContrastiveModel(Model):
         vocab: Vocabulary,
         negatives: str = "global",
         regularizer: Optional[RegularizerApplicator] = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         super().__init__(vocab, regularizer, **kwargs)
         if negatives not in ("global", "local"):

@@ -2,7 +2,7 @@
 Brings the examples of all ranks together.
 """
 
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import torch
 import torch.distributed as dist
@@ -105,10 +105,10 @@ class _OwnRows(torch.autograd.Function):
     """`gathered`, of which the rows from `start` on are `local`."""
 
     @staticmethod
-    def forward(ctx, local, gathered, start):
+    def forward(ctx: Any, local: torch.Tensor, gathered: torch.Tensor, start: int) -> Any:
         ctx.rows = (slice(start, start + len(local)), *map(slice, local.shape[1:]))
         return gathered
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient[ctx.rows] * world_size(), None, None

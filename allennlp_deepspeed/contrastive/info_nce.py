@@ -2,7 +2,7 @@
 The InfoNCE loss without the matrix of similarities.
 """
 
-from typing import Callable, NamedTuple, Tuple
+from typing import Any, Callable, NamedTuple, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -64,7 +64,13 @@ def info_nce(
 
 class _InfoNCE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchors, candidates, scale, relation):
+    def forward(
+        ctx: Any,
+        anchors: torch.Tensor,
+        candidates: torch.Tensor,
+        scale: torch.Tensor,
+        relation: Any,
+    ) -> Any:
         with torch.autocast(anchors.device.type, enabled=False):
             block_size = max(_LEAST_ROWS, _BLOCK_ELEMENTS // len(candidates))
             loss = anchors.new_zeros(())
@@ -101,5 +107,5 @@ class _InfoNCE(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, by_loss, _):
+    def backward(ctx: Any, by_loss: torch.Tensor, _: Any) -> Any:
         return (*(by_loss * gradient for gradient in ctx.saved_tensors), None)

@@ -76,7 +76,7 @@ class TextPairsReader(DatasetReader):
         num_negatives: int = 0,
         max_query_tokens: int = None,
         max_document_tokens: int = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         super().__init__(
             manual_distributed_sharding=True, manual_multiprocess_sharding=True, **kwargs

@@ -44,7 +44,7 @@ class DeepSpeedCheckpointWrapper(CheckpointWrapper):
     """
 
     @overrides
-    def wrap_module(self, module: torch.nn.Module, **kwargs) -> torch.nn.Module:
+    def wrap_module(self, module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         """
         Has the forward pass of `module` computed again in the backward pass. It may be called with
         any arguments and return anything.

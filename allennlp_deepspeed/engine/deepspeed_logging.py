@@ -107,7 +107,7 @@ class _StepThroughputTimer(ThroughputTimer):
         return self._samples / self.total_elapsed_time
 
 
-def _forget_validation(engine: DeepSpeedEngine):
+def _forget_validation(engine: DeepSpeedEngine) -> Any:
     """A hook that keeps the forward passes of a validation out of the times of the next step."""
 
     def reset_timers(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -118,7 +118,7 @@ def _forget_validation(engine: DeepSpeedEngine):
     return reset_timers
 
 
-def _start_profile(engine: DeepSpeedEngine):
+def _start_profile(engine: DeepSpeedEngine) -> Any:
     """
     A hook that starts the flops profiler before the model is called. DeepSpeed does so in a hook of
     the model itself, whose own time then begins in 1970. Nor is there a profile of a validation.
@@ -151,7 +151,7 @@ def _packed_sequences_profiled() -> Iterator[None]:
         yield
 
 
-def _count_tokens(hook, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+def _count_tokens(hook: Any, module: torch.nn.Module, inputs: Any, output: Any) -> None:
     if isinstance(inputs[0], PackedSequence):
         # Shape: (1, num_tokens, input_size)
         inputs = (inputs[0].data.unsqueeze(0), *inputs[1:])
@@ -164,9 +164,9 @@ def _log_flops_profile(engine: DeepSpeedEngine) -> None:
     def log_model_profile(**kwargs: Any) -> None:
         # It has profiled one micro-batch, and would divide by the times of all.
         has_times = engine.wall_clock_breakdown() and engine.tput_timer.micro_batches_in_step == 1
-        with mock.patch.object(engine, "wall_clock_breakdown", lambda: has_times):
-            with _printed_as_one_record():
-                print_model_profile(**kwargs)
+        timed = mock.patch.object(engine, "wall_clock_breakdown", lambda: has_times)
+        with timed, _printed_as_one_record():
+            print_model_profile(**kwargs)
         if kwargs["output_file"]:
             logger.info("DeepSpeed's flops profile is in %s", kwargs["output_file"])
 
@@ -180,7 +180,9 @@ class CommsSummaryCallback(TrainerCallback):
     """
 
     @overrides
-    def on_epoch(self, trainer, metrics: Dict[str, Any], epoch: int, *args, **kwargs) -> None:
+    def on_epoch(
+        self, trainer: Any, metrics: Dict[str, Any], epoch: int, *args: Any, **kwargs: Any
+    ) -> None:
         """To be called by every rank."""
         with _printed_as_one_record():
             deepspeed.comm.log_summary()

@@ -84,7 +84,7 @@ class PartitionedConstruction:
         self._local_rank = local_rank
         self._everything = everything
         # Partitioned parameters that are whole now, the one touched last at the end.
-        self._whole: "OrderedDict[int, Any]" = OrderedDict()
+        self._whole: OrderedDict[int, Any] = OrderedDict()
         self._num_whole_elements = 0
         self._is_in_from_pretrained = False
         self._undo = ExitStack()

@@ -105,7 +105,9 @@ def _in_fp32(function: Callable[[], Any]) -> Callable[[], Any]:
 class _InFp32(TorchFunctionMode):
     """Within it PyTorch's functions see tensors in half precision as if they were in fp32."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, _to_fp32, (args, kwargs or {}))
         return function(*args, **kwargs)
 

@@ -385,7 +385,7 @@ def _returning_fp32(forward: Callable) -> Callable:
     """
 
     @wraps(forward)
-    def return_fp32(*args, **kwargs):
+    def return_fp32(*args: Any, **kwargs: Any) -> Any:
         outputs = forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             return tree_map_only(torch.Tensor, _in_fp32, outputs)

@@ -1,8 +1,9 @@
 from contextlib import contextmanager
-from typing import Callable, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 import torch
 from allennlp.data.data_loaders import TensorDict
+from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.inner_gradients import InnerGradients
@@ -160,7 +161,7 @@ class GradientStep:
         return has_stepped, norm
 
 
-def clip_values(optimizer: torch.optim.Optimizer, limit: float):
+def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHandle:
     """
     Clips each element of the gradients just before the optimizer steps. There they are reduced,
     unscaled and clipped by norm at every ZeRO stage, and whether they are whole or sharded makes
@@ -172,7 +173,7 @@ def clip_values(optimizer: torch.optim.Optimizer, limit: float):
         Of the hook that does it.
     """
 
-    def clip(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_value_(parameters, limit)
 

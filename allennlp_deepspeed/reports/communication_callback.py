@@ -69,7 +69,7 @@ class CommunicationCallback(TrainerCallback):
         self._sums: Dict[str, Traffic] = {}
 
     @overrides
-    def on_start(self, trainer, is_primary: bool = True, **kwargs) -> None:
+    def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
         super().on_start(trainer, is_primary=is_primary, **kwargs)
         if not hasattr(trainer, "engine"):
             raise ConfigurationError(
@@ -85,7 +85,7 @@ class CommunicationCallback(TrainerCallback):
     @overrides
     def on_batch(
         self,
-        trainer,
+        trainer: Any,
         batch_inputs: List[TensorDict],
         batch_outputs: List[Dict[str, Any]],
         batch_metrics: Dict[str, Any],
@@ -94,7 +94,7 @@ class CommunicationCallback(TrainerCallback):
         is_training: bool,
         is_primary: bool = True,
         batch_grad_norm: Optional[float] = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         if not is_training:
             return
@@ -125,7 +125,7 @@ class CommunicationCallback(TrainerCallback):
         return metrics
 
     @overrides
-    def on_end(self, trainer, *args, **kwargs) -> None:
+    def on_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self._counter.stop()
 
     @overrides

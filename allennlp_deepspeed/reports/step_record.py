@@ -1,4 +1,4 @@
-from typing import Dict, List
+from typing import Any, Dict, List
 
 import torch
 
@@ -48,14 +48,14 @@ class StepRecord:
         for hook in self._hooks:
             hook.remove()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for tensor in _stepped(optimizer):
             if self._keeps_gradients and tensor.grad is not None:
                 self.gradients[tensor] = tensor.grad.detach().clone()
             if self._keeps_updates:
                 self.updates[tensor] = tensor.detach().clone()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._keeps_updates:
             for tensor in _stepped(optimizer):
                 self.updates[tensor].sub_(tensor.detach())

@@ -19,7 +19,7 @@ class EpochMetricsCallback(TrainerCallback):
         self.metrics: Dict[str, Any] = {}
 
     @overrides
-    def on_epoch(self, trainer, metrics: Dict[str, Any], *args, **kwargs) -> None:
+    def on_epoch(self, trainer: Any, metrics: Dict[str, Any], *args: Any, **kwargs: Any) -> None:
         self.metrics = dict(metrics)
 
     @overrides

@@ -15,6 +15,7 @@ from allennlp.training.callbacks import (
 )
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from allennlp.training.moving_average import MovingAverage
+from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
@@ -83,7 +84,7 @@ class EngineTrainer(GradientDescentTrainer):
     _should_validate_this_epoch = _of_progress("should_validate_this_epoch")
 
     @property
-    def engine(self):
+    def engine(self) -> DeepSpeedEngine:
         """The `DeepSpeedEngine` around the model."""
         return self._ddp_wrapped_model.engine
 

@@ -63,7 +63,8 @@ class ResumableTrainer(EngineTrainer):
         """
         if not self._ddp_wrapped_model.is_up:
             with self.session():
-                return self._maybe_restore_checkpoint()
+                self._maybe_restore_checkpoint()
+            return
         state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
         if state is None:
             return

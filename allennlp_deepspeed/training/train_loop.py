@@ -93,24 +93,24 @@ class DeepSpeedTrainModel(TrainModel):
         this method. See AllenNLP's for what they mean. The readers are lazy so that the one of the
         test set can be constructed once more, unsharded.
         """
-        arguments: Arguments = dict(
-            serialization_dir=serialization_dir,
-            local_rank=local_rank,
-            dataset_reader=dataset_reader.construct(),
-            train_data_path=train_data_path,
-            model=model,
-            data_loader=data_loader,
-            trainer=trainer,
-            vocabulary=vocabulary,
-            validation_dataset_reader=validation_dataset_reader.construct()
+        arguments: Arguments = {
+            "serialization_dir": serialization_dir,
+            "local_rank": local_rank,
+            "dataset_reader": dataset_reader.construct(),
+            "train_data_path": train_data_path,
+            "model": model,
+            "data_loader": data_loader,
+            "trainer": trainer,
+            "vocabulary": vocabulary,
+            "validation_dataset_reader": validation_dataset_reader.construct()
             if validation_dataset_reader is not None
             else None,
-            validation_data_path=validation_data_path,
-            validation_data_loader=validation_data_loader,
-            evaluate_on_test=evaluate_on_test,
-            batch_weight_key=batch_weight_key,
-            ddp_accelerator=ddp_accelerator,
-        )
+            "validation_data_path": validation_data_path,
+            "validation_data_loader": validation_data_loader,
+            "evaluate_on_test": evaluate_on_test,
+            "batch_weight_key": batch_weight_key,
+            "ddp_accelerator": ddp_accelerator,
+        }
         if not common_util.is_distributed():
             arguments.update(
                 datasets_for_vocab_creation=datasets_for_vocab_creation,

@@ -123,7 +123,7 @@ class LabelledTexts(Workload):
                 lines.append(json.dumps({"text": " ".join(text), "label": labels[0]}))
         (self.directory / _DATA_NAME).write_text("\n".join(lines) + "\n")
         vocabulary = Vocabulary(
-            {"tokens": {word: 1 for word in words}, "labels": {str(i): 1 for i in range(4)}}
+            {"tokens": dict.fromkeys(words, 1), "labels": {str(i): 1 for i in range(4)}}
         )
         vocabulary.save_to_files(self.directory / _VOCABULARY_NAME)
 

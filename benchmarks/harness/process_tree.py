@@ -2,6 +2,7 @@
 One contender in worker processes of its own.
 """
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -180,11 +181,9 @@ class ProcessTree:
     def __exit__(self, *args: Any) -> None:
         for process in self._processes:
             process.join(0 if args[0] is not None else 30)
-            try:
-                # Each worker leads a process group; what it has started goes with it.
+            # Each worker leads a process group; what it has started goes with it.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.join()
         self._directory.cleanup()
 

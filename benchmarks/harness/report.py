@@ -2,6 +2,7 @@
 What a study writes: raw data as JSON, which git ignores, and a small text of it in Markdown.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -30,10 +31,8 @@ def heading(world_size: int, *packages: str) -> Dict[str, Any]:
     """
     versions = {"Python": platform.python_version()}
     for package in ("torch", "deepspeed", "allennlp", *packages):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            pass
     if torch.cuda.is_available():
         machine = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
     else:

@@ -3,6 +3,7 @@ Trains cases with the "deepspeed" trainer: many in one pair of workers, because 
 takes longer than a case.
 """
 
+import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -12,6 +13,7 @@ import sys
 import time
 import traceback
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
@@ -94,17 +96,15 @@ def _train_in_workers(cases: List[Case], workers: int, root: Path) -> Dict[int, 
                     os.dup2(output.fileno(), descriptor)
             faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=sys.__stderr__)
             start = time.time()
-            finished = _attempt(lambda: train(case, rank, directory))
+            finished = _attempt(partial(train, case, rank, directory))
             finished = finished._replace(seconds=time.time() - start)
             torch.save(tuple(finished), directory / f"finished_{rank}.pt")
             if finished.failure is not None:
                 os._exit(1)
         faulthandler.cancel_dump_traceback_later()
 
-    try:
+    with contextlib.suppress(AssertionError):  # of the exit codes
         _run(workers, work)
-    except AssertionError:  # of the exit codes
-        pass
     ended = {}
     for case in cases:
         directory = root / str(case.index)

@@ -111,7 +111,7 @@ def multitask() -> Config:
             "trainer.validation_metric": ["+long_accuracy", "+short_accuracy"],
         },
     )
-    readers = {task: config["dataset_reader"] for task in ("long", "short")}
+    readers = dict.fromkeys(("long", "short"), config["dataset_reader"])
     train, validation = config["train_data_path"], config["validation_data_path"]
     head = {
         "type": "classifier",
@@ -141,9 +141,9 @@ def test_confidence_checks_find_the_same(tmp_path: Path) -> None:
         {"model.type": "observed_classifier", "model.normalizes_bias": True},
     )
     found = []
-    for name, config in [("sharded", deepspeed(config, 3)), ("plain", config)]:
+    for name, each in [("sharded", deepspeed(config, 3)), ("plain", config)]:
         path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps(config))
+        path.write_text(json.dumps(each))
         run = allennlp("train", path, "-s", tmp_path / name, "--include-package", INCLUDED)
         assert run.returncode != 0
         assert "NormalizationBiasVerification check failed" in run.output

@@ -84,7 +84,11 @@ def test_deprecations_that_a_user_cannot_mend_are_hidden():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         allennlp_deepspeed.compat.hide_deprecations_of_renamed_functions()
-        warnings.warn("`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning)
-        warnings.warn("`torch.cuda.amp.autocast(args...)` is deprecated.", FutureWarning)
-        warnings.warn("something else is deprecated", FutureWarning)
+        warnings.warn(
+            "`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning, stacklevel=2
+        )
+        warnings.warn(
+            "`torch.cuda.amp.autocast(args...)` is deprecated.", FutureWarning, stacklevel=2
+        )
+        warnings.warn("something else is deprecated", FutureWarning, stacklevel=2)
     assert [str(warning.message) for warning in caught] == ["something else is deprecated"]

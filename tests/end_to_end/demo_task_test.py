@@ -40,9 +40,8 @@ def test_bf16_trains_to_within_noise_of_fp32(
 ) -> None:
     fp32 = experiments.run(deepspeed(config, 0)).final_metrics()
     bf16 = experiments.run(deepspeed(config, stage, bf16={"enabled": True})).final_metrics()
-    labels = [
-        json.loads(line)["label"] for line in open(config["validation_data_path"], encoding="utf-8")
-    ]
+    lines = Path(config["validation_data_path"]).read_text(encoding="utf-8").splitlines()
+    labels = [json.loads(line)["label"] for line in lines]
     majority = max(labels.count(label) for label in set(labels)) / len(labels)
     assert fp32["best_validation_accuracy"] > majority + 0.2
     for metric in ("accuracy", "loss"):

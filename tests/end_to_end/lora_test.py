@@ -59,7 +59,7 @@ def adapted(bert: str, *overrides: Config) -> Config:
         "target_modules": ["query", "value", "intermediate.dense"],
         "lora_dropout": 0.1,
     }
-    config = load_config(
+    return load_config(
         "classifier",
         TWO_WORKERS,
         {
@@ -73,7 +73,6 @@ def adapted(bert: str, *overrides: Config) -> Config:
         },
         *overrides,
     )
-    return config
 
 
 def checkpointed(bert: str, stage: int, *overrides: Config, **sections: Config) -> Config:

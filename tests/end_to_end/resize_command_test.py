@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterator, List
 
 import pytest
 from allennlp.common import Params
@@ -140,7 +140,7 @@ def test_a_conversion_that_dies_leaves_nothing_that_counts(training: Path, monke
     for last in [*steps[::8], *range(len(operations) - 6, len(operations))]:
         count = iter(range(len(operations)))
 
-        def die(name: str, path: str) -> None:
+        def die(name: str, path: str, count: Iterator[int] = count, last: int = last) -> None:
             if next(count) == last:
                 raise KeyboardInterrupt
 

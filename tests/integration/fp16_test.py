@@ -127,23 +127,23 @@ class Task:
     def trainer(
         self, directory: Path, precision: Optional[Dict[str, Any]], **settings: Any
     ) -> GradientDescentTrainer:
-        arguments = dict(
-            model=self.model,
-            optimizer=self.optimizer,
-            data_loader=self.data_loader,
-            num_epochs=2,
-            cuda_device=-1,
-            serialization_dir=directory,
-            enable_default_callbacks=False,
-            callbacks=[self.record],
-        )
+        arguments = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "data_loader": self.data_loader,
+            "num_epochs": 2,
+            "cuda_device": -1,
+            "serialization_dir": directory,
+            "enable_default_callbacks": False,
+            "callbacks": [self.record],
+        }
         arguments.update(settings)
         if precision is None:
             return GradientDescentTrainer(**arguments)
         return DeepSpeedTrainer(**arguments, deepspeed_config=precision)
 
     def with_schedules(self) -> Dict[str, Any]:
-        schedule = dict(optimizer=self.optimizer, num_epochs=2, num_steps_per_epoch=23)
+        schedule = {"optimizer": self.optimizer, "num_epochs": 2, "num_steps_per_epoch": 23}
         return {
             "learning_rate_scheduler": SlantedTriangular(**schedule),
             "momentum_scheduler": InvertedTriangular(self.optimizer, cool_down=10, warm_up=20),

@@ -68,9 +68,11 @@ def trained(
     accumulation: int = 4,
     rank: int = 0,
     world_size: int = 1,
-    callbacks: List[Type[TrainerCallback]] = [],
+    callbacks: List[Type[TrainerCallback]] = None,
     **arguments: Any,
 ) -> Result:
+    if callbacks is None:
+        callbacks = []
     prepare_environment(Params({"random_seed": 1, "numpy_seed": 1, "pytorch_seed": 1}))
     instances = [
         Instance(

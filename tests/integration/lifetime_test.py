@@ -376,9 +376,11 @@ def test_a_refused_construction_leaves_nothing(tmp_path: Path, config: Dict[str,
             **task.arguments(tmp_path), gradient_synchronization="often", deepspeed_config=config
         )
     before.assert_untrained()
-    with mock.patch.object(DeepSpeedEngine, "_configure_lr_scheduler", side_effect=ValueError("x")):
-        with pytest.raises(ValueError, match="x"):
-            DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config)
+    failing = mock.patch.object(
+        DeepSpeedEngine, "_configure_lr_scheduler", side_effect=ValueError("x")
+    )
+    with failing, pytest.raises(ValueError, match="x"):
+        DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config)
     before.assert_untrained()
     before.assert_untrained()
 
@@ -401,7 +403,7 @@ def test_the_optimizer_that_deepspeed_constructed_says_that_it_is_gone(tmp_path:
     with pytest.raises(RuntimeError, match=r"trainer.session\(\)"):
         trainer.train()
     with pytest.raises(RuntimeError, match=r"trainer.session\(\)"):
-        trainer.engine
+        _ = trainer.engine
     assert not dist.is_initialized()
 
 

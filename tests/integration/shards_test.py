@@ -61,6 +61,10 @@ class Layers(Model):
         return {"loss": (self.second(self.frozen(self.first(x))) * self.scale).pow(2).mean()}
 
 
+def _batches(rank: int) -> List[Dict[str, torch.Tensor]]:
+    return [{"x": torch.zeros(2, 5)}]
+
+
 def _layers() -> Layers:
     model = Layers(Vocabulary())
     with torch.no_grad():
@@ -123,8 +127,7 @@ def _facts_of_cases(rank: int) -> Dict[str, Any]:
     facts = {}
     with process_environment(CPU, rank), tempfile.TemporaryDirectory() as directory:
         for case, arguments in CASES.items():
-            batches = [{"x": torch.zeros(2, 5)}]
-            side = Side(_layers, lambda _: batches, world_size=WORLD_SIZE, **arguments)
+            side = Side(_layers, _batches, world_size=WORLD_SIZE, **arguments)
             side.optimizer = _optimizer
             trainer = side.construct(rank, Path(directory))
             assert isinstance(trainer, DeepSpeedTrainer)

@@ -127,9 +127,9 @@ def test_a_model_can_be_trained_again(tmp_path: Path):
 def test_a_failed_training_leaves_no_process_group(tmp_path: Path):
     task = Task()
     trainer = DeepSpeedTrainer(**task.arguments(tmp_path))
-    with mock.patch.object(BasicClassifier, "get_metrics", side_effect=KeyError("on purpose")):
-        with pytest.raises(KeyError, match="on purpose"):
-            trainer.train()
+    failing = mock.patch.object(BasicClassifier, "get_metrics", side_effect=KeyError("on purpose"))
+    with failing, pytest.raises(KeyError, match="on purpose"):
+        trainer.train()
     assert not dist.is_initialized()
 
 

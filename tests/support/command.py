@@ -5,6 +5,7 @@ The processes are forked from a server that has imported everything, because an 
 than most of the runs. `subprocess_allennlp` is the same without that short cut.
 """
 
+import contextlib
 import faulthandler
 import importlib
 import multiprocessing
@@ -135,7 +136,5 @@ def _session(pid: Optional[int]) -> List[str]:
 
 
 def _signal_session(pid: Optional[int], signal_number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, TypeError):
         os.killpg(pid, signal_number)
-    except (ProcessLookupError, TypeError):
-        pass

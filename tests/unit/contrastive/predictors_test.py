@@ -29,7 +29,7 @@ class WordCounts(Model):
     """A query's representation is how often it has each of the words; a document's, twice that."""
 
     def __init__(self) -> None:
-        super().__init__(Vocabulary({"tokens": {word: 1 for word in WORDS}}))
+        super().__init__(Vocabulary({"tokens": dict.fromkeys(WORDS, 1)}))
         self.word_ids = [self.vocab.get_token_index(word) for word in WORDS]
         self.scale = torch.nn.Parameter(torch.tensor(2.0))
         self.batch_sizes: List[Dict[str, int]] = []

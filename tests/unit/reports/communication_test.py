@@ -127,9 +127,9 @@ def test_two_counters_count_beside_each_other(tmp_path: Path):
 
 def test_a_pytorch_without_hooks_is_refused():
     group = SimpleNamespace(size=lambda: 1)
-    with mock.patch.object(communication, "process_groups", lambda: [group]):
-        with pytest.raises(ConfigurationError, match="no hooks. Install a newer one"):
-            CommunicationCounter().start()
+    without_hooks = mock.patch.object(communication, "process_groups", lambda: [group])
+    with without_hooks, pytest.raises(ConfigurationError, match="no hooks. Install a newer one"):
+        CommunicationCounter().start()
 
 
 def test_the_callback_stops_counting_when_training_fails_in_the_middle_of_a_step(tmp_path: Path):

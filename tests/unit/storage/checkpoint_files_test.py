@@ -58,13 +58,13 @@ def crash_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def checkpoint_record(point: PointInTime = PointInTime(0, 2), **changes: Any) -> CommitRecord:
-    values: Dict[str, Any] = dict(
-        epochs_completed=point.epochs,
-        batches_in_epoch_completed=point.steps,
-        world_size=2,
-        zero_stage=2,
-        parameters={"weight": [2, 3]},
-    )
+    values: Dict[str, Any] = {
+        "epochs_completed": point.epochs,
+        "batches_in_epoch_completed": point.steps,
+        "world_size": 2,
+        "zero_stage": 2,
+        "parameters": {"weight": [2, 3]},
+    }
     return CommitRecord(**{**values, **changes})
 
 

@@ -37,7 +37,7 @@ class Reader:
         lambda metrics: "loss" in metrics,
         lambda metrics: list(metrics.items()),
         lambda metrics: metrics == METRICS,
-        lambda metrics: METRICS == metrics,
+        lambda metrics: metrics == METRICS,
         lambda metrics: metrics | {"accuracy": 1.0},
         lambda metrics: {"accuracy": 1.0} | metrics,
         lambda metrics: metrics.pop("loss"),
