@@ -1,12 +1,14 @@
 """
 Trains any AllenNLP model on DeepSpeed's engine, from the config file.
+
+Mends DeepSpeed 0.19.8: importing it has it log to the standard output, which is for what our
+commands print. Gone when its logger writes to the standard error.
 """
 
 import contextlib
 import sys
 
-# DeepSpeed logs to what is the standard output when it is imported, which is for what our commands
-# print.
+# To what is the standard output now it will log.
 with contextlib.redirect_stdout(sys.stderr):
     import deepspeed  # noqa: F401
 

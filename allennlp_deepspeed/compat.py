@@ -24,8 +24,10 @@ def apply() -> None:
 
 def construct_reduce_on_plateau_without_verbose() -> None:
     """
-    AllenNLP passes `verbose` on to torch's `ReduceLROnPlateau`, which no longer has it. The key is
-    still taken from a config, and means nothing.
+    The key is still taken from a config, and means nothing.
+
+    Mends AllenNLP 2.10.1: it passes `verbose` on to PyTorch's `ReduceLROnPlateau`, which since 2.7
+    doesn't take it. Gone when "reduce_on_plateau" can be constructed.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ def construct_reduce_on_plateau_without_verbose() -> None:
 
 def allow_numpy_scalars_in_training_states() -> None:
     """
-    `torch.load` now loads weights only, unless told what else is harmless. AllenNLP's training
-    states can hold metrics that are numpy scalars.
+    `torch.load` now loads weights only, unless told what else is harmless.
+
+    Mends AllenNLP 2.10.1: its training states can hold metrics that are NumPy scalars, which
+    PyTorch doesn't load since 2.6. Gone when `torch.load` does.
     """
     reconstruct, _ = np.float64(0).__reduce__()  # has moved from module to module between versions
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
@@ -69,8 +73,10 @@ def allow_numpy_scalars_in_training_states() -> None:
 
 def support_bf16_in_tiny_value_of_dtype() -> None:
     """
-    AllenNLP refuses bf16 here, which it is older than. bf16 has the range of fp32, so that it
-    takes the same value.
+    bf16 has the range of fp32, so that it takes the same value.
+
+    Mends AllenNLP 2.10.1: its masks refuse bf16. Gone when `tiny_value_of_dtype` has a value for
+    it.
     """
     original = nn_util.tiny_value_of_dtype
 
@@ -86,8 +92,11 @@ def support_bf16_in_tiny_value_of_dtype() -> None:
 
 def hide_deprecations_of_renamed_functions() -> None:
     """
-    Torch warns at each call of a function that it has renamed. DeepSpeed calls two of these for
-    every parameter, and AllenNLP one for every validation batch: nothing that a user could change.
+    PyTorch warns at each call of a function that it has renamed: nothing that a user could change.
+
+    Mends AllenNLP 2.10.1 and DeepSpeed 0.19.8: the former enters `torch.cuda.amp.autocast` for
+    every validation batch, the latter calls two deprecated functions of `torch.distributed` for
+    every parameter. Gone when both call the new ones.
     """
     for name in (r"torch\.distributed\.", r"torch\.cuda\.amp\."):
         warnings.filterwarnings("ignore", f"`{name}.*` is deprecated", category=FutureWarning)

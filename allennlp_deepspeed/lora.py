@@ -232,8 +232,11 @@ def without_adapters(config: Any) -> Any:
 
 
 def _import_peft() -> ModuleType:
+    """
+    Mends peft 0.21.2: it looks for a class in `torch.distributed.tensor` without importing that.
+    Gone when its module `tuners_utils` imports it.
+    """
     try:
-        # `peft` asks for a class of it without importing it.
         import peft
         import torch.distributed.tensor  # noqa: F401
     except ImportError as error:

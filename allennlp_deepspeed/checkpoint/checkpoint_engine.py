@@ -25,8 +25,12 @@ class FileCheckpointEngine(CheckpointEngine):
     # Attributes
 
     left_out : `Set[str]`
-        The names of parameters that are not saved of the model. DeepSpeed leaves out frozen ones
-        too, but not where a tied parameter has another name.
+        The names of parameters that are not saved of the model.
+
+    Mends DeepSpeed 0.19.8: its own loads files with `weights_only=False`, which runs what code is
+    in them, and `exclude_frozen_parameters` leaves out a tied parameter under one of its names
+    only. Gone when it doesn't run code, and leaves out both.
+    [#6751](https://github.com/deepspeedai/DeepSpeed/pull/6751)
     """
 
     def __init__(self, asynchronous: bool = False) -> None:

@@ -3,8 +3,7 @@ Checkpoints for any number of workers, after "Universal Checkpointing" (Lian et 
 https://arxiv.org/abs/2406.18820): the shards that the ranks wrote are put together into one file
 for each parameter and each state of the optimizer, of which any number of ranks reads its shards.
 
-The layout is that of DeepSpeed's `ds_to_universal`, which is not used because it knows only Adam's
-states and gives all groups of parameters the settings of one of them.
+The layout is that of DeepSpeed's `ds_to_universal`, which is not used.
 
     checkpoint_e1_b0.universal/
         universal/zero/{parameter}/fp32.pt            each parameter, whole
@@ -13,6 +12,9 @@ states and gives all groups of parameters the settings of one of them.
         universal/state.pt                            everything that is not one number a weight
         training_state_w{rank}.th, best.th            as in the checkpoint
         commit.json
+
+Mends DeepSpeed 0.19.8: `ds_to_universal` knows only Adam's states, and gives all groups of
+parameters the settings of one of them. Gone when its source doesn't name Adam's states.
 """
 
 import logging

@@ -134,6 +134,9 @@ def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.dev
         The engine's configuration.
     device : `torch.device`, required.
         The one that the model computes on.
+
+    Mends DeepSpeed 0.19.8: on a CPU `cpu_checkpointing` loses the activations, and `reset` leaves
+    checkpointing on for the process. Gone when the one keeps them, and the other doesn't.
     """
     settings = config.get("activation_checkpointing", {})
     if not any(map(_is_recomputed, model.modules())):
@@ -269,7 +272,12 @@ def _recomputed_forward(
 
 
 def _current_autocast() -> Callable[[], torch.autocast]:
-    """What makes the autocast that there is now, for the backward pass, which is outside of it."""
+    """
+    What makes the autocast that there is now, for the backward pass, which is outside of it.
+
+    Mends DeepSpeed 0.19.8: what is computed again in a backward pass is computed without the
+    autocast of the forward pass. Gone when both compute in the same precision.
+    """
     device = get_accelerator().device_name()
     return partial(
         torch.autocast,
@@ -298,7 +306,10 @@ def _copied_buffers(module: torch.nn.Module) -> Iterator[None]:
 def _held_parameters(module: torch.nn.Module) -> Iterator[None]:
     """
     Within it the parameters stay whole that ZeRO stage 3 has gathered for the backward pass of a
-    module inside. At the end of that module's second forward pass it would let them go.
+    module inside.
+
+    Mends DeepSpeed 0.19.8: at stage 3 the end of a module's second forward pass lets go of what its
+    backward pass needs. Gone when two linear layers that are recomputed together train.
     """
     parameters: Iterator[Any] = filter(is_zero_param, module.parameters())
     held = [p for p in parameters if p.ds_status is ZeroParamStatus.AVAILABLE]
@@ -327,7 +338,10 @@ class _Alias(torch.autograd.Function):
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """
-    DeepSpeed empties the tensors that it moves to the CPU, and the model may use them elsewhere,
-    as it does with a mask for all layers.
+    A tensor for DeepSpeed to empty. The model may use the other one elsewhere, as it does with a
+    mask for all layers.
+
+    Mends DeepSpeed 0.19.8: `cpu_checkpointing` empties the tensors that it moves to the CPU, those
+    of the caller. Gone when the inputs of a checkpointed function still have elements.
     """
     return _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()

@@ -34,7 +34,10 @@ def logged_by_allennlp() -> Iterator[None]:
     """
     Has AllenNLP's handlers write the records of DeepSpeed's logger, each once, in place of its own
     handler for stdout, and what DeepSpeed prints. All of this is global, and as before afterwards,
-    as is DeepSpeed's communication logger, which an engine turns on but not off.
+    as is DeepSpeed's communication logger.
+
+    Mends DeepSpeed 0.19.8: an engine turns the communication logger of the process on, and not off.
+    Gone when it is off after the engine has been destroyed.
     """
     deepspeed_logger = deepspeed.utils.logger
     with ExitStack() as undo:
@@ -120,8 +123,11 @@ def _forget_validation(engine: DeepSpeedEngine) -> Any:
 
 def _start_profile(engine: DeepSpeedEngine) -> Any:
     """
-    A hook that starts the flops profiler before the model is called. DeepSpeed does so in a hook of
-    the model itself, whose own time then begins in 1970. Nor is there a profile of a validation.
+    A hook that starts the flops profiler before the model is called. Nor is there a profile of a
+    validation.
+
+    Mends DeepSpeed 0.19.8: the profiler is started in a hook of the model itself, whose own time
+    then begins in 1970. Gone when the model of an engine that profiles takes less than a day.
     """
     flops_profiler = engine.flops_profiler
     start_profile = flops_profiler.start_profile
@@ -131,18 +137,30 @@ def _start_profile(engine: DeepSpeedEngine) -> Any:
         is_profiled = engine.global_steps == engine.flops_profiler_profile_step()
         if is_profiled and engine.global_rank == 0 and engine.module.training:
             start_profile()
-            for module in engine.module.modules():
-                # It takes parameters that ZeRO-3 has partitioned for empty.
-                module.__params__ = sum(whole_shape(p).numel() for p in module.parameters())
+            _count_partitioned_parameters(engine.module)
 
     return start
+
+
+def _count_partitioned_parameters(model: torch.nn.Module) -> None:
+    """
+    Mends DeepSpeed 0.19.8: the flops profiler takes parameters that ZeRO-3 has partitioned for
+    empty. Gone when it counts them.
+    """
+    for module in model.modules():
+        module.__params__ = sum(  # type: ignore[assignment]
+            whole_shape(p).numel() for p in module.parameters()
+        )
 
 
 @contextmanager
 def _packed_sequences_profiled() -> Iterator[None]:
     """
     Has the flops profiler count RNNs that read a `PackedSequence`, as AllenNLP's encoders have them
-    do. DeepSpeed asks it for a shape, and fails.
+    do.
+
+    Mends DeepSpeed 0.19.8: the flops profiler asks a `PackedSequence` for its shape, and fails.
+    Gone when an engine that profiles goes forward through an LSTM with one.
     """
     hooks = {}
     for module_type, hook in profiler.MODULE_HOOK_MAPPING.items():

@@ -20,7 +20,11 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 def autocast_of_one_engine() -> Iterator[None]:
     """
     Within it an engine is brought up. What DeepSpeed keeps of its autocast for the whole process is
-    as before when it ends, since other engines may be up, and go in any order.
+    as before when it ends, since other engines may be up, and go in any order. One with autocast is
+    then to be given to `know_autocast`.
+
+    Mends DeepSpeed 0.19.8: an engine's autocast is a global variable, which other engines read and
+    which stays when it is destroyed. Gone when `torch_autocast` has no global variables.
     """
     with mock.patch.multiple(
         torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
@@ -28,11 +32,23 @@ def autocast_of_one_engine() -> Iterator[None]:
         yield
 
 
+def know_autocast(engine: DeepSpeedEngine) -> None:
+    """
+    Has an engine with autocast, at stages 1 to 3, know of it outside `autocast_of_one_engine`: by
+    itself it looks for each gradient whether there is autocast in the process.
+    """
+    engine.optimizer.get_param_comm_dtype = torch_autocast.get_comm_dtype
+
+
 def undo_first_step(engine: DeepSpeedEngine) -> None:
     """
     To allocate the optimizer's state, DeepSpeed's optimizers for half precision at stage 0 make a
     step with gradients of zero. It counts as a step in Adam's bias correction, and weight decay
     changes the weights.
+
+    Mends DeepSpeed 0.19.8: half precision at stage 0 begins with an optimizer step that nobody has
+    made. Gone when the optimizer of a new engine has counted none.
+    [#5104](https://github.com/deepspeedai/DeepSpeed/pull/5104)
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
@@ -47,6 +63,10 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
     shards, from the defaults and with one group. Learning rate schedules and everything else would
     act on the one that it was given. Where it keeps that one, the state is that of the parameters
     that it was given: on the CPU, or not of the weights that it steps.
+
+    Mends DeepSpeed 0.19.8: ZeRO replaces Adagrad by another one, with one group and without what
+    schedules do to the first. Gone when an engine steps with the Adagrad that it was given.
+    [#3401](https://github.com/deepspeedai/DeepSpeed/pull/3401)
     """
     given = engine.basic_optimizer
     if not isinstance(given, torch.optim.Adagrad):
@@ -68,7 +88,13 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
 
 
 def forget_modules(model: torch.nn.Module) -> None:
-    """Has ZeRO-3 let go of modules that it keeps in places that belong to no engine."""
+    """
+    Has ZeRO-3 let go of modules that it keeps in places that belong to no engine.
+
+    Mends DeepSpeed 0.19.8: a stack and a cache of all engines keep the modules of those that have
+    been destroyed. Gone when a destroyed engine's model is not in `FWD_MODULE_STACK`.
+    [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
+    """
     modules = set(model.modules())
     parameter_offload.FWD_MODULE_STACK[:] = [
         module for module in parameter_offload.FWD_MODULE_STACK if module not in modules
@@ -76,3 +102,26 @@ def forget_modules(model: torch.nn.Module) -> None:
     # A cache of all engines, which find it again.
     function = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
     inspect.getclosurevars(function).nonlocals["func"].cache_clear()
+
+
+def allow_plain_backward(engine: DeepSpeedEngine) -> None:
+    """
+    Has an engine at stage 0, without a loss scale, take `loss.backward()` too. DeepSpeed's own
+    hooks don't run there, but the trainer calls the reduction itself, and there is nothing else to
+    do.
+
+    Mends DeepSpeed 0.19.8: at stage 0 `loss.backward()` is refused, unlike at stages 1 to 3. Gone
+    when it isn't.
+    """
+    engine._support_torch_style_backward = True
+
+
+def remove_hooks(engine: DeepSpeedEngine) -> None:
+    """
+    Removes the engine's hooks from its model.
+
+    Mends DeepSpeed 0.19.8: an engine's own hooks stay on the model when it is destroyed. Gone when
+    a destroyed engine's model has none. [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
+    """
+    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        hook.remove()

@@ -38,6 +38,11 @@ class InnerGradients:
 
     engine : `DeepSpeedEngine`, required.
         At any stage. Below stage 3 there is nothing to do.
+
+    Mends DeepSpeed 0.19.8: at stage 3 a graph can be gone through only once, and a module called
+    only with its own parameters. Gone when a model with a gradient penalty, and one with
+    `torch.func.functional_call`, train there.
+    [#3539](https://github.com/deepspeedai/DeepSpeed/issues/3539)
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:

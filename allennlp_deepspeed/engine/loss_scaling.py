@@ -23,6 +23,10 @@ class LossScale:
     # Parameters
 
     optimizer : `Union[FP16_Optimizer, FP16_UnfusedOptimizer]`, required.
+
+    Mends DeepSpeed 0.19.8: in fp16 at stage 0 gradients are divided by a loss scale by which the
+    loss was not multiplied. Gone when the length of a step doesn't depend on the scale.
+    [#8393](https://github.com/deepspeedai/DeepSpeed/pull/8393)
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -44,10 +48,8 @@ class LossScale:
 @contextmanager
 def mended_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
     """
-    Within it an engine in fp16 scales its losses at every ZeRO stage, in fp32 also where the model
-    has returned one in half precision, and unscales gradients by what they were scaled with:
-    DeepSpeed's optimizers take the scale of the next step, which is twice as large whenever it has
-    grown.
+    Within it an engine in fp16 scales its losses at every ZeRO stage, and unscales gradients, and
+    reports their norm, by what they were scaled with.
     """
     optimizer = engine.optimizer
     with ExitStack() as undo:
@@ -55,30 +57,74 @@ def mended_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
             engine.torch_autocast_z0_gradscaler = LossScale(optimizer)
             undo.callback(setattr, engine, "torch_autocast_z0_gradscaler", None)
         else:
-            scale = optimizer.scale_if_loss
-            undo.enter_context(
-                mock.patch.object(optimizer, "scale_if_loss", lambda loss: scale(loss.float()))
-            )
-        step, update_scale = optimizer.step, optimizer._update_scale
-        overflows: List[bool] = []
+            undo.enter_context(_scaled_in_fp32(optimizer))
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            undo.enter_context(_norm_unscaled(optimizer))
+        undo.enter_context(_unscaled_by_own_scale(optimizer))
+        yield
 
-        def step_and_update_scale(*args: Any, **kwargs: Any) -> Any:
-            loss_scale = optimizer.loss_scale
-            result = step(*args, **kwargs)
-            if isinstance(optimizer, FP16_UnfusedOptimizer):
-                optimizer._global_grad_norm /= loss_scale
-            for overflow in overflows:
-                update_scale(overflow)
-            overflows.clear()
-            return result
 
-        undo.enter_context(mock.patch.object(optimizer, "step", step_and_update_scale))
-        undo.enter_context(mock.patch.object(optimizer, "_update_scale", overflows.append))
+@contextmanager
+def _scaled_in_fp32(optimizer: Any) -> Iterator[None]:
+    """
+    Mends DeepSpeed 0.19.8: ZeRO scales a loss in the precision in which the model returns it, where
+    in fp16 it overflows. Gone when a loss of 2 in fp16 is finite after it has been scaled by 65536.
+    """
+    scale = optimizer.scale_if_loss
+    with mock.patch.object(optimizer, "scale_if_loss", lambda loss: scale(loss.float())):
+        yield
+
+
+@contextmanager
+def _unscaled_by_own_scale(optimizer: Any) -> Iterator[None]:
+    """
+    Has the scale updated after the step.
+
+    Mends DeepSpeed 0.19.8: gradients are unscaled by the scale of the next step, which is twice as
+    large whenever it has grown. Gone when a step in which it grows is as long as one before.
+    """
+    step, update_scale = optimizer.step, optimizer._update_scale
+    overflows: List[bool] = []
+
+    def step_and_update_scale(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        for overflow in overflows:
+            update_scale(overflow)
+        overflows.clear()
+        return result
+
+    with (
+        mock.patch.object(optimizer, "step", step_and_update_scale),
+        mock.patch.object(optimizer, "_update_scale", overflows.append),
+    ):
+        yield
+
+
+@contextmanager
+def _norm_unscaled(optimizer: FP16_UnfusedOptimizer) -> Iterator[None]:
+    """
+    Mends DeepSpeed 0.19.8: its unfused optimizer for fp16 reports the norm of the gradient
+    multiplied by the loss scale. Gone when the norm doesn't depend on the scale.
+    """
+    step = optimizer.step
+
+    def step_and_unscale_norm(*args: Any, **kwargs: Any) -> Any:
+        loss_scale = optimizer.loss_scale
+        result = step(*args, **kwargs)
+        optimizer._global_grad_norm /= loss_scale
+        return result
+
+    with mock.patch.object(optimizer, "step", step_and_unscale_norm):
         yield
 
 
 def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
-    """That of autocast to fp16, which is at stage 0 only."""
+    """
+    That of autocast to fp16, which is at stage 0 only, for its state, and for what it has done.
+
+    Mends DeepSpeed 0.19.8: the scale isn't in a checkpoint, and `was_step_applied` is true of a
+    step that the scaler has skipped. Gone when a checkpoint has it, and that is false.
+    """
     scaler = engine.torch_autocast_z0_gradscaler
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 

@@ -3,7 +3,7 @@ Parameters that DeepSpeed doesn't expect: those without dimensions, transposed o
 format it can't view as the bytes that it broadcasts, and empty ones it can't partition.
 """
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Callable, Iterable, Iterator, List
 from unittest import mock
 
@@ -20,31 +20,80 @@ from allennlp_deepspeed.engine.shards import whole_shape
 @contextmanager
 def any_layout() -> Iterator[None]:
     """
-    Within it DeepSpeed takes parameters of any shape and layout: it sees them as vectors where it
-    broadcasts them, and at ZeRO stage 3 those without elements stay as they are. Stages 1 to 3
-    leave them contiguous.
+    Within it DeepSpeed takes parameters of any shape and layout. Stages 1 to 3 leave them
+    contiguous.
+    """
+    with _broadcast_as_vectors(), _clipped_without_dimensions(), _empty_left_alone():
+        yield
+
+
+@contextmanager
+def _broadcast_as_vectors() -> Iterator[None]:
+    """
+    Within it DeepSpeed sees parameters as vectors where it broadcasts them.
+
+    Mends DeepSpeed 0.19.8: it can't broadcast parameters without dimensions, or that are not
+    contiguous. Gone when an engine comes up with both.
+    [#6571](https://github.com/deepspeedai/DeepSpeed/issues/6571)
     """
     broadcast_model = DeepSpeedEngine._broadcast_model
     zero_init_param = zero.Init._zero_init_param
-    iter_params = partitioned_param_coordinator.iter_params
-    partition = zero.Init._partition
     exit_gathered = zero.GatheredParameters._exit
 
     def _broadcast_model(engine: DeepSpeedEngine) -> None:
         with _as_vectors(engine.module.parameters()):
             broadcast_model(engine)
 
-    def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
-        # DeepSpeed's own has a factor of one dimension, which a gradient without any can't take.
-        clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
-
     def _zero_init_param(init: zero.Init, parameter: Any) -> None:
         shape = parameter.shape
         with _as_vectors([parameter]):
             zero_init_param(init, parameter)
         parameter.ds_shape = shape
+
+    def _exit(gathered: zero.GatheredParameters, *exception: Any) -> Any:
+        if gathered.src_rank is None:
+            return exit_gathered(gathered, *exception)
+        with _as_vectors(gathered.params):
+            return exit_gathered(gathered, *exception)
+
+    with (
+        mock.patch.object(DeepSpeedEngine, "_broadcast_model", _broadcast_model),
+        mock.patch.object(zero.Init, "_zero_init_param", _zero_init_param),
+        mock.patch.object(zero.GatheredParameters, "_exit", _exit),
+    ):
+        yield
+
+
+@contextmanager
+def _clipped_without_dimensions() -> Iterator[None]:
+    """
+    Mends DeepSpeed 0.19.8: its function that clips gradients multiplies by a factor of one
+    dimension, which a gradient without any can't take. Gone when `clip_grad_norm_` clips a scalar.
+    """
+
+    def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
+        clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
+
+    with mock.patch.object(DeepSpeedEngine, "clip_fp32_gradients", clip_fp32_gradients):
+        yield
+
+
+@contextmanager
+def _empty_left_alone() -> Iterator[None]:
+    """
+    Within it parameters without elements stay as they are at ZeRO stage 3.
+
+    Mends DeepSpeed 0.19.8: at stage 3 the hook of a module that has a parameter without elements
+    waits for what isn't gathered, and fails. Gone when an engine goes forward through one.
+    """
+    zero_init_param = zero.Init._zero_init_param
+    iter_params = partitioned_param_coordinator.iter_params
+    partition = zero.Init._partition
+
+    def _zero_init_param(init: zero.Init, parameter: Any) -> None:
+        zero_init_param(init, parameter)
         if parameter.ds_numel == 0:
-            parameter.data = parameter.data.new_empty(shape)
+            parameter.data = parameter.data.new_empty(parameter.ds_shape)
             parameter.ds_status = ZeroParamStatus.AVAILABLE
 
     def _partition(init: zero.Init, parameters: List[Any], *args: Any, **kwargs: Any) -> None:
@@ -55,23 +104,12 @@ def any_layout() -> Iterator[None]:
     def _iter_params(*args: Any, **kwargs: Any) -> Iterable[Any]:
         return (p for p in iter_params(*args, **kwargs) if whole_shape(p).numel() > 0)
 
-    def _exit(gathered: zero.GatheredParameters, *exception: Any) -> Any:
-        if gathered.src_rank is None:
-            return exit_gathered(gathered, *exception)
-        with _as_vectors(gathered.params):
-            return exit_gathered(gathered, *exception)
-
-    with ExitStack() as patches:
-        for owner, name, function in (
-            (DeepSpeedEngine, "_broadcast_model", _broadcast_model),
-            (DeepSpeedEngine, "clip_fp32_gradients", clip_fp32_gradients),
-            (zero.Init, "_zero_init_param", _zero_init_param),
-            (zero.Init, "_partition", _partition),
-            (partitioned_param_coordinator, "iter_params", _iter_params),
-            (parameter_offload, "iter_params", _iter_params),
-            (zero.GatheredParameters, "_exit", _exit),
-        ):
-            patches.enter_context(mock.patch.object(owner, name, function))
+    with (
+        mock.patch.object(zero.Init, "_zero_init_param", _zero_init_param),
+        mock.patch.object(zero.Init, "_partition", _partition),
+        mock.patch.object(partitioned_param_coordinator, "iter_params", _iter_params),
+        mock.patch.object(parameter_offload, "iter_params", _iter_params),
+    ):
         yield
 
 
@@ -98,7 +136,7 @@ def _as_vectors(parameters: Iterable[Parameter]) -> Iterator[None]:
 def freeze_empty(model: Module) -> Callable[[], None]:
     """
     Freezes the parameters without elements, for ZeRO stage 3, whose optimizer has no place for
-    them. Their gradients are all that changes.
+    them; see `_empty_left_alone`. Their gradients are all that changes.
 
     # Returns
 

@@ -78,9 +78,7 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
         undo.enter_context(max_norm.lookups_recorded())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)
-        # ZeRO-3 puts its own in the place of it.
-        linear = torch.nn.functional.linear
-        undo.enter_context(mock.patch.object(torch.nn.functional, "linear", linear))
+        undo.enter_context(_linear_restored())
         _environment.push(undo.pop_all())
 
 
@@ -106,6 +104,18 @@ def use_accelerator(device: torch.device) -> None:
         set_accelerator(CPU_Accelerator() if device.type == "cpu" else CUDA_Accelerator())
 
 
+@contextmanager
+def _linear_restored() -> Iterator[None]:
+    """
+    Within it ZeRO-3 may put its own linear function in the place of PyTorch's.
+
+    Mends DeepSpeed 0.19.8: the linear function that stage 3 puts in the place of PyTorch's stays
+    there. Gone when `torch.nn.functional.linear` is PyTorch's after the engine has been destroyed.
+    """
+    with mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear):
+        yield
+
+
 _num_in_fp16 = 0
 
 
@@ -115,6 +125,9 @@ def _fp16_on_cpu() -> Iterator[None]:
     Within it DeepSpeed's accelerator for the CPU takes fp16 as long as an engine is up that trains
     in it. By itself it does only for CPUs that have instructions for it; PyTorch computes in it on
     all of them.
+
+    Mends DeepSpeed 0.19.8: fp16 is refused on CPUs without instructions for it. Gone when
+    `is_fp16_supported` doesn't ask oneDNN.
     """
     is_fp16_supported = get_accelerator().is_fp16_supported
     with mock.patch.object(
@@ -144,6 +157,9 @@ def _skip_shared_memory_all_reduce() -> None:
     On CPU DeepSpeed compiles and loads an all-reduce for inference, which training never calls.
     Each start of a worker would take the compiler's lock for it, and wait for ever for one that a
     killed worker has left.
+
+    Mends DeepSpeed 0.19.8: its backend loads an operator for inference wherever the accelerator has
+    it. Gone when `build_shm_op` is not called by the constructor of `TorchBackend`.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

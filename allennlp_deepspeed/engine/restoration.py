@@ -149,13 +149,16 @@ class Restoration:
     def hand_over(self, engine: DeepSpeedEngine, is_alone: bool) -> None:
         """
         Puts the states that the optimizer has already where the engine's optimizer looks for them.
-        And in a single process the fp32 weights, of which DeepSpeed has taken what half precision
-        leaves of them. To be called by every rank when the engine is up.
+        And in a single process the fp32 weights. To be called by every rank when the engine is up.
 
         # Raises
 
         `ConfigurationError`
             If DeepSpeed's optimizer can't go on with them.
+
+        Mends DeepSpeed 0.19.8: it makes its fp32 weights of what half precision leaves of the
+        model's, and ZeRO has no use for the states that an optimizer has already. Gone when the
+        fp32 weights are the model's, and momentum goes on.
         """
         values, self._values = self._values, {}
         is_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in values)
@@ -213,7 +216,13 @@ class Restoration:
             self._states[parameter] = state
 
     def restore(self) -> None:
-        """To be called when the engine has been destroyed."""
+        """
+        To be called when the engine has been destroyed.
+
+        Mends DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision and with
+        containers of its own. Gone when a model at stage 3 is whole then.
+        [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
+        """
         for module in self._model.modules():
             module._parameters = dict(module._parameters)  # ZeRO-3 put one of its own in place
             for name, buffer in module._buffers.items():

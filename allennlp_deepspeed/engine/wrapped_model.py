@@ -18,7 +18,6 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
-from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from overrides import overrides
@@ -37,9 +36,12 @@ from allennlp_deepspeed.engine import (
     restoration,
 )
 from allennlp_deepspeed.engine.engine_mends import (
+    allow_plain_backward,
     autocast_of_one_engine,
     forget_modules,
     keep_adagrad,
+    know_autocast,
+    remove_hooks,
     undo_first_step,
 )
 from allennlp_deepspeed.engine.process_environment import (
@@ -193,8 +195,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
                 config=config.engine_config,
             )
         if config.precision == "torch_autocast" and config.zero_stage > 0:
-            # DeepSpeed asks for each gradient whether there is autocast in the process.
-            self.engine.optimizer.get_param_comm_dtype = torch_autocast.get_comm_dtype
+            know_autocast(self.engine)
         before.find_added()
         self._undo.enter_context(deepspeed_logging.mended_reports(self.engine))
         self._undo.enter_context(
@@ -216,10 +217,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if self._loss_scale is not None:
             loss_scaling.load_state_dict(self.engine, self._loss_scale)
         if config.zero_stage == 0 and config.precision != "fp16":
-            # DeepSpeed refuses `loss.backward()` at stage 0, where its own hooks would not run. The
-            # trainer calls the reduction itself, and without a loss scale there is nothing else to
-            # do.
-            self.engine._support_torch_style_backward = True
+            allow_plain_backward(self.engine)
 
     def _leave(self, before: Restoration, is_alone: bool) -> None:
         """
@@ -401,8 +399,7 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _destroy_engine(engine: DeepSpeedEngine) -> None:
-    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
-        hook.remove()
+    remove_hooks(engine)
     engine.destroy()
 
 

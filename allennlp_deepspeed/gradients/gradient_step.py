@@ -140,11 +140,14 @@ class GradientStep:
         """
         Steps the optimizer, unless the gradient has overflowed. Returns whether it has, and the
         norm of the gradient.
+
+        Mends DeepSpeed 0.19.8: an engine at stage 0 in fp32 has no norm to report, also where it
+        clips by it. Gone when its `get_global_grad_norm` isn't `None`.
         """
         self._max_norm.apply()
         norm: Norm = None
         if self._reports_norm and self._engine.optimizer is self._optimizer:
-            # DeepSpeed's own optimizers report a norm; a plain one at stage 0 in fp32 doesn't.
+            # The optimizer is a plain one, at stage 0 in fp32.
             norm = torch.nn.utils.get_total_norm(
                 [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             )

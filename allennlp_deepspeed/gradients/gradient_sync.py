@@ -79,6 +79,11 @@ class GradientSynchronizer:
 
     `ConfigurationError`
         If this configuration of DeepSpeed can't do what is asked for.
+
+    Mends DeepSpeed 0.19.8: gradients are reduced in the order in which they come, which differs
+    between ranks, and an offloaded optimizer steps with those of the last micro-batch only. Gone
+    when the order is one for all models, and a gradient of a micro-batch before is not lost.
+    [#2343](https://github.com/deepspeedai/DeepSpeed/issues/2343)
     """
 
     def __init__(
@@ -211,10 +216,12 @@ class GradientSynchronizer:
         """
         Surrounds the micro-batches of one optimizer step. When it ends, the gradients of the step
         are reduced. To be entered by every rank.
+
+        Mends DeepSpeed 0.19.8: at stage 3 a parameter that isn't used in a step is stepped with its
+        gradient of the step before, and one that isn't used in the first micro-batch has that added
+        to it. Gone when one that isn't used stays.
         """
         if self._stage == 3:
-            # DeepSpeed adds to what a parameter has there from the step before if it isn't used in
-            # the first micro-batch, and steps with that if it isn't used at all.
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
         self._hold(True)
         try:
@@ -391,8 +398,11 @@ class GradientSynchronizer:
 
     def _clear_accumulated_on_cpu(self) -> None:
         """
-        Clears the gradients of the step before that the first micro-batch has not replaced:
-        DeepSpeed would add to them.
+        Clears the gradients of the step before that the first micro-batch has not replaced.
+
+        Mends DeepSpeed 0.19.8: at stages 1 and 2 with an offloaded optimizer the gradient of a
+        parameter that the first micro-batch doesn't use is added to that of the step before. Gone
+        when a step with it is as long as the first.
         """
         optimizer = self._engine.optimizer
         replaced = {optimizer.get_param_id(self._parameters[i]) for i in self._reduced}

@@ -2,8 +2,10 @@
 AllenNLP's `find-lr` command, and its `search_learning_rate`, for the "deepspeed" trainer, whose
 optimizer only the engine can step.
 
-AllenNLP takes no other trainer than its own there, and has no seam, so that `install` puts itself
-in front of its functions.
+`install` puts itself in front of AllenNLP's functions, which have no seam.
+
+Mends AllenNLP 2.10.1: `find-lr` takes no other trainer than AllenNLP's own. Gone when it constructs
+the one of the config.
 """
 
 import functools

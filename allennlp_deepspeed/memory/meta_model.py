@@ -67,13 +67,17 @@ def _construct(params: Params, vocabulary: Vocabulary, serialization_dir: str) -
 
 @contextmanager
 def _on_meta_device() -> Iterator[None]:
+    """
+    Mends PyTorch 2.14.1: `torch.FloatTensor(num, dimension)`, as which AllenNLP's `Embedding` makes
+    its weight, is on the CPU whatever the default device is. Gone when it is on that.
+    [#126533](https://github.com/pytorch/pytorch/issues/126533)
+    """
     float_tensor = torch.FloatTensor
 
     def sized_on_meta(*args: Any) -> torch.Tensor:
         is_size = all(isinstance(arg, int) for arg in args)
         return torch.empty(*args) if is_size else float_tensor(*args)
 
-    # Written like this, `Embedding`'s weight would be on the CPU anyhow.
     with torch.device("meta"), mock.patch.object(torch, "FloatTensor", sized_on_meta):
         yield
 

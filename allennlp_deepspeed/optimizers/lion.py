@@ -60,9 +60,11 @@ class LionOptimizer(Optimizer, torch.optim.Optimizer):
 @contextmanager
 def _weights_without_gradient_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
-    Around a step of DeepSpeed's operators for Lion, which take the sign of 0 for 1 or -1: they
-    would move weights that have never had a gradient, such as the embeddings of words that are not
-    in the data.
+    Around a step of DeepSpeed's operators for Lion. They would move weights that have never had a
+    gradient, such as the embeddings of words that are not in the data.
+
+    Mends DeepSpeed 0.19.8: its operators for Lion take the sign of 0 for 1 or -1. Gone when a step
+    with a gradient of zero leaves the weights.
     """
     kept = []
     for group in optimizer.param_groups:
@@ -133,10 +135,12 @@ class CPULionOptimizer(CPUOptimizer, CPULion):  # type: ignore[misc]
     "lion", in whose place it comes by itself where optimizer states are offloaded.
 
     Registered as an `Optimizer` with name "cpu_lion".
+
+    Mends DeepSpeed 0.19.8: its Lion for the CPU allocates Adam's second moment too, and never reads
+    it, so that there are two states to count. Gone when it doesn't.
     """
 
     operator: ClassVar[str] = "CPULionBuilder"
-    # DeepSpeed allocates Adam's second moment too, and never reads it.
     num_states: ClassVar[int] = 2
     instead_on_gpu: ClassVar[str] = "fused_lion"
 

@@ -29,11 +29,17 @@ in its place to see what is left if a process dies there.
 
 @contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Has errors of the operating system, such as a full disk, name the file."""
+    """
+    Has errors of the operating system, such as a full disk, name the file.
+
+    Mends PyTorch 2.14.1: where a file can't be written, `torch.save` doesn't say why: given a path
+    it raises an error without a cause, and given a file one of its own while it closes it. Gone
+    when it raises an `OSError` on a full disk.
+    [#10577](https://github.com/pytorch/pytorch/issues/10577)
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # PyTorch raises one of its own while it closes a file to which writing has failed.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError) or cause.errno is None:
             raise
@@ -48,7 +54,6 @@ def make_directory(path: str) -> None:
 def save(value: Any, path: str) -> None:
     """`torch.save`. The file is not on disk before `flush`."""
     before_operation("save", path)
-    # Given the path, PyTorch would not say why it can't be written.
     with _naming(path), open(path, "wb") as file:
         torch.save(value, file)
 

@@ -50,8 +50,12 @@ _CHECKPOINT = re.compile(r".*checkpoint_e\d+_b\d+(\.universal)?(?=/)")
 
 @contextmanager
 def safe_globals() -> Iterator[None]:
-    """Within it `torch.load(..., weights_only=True)` loads the classes of `SAFE_GLOBALS` too."""
-    # Torch takes away at the end all that it was given, also what was allowed before.
+    """
+    Within it `torch.load(..., weights_only=True)` loads the classes of `SAFE_GLOBALS` too.
+
+    Mends PyTorch 2.14.1: `safe_globals` takes away at its end also what was allowed before. Gone
+    when it leaves that.
+    """
     allowed = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([name for name in SAFE_GLOBALS if name not in allowed]):
         yield

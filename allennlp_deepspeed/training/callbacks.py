@@ -10,8 +10,11 @@ from overrides import overrides
 
 class EpochMetricsCallback(TrainerCallback):
     """
-    Remembers the metrics of the last epoch, which AllenNLP's trainer has in a local variable: they
-    are part of what training returns at its end. Not registered: each `DeepSpeedTrainer` has one.
+    Remembers the metrics of the last epoch. Not registered: each `DeepSpeedTrainer` has one.
+
+    Mends AllenNLP 2.10.1: the metrics of the last epoch are in no checkpoint, so that a training
+    that is continued at its end doesn't return them. Gone when `_try_train` doesn't begin with
+    empty ones.
     """
 
     def __init__(self, serialization_dir: str) -> None:

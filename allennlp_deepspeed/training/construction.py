@@ -263,6 +263,9 @@ def _with_all_groups(
     The optimizer as AllenNLP's schedules for layer-wise learning rates want to see it: with the
     empty default group at the end, which DeepSpeed has removed, and no other group without
     parameters, which at ZeRO stage 3 all are between steps.
+
+    Mends DeepSpeed 0.19.8: it takes groups without parameters out of the optimizer that it is
+    given. Gone when they stay.
     """
     optimizer = wrapped_model.optimizer
     sharded_optimizer = wrapped_model.engine.optimizer

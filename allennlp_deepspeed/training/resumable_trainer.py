@@ -60,6 +60,9 @@ class ResumableTrainer(EngineTrainer):
         """
         Continues from the newest checkpoint, if there is one. To be called by every rank. Without a
         session, after training, what is in it is given to the plain model and optimizer.
+
+        Mends AllenNLP 2.10.1: a training that has stopped early trains one more epoch when it is
+        continued. Gone when `_try_train` asks whether to stop before it trains.
         """
         if not self._ddp_wrapped_model.is_up:
             with self.session():
@@ -76,7 +79,7 @@ class ResumableTrainer(EngineTrainer):
             self._best_model_filename = self.best_weights.path
         start = self._progress.start
         if start.steps == 0 and self._metric_tracker.should_stop_early():
-            # It had stopped here. AllenNLP's loop would only ask again after one more epoch.
+            # It had stopped here.
             self._num_epochs = start.epochs
 
     def instances_per_step(self) -> int:
@@ -87,9 +90,10 @@ class ResumableTrainer(EngineTrainer):
     def save_best_weights(self) -> None:
         """
         Saves the best weights if the epoch that has just ended was the best and they haven't been
-        saved. To be called by every rank. Called before a checkpoint is saved, while AllenNLP saves
-        them after it: a checkpoint that says which epoch was the best must not exist without its
-        weights.
+        saved. To be called by every rank, before a checkpoint is saved.
+
+        Mends AllenNLP 2.10.1: the best weights are saved after the checkpoint that says which epoch
+        was the best, which must not exist without them. Gone when `_try_train` saves them before.
         """
         epochs, steps = self._progress.point
         validates = self._progress.should_validate_this_epoch

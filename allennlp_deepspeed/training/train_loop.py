@@ -33,11 +33,13 @@ class DeepSpeedTrainModel(TrainModel):
     A `TrainModel` that constructs the model partitioned over the ranks if the trainer's ZeRO stage
     is 3, so that none of them ever holds all of it; see
     [`PartitionedConstruction`](../engine/partitioned_construction.py). And that evaluates the test
-    set while all ranks and the engine are still there: in AllenNLP the primary does so alone after
-    training, which can't work with several workers.
+    set while all ranks and the engine are still there.
 
     Registered as a `TrainModel` with name "deepspeed": a top-level `"type": "deepspeed"` in the
     config. Its other keys are those of AllenNLP's.
+
+    Mends AllenNLP 2.10.1: the test set is evaluated by the primary alone after training, which
+    can't work with several workers. Gone when all workers call `TrainModel.finish`.
     """
 
     @overrides
