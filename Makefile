@@ -25,7 +25,7 @@ help:
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own trainer tests, of a checkout of its version 2.10.1, with our trainer at stages 0, 2 and 3"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
-	@echo "make reference  write docs/reference.md from the declaration of the keys"
+	@echo "make reference  write docs/reference.md, and the list of mends in docs/architecture.md"
 	@echo "make venv    set up .venv, which the above do if needed"
 	@echo "make clean   remove .venv, the demo's data and output, and caches"
 
@@ -74,6 +74,7 @@ lint: $(VENV)/installed
 
 reference: $(VENV)/installed
 	PYTHONPATH=. python docs/reference.py
+	python docs/mends.py
 
 clean:
 	rm -rf $(VENV) data output build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,123 @@
+"""
+Writes the list of mends in `architecture.md` from the docstrings of `allennlp_deepspeed` and from
+`tests/upstream`. `make reference` runs it, and a test compares.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import Dict, Iterator, List, NamedTuple, Tuple
+
+_ROOT = Path(__file__).parents[1]
+_PACKAGE = _ROOT / "allennlp_deepspeed"
+_TESTS = _ROOT / "tests" / "upstream"
+
+PATH = Path(__file__).with_name("architecture.md")
+
+_START, _END = "<!-- Written by `make reference`. -->\n", "<!-- Until here. -->\n"
+_HEAD = """| what is wrong | in | mend | shown by | public thread |
+|---|---|---|---|---|
+"""
+_LABEL = re.compile(
+    r"Mends (?P<versions>[^:]+): (?P<fault>.+?)\. Gone when .+?\.(?: (?P<issues>\[#.+))?"
+)
+
+
+class Mend(NamedTuple):
+    """
+    # Parameters
+
+    name : `str`
+        Of a module, class or function, within `allennlp_deepspeed`.
+    path : `str`
+        Of the module's file, from there.
+    versions : `str`
+        What has the fault, with its version.
+    fault : `str`
+    issues : `str`
+        Links to where it has been reported, if it has.
+    """
+
+    name: str
+    path: str
+    versions: str
+    fault: str
+    issues: str
+
+
+def mends() -> List[Mend]:
+    """
+    All that a docstring has a paragraph about that begins with "Mends".
+
+    # Raises
+
+    `ValueError`
+        If a paragraph says something else than what is wrong in which version, and when it is gone.
+    """
+    found = []
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        relative = path.relative_to(_PACKAGE)
+        for name, docstring in _docstrings(ast.parse(path.read_text()), _module_name(relative)):
+            for paragraph in docstring.split("\n\n"):
+                if not paragraph.startswith("Mends "):
+                    continue
+                label = _LABEL.fullmatch(" ".join(paragraph.split()))
+                if label is None:
+                    raise ValueError(
+                        f"{name} has to say 'Mends NAME VERSION: what is wrong. Gone when ....', "
+                        f"and links if there are any, but it says: {paragraph}"
+                    )
+                versions, fault, issues = label.groups(default="")
+                found.append(Mend(name, str(relative), versions, fault, issues))
+    return found
+
+
+def tests() -> Dict[str, List[Tuple[str, str]]]:
+    """
+    By the name of a mend, what fails when it isn't needed any more: file and function.
+    """
+    found: Dict[str, List[Tuple[str, str]]] = {}
+    for path in sorted(_TESTS.glob("*_test.py")):
+        for node in ast.parse(path.read_text()).body:
+            for decorator in getattr(node, "decorator_list", []):
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "mended_by":
+                    (mend,) = decorator.args
+                    shows = (path.name, node.name)  # type: ignore[attr-defined]
+                    found.setdefault(ast.literal_eval(mend), []).append(shows)
+    return found
+
+
+def with_list(text: str) -> str:
+    """The text of `architecture.md` with the list of mends as it should be."""
+    before, start, rest = text.partition(_START)
+    _, end, after = rest.partition(_END)
+    tests_by_mend = tests()
+    rows = [_row(mend, tests_by_mend.get(mend.name, [])) for mend in mends()]
+    return before + start + _HEAD + "".join(rows) + end + after
+
+
+def _row(mend: Mend, shown_by: List[Tuple[str, str]]) -> str:
+    own_name = mend.name.removeprefix(_module_name(Path(mend.path))).lstrip(".")
+    where = f"[`{mend.path}`](../allennlp_deepspeed/{mend.path})" + (
+        f" `{own_name}`" if own_name else ""
+    )
+    links = [f"[`{name}`](../tests/upstream/{file})" for file, name in shown_by]
+    cells = (mend.fault, mend.versions, where, ", ".join(links), mend.issues)
+    return f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts)
+
+
+def _docstrings(node: ast.AST, name: str) -> Iterator[Tuple[str, str]]:
+    docstring = ast.get_docstring(node)  # type: ignore[arg-type]
+    if docstring is not None:
+        yield name, docstring
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
+            yield from _docstrings(child, f"{name}.{child.name}")
+
+
+if __name__ == "__main__":
+    PATH.write_text(with_list(PATH.read_text()))

@@ -1,0 +1,133 @@
+"""Faults of AllenNLP's, some of them on today's PyTorch only."""
+
+import inspect
+import io
+import warnings
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, Callable, List
+
+import numpy as np
+import torch
+from allennlp.commands import find_learning_rate
+from allennlp.commands import train as train_command
+from allennlp.nn.util import tiny_value_of_dtype
+from allennlp.training import GradientDescentTrainer, gradient_descent_trainer
+from allennlp.training.learning_rate_schedulers import ReduceOnPlateauLearningRateScheduler
+from allennlp.training.metric_tracker import MetricTracker
+
+from tests.upstream.unmended import mended_by
+
+
+@mended_by("compat.construct_reduce_on_plateau_without_verbose")
+def test_reduce_on_plateau_cannot_be_constructed() -> bool:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    return _fails(lambda: ReduceOnPlateauLearningRateScheduler(optimizer))
+
+
+@mended_by("compat.allow_numpy_scalars_in_training_states")
+def test_training_states_with_numpy_scalars_cannot_be_loaded() -> bool:
+    file = io.BytesIO()
+    torch.save({"best_so_far": np.float64(1)}, file)
+    file.seek(0)
+    return _fails(lambda: torch.load(file))
+
+
+@mended_by("compat.support_bf16_in_tiny_value_of_dtype")
+def test_masks_refuse_bf16() -> bool:
+    return _fails(lambda: tiny_value_of_dtype(torch.bfloat16))
+
+
+@mended_by("compat.hide_deprecations_of_renamed_functions")
+def test_validation_enters_a_deprecated_context() -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradient_descent_trainer.amp.autocast(False)
+    return any("torch.cuda.amp.autocast" in str(warning.message) for warning in caught)
+
+
+@mended_by("launch.find_learning_rate")
+def test_find_lr_refuses_other_trainers() -> bool:
+    """By its source, because it reads data before."""
+    source = inspect.getsource(find_learning_rate.find_learning_rate_model)
+    return 'trainer_choice != "gradient_descent"' in source
+
+
+@mended_by("training.train_loop.DeepSpeedTrainModel")
+def test_the_primary_alone_evaluates_the_test_set() -> bool:
+    """By the source, because it takes several workers."""
+    source = inspect.getsource(train_command._train_worker)
+    return "if primary:\n        train_loop.finish(metrics)" in source
+
+
+@mended_by("training.callbacks.EpochMetricsCallback")
+def test_a_training_that_is_continued_at_its_end_returns_no_metrics() -> bool:
+    metrics, _ = _train(_trainer(num_epochs=1, epochs_before=1))
+    return metrics.keys() == {"best_epoch"}
+
+
+@mended_by("training.resumable_trainer.ResumableTrainer._maybe_restore_checkpoint")
+def test_a_training_that_has_stopped_early_trains_one_more_epoch() -> bool:
+    trainer = _trainer(num_epochs=3, epochs_before=1)
+    trainer._metric_tracker.should_stop_early = lambda: True
+    _train(trainer)
+    return trainer.epochs == [0, 1]
+
+
+@mended_by("training.resumable_trainer.ResumableTrainer.save_best_weights")
+def test_the_best_weights_are_saved_after_the_checkpoint() -> bool:
+    saved: List[str] = []
+    trainer = _trainer(num_epochs=1, epochs_before=0)
+    trainer._metric_tracker.is_best_so_far = lambda: True
+    trainer._save_model_state = lambda path: saved.append("best weights")
+    trainer._checkpointer = SimpleNamespace(
+        maybe_save_checkpoint=lambda *args: saved.append("checkpoint")
+    )
+    with TemporaryDirectory() as directory:
+        trainer._serialization_dir = directory
+        _train(trainer)
+    return saved == ["checkpoint", "best weights"]
+
+
+def _trainer(num_epochs: int, epochs_before: int) -> Any:
+    """What AllenNLP's loop asks of a trainer. `epochs` are those that it has gone through."""
+    epochs: List[int] = []
+
+    def train_epoch(epoch: int) -> Any:
+        epochs.append(epoch)
+        return {"loss": 1.0}
+
+    return SimpleNamespace(
+        epochs=epochs,
+        _train_epoch=train_epoch,
+        _num_epochs=num_epochs,
+        _start_after_epochs_completed=epochs_before,
+        _epochs_completed=0,
+        _batches_in_epoch_completed=0,
+        _metric_tracker=MetricTracker("-loss"),
+        _should_validate_this_epoch=True,
+        _validation_data_loader=None,
+        _serialization_dir=None,
+        _primary=True,
+        _distributed=False,
+        _learning_rate_scheduler=None,
+        _momentum_scheduler=None,
+        _moving_average=None,
+        _checkpointer=None,
+        _callbacks=[],
+        _ddp_wrapped_model=None,
+        _best_model_filename=None,
+        _finalize_model=lambda: None,
+    )
+
+
+def _train(trainer: Any) -> Any:
+    return GradientDescentTrainer._try_train(trainer)
+
+
+def _fails(function: Callable[[], Any]) -> bool:
+    try:
+        function()
+    except Exception:
+        return True
+    return False

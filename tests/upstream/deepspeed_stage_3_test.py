@@ -1,0 +1,236 @@
+"""Faults of DeepSpeed's that are there at ZeRO stage 3."""
+
+import inspect
+import warnings
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, List, Tuple
+
+import pytest
+import torch
+from deepspeed import checkpointing
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from deepspeed.runtime.swap_tensor import (
+    partitioned_optimizer_swapper,
+    pipelined_optimizer_swapper,
+)
+from deepspeed.runtime.zero import linear as zero_linear
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import nn
+
+from tests.upstream.engine import TwoLayers, engine_of, linear, train, weight
+from tests.upstream.unmended import mended_by
+
+
+@mended_by("engine.engine_mends.forget_modules")
+def test_a_destroyed_engine_keeps_its_model() -> bool:
+    model = linear()
+    engine = engine_of(model, 3)
+    engine(torch.ones(1, 1))
+    engine.destroy()
+    return model in parameter_offload.FWD_MODULE_STACK
+
+
+@mended_by("engine.process_environment._linear_restored")
+def test_the_linear_function_stays_replaced() -> bool:
+    engine_of(linear(), 3).destroy()
+    return torch.nn.functional.linear is not torch._C._nn.linear
+
+
+@mended_by("engine.restoration.Restoration.restore")
+def test_a_destroyed_engine_leaves_the_model_partitioned() -> bool:
+    model = linear()
+    engine_of(model, 3).destroy()
+    return model.weight.numel() == 0 and type(model._parameters) is not dict
+
+
+@mended_by("engine.parameter_layout._empty_left_alone")
+def test_a_module_with_an_empty_parameter_cannot_be_called() -> bool:
+    class WithEmpty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+            self.empty = nn.Parameter(torch.empty(0, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + self.empty.sum()
+
+    return _fails(lambda: train(engine_of(WithEmpty(), 3)))
+
+
+@mended_by("compat.hide_deprecations_of_renamed_functions")
+def test_partitioning_calls_deprecated_functions() -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(engine_of(linear(), 3))
+    return any("`torch.distributed." in str(warning.message) for warning in caught)
+
+
+@mended_by("engine.module_hooks.only_with_graph")
+def test_modules_are_given_copies_also_without_a_backward_pass() -> bool:
+    is_same: List[bool] = []
+
+    class Attention(nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            is_same.append(query is key)
+            return query
+
+    class SelfAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+            self.attention = Attention()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            return self.attention(x, x)
+
+    engine = engine_of(SelfAttention(), 3)
+    with torch.no_grad():
+        engine(torch.ones(1, 1))
+    return is_same == [False]
+
+
+@mended_by("engine.module_hooks.linear_only_with_graph")
+def test_the_linear_layer_takes_no_nested_tensors() -> bool:
+    nested = torch.nested.nested_tensor([torch.ones(2, 1), torch.ones(1, 1)])
+    weights = torch.ones(1, 1), torch.ones(1)
+    with torch.no_grad():
+        torch._C._nn.linear(nested, *weights)
+        return _fails(lambda: zero_linear.zero3_linear_wrap(nested, *weights))
+
+
+@mended_by("engine.module_hooks.keeping_what_is_read")
+def test_a_parameter_that_is_read_is_gone_when_its_module_has_been_called() -> bool:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            read = self.layer.weight
+            return self.layer(x) @ read
+
+    engine = engine_of(Reader(), 3)
+    return _fails(lambda: engine(torch.ones(1, 2)))
+
+
+@mended_by("engine.inner_gradients.InnerGradients")
+def test_a_model_with_a_gradient_penalty_cannot_be_trained() -> bool:
+    class Penalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(linear(2), nn.Tanh(), linear(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.requires_grad_()
+            loss = self.layers(x).sum()
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + gradient.square().sum()
+
+    engine = engine_of(Penalized(), 3)
+    return _fails(lambda: engine.backward(engine(torch.ones(1, 2))))
+
+
+@mended_by("engine.inner_gradients.InnerGradients")
+def test_a_module_cannot_be_called_with_other_parameters() -> bool:
+    class WithOthers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            others = {"weight": torch.ones(1, 1)}
+            return torch.func.functional_call(self.layer, others, (x,)) + self.layer(x)
+
+    return _fails(lambda: train(engine_of(WithOthers(), 3)))
+
+
+@mended_by("engine.deepspeed_logging._count_partitioned_parameters")
+def test_the_profiler_takes_partitioned_parameters_for_empty() -> bool:
+    engine = engine_of(linear(), 3, flops_profiler={"enabled": True, "profile_step": 0})
+    engine.flops_profiler.start_profile()
+    return engine.module.__params__ == 0
+
+
+@mended_by("engine.activation_checkpointing._held_parameters")
+def test_what_is_recomputed_lets_go_of_parameters() -> bool:
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(linear(2), nn.Tanh(), linear(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpointing.non_reentrant_checkpoint(self.layers, x)
+
+    checkpointing.configure(None)
+    engine = engine_of(nn.Sequential(linear(2), Recomputed()), 3)
+    return _fails(lambda: engine.backward(engine(torch.ones(1, 2)).sum()))
+
+
+@mended_by("engine.weights.set_full_parameter")
+def test_whole_values_cannot_be_set_where_shards_end_in_padding() -> bool:
+    """The method of the optimizer, with what it asks for on the second of two ranks."""
+    second_rank = SimpleNamespace(
+        _get_fp32_opt_state_partition=lambda *args, **kwargs: (torch.zeros(2), 0),
+        _get_param_partition_rank=lambda parameter: 1,
+        _swappable_optimizer_subgroup=lambda sub_group: False,
+    )
+    parameter = SimpleNamespace(requires_grad=True, ds_numel=3)
+
+    def set_value(value: torch.Tensor) -> None:
+        DeepSpeedZeroOptimizer_Stage3.set_full_hp_param(second_rank, value, parameter)
+
+    return _fails(lambda: set_value(torch.ones(3)))
+
+
+@mended_by("gradients.gradient_sync.GradientSynchronizer.accumulate")
+def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
+    model = TwoLayers()
+    engine = engine_of(model, 3)
+    train(engine, (True,))
+    before = weight(model.second)
+    train(engine, (False,))
+    return weight(model.second) != before
+
+
+@pytest.mark.skipif(
+    not AsyncIOBuilder().is_compatible(verbose=False),
+    reason="needs libaio's headers (Debian's package libaio-dev)",
+)
+@mended_by("engine.nvme_states")
+def test_an_optimizer_on_nvme_forgets_its_learning_rate() -> bool:
+    with TemporaryDirectory() as directory:
+        engine, adam = _on_nvme(directory)
+        adam.param_groups[0]["lr"] = 0.5
+        engine.save_checkpoint(f"{directory}/checkpoint", "tag")
+        engine.destroy()
+        engine, adam = _on_nvme(directory)
+        engine.load_checkpoint(f"{directory}/checkpoint", "tag")
+        engine.destroy()
+    return adam.param_groups[0]["lr"] != 0.5
+
+
+def _on_nvme(directory: str) -> Tuple[Any, torch.optim.Optimizer]:
+    model = linear()
+    adam = DeepSpeedCPUAdam(model.parameters(), lr=0.1)
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": directory}}
+    return engine_of(model, 3, adam, zero=zero), adam
+
+
+@mended_by("engine.nvme_states.remove_swap_files")
+def test_swap_files_are_never_removed() -> bool:
+    """By the source of what writes them, because only large states are written to files."""
+    sources = map(inspect.getsource, (partitioned_optimizer_swapper, pipelined_optimizer_swapper))
+    removing = ("remove(", "unlink(", "rmtree(")
+    return not any(call in source for source in sources for call in removing)
+
+
+def _fails(function: Any) -> bool:
+    try:
+        function()
+    except Exception:
+        return True
+    return False

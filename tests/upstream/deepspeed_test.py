@@ -1,0 +1,353 @@
+"""Faults of DeepSpeed's that are there without ZeRO, or at its stages 1 and 2."""
+
+import copy
+import inspect
+import io
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, List
+
+import deepspeed
+import torch
+from deepspeed import checkpointing
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.comm.torch import TorchBackend
+from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.utils import clip_grad_norm_
+from torch import nn
+
+from tests.upstream.engine import TwoLayers, engine_of, in_fp16, linear, train, weight
+from tests.upstream.unmended import mended_by
+
+
+@mended_by("__init__")
+def test_deepspeed_logs_to_the_standard_output() -> bool:
+    return any(getattr(h, "stream", None) is sys.stdout for h in deepspeed.utils.logger.handlers)
+
+
+@mended_by("engine.process_environment._skip_shared_memory_all_reduce")
+def test_every_process_on_a_cpu_loads_an_all_reduce_for_inference() -> bool:
+    """By its source: whether it is compiled depends on what has been compiled before."""
+    return "build_shm_op()" in inspect.getsource(TorchBackend.__init__)
+
+
+@mended_by("engine.process_environment._fp16_on_cpu")
+def test_fp16_is_refused_on_cpus_without_instructions_for_it() -> bool:
+    """By its source, because this CPU may have them."""
+    return "_is_mkldnn_fp16_supported" in inspect.getsource(CPU_Accelerator.is_fp16_supported)
+
+
+@mended_by("engine.engine_mends.autocast_of_one_engine")
+def test_autocast_of_an_engine_is_that_of_the_process() -> bool:
+    engine_of(linear(), torch_autocast={"enabled": True, "dtype": "bfloat16"}).destroy()
+    return torch_autocast.TORCH_AUTOCAST_INITIALIZED
+
+
+@mended_by("engine.engine_mends.undo_first_step")
+def test_half_precision_at_stage_0_begins_with_a_step() -> bool:
+    model = linear()
+    engine = engine_of(
+        model, optimizer=torch.optim.AdamW(model.parameters()), bf16={"enabled": True}
+    )
+    return any(state["step"] == 1 for state in engine.basic_optimizer.state.values())
+
+
+@mended_by("engine.engine_mends.keep_adagrad")
+def test_zero_replaces_adagrad() -> bool:
+    model = linear()
+    adagrad = torch.optim.Adagrad(model.parameters())
+    return engine_of(model, 2, adagrad).optimizer.optimizer is not adagrad
+
+
+@mended_by("engine.engine_mends.allow_plain_backward")
+def test_stage_0_refuses_backward_of_a_loss() -> bool:
+    engine = engine_of(linear())
+    return _fails(lambda: engine(torch.ones(1, 1)).sum().backward())
+
+
+@mended_by("engine.engine_mends.remove_hooks")
+def test_a_destroyed_engine_leaves_its_hooks() -> bool:
+    model = linear()
+    engine_of(model).destroy()
+    return len(model._forward_pre_hooks) > 0
+
+
+@mended_by("engine.parameter_layout._broadcast_as_vectors")
+def test_parameters_without_dimensions_or_transposed_cannot_be_broadcast() -> bool:
+    scalar, transposed = linear(), nn.Linear(2, 3)
+    scalar.bias = nn.Parameter(torch.tensor(1.0))
+    transposed.weight = nn.Parameter(torch.ones(2, 3).t())
+    return all([_fails(lambda: engine_of(scalar)), _fails(lambda: engine_of(transposed))])
+
+
+@mended_by("engine.parameter_layout._clipped_without_dimensions")
+def test_gradients_without_dimensions_cannot_be_clipped() -> bool:
+    parameter = nn.Parameter(torch.tensor(1.0))
+    parameter.grad = torch.tensor(2.0)
+    return _fails(lambda: clip_grad_norm_([parameter], 1.0))
+
+
+@mended_by("engine.loss_scaling.LossScale")
+def test_fp16_at_stage_0_divides_by_a_scale_that_nothing_multiplies_by() -> bool:
+    model = linear()
+    train(in_fp16(model, loss_scale=8))
+    return weight(model) == 1 - 1 / 8
+
+
+@mended_by("engine.loss_scaling._scaled_in_fp32")
+def test_a_loss_in_fp16_overflows_when_it_is_scaled() -> bool:
+    engine = in_fp16(linear(), 2, initial_scale_power=16)
+    loss = 2 * engine(torch.ones(1, 1, dtype=torch.float16)).sum()
+    return bool(engine.optimizer.scale_if_loss(loss).isinf())
+
+
+@mended_by("engine.loss_scaling._unscaled_by_own_scale")
+def test_a_step_in_which_the_scale_grows_is_half_as_long() -> bool:
+    engine = in_fp16(linear(), 2, initial_scale_power=4, loss_scale_window=1)
+    masters = [1.0]
+    for _ in range(3):
+        train(engine)
+        masters.append(engine.optimizer.single_partition_of_fp32_groups[0][0].item())
+    lengths = {round(before - after, 3) for before, after in zip(masters, masters[1:])}
+    return lengths == {1.0, 0.5}
+
+
+@mended_by("engine.loss_scaling._norm_unscaled")
+def test_an_unfused_optimizer_reports_the_norm_of_scaled_gradients() -> bool:
+    engine = in_fp16(linear(), loss_scale=8)
+    engine.backward(8 * engine(torch.ones(1, 1, dtype=torch.float16)).float().sum())
+    engine.step()
+    return engine.get_global_grad_norm() == 8
+
+
+@mended_by("engine.loss_scaling.grad_scaler")
+def test_the_scaler_of_autocast_is_in_no_checkpoint() -> bool:
+    engine = engine_of(linear(), torch_autocast={"enabled": True, "dtype": "float16"})
+    with TemporaryDirectory() as directory:
+        engine.save_checkpoint(directory, "tag")
+        (path,) = Path(directory, "tag").glob("*_states.pt")
+        keys = torch.load(path, weights_only=False).keys()
+    return not any("scale" in key for key in keys)
+
+
+@mended_by("engine.loss_scaling.grad_scaler")
+def test_a_step_that_the_scaler_of_autocast_has_skipped_counts_as_applied() -> bool:
+    model = linear()
+    engine = engine_of(model, torch_autocast={"enabled": True, "dtype": "float16"})
+    engine.backward(engine(torch.ones(1, 1)).sum() * float("inf"))
+    engine.step()
+    return engine.was_step_applied() and weight(model) == 1
+
+
+@mended_by("engine.restoration.Restoration.hand_over")
+def test_master_weights_are_those_of_half_precision() -> bool:
+    model = linear()
+    model.weight.data.fill_(1 + 2**-12)  # 1 in bf16
+    engine = engine_of(model, 2, bf16={"enabled": True})
+    return bool(engine.optimizer.single_partition_of_fp32_groups[0][0] == 1)
+
+
+@mended_by("engine.restoration.Restoration.hand_over")
+def test_zero_has_no_use_for_the_states_of_an_optimizer() -> bool:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    engine = engine_of(model, 2, optimizer)
+    return engine.optimizer.single_partition_of_fp32_groups[0] not in optimizer.state
+
+
+@mended_by("engine.deepspeed_logging.logged_by_allennlp")
+def test_the_communication_logger_stays_on() -> bool:
+    engine_of(linear(), comms_logger={"enabled": True}).destroy()
+    return deepspeed.comm.comm.comms_logger.enabled
+
+
+@mended_by("engine.deepspeed_logging._start_profile")
+def test_the_time_of_a_profiled_model_begins_in_1970() -> bool:
+    engine = engine_of(linear(), flops_profiler={"enabled": True, "profile_step": 0})
+    engine(torch.ones(1, 1))
+    return engine.flops_profiler.get_total_duration() > 24 * 60 * 60
+
+
+@mended_by("engine.deepspeed_logging._packed_sequences_profiled")
+def test_rnns_that_read_packed_sequences_cannot_be_profiled() -> bool:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(nn.utils.rnn.pack_sequence([x]))[0].data
+
+    engine = engine_of(Encoder(), flops_profiler={"enabled": True, "profile_step": 0})
+    return _fails(lambda: engine(torch.ones(1, 1)))
+
+
+@mended_by("engine.activation_checkpointing.configured")
+def test_checkpointing_on_the_cpu_loses_activations_that_are_there() -> bool:
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+    x = torch.ones(2, requires_grad=True)
+    output = checkpointing.non_reentrant_checkpoint(linear(2), x * 1)
+    return _fails(lambda: output.sum().backward())
+
+
+@mended_by("engine.activation_checkpointing.configured")
+def test_checkpointing_stays_on() -> bool:
+    checkpointing.configure(None)
+    checkpointing.reset()
+    return checkpointing.is_configured()
+
+
+@mended_by("engine.activation_checkpointing._alias")
+def test_checkpointing_on_the_cpu_empties_inputs() -> bool:
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+    x = torch.ones(2, requires_grad=True) * 1
+    checkpointing.non_reentrant_checkpoint(linear(2), x)
+    return x.numel() < 2
+
+
+@mended_by("engine.activation_checkpointing._current_autocast")
+def test_what_is_recomputed_is_so_without_autocast() -> bool:
+    checkpointing.configure(None)
+    layer, dtypes = linear(), []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        output = layer(x)
+        dtypes.append(output.dtype)
+        return output
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = checkpointing.non_reentrant_checkpoint(forward, torch.ones(1, 1))
+    _fails(lambda: output.sum().backward())
+    return dtypes == [torch.bfloat16, torch.float32]
+
+
+@mended_by("gradients.gradient_sync.GradientSynchronizer")
+def test_gradients_are_reduced_in_the_order_in_which_they_come() -> bool:
+    """In one process; ranks whose orders differ add the gradients of different parameters."""
+
+    class InEitherOrder(TwoLayers):
+        def forward(self, x: torch.Tensor, first: str) -> torch.Tensor:  # type: ignore[override]
+            return x * 0 + (
+                self.second(self.first(x)) if first == "first" else self.first(self.second(x))
+            )
+
+    return _order_of_reduction(InEitherOrder(), "first") != _order_of_reduction(
+        InEitherOrder(), "second"
+    )
+
+
+def _order_of_reduction(model: TwoLayers, first: str) -> List[str]:
+    engine = engine_of(model, 2)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = []
+    reduce = engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads
+
+    def recorded(parameter: Any, *args: Any) -> None:
+        order.append(names[id(parameter)])
+        reduce(parameter, *args)
+
+    engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads = recorded
+    engine.backward(engine(torch.ones(1, 1), first).sum())
+    return order
+
+
+@mended_by("gradients.gradient_sync.GradientSynchronizer")
+def test_an_offloaded_optimizer_steps_with_the_last_micro_batch_only() -> bool:
+    model = TwoLayers()
+    train(_offloaded(model, 2), (True,), (False,))
+    return weight(model.second) != 1 - 1 / 2
+
+
+@mended_by("gradients.gradient_sync.GradientSynchronizer._clear_accumulated_on_cpu")
+def test_an_offloaded_optimizer_adds_to_the_gradient_of_the_step_before() -> bool:
+    model = TwoLayers()
+    engine = _offloaded(model, 2)
+    train(engine, (True,), (True,))
+    before = weight(model.second)
+    train(engine, (False,), (True,))
+    return before - weight(model.second) != 1 / 2
+
+
+def _offloaded(model: nn.Module, num_micro_batches: int) -> Any:
+    return engine_of(
+        model,
+        2,
+        zero={"offload_optimizer": {"device": "cpu"}},
+        gradient_accumulation_steps=num_micro_batches,
+    )
+
+
+@mended_by("gradients.gradient_step.GradientStep.step")
+def test_stage_0_in_fp32_reports_no_norm() -> bool:
+    engine = engine_of(linear(), gradient_clipping=1.0)
+    train(engine)
+    return engine.get_global_grad_norm() is None
+
+
+@mended_by("training.construction._with_all_groups")
+def test_groups_without_parameters_are_taken_out_of_the_optimizer() -> bool:
+    model = linear()
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": []}], lr=1.0)
+    engine_of(model, optimizer=optimizer)
+    return len(optimizer.param_groups) == 1
+
+
+@mended_by("optimizers.lion._weights_without_gradient_kept")
+def test_lion_moves_weights_whose_gradient_is_zero() -> bool:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.zeros(1)
+    DeepSpeedCPULion([parameter]).step()
+    return float(parameter) != 1
+
+
+@mended_by("optimizers.lion.CPULionOptimizer")
+def test_lion_allocates_a_second_moment() -> bool:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.zeros(1)
+    lion = DeepSpeedCPULion([parameter])
+    lion.step()
+    return "exp_avg_sq" in lion.state[parameter]
+
+
+class _RunsCode:
+    def __reduce__(self) -> Any:
+        return os.getpid, ()
+
+
+@mended_by("checkpoint.checkpoint_engine.FileCheckpointEngine")
+def test_code_in_a_checkpoint_is_run() -> bool:
+    file = io.BytesIO()
+    torch.save(_RunsCode(), file)
+    file.seek(0)
+    return TorchCheckpointEngine().load(file) == os.getpid()
+
+
+@mended_by("checkpoint.checkpoint_engine.FileCheckpointEngine")
+def test_a_frozen_parameter_with_two_names_is_left_out_under_one() -> bool:
+    model = TwoLayers()
+    model.third = copy.deepcopy(model.second)
+    model.second.weight = model.first.weight
+    model.first.weight.requires_grad_(False)
+    state_dict = engine_of(model).module_state_dict(exclude_frozen_parameters=True)
+    return state_dict.keys() == {"second.weight", "third.weight"}
+
+
+@mended_by("checkpoint.universal")
+def test_the_conversion_of_checkpoints_is_for_adam() -> bool:
+    """By its source, because it converts files of several ranks."""
+    return '("fp32", "exp_avg", "exp_avg_sq")' in inspect.getsource(ds_to_universal)
+
+
+def _fails(function: Any) -> bool:
+    try:
+        function()
+    except Exception:
+        return True
+    return False

@@ -1,0 +1,34 @@
+"""Faults of PyTorch's."""
+
+import torch
+
+from tests.upstream.unmended import mended_by
+
+
+class _Allowed:
+    pass
+
+
+@mended_by("storage.serialization.safe_globals")
+def test_safe_globals_takes_away_what_was_allowed_before() -> bool:
+    torch.serialization.add_safe_globals([_Allowed])
+    with torch.serialization.safe_globals([_Allowed]):
+        pass
+    return _Allowed not in torch.serialization.get_safe_globals()
+
+
+@mended_by("storage.files._naming")
+def test_saving_does_not_say_that_the_disk_is_full() -> bool:
+    try:
+        torch.save(torch.ones(1), "/dev/full")
+    except RuntimeError:
+        return True
+    except OSError:
+        return False
+    raise AssertionError("Saving to a full disk has succeeded.")
+
+
+@mended_by("memory.meta_model._on_meta_device")
+def test_a_float_tensor_is_on_the_cpu_whatever_the_default_device_is() -> bool:
+    with torch.device("meta"):
+        return torch.FloatTensor(1, 1).device.type == "cpu"
