@@ -15,6 +15,7 @@ The layout is that of DeepSpeed's `ds_to_universal`, which is not used.
 
 Mends DeepSpeed 0.19.8: `ds_to_universal` knows only Adam's states, and gives all groups of
 parameters the settings of one of them. Gone when its source doesn't name Adam's states.
+[#8608](https://github.com/deepspeedai/DeepSpeed/issues/8608)
 """
 
 import logging

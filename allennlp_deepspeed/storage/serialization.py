@@ -54,7 +54,7 @@ def safe_globals() -> Iterator[None]:
     Within it `torch.load(..., weights_only=True)` loads the classes of `SAFE_GLOBALS` too.
 
     Mends PyTorch 2.14.1: `safe_globals` takes away at its end also what was allowed before. Gone
-    when it leaves that.
+    when it leaves that. [#197380](https://github.com/pytorch/pytorch/pull/197380)
     """
     allowed = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([name for name in SAFE_GLOBALS if name not in allowed]):
