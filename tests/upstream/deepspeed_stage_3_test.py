@@ -9,7 +9,6 @@ from typing import Any, List, Tuple
 import pytest
 import torch
 from deepspeed import checkpointing
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.swap_tensor import (
     partitioned_optimizer_swapper,
@@ -215,7 +214,7 @@ def test_an_optimizer_on_nvme_forgets_its_learning_rate() -> bool:
 
 def _on_nvme(directory: str) -> Tuple[Any, torch.optim.Optimizer]:
     model = linear()
-    adam = DeepSpeedCPUAdam(model.parameters(), lr=0.1)
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": directory}}
     return engine_of(model, 3, adam, zero=zero), adam
 

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any, Callable
 
 import pytest
@@ -91,7 +92,7 @@ def _serve(connection: Connection) -> None:
             return
         faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=_STANDARD_ERROR)
         try:
-            function = getattr(importlib.import_module(module), name).shows_fault
+            function = getattr(_imported(module), name).shows_fault
             assert "allennlp_deepspeed" not in sys.modules
             answer = function(), None
         except BaseException:
@@ -99,6 +100,13 @@ def _serve(connection: Connection) -> None:
         faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
         _take_back()
+
+
+def _imported(name: str) -> ModuleType:
+    if name not in sys.modules:
+        importlib.import_module(name)
+        gc.freeze()  # what has been imported would be looked through with each engine
+    return sys.modules[name]
 
 
 def _set_up() -> None:
