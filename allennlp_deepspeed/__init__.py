@@ -20,7 +20,7 @@ from allennlp_deepspeed.engine.activation_checkpointing import DeepSpeedCheckpoi
 from allennlp_deepspeed.launch import find_learning_rate, preflight
 from allennlp_deepspeed.lora import LoraEmbedder
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
-from allennlp_deepspeed.training.train_loop import DeepSpeedTrainModel
+from allennlp_deepspeed.training.train_model import DeepSpeedTrainModel
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 __all__ = [

@@ -1,6 +1,6 @@
 """
-Writes `reference.md` from the declarations in `allennlp_deepspeed/config/keys.py`. `make reference`
-runs it, and a test compares.
+Writes `reference.md` from the declarations in `allennlp_deepspeed/config/own_keys.py`. `make
+reference` runs it, and a test compares.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List
 
 from pydantic import TypeAdapter
 
-from allennlp_deepspeed.config.keys import CHECKPOINTER_KEYS, TRAINER_KEYS, Key
+from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, TRAINER_KEYS, Key
 
 Columns = Dict[str, Callable[[str, Key], str]]
 
@@ -17,7 +17,7 @@ PATH = Path(__file__).with_suffix(".md")
 
 _HEAD = """# Keys
 
-Written by `make reference` from `allennlp_deepspeed/config/keys.py`. A key that isn't known is
+Written by `make reference` from `allennlp_deepspeed/config/own_keys.py`. A key that isn't known is
 refused before data are read, with the nearest that is. [configuration.md](configuration.md) has the
 presets, and which of DeepSpeed's keys these fill.
 

@@ -13,7 +13,7 @@ from allennlp.training.trainer import TrainerCheckpoint
 from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
-from allennlp_deepspeed.checkpoint import frozen_parameters, sharded_checkpoint, universal
+from allennlp_deepspeed.checkpoint import frozen_parameters, sharded_reader, universal
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.compatibility import (
     check_model,
@@ -22,8 +22,8 @@ from allennlp_deepspeed.checkpoint.compatibility import (
     refuse_allennlp_checkpoints,
 )
 from allennlp_deepspeed.checkpoint.selection import newest_intact
-from allennlp_deepspeed.checkpoint.training import Training
-from allennlp_deepspeed.config.keys import CHECKPOINTER_KEYS, takes, with_defaults
+from allennlp_deepspeed.checkpoint.trainer_protocol import Training
+from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, takes, with_defaults
 from allennlp_deepspeed.engine import nvme_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
 from allennlp_deepspeed.processes import agreement
@@ -34,7 +34,7 @@ from allennlp_deepspeed.storage.checkpoint_directory import (
     CheckpointDirectory,
     PointInTime,
 )
-from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord, FrozenRecord
+from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord, FrozenRecord
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     serialization_dir : `Union[str, os.PathLike]`, required.
     keys : `Any`
-        Those of [`CHECKPOINTER_KEYS`](../config/keys.py), by name.
+        Those of [`CHECKPOINTER_KEYS`](../config/own_keys.py), by name.
     """
 
     default_implementation = "deepspeed"
@@ -203,7 +203,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             trainer.engine.save_checkpoint(
                 unfinished,
                 tag=ENGINE_TAG,
-                client_state=sharded_checkpoint.client_state(trainer.engine),
+                client_state=sharded_reader.client_state(trainer.engine),
                 save_latest=False,
                 exclude_frozen_parameters=self._exclude_frozen_parameters,
             )

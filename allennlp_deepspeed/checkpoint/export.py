@@ -16,10 +16,10 @@ from allennlp.models.archival import CONFIG_NAME, archive_model, load_archive
 
 from allennlp_deepspeed import lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
-from allennlp_deepspeed.checkpoint.sharded_checkpoint import ShardedCheckpoint
+from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
+from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
 
 logger = logging.getLogger(__name__)
 

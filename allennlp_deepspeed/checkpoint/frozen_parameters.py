@@ -17,7 +17,7 @@ from deepspeed import zero
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.storage.commit import CheckpointError, FrozenRecord
+from allennlp_deepspeed.storage.commit_record import CheckpointError, FrozenRecord
 
 
 def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory, PointInTime
-from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
+from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
-from allennlp_deepspeed.checkpoint.sharded_checkpoint import ShardedCheckpoint
+from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.engine.shards import Fragment, Shards, own_partition, whole_shape
 from allennlp_deepspeed.storage import files, serialization
 from allennlp_deepspeed.storage.checkpoint_directory import (
@@ -36,7 +36,7 @@ from allennlp_deepspeed.storage.checkpoint_directory import (
     nvme_path,
     universal_path,
 )
-from allennlp_deepspeed.storage.commit import (
+from allennlp_deepspeed.storage.commit_record import (
     RECORD_NAME,
     CheckpointError,
     CommitRecord,

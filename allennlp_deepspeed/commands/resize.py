@@ -2,7 +2,7 @@ import argparse
 
 from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.checkpoint.export import find_checkpoint
-from allennlp_deepspeed.storage.commit import CommitRecord
+from allennlp_deepspeed.storage.commit_record import CommitRecord
 
 
 class Resize:

@@ -15,7 +15,7 @@ from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.open_values import (
     said,
 )
-from allennlp_deepspeed.config.validation import ROOT, remove
+from allennlp_deepspeed.config.schema_validation import ROOT, remove
 
 
 def check_zero(

@@ -8,8 +8,8 @@ from overrides import overrides
 from allennlp_deepspeed.config import resolution as config_resolution
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.config.schema_validation import ROOT, validate
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
-from allennlp_deepspeed.config.validation import ROOT, validate
 
 __all__ = ["DeepSpeedConfig", "ResolvedConfig", "TrainerSettings"]
 

@@ -14,8 +14,8 @@ from allennlp_deepspeed.config.open_values import (
     fill,
     said,
 )
+from allennlp_deepspeed.config.schema_validation import ROOT, lookup
 from allennlp_deepspeed.config.settings import TrainerSettings
-from allennlp_deepspeed.config.validation import ROOT, lookup
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, Dict, Optional
 from pydantic import TypeAdapter
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.validation import AUTO, ROOT, lookup
+from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 
 logger = logging.getLogger(__name__)
 

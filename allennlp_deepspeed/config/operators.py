@@ -15,8 +15,8 @@ from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
 from torch.utils import cpp_extension
 
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.config.validation import ROOT
 
 
 def check_operator(name: str, device_type: str, user: str, advice: str) -> None:

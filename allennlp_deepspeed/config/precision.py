@@ -14,8 +14,8 @@ from allennlp_deepspeed.config.open_values import (
     is_enabled,
     said,
 )
+from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import TrainerSettings
-from allennlp_deepspeed.config.validation import AUTO, ROOT, lookup
 
 PRECISIONS = ("bf16", "fp16", "torch_autocast")
 

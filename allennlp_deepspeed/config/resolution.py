@@ -32,8 +32,8 @@ from allennlp_deepspeed.config.open_values import (
 )
 from allennlp_deepspeed.config.precision import resolve_precision
 from allennlp_deepspeed.config.schema import scheduler_parameters
+from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
-from allennlp_deepspeed.config.validation import AUTO, ROOT, lookup
 
 logger = logging.getLogger(__name__)
 

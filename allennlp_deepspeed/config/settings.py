@@ -1,3 +1,8 @@
+"""
+What DeepSpeed's configuration is filled from: keys of the trainer, which `own_keys` declares, and
+what the data, the optimizer and the machine are.
+"""
+
 import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, Dict, Optional, Union
@@ -5,7 +10,7 @@ from typing import Any, Dict, Optional, Union
 import torch
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.keys import TRAINER_KEYS, Key
+from allennlp_deepspeed.config.own_keys import TRAINER_KEYS, Key
 
 DEFAULT_TYPE = "of the default type"
 """The name of what is an object without a `"type"`."""

@@ -24,7 +24,7 @@ from overrides import overrides
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.keys import TRAINER_KEYS, check_values
+from allennlp_deepspeed.config.own_keys import TRAINER_KEYS, check_values
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 
-from allennlp_deepspeed.engine.max_norm import MaxNorm
+from allennlp_deepspeed.engine.embedding_max_norm import MaxNorm
 from allennlp_deepspeed.engine.shards import Fragment, Shards
 from allennlp_deepspeed.processes import agreement
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 from allennlp_deepspeed.gradients import gradient_memory
-from allennlp_deepspeed.gradients.gradient_average import GradientAverage, set_gradient
+from allennlp_deepspeed.gradients.average_over_ranks import GradientAverage, set_gradient
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from allennlp.training.trainer import Trainer
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.keys import (
+from allennlp_deepspeed.config.operators import check_nvme
+from allennlp_deepspeed.config.own_keys import (
     CHECKPOINTER_KEYS,
     NEW_TRAINER_KEYS,
     check_names,
     check_values,
 )
-from allennlp_deepspeed.config.operators import check_nvme
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.launch import recovery

@@ -12,10 +12,10 @@ from allennlp.common import Params
 from allennlp.models.archival import CONFIG_NAME
 
 from allennlp_deepspeed.checkpoint import universal
-from allennlp_deepspeed.config.keys import may_change
+from allennlp_deepspeed.config.own_keys import may_change
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
+from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
 
 from allennlp_deepspeed.config.operators import check_operator
+from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.config.validation import ROOT
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
 from allennlp_deepspeed.optimizers.elementwise import check_elementwise, check_section
 from allennlp_deepspeed.optimizers.offload import Counterpart, counterpart_of

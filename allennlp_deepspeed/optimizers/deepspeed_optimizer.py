@@ -4,8 +4,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer
 from overrides import overrides
 
+from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.config.validation import ROOT
 
 
 class DeepSpeedOptimizer(Optimizer):

@@ -6,8 +6,8 @@ from allennlp.training.optimizers import Optimizer, make_parameter_groups
 from deepspeed.ops.lamb import FusedLamb
 from overrides import overrides
 
+from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.config.validation import ROOT
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import FusedOptimizer
 
 

@@ -7,8 +7,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer, make_parameter_groups
 from overrides import overrides
 
+from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.config.validation import ROOT
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from allennlp.training.optimizers import (
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.config.validation import ROOT
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
 from allennlp_deepspeed.optimizers.lion import CPULion, LionOptimizer
 from allennlp_deepspeed.optimizers.loaded_states import adapt_loaded_states

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory, PointInTime
-from allennlp_deepspeed.storage.commit import CommitRecord, FileRecord, file_names
+from allennlp_deepspeed.storage.commit_record import CommitRecord, FileRecord, file_names
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import time
 from typing import List, NamedTuple, Optional, Union
 
 from allennlp_deepspeed.storage import files
-from allennlp_deepspeed.storage.commit import CommitRecord
+from allennlp_deepspeed.storage.commit_record import CommitRecord
 
 ENGINE_TAG = "engine"
 UNIVERSAL_TAG = "universal"

@@ -14,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from allennlp_deepspeed.storage.commit import CheckpointError
+from allennlp_deepspeed.storage.commit_record import CheckpointError
 
 _NUMPY_SCALARS = [type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"]
 

@@ -25,7 +25,7 @@ from allennlp_deepspeed.config.deepspeed_config import (
     ResolvedConfig,
     TrainerSettings,
 )
-from allennlp_deepspeed.config.keys import NEW_TRAINER_KEYS, with_defaults
+from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, with_defaults
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
 from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node

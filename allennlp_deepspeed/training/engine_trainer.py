@@ -21,14 +21,14 @@ from overrides import overrides
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
+from allennlp_deepspeed.engine.embedding_max_norm import MaxNorm
 from allennlp_deepspeed.engine.inner_gradients import InnerGradients
-from allennlp_deepspeed.engine.max_norm import MaxNorm
 from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.gradients.backward_and_update import GradientStep, clip_values
 from allennlp_deepspeed.gradients.grad_cache import GradCache
-from allennlp_deepspeed.gradients.gradient_step import GradientStep, clip_values
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.processes.interruption import (
     TrainingInterrupted,

@@ -4,7 +4,7 @@ from allennlp.training.trainer import TrainerCheckpoint
 from overrides import overrides
 
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
-from allennlp_deepspeed.checkpoint.training import TRAINING_STATE_VERSION, Part
+from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, Part
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.training.batch_groups import (
     micro_batch_size,
@@ -16,7 +16,7 @@ from allennlp_deepspeed.training.replay import Replay
 class ResumableTrainer(EngineTrainer):
     """
     A trainer whose training can be saved and continued: what the checkpointer asks of it
-    ([`Training`](../checkpoint/training.py)), and the best weights.
+    ([`Training`](../checkpoint/trainer_protocol.py)), and the best weights.
     """
 
     best_weights: BestWeights

@@ -20,7 +20,7 @@ from overrides import overrides
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
-from allennlp_deepspeed.config.keys import TRAINER_KEYS, takes
+from allennlp_deepspeed.config.own_keys import TRAINER_KEYS, takes
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
@@ -84,8 +84,8 @@ class DeepSpeedTrainer(ResumableTrainer):
         some of the ranks use. In a config file it is under `"distributed"`.
     arguments : `Any`
         Those of AllenNLP's trainer, but for its `ddp_wrapped_model`, and of
-        [`TRAINER_KEYS`](../config/keys.py), by name. [The reference](../../docs/reference.md) says
-        what these are.
+        [`TRAINER_KEYS`](../config/own_keys.py), by name.
+        [The reference](../../docs/reference.md) says what these are.
 
     # Raises
 

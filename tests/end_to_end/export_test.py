@@ -13,8 +13,8 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.checkpoint.export import export, find_checkpoint
-from allennlp_deepspeed.checkpoint.sharded_checkpoint import ShardedCheckpoint
-from allennlp_deepspeed.storage.commit import CheckpointError
+from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from allennlp_deepspeed.storage.commit_record import CheckpointError
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, resizable
 from tests.support.command import REPOSITORY, allennlp, subprocess_allennlp
 from tests.support.experiment import Config, Experiments, Result, assert_same_metrics, deepspeed

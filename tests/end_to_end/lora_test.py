@@ -15,7 +15,7 @@ from transformers import AutoModel
 
 from allennlp_deepspeed.lora import adapted_transformers
 from allennlp_deepspeed.storage import serialization
-from allennlp_deepspeed.storage.commit import CommitRecord, FrozenRecord
+from allennlp_deepspeed.storage.commit_record import CommitRecord, FrozenRecord
 from tests.end_to_end.checkpoint_test import assert_ends_alike, recover
 from tests.end_to_end.export_test import assert_identical, exported
 from tests.end_to_end.precision_test import BF16

@@ -14,7 +14,7 @@ from allennlp.training.util import create_serialization_dir
 from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.launch import recovery
 from allennlp_deepspeed.storage import files
-from allennlp_deepspeed.storage.commit import CommitRecord
+from allennlp_deepspeed.storage.commit_record import CommitRecord
 from tests.end_to_end.resize_test import on, resizable
 from tests.support.command import allennlp
 from tests.support.experiment import Config, Experiments, deepspeed

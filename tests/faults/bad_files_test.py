@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 import pytest
 
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.storage.commit import CheckpointError, CommitRecord
+from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
 from tests.faults.points import Fault, read_log
 from tests.faults.rank_errors import errors_of_ranks
 from tests.faults.trial import INCLUDED_PACKAGES, Kill, References, differences, run_trial
@@ -78,7 +78,7 @@ def assert_refused(result: Result, run: Run, *messages: str) -> None:
         assert error.startswith("CheckpointError")
         for message in messages:
             assert message in error.replace("\\'", "'").replace('\\"', '"')
-    assert "allennlp_deepspeed.storage.commit.CheckpointError" in run.output
+    assert "allennlp_deepspeed.storage.commit_record.CheckpointError" in run.output
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.gradients.gradient_step import GradientStep
+from allennlp_deepspeed.gradients.backward_and_update import GradientStep
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.background_commit import BackgroundCommit

@@ -15,7 +15,7 @@ from torch import nn
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.checkpoint.export import find_checkpoint
-from allennlp_deepspeed.checkpoint.sharded_checkpoint import ShardedCheckpoint
+from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side
 from tests.support.workers import run_workers  # noqa: F401  # workers are forked

@@ -16,7 +16,7 @@ from allennlp.training.trainer import TrainerCheckpoint
 from overrides import overrides
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
-from allennlp_deepspeed.checkpoint.training import Training
+from allennlp_deepspeed.checkpoint.trainer_protocol import Training
 from allennlp_deepspeed.storage.checkpoint_directory import ENGINE_TAG
 
 # These give the trainer a model and the optimizer of another, which ours refuses. They are about

@@ -16,8 +16,8 @@ from allennlp_deepspeed.config.deepspeed_config import (
     TrainerSettings,
 )
 from allennlp_deepspeed.config.schema import Schema
+from allennlp_deepspeed.config.schema_validation import lookup
 from allennlp_deepspeed.config.support import SUPPORTED, UNSUPPORTED, unlisted
-from allennlp_deepspeed.config.validation import lookup
 
 PRESETS = {
     "zero_1": (1, None, None),

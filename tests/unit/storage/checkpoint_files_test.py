@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from allennlp_deepspeed.storage import files, serialization
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory, PointInTime
-from allennlp_deepspeed.storage.commit import (
+from allennlp_deepspeed.storage.commit_record import (
     FORMAT_VERSION,
     RECORD_NAME,
     CheckpointError,
@@ -539,7 +539,7 @@ def test_the_safe_loader_is_safe_only_while_it_loads(tmp_path: Path):
 
 def test_classes_that_could_not_be_loaded_are_named_beforehand():
     assert serialization.unsafe_classes({"a": [checkpoint_record()]}) == [
-        "allennlp_deepspeed.storage.commit.CommitRecord"
+        "allennlp_deepspeed.storage.commit_record.CommitRecord"
     ]
     assert (
         serialization.unsafe_classes({"a": json.dumps(dataclasses.asdict(checkpoint_record()))})

@@ -1,5 +1,6 @@
 """
-What makes a directory a checkpoint: its commit record.
+What a checkpoint says of its files, by which they are found to be intact. It counts from the rename
+in `CheckpointDirectory.commit` on.
 """
 
 import hashlib

@@ -6,8 +6,8 @@ from allennlp.data.data_loaders import TensorDict
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine import loss_scaling
+from allennlp_deepspeed.engine.embedding_max_norm import MaxNorm
 from allennlp_deepspeed.engine.inner_gradients import InnerGradients
-from allennlp_deepspeed.engine.max_norm import MaxNorm
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
@@ -21,7 +21,8 @@ Norm = Union[torch.Tensor, float, None]
 class GradientStep:
     """
     What an optimizer step does to the weights: forward and backward of each micro-batch, then the
-    update. Every rank must call each of its methods.
+    update. `DeepSpeedTrainer._train_step` calls these in order. Every rank must call each of its
+    methods.
 
     # Parameters
 
@@ -158,6 +159,7 @@ class GradientStep:
         # come first, because it is in the step that it reports how many samples it has seen.
         others = self._num_micro_batches - 1
         self._engine.global_samples += others * self._engine.train_batch_size()
+        # The engine clips the norm to `gradient_clipping`, which `config/resolution.py` has filled.
         has_stepped = loss_scaling.step(self._engine)
         if self._reports_norm and norm is None:
             norm = self._engine.get_global_grad_norm()

@@ -19,7 +19,7 @@ from allennlp_deepspeed.storage.checkpoint_directory import (
     CheckpointDirectory,
     nvme_path,
 )
-from allennlp_deepspeed.storage.commit import CheckpointError
+from allennlp_deepspeed.storage.commit_record import CheckpointError
 
 _PARAMETERS_OF_GROUPS = "parameters_of_groups"
 

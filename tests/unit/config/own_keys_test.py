@@ -11,7 +11,7 @@ from allennlp.training import Checkpointer, GradientDescentTrainer
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.keys import (
+from allennlp_deepspeed.config.own_keys import (
     CHECKPOINTER_KEYS,
     TRAINER_KEYS,
     check_values,
