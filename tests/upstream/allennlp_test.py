@@ -53,7 +53,7 @@ def test_find_lr_refuses_other_trainers() -> bool:
     return 'trainer_choice != "gradient_descent"' in source
 
 
-@mended_by("training.train_loop.DeepSpeedTrainModel")
+@mended_by("training.train_model.DeepSpeedTrainModel")
 def test_the_primary_alone_evaluates_the_test_set() -> bool:
     """By the source, because it takes several workers."""
     source = inspect.getsource(train_command._train_worker)

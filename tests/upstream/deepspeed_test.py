@@ -284,7 +284,7 @@ def _offloaded(model: nn.Module, num_micro_batches: int) -> Any:
     )
 
 
-@mended_by("gradients.gradient_step.GradientStep.step")
+@mended_by("gradients.backward_and_update.GradientStep.step")
 def test_stage_0_in_fp32_reports_no_norm() -> bool:
     engine = engine_of(linear(), gradient_clipping=1.0)
     train(engine)
