@@ -14,12 +14,13 @@ export OMP_NUM_THREADS := 1
 # Nothing here needs a model or a data set from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test test-unit soak cross upstream bench lint reference clean
+.PHONY: help venv demo test test-unit coverage soak cross upstream bench lint reference clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make test    run the whole test suite"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
+	@echo "make coverage  run the whole test suite and report which lines it has run, in workers too"
 	@echo "make soak    kill 200 trainings at random points and recover them (about 20 minutes)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own trainer tests, of a checkout of its version 2.10.1, with our trainer at stages 0, 2 and 3"

@@ -1,6 +1,7 @@
 """
 The check of a configuration against DeepSpeed's schema, told in terms of the config file: which
-key, what it holds, what is wrong and what to write.
+key, what it holds, what is wrong and what to write. Keys of the trainer and the checkpointer are
+checked by `own_keys`.
 """
 
 import json

@@ -77,7 +77,7 @@ def _convert_newest(serialization_dir: str, world_size: int, on_corrupt: Optiona
         directory = checkpoints.path(point)
         try:
             record = CommitRecord.read(directory)
-            if universal.needs_conversion(record, world_size):
+            if on_corrupt == "previous" or universal.needs_conversion(record, world_size):
                 record.verify(directory)
         except CheckpointError:
             if on_corrupt == "previous":

@@ -1,5 +1,6 @@
 """
-SIGTERM and Ctrl-C during training: remembered when they come, acted on where all ranks agree to.
+SIGTERM and Ctrl-C during training: remembered when they come, acted on where all ranks agree to, in
+`_leave_if_agreed` and `_leave_if_interrupted` of `training/trainer.py`.
 """
 
 import logging

@@ -10,9 +10,7 @@ from allennlp.data.data_loaders import (
     SimpleDataLoader,
     TensorDict,
 )
-from allennlp.training.callbacks import (
-    TrainerCallback,
-)
+from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from allennlp.training.moving_average import MovingAverage
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -30,9 +28,7 @@ from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients.backward_and_update import GradientStep, clip_values
 from allennlp_deepspeed.gradients.grad_cache import GradCache
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.processes.interruption import (
-    TrainingInterrupted,
-)
+from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.training.callbacks import (
     goes_backward,
