@@ -250,8 +250,7 @@ def _fill(tensor: torch.Tensor, shards: Shards, index: int, directory: str, key:
 
 
 def _read(tensor: torch.Tensor, fragment: Fragment, path: str) -> None:
-    whole = serialization.load(path, mmap=True)
-    fragment.in_master(tensor).copy_(fragment.in_whole(whole))
+    fragment.write(tensor, serialization.load(path, mmap=True))
 
 
 def _check_parameters(shards: Shards, state: Dict[str, Any], directory: str) -> None:

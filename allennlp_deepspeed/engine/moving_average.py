@@ -71,7 +71,7 @@ class ShardedMovingAverage(MovingAverage):
             if is_whole and parameter in self._fragments:
                 fragment = self._fragments[parameter]
                 shadow = self._shadows[names[fragment.master]]
-                fragment.in_master(shadow).copy_(fragment.in_whole(shadows[name]))
+                fragment.write(shadow, shadows[name])
 
     def may_change(self, parameter: torch.nn.Parameter) -> bool:
         """

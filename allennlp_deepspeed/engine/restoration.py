@@ -165,7 +165,7 @@ class Restoration:
         if is_alone and is_half and not engine.zero_nvme_offload_optimizer():
             for parameter, fragment in Shards(engine).fragments.items():
                 if parameter in values:
-                    fragment.in_master(fragment.master.data).copy_(values[parameter].flatten())
+                    fragment.write(fragment.master.data, values[parameter])
         if not any(self._states.values()):
             return
         if engine.zero_nvme_offload_optimizer():
@@ -273,7 +273,7 @@ def _hand_over(
     if isinstance(value, torch.Tensor) and value.shape == shape and key not in _NUMBERS:
         if key not in state:
             state[key] = torch.zeros_like(fragment.master.data)
-        fragment.in_master(state[key]).copy_(fragment.in_whole(value))
+        fragment.write(state[key], value)
         return
     if isinstance(value, torch.Tensor) and value.numel() > 1:
         raise ConfigurationError(

@@ -31,8 +31,24 @@ class Fragment(NamedTuple):
     padding: int = 0
 
     def in_master(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in `master`, or a tensor that is like it, such as a momentum."""
+        """The elements in `master`, or a tensor that is like it, such as a momentum. To be read."""
         return tensor.flatten().narrow(0, self.start, self.size)
+
+    def write(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        """
+        # Parameters
+
+        tensor : `torch.Tensor`
+            `master`, or one that is like it, which gets the elements.
+        whole : `torch.Tensor`
+            One that is like the whole parameter, from which they are.
+        """
+        values = self.in_whole(whole)
+        if tensor.is_contiguous():
+            tensor.view(-1).narrow(0, self.start, self.size).copy_(values)
+        else:
+            # It is of one parameter then, with its strides, where nothing is sharded.
+            tensor.copy_(values.view(tensor.shape))
 
     def in_whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements in a tensor that is like the whole parameter."""

@@ -132,7 +132,7 @@ def set_full_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, shard
         with zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(value)
     else:
-        fragment.in_master(fragment.master.data).copy_(fragment.in_whole(value))
+        fragment.write(fragment.master.data, value)
 
 
 def broadcast(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from allennlp.data import Vocabulary
 from allennlp.models import Model
+from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 
@@ -147,3 +148,44 @@ def test_parameters_of_any_shape_and_layout_are_saved_recovered_resized_and_expo
     if stage > 0:
         universal.convert(checkpoint)
         assert_same_weights(side(world_size=1).train(tmp_path), references[2])
+
+
+class Set(TrainerCallback):
+    """Gives all that is trained one value after the last step."""
+
+    def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        if kwargs["is_training"] and trainer.steps_completed == 12:
+            with trainer.modified_weights(), torch.no_grad():
+                for parameter in trainer.model.parameters():
+                    if parameter.requires_grad:
+                        parameter.fill_(7)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
+def test_parameters_of_any_shape_and_layout_are_changed_in_bf16(stage: int):
+    side = Side(
+        _model,
+        _batches,
+        stage,
+        deepspeed_config={"bf16": {"enabled": True}},
+        callbacks=lambda: [Set("")],
+    )
+    for name, value in side.train().items():
+        assert name.startswith("frozen") or bool((value == 7).all()), name
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
+def test_the_best_of_parameters_of_any_shape_and_layout_are_those_after_training_in_bf16(
+    tmp_path: Path, stage: int
+):
+    side = Side(
+        _model,
+        _batches,
+        stage,
+        deepspeed_config={"bf16": {"enabled": True}},
+        validation_data_loader=Batches(_batches(2)),
+        validation_metric="+loss",  # the first epoch is the best
+        num_epochs=3,
+    )
+    trained = side.train(tmp_path)
+    assert_same_weights(trained, torch.load(tmp_path / "best.th"))
