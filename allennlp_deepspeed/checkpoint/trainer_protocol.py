@@ -1,4 +1,4 @@
-from typing import Any, Dict, List, Protocol
+from typing import Any, List, Protocol
 
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
@@ -39,12 +39,6 @@ class Training(Protocol):
     @property
     def best_weights(self) -> BestWeights:
         """Those of the best epoch so far."""
-
-    def parts(self) -> Dict[str, Part]:
-        """
-        What continues from a checkpoint, by name, in the order in which it is loaded. `"progress"`
-        is one of them, with the steps of the epoch that are completed, and `"replay"`.
-        """
 
     def get_checkpoint_state(self) -> TrainerCheckpoint:
         """This rank's training state: that of each part, and what the checkpointer reads of it."""

@@ -12,9 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfigError, DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.open_values import (
-    said,
-)
+from allennlp_deepspeed.config.open_values import said
 from allennlp_deepspeed.config.schema_validation import ROOT, remove
 
 

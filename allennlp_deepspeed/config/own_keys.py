@@ -346,7 +346,8 @@ def check_names(
     for name in values:
         if name not in known:
             findings.add(
-                f"'{section}.{name}' is no key of the {owner}: {did_you_mean(name, known)}"
+                f"'{section}.{name}' is no key of the {owner}: "
+                f"{did_you_mean(name, known, page='docs/reference.md')}"
             )
 
 
@@ -378,7 +379,8 @@ def with_defaults(
     """
     findings = Findings()
     parameters = inspect.signature(constructor).parameters
-    check_names(section, owner, list(parameters), arguments, findings)
+    known = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
+    check_names(section, owner, known, arguments, findings)
     check_values(section, keys, arguments, findings)
     findings.raise_any()
     named = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]

@@ -44,16 +44,19 @@ def nearest(name: str, known: List[str]) -> Optional[str]:
     return next(map(spellings.get, difflib.get_close_matches(name.lower(), spellings, n=1)), None)
 
 
-def did_you_mean(name: str, known: List[str]) -> str:
+def did_you_mean(
+    name: str, known: List[str], page: str = "https://www.deepspeed.ai/docs/config-json"
+) -> str:
     """
-    The end of a message about an unknown name: the nearest known one, or all of a short list.
+    The end of a message about an unknown name: the nearest known one, all of a short list, or the
+    `page` that has them.
     """
     meant = nearest(name, known)
     if meant:
         return f'did you mean "{meant}"?'
     if len(known) <= 20:
         return f"the known ones are {', '.join(sorted(known))}"
-    return "see https://www.deepspeed.ai/docs/config-json for the known ones"
+    return f"see {page} for the known ones"
 
 
 def _one_of(*known: str, spelling: Callable[[str], str] = str.lower) -> Any:

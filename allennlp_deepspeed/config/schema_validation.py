@@ -7,7 +7,7 @@ checked by `own_keys`.
 import json
 import re
 from copy import deepcopy
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, get_args
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, Union, get_args
 
 from deepspeed.runtime import config as ds_config
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
@@ -91,9 +91,8 @@ def _first_errors(config: Dict[str, Any]) -> List[_Error]:
 
 def _correct(config: Dict[str, Any], keys: List[str]) -> None:
     """Gives what is wrong the name that is meant, or else removes it."""
-    path = ".".join(keys)
-    value = lookup(config, path)
-    remove(config, path)
+    value = lookup(config, keys)
+    remove(config, keys)
     *sections, name = _meant(keys) or [""]
     section = config
     for key in sections:
@@ -118,9 +117,9 @@ def _blamed(config: Dict[str, Any], keys: List[str], line: str) -> List[str]:
         return keys
     best = keys
     fewest = None
-    for path in _leaves(lookup(config, ".".join(keys)), keys):
+    for path in _leaves(lookup(config, keys), keys):
         without = deepcopy(section)
-        remove(without, ".".join(path))
+        remove(without, path)
         lines = _schema_lines(without)
         if line in lines or _explain_missing(path) in lines:
             continue
@@ -203,18 +202,18 @@ def _takes_bool(annotation: Any) -> bool:
     return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))
 
 
-def lookup(config: Dict[str, Any], path: str) -> Any:
-    """The value at a dotted path, None where there is none."""
+def lookup(config: Dict[str, Any], path: Union[str, List[str]]) -> Any:
+    """The value at a dotted path, or at its keys; None where there is none."""
     value: Any = config
-    for key in path.split("."):
+    for key in path.split(".") if isinstance(path, str) else path:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
-def remove(config: Dict[str, Any], path: str) -> None:
-    """Removes what is at a dotted path, if anything is."""
-    *sections, key = path.split(".")
-    section = lookup(config, ".".join(sections)) if sections else config
+def remove(config: Dict[str, Any], path: Union[str, List[str]]) -> None:
+    """Removes what is at a dotted path, or at its keys, if anything is."""
+    *sections, key = path.split(".") if isinstance(path, str) else path
+    section = lookup(config, sections)
     if isinstance(section, dict):
         section.pop(key, None)
 
@@ -257,6 +256,9 @@ def _hint(keys: List[str], field: FieldInfo) -> str:
 def _explain_unknown(path: str, keys: List[str]) -> str:
     """Why a key is refused that no model of DeepSpeed's has, and which key is meant."""
     name = keys[-1]
+    if "." in name:
+        outer, _, inner = name.partition(".")
+        return f'{path} is one key: write "{outer}": {{"{inner}": ...}}'
     removed = _removed(keys)
     if name in removed:
         return f"{path}: {removed[name]}"
@@ -274,7 +276,7 @@ def _explain_unknown(path: str, keys: List[str]) -> str:
 def _meant(keys: List[str]) -> Optional[List[str]]:
     """The keys that an unknown one stands for, as far as `_explain_unknown` can tell."""
     name, known = keys[-1], _names_beside(keys)
-    if name in _removed(keys) or name in known:
+    if "." in name or name in _removed(keys) or name in known:
         return None
     places = _places(keys)
     if places:

@@ -308,7 +308,8 @@ class EngineTrainer(GradientDescentTrainer):
             self._gradients,
             self._grad_cache,
             self._inner_gradients,
-            forward=partial(self.batch_outputs, for_training=True),
+            # Looked up in each micro-batch, because a callback may have put its own there.
+            forward=lambda batch: self.batch_outputs(batch, for_training=True),
             prepare=self._prepare_batch,
             go_backward=self._call_on_backward,
             max_norm=self._max_norm,

@@ -33,11 +33,6 @@ class Readings:
         a second.
     metrics_are_read : `bool`, required.
         Whether a callback may look into the metrics of a step.
-
-    # Raises
-
-    `ConfigurationError`
-        If `num_steps` is no number of steps.
     """
 
     def __init__(

@@ -6,11 +6,13 @@ from overrides import overrides
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, Part
 from allennlp_deepspeed.engine import loss_scaling
-from allennlp_deepspeed.training.batch_groups import (
-    micro_batch_size,
-)
+from allennlp_deepspeed.storage.commit_record import CheckpointError
+from allennlp_deepspeed.training.batch_groups import micro_batch_size
 from allennlp_deepspeed.training.engine_trainer import EngineTrainer
 from allennlp_deepspeed.training.replay import Replay
+
+# Parts that only find out how to train, and may do so again.
+_MAY_BE_NEW = {"grad_cache", "gradient_synchronization"}
 
 
 class ResumableTrainer(EngineTrainer):
@@ -72,7 +74,14 @@ class ResumableTrainer(EngineTrainer):
         if state is None:
             return
         self._weight_watch.snapshot()
-        for name, part in self.parts().items():
+        parts = self.parts()
+        lacking = [name for name in parts if name not in state.trainer_state]
+        if set(lacking) - _MAY_BE_NEW:
+            raise CheckpointError(
+                f"The checkpoint has nothing of 'trainer.{lacking[0]}', which the training was "
+                "begun without: leave it out, or start anew with another serialization directory."
+            )
+        for name, part in parts.items():
             if name in state.trainer_state:
                 part.load_state_dict(state.trainer_state[name])
         if self.best_weights.exist:

@@ -52,8 +52,6 @@ from allennlp_deepspeed.training.validation_history import ValidationHistory
 
 logger = logging.getLogger(__name__)
 
-_PROGRESS_INTERVAL = 1.0  # seconds
-
 
 @Trainer.register("deepspeed", constructor="from_partial_objects")
 class DeepSpeedTrainer(ResumableTrainer):

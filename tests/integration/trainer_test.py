@@ -19,9 +19,10 @@ from allennlp.models import BasicClassifier, Model
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.metrics import PearsonCorrelation
+from allennlp.training.moving_average import ExponentialMovingAverage
 from allennlp.training.optimizers import AdamOptimizer
 
-from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.support.experiment import assert_same_weights, load_config
 
 STAGE_3: Dict[str, Any] = {
@@ -379,3 +380,39 @@ def test_allennlp_optimizers_are_taken(tmp_path: Path, reference: Dict[str, torc
     task.optimizer = AdamOptimizer(list(task.model.named_parameters()), lr=0.01)
     DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config="zero_2").train()
     assert_same_weights(task.model.state_dict(), reference)
+
+
+def test_a_callback_may_put_its_own_forward_pass_in_the_place_of_the_trainers(
+    tmp_path: Path,
+) -> None:
+    class Doubling(TrainerCallback):
+        times_called = 0
+
+        def on_start(self, trainer, **kwargs: Any) -> None:
+            original = trainer.batch_outputs
+
+            def batch_outputs(batch: Any, for_training: bool) -> Any:
+                self.times_called += for_training
+                return original(batch, for_training)
+
+            trainer.batch_outputs = batch_outputs
+
+    callback = Doubling(str(tmp_path))
+    trainer = DeepSpeedTrainer(**Task().arguments(tmp_path), callbacks=[callback])
+    trainer.train()
+    assert callback.times_called == trainer.steps_completed > 0
+
+
+def test_a_moving_average_is_not_added_to_a_training_that_goes_on(tmp_path: Path) -> None:
+    first = Task()
+    checkpointer = DeepSpeedCheckpointer(tmp_path)
+    DeepSpeedTrainer(**first.arguments(tmp_path), checkpointer=checkpointer).train()
+    again = Task()
+    trainer = DeepSpeedTrainer(
+        **again.arguments(tmp_path),
+        checkpointer=DeepSpeedCheckpointer(tmp_path),
+        moving_average=ExponentialMovingAverage(again.model.named_parameters()),
+    )
+    with pytest.raises(ConfigurationError, match="has nothing of 'trainer.moving_average'"):
+        trainer.train()
+    assert not dist.is_initialized()

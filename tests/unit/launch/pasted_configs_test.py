@@ -471,6 +471,18 @@ def test_any_two_conflicts_are_said_together(first: Tuple[Changes, str, Changes]
             ],
         ),
         (
+            {
+                "zero_optimization.offload_optimizer": {"device": "cpu"},
+                "zero_optimization": {"offload_param.device": "cpu", "stage": 9},
+            },
+            [
+                "deepspeed_config.zero_optimization.offload_optimizer is one key: write "
+                '"zero_optimization": {"offload_optimizer": ...}',
+                "deepspeed_config.zero_optimization.stage is 9",
+                "deepspeed_config.zero_optimization.offload_param.device is one key: write",
+            ],
+        ),
+        (
             {"offload_optimizer": {"device": "cpu"}, "stage": 0, "aio": {"thread_count": "two"}},
             [
                 "deepspeed_config.offload_optimizer is unknown here: it belongs to",
