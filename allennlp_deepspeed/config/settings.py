@@ -60,10 +60,10 @@ class TrainerSettings:
     """
 
     num_gradient_accumulation_steps: Optional[int] = None
-    gradient_synchronization: str = "auto"
+    gradient_synchronization: str = TRAINER_KEYS["gradient_synchronization"].default
     grad_norm: Union[float, bool, None] = None
     use_amp: Optional[bool] = None
-    grad_scaling: bool = True
+    grad_scaling: bool = TRAINER_KEYS["grad_scaling"].default
     optimizer: Optional[str] = None
     learning_rate: Optional[float] = None
     learning_rate_scheduler: Optional[str] = None

@@ -1,8 +1,5 @@
 """
-The bias correction of DeepSpeed's Adam for the CPU, in DeepSpeed 0.19: `cpu_adam.h` multiplies the
-powers of the betas up from step to step, but begins with `pow` in a process that goes on with a
-checkpoint, or in another engine, which rounds in another way. An offloaded training that was
-interrupted would not have the weights of one that wasn't.
+The bias correction of DeepSpeed's Adam for the CPU.
 """
 
 from typing import Any, Callable
@@ -15,6 +12,11 @@ def corrected_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], No
     """
     Has each step of an optimizer that is DeepSpeed's Adam compute its bias correction from the step
     count alone. Returns what undoes it.
+
+    Mends DeepSpeed 0.19.8: `cpu_adam.h` multiplies the powers of the betas up from step to step,
+    but begins with `pow` in an optimizer that goes on with a checkpoint, which rounds in another
+    way: an offloaded training that was interrupted has other weights than one that wasn't. Gone
+    when both are the same to the last bit.
     """
     if not isinstance(optimizer, DeepSpeedCPUAdam):
         return lambda: None

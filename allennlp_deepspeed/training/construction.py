@@ -27,6 +27,7 @@ from allennlp_deepspeed.config.deepspeed_config import (
 )
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, with_defaults
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
+from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
 from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
@@ -268,14 +269,9 @@ def _with_all_groups(
     given. Gone when they stay.
     """
     optimizer = wrapped_model.optimizer
-    sharded_optimizer = wrapped_model.engine.optimizer
-    is_stage_3 = hasattr(sharded_optimizer, "_set_fp32_optimizer_param_groups")
-    if is_stage_3:
-        sharded_optimizer._set_fp32_optimizer_param_groups()
-    optimizer.param_groups.extend(empty_groups)
-    try:
-        yield optimizer
-    finally:
-        del optimizer.param_groups[len(optimizer.param_groups) - len(empty_groups) :]
-        if is_stage_3:
-            sharded_optimizer._clear_fp32_optimizer_param_groups()
+    with Shards(wrapped_model.engine).in_param_groups():
+        optimizer.param_groups.extend(empty_groups)
+        try:
+            yield optimizer
+        finally:
+            del optimizer.param_groups[len(optimizer.param_groups) - len(empty_groups) :]

@@ -118,7 +118,7 @@ class DeepSpeedTrainer(ResumableTrainer):
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
             # The last, because others may add to the metrics.
             self._callbacks.append(self._epoch_metrics)
-            if self.engine._config.comms_config.comms_logger_enabled:
+            if "comms_logger" in wrapped_model.config.engine_config:
                 self._callbacks.append(CommsSummaryCallback(self._serialization_dir))
             self._communication = [
                 c for c in self._callbacks if isinstance(c, CommunicationCallback)

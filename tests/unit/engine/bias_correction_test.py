@@ -1,6 +1,5 @@
 import copy
 
-import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -9,7 +8,7 @@ from allennlp_deepspeed.engine.bias_correction import corrected_by_step_count
 NUM_STEPS = 60
 
 
-def weights_after_steps(is_mended: bool, is_interrupted: bool) -> torch.Tensor:
+def weights_after_steps(is_interrupted: bool) -> torch.Tensor:
     """Of one parameter, by an optimizer or by two of which the second goes on with the states."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(500, generator=generator))
@@ -19,7 +18,7 @@ def weights_after_steps(is_mended: bool, is_interrupted: bool) -> torch.Tensor:
             state = copy.deepcopy(optimizer.state_dict())
             optimizer = DeepSpeedCPUAdam([weight], lr=0.1)
             optimizer.load_state_dict(state)
-            undo = corrected_by_step_count(optimizer) if is_mended else lambda: None
+            undo = corrected_by_step_count(optimizer)
         weight.grad = torch.randn(500, generator=generator)
         optimizer.step()
     undo()
@@ -27,10 +26,7 @@ def weights_after_steps(is_mended: bool, is_interrupted: bool) -> torch.Tensor:
     return weight.detach()
 
 
-@pytest.mark.parametrize("is_mended", [False, True])
-def test_steps_after_an_interruption_are_those_of_one_optimizer(is_mended: bool):
-    """To the last bit, but not by DeepSpeed's Adam as it is: if this fails, remove the mend."""
-    expected = weights_after_steps(is_mended, is_interrupted=False)
-    actual = weights_after_steps(is_mended, is_interrupted=True)
-    assert torch.equal(actual, expected) == is_mended
-    torch.testing.assert_close(actual, expected)
+def test_steps_after_an_interruption_are_those_of_one_optimizer():
+    """To the last bit. That DeepSpeed's Adam as it is rounds otherwise, tests/upstream shows."""
+    expected = weights_after_steps(is_interrupted=False)
+    assert torch.equal(weights_after_steps(is_interrupted=True), expected)
