@@ -23,7 +23,8 @@ from allennlp_deepspeed.checkpoint.compatibility import (
 )
 from allennlp_deepspeed.checkpoint.selection import newest_intact
 from allennlp_deepspeed.checkpoint.trainer_protocol import Training
-from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, takes, with_defaults
+from allennlp_deepspeed.config.constructors import takes, with_defaults
+from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.engine import nvme_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
 from allennlp_deepspeed.processes import agreement

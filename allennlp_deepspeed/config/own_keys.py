@@ -1,7 +1,7 @@
 """
 The keys of the config file that are this package's own, each said once: what it may be, what it is
 if it isn't given, what it does, and whether a run that is continued may change it. From here come
-the check before training, the arguments of the trainer and of the checkpointer, what `--recover`
+the check before training, by `constructors` the arguments of the trainer and of the checkpointer, what `--recover`
 accepts, and docs/reference.md.
 """
 
@@ -18,7 +18,6 @@ from typing import (
     Literal,
     Optional,
     Tuple,
-    TypeVar,
     Union,
 )
 
@@ -37,8 +36,6 @@ from pydantic import (
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.config.schema import did_you_mean
-
-Constructor = TypeVar("Constructor", bound=Callable)
 
 
 def _check_patterns(patterns: Optional[List[str]]) -> None:
@@ -92,11 +89,11 @@ class Key:
 
 
 # Something that is constructed, which says what is wrong.
-_OBJECT = Any
+OBJECT = Any
 
 TRAINER_KEYS: Dict[str, Key] = {
     "deepspeed_config": Key(
-        _OBJECT,
+        OBJECT,
         default="zero_2",
         doc="A preset's name, a preset with changes, or "
         "[DeepSpeed's schema](https://www.deepspeed.ai/docs/config-json) as it is.",
@@ -108,7 +105,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         ),
     ),
     "optimizer": Key(
-        _OBJECT,
+        OBJECT,
         default=None,
         doc='As in AllenNLP, whose `"adam"` it is if neither this nor `deepspeed_config` says '
         'anything. Not given if the latter has an `"optimizer"` section. With offload, '
@@ -136,7 +133,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         may_change=True,
     ),
     "grad_cache": Key(
-        _OBJECT,
+        OBJECT,
         default=None,
         doc="Trains a [contrastive model](contrastive.md) on batches whose activations don't fit "
         'into memory, with the gradient of the whole batch: `{"chunk_size": 32}` encodes as many '
@@ -185,7 +182,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         advice="must be true or false",
     ),
     "moving_average": Key(
-        _OBJECT,
+        OBJECT,
         default=None,
         doc="Kept on the fp32 weights, each worker on its shard.",
     ),
@@ -212,7 +209,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         may_change=True,
     ),
     "checkpointer": Key(
-        _OBJECT,
+        OBJECT,
         default={"type": "deepspeed"},
         doc="[Its keys](#trainercheckpointer). `null` saves no checkpoints.",
         may_change=True,
@@ -349,82 +346,3 @@ def check_names(
                 f"'{section}.{name}' is no key of the {owner}: "
                 f"{did_you_mean(name, known, page='docs/reference.md')}"
             )
-
-
-def with_defaults(
-    section: str,
-    owner: str,
-    constructor: Callable,
-    keys: Dict[str, Key],
-    arguments: Dict[str, Any],
-) -> Dict[str, Any]:
-    """
-    Checks the `**arguments` of a constructor, and adds those that aren't given.
-
-    # Parameters
-
-    section : `str`, required.
-    owner : `str`, required.
-        As of `check_names`.
-    constructor : `Callable`, required.
-        One with a signature by `takes`.
-    keys : `Dict[str, Key]`, required.
-        Those to check.
-    arguments : `Dict[str, Any]`, required.
-
-    # Raises
-
-    `ConfigurationError`
-        If there are others, or one is wrong.
-    """
-    findings = Findings()
-    parameters = inspect.signature(constructor).parameters
-    known = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
-    check_names(section, owner, known, arguments, findings)
-    check_values(section, keys, arguments, findings)
-    findings.raise_any()
-    named = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return {**{p.name: p.default for p in named}, **arguments}
-
-
-def takes(
-    keys: Dict[str, Key], like: Optional[Callable] = None, without: Tuple[str, ...] = ()
-) -> Callable[[Constructor], Constructor]:
-    """
-    For a constructor that takes most of its arguments as `**arguments`: gives it the signature that
-    `FromParams` and `help` are to read, in which they have names.
-
-    # Parameters
-
-    keys : `Dict[str, Key]`, required.
-        Each is an argument. What may be given for it the constructor checks, by `check_values`.
-    like : `Callable`, optional (default = `None`)
-        A constructor of AllenNLP's whose arguments it takes as well.
-    without : `Tuple[str, ...]`, optional (default = `()`)
-        But for these.
-    """
-
-    def decorate(constructor: Constructor) -> Constructor:
-        signature = inspect.signature(constructor)
-        *first, others = signature.parameters.values()
-        parameters: Dict[str, inspect.Parameter] = {}
-        if like is not None:
-            parameters.update(inspect.signature(like).parameters)
-        for name, key in keys.items():
-            # How AllenNLP is to construct an object, it knows itself.
-            if key.type is not _OBJECT or name not in parameters:
-                parameters[name] = inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=key.default, annotation=Any
-                )
-        left_out = {*without, *signature.parameters}
-        named = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, parameter in parameters.items()
-            if name not in left_out and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        constructor.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*first, *named, others]
-        )
-        return constructor
-
-    return decorate

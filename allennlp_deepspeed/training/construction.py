@@ -20,12 +20,13 @@ from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed import optimizers
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.config.constructors import with_defaults
 from allennlp_deepspeed.config.deepspeed_config import (
     DeepSpeedConfig,
     ResolvedConfig,
     TrainerSettings,
 )
-from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, with_defaults
+from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
