@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 from unittest import mock
 
 import psutil
@@ -50,32 +50,99 @@ class Run(NamedTuple):
         return self
 
 
-def allennlp(
-    *arguments: Any,
-    time_limit: float = 60,
-    include_packages: Sequence[str] = ("allennlp_deepspeed",),
-    environment: Optional[Dict[str, str]] = None,
-) -> Run:
+class Command:
+    """
+    An `allennlp` command that has been started. `wait_for_all` ends it.
+
+    # Parameters
+
+    arguments : `Any`
+        What comes after `allennlp`.
+    include_packages : `Sequence[str]`, optional (default = `("allennlp_deepspeed",)`)
+    environment : `Dict[str, str]`, optional (default = `None`)
+        Variables to set.
+    enter : `Callable[[], None]`, optional (default = `None`)
+        Called in the process of the command before anything else.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        include_packages: Sequence[str] = ("allennlp_deepspeed",),
+        environment: Optional[Dict[str, str]] = None,
+        enter: Optional[Callable[[], None]] = None,
+    ) -> None:
+        argv = ["allennlp", *map(str, arguments)]
+        for package in include_packages:
+            argv += ["--include-package", package]
+        descriptor, self._output_path = tempfile.mkstemp(prefix="allennlp-")
+        os.close(descriptor)
+        self._process = _context.Process(
+            target=_main, args=(argv, self._output_path, environment or {}, enter)
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the parent, which is the session of its workers too."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_alive()
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return Path(self._output_path).read_text(errors="replace")
+
+    def wait_until_it_prints(self, text: str, time_limit: float = 60) -> None:
+        """Fails if it ends or `time_limit` seconds are over before `text` is in its output."""
+        deadline = time.monotonic() + time_limit
+        while text not in self.output():
+            assert self.is_running and time.monotonic() < deadline, self.output()[-6000:]
+            time.sleep(0.01)
+
+    def signal(self, signal_number: int) -> None:
+        """Sends a signal to all of its processes, of which SIGSTOP and SIGKILL can't be handled."""
+        _signal_session(self.pid, signal_number)
+
+    def join(self, timeout: float) -> None:
+        self._process.join(timeout)
+
+    def end(self, timed_out: bool) -> Run:
+        """Kills whatever it has left."""
+        processes = _session(self.pid)
+        self.signal(signal.SIGKILL)
+        self._process.join()
+        output = self.output()
+        os.remove(self._output_path)
+        assert self._process.exitcode is not None
+        return Run(self._process.exitcode, output, processes, timed_out)
+
+
+def wait_for_all(commands: Sequence[Command], time_limit: float) -> List[Run]:
+    """
+    Waits for commands that need one another. After `time_limit` seconds in all, every process of
+    those that are left prints its stacks and is killed.
+    """
+    deadline = time.monotonic() + time_limit
+    for command in commands:
+        command.join(max(0, deadline - time.monotonic()))
+    late = [command for command in commands if command.is_running]
+    for command in late:
+        command.signal(signal.SIGUSR1)
+    if late:
+        time.sleep(1)
+    return [command.end(timed_out=command in late) for command in commands]
+
+
+def allennlp(*arguments: Any, time_limit: float = 60, **kwargs: Any) -> Run:
     """
     Runs `allennlp {arguments}` with the packages included. After `time_limit` seconds every
-    process of it prints its stacks and is killed.
+    process of it prints its stacks and is killed. Other arguments are those of `Command`.
     """
-    argv = ["allennlp", *map(str, arguments)]
-    for package in include_packages:
-        argv += ["--include-package", package]
-    with tempfile.NamedTemporaryFile(mode="r", prefix="allennlp-", errors="replace") as output:
-        process = _context.Process(target=_main, args=(argv, output.name, environment or {}))
-        process.start()
-        process.join(time_limit)
-        timed_out = process.is_alive()
-        if timed_out:
-            _signal_session(process.pid, signal.SIGUSR1)
-            time.sleep(1)
-        processes = _session(process.pid)
-        # Whatever the command has left goes with it.
-        _signal_session(process.pid, signal.SIGKILL)
-        process.join()
-        return Run(process.exitcode, output.read(), processes, timed_out)
+    return wait_for_all([Command(*arguments, **kwargs)], time_limit)[0]
 
 
 def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any) -> Run:
@@ -96,11 +163,18 @@ def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any)
     return Run(process.returncode, output, processes)
 
 
-def _main(argv: List[str], output: str, environment: Dict[str, str]) -> None:
+def _main(
+    argv: List[str],
+    output: str,
+    environment: Dict[str, str],
+    enter: Optional[Callable[[], None]],
+) -> None:
     os.setsid()
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if enter is not None:
+        enter()
     os.environ.update(environment)
     sys.argv = argv
     # Forked workers inherit it.

@@ -1,0 +1,3 @@
+"""
+Trainings on several hosts (`tests/support/hosts.py`).
+"""

@@ -1,0 +1,119 @@
+"""What the hosts of tests/support/hosts.py are, and the faults that they can have."""
+
+import os
+import signal
+import socket
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Callable, Set
+
+import psutil
+import pytest
+
+from tests.support.experiment import deepspeed, load_config
+from tests.support.hosts import Host, Hosts, missing_right, wait_for_all, write_config
+
+
+def on(host: Host, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process on a host."""
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, host, function, args))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send(sender: Any, host: Host, function: Callable[..., Any], args: Any) -> None:
+    host.enter()
+    sender.send(function(*args))
+
+
+def can_connect(name: str, port: int) -> bool:
+    try:
+        socket.create_connection((name, port), timeout=0.5).close()
+    except OSError:
+        return False
+    return True
+
+
+def listen(host: Host, port: int) -> Any:
+    """Starts a process on a host to which others can connect."""
+    context = get_context("fork")
+    is_ready = context.Event()
+
+    def serve() -> None:
+        host.enter()
+        with socket.create_server((host.address, port)) as server:
+            is_ready.set()
+            while True:
+                server.accept()
+
+    process = context.Process(target=serve)
+    process.start()
+    assert is_ready.wait(10)
+    return process
+
+
+def test_hosts_reach_one_another_until_a_link_is_cut(make_hosts: Callable[[int], Hosts]):
+    hosts = make_hosts(3)
+    assert [on(host, socket.gethostname) for host in hosts.hosts] == ["host-0", "host-1", "host-2"]
+    server = listen(hosts[0], 4321)
+    assert on(hosts[1], can_connect, "host-0", 4321)
+    assert not on(hosts[1], can_connect, "host-1", 4321)  # where the port is another
+
+    hosts[1].cut_link()
+    assert not on(hosts[1], can_connect, "host-0", 4321)
+    assert on(hosts[2], can_connect, "host-0", 4321)
+    hosts[1].join_link()
+    assert on(hosts[1], can_connect, "host-0", 4321)
+
+    hosts[2].take_interface_down()
+    assert not on(hosts[2], can_connect, "host-0", 4321)
+
+    hosts.remove()
+    server.join(10)
+    assert server.exitcode == -signal.SIGKILL
+    assert not any(psutil.pid_exists(host.holder) for host in hosts.hosts)
+
+
+def test_a_host_can_come_late_be_frozen_and_be_killed(two_hosts: Hosts, tmp_path: Path):
+    config = {**deepspeed(load_config("classifier"), 0), "distributed": two_hosts.distributed()}
+    directories = [tmp_path / "0", tmp_path / "1"]
+    path = write_config(config, directories[0])
+    first = two_hosts[0].train(path, directories[0])
+    first.wait_until_it_prints("distributed training mode")
+    second = two_hosts[1].train(path, directories[1])
+    commands = [first, second]
+    first.wait_until_it_prints("Beginning training")
+
+    first.signal(signal.SIGSTOP)
+    while states_of(first.pid) != {psutil.STATUS_STOPPED}:
+        time.sleep(0.01)  # each stops when it is next scheduled
+    first.signal(signal.SIGCONT)
+
+    for command in commands:
+        command.signal(signal.SIGKILL)
+    for run in wait_for_all(commands, time_limit=10):
+        assert (run.returncode, run.processes, run.timed_out) == (-signal.SIGKILL, [], False)
+
+
+def states_of(session: int) -> Set[str]:
+    states: Set[str] = set()
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session:
+                states.add(process.status())
+        except (OSError, psutil.NoSuchProcess):
+            pass
+    return states
+
+
+def test_there_is_a_reason_where_hosts_can_not_be_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    assert missing_right() == ("ip, unshare, hostname not found: install iproute2 and util-linux")
