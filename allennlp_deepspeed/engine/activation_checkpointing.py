@@ -25,6 +25,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS, check_values
+from allennlp_deepspeed.processes.random_states import (
+    dropout_between_layers,
+    repeatable_random_states,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -263,6 +267,8 @@ def _recomputed_forward(
         # To DeepSpeed there are none, so that they may be of any type.
         return ()
 
+    if dropout_between_layers(module):
+        repeatable_random_states()
     # The one that doesn't go backward in its own graph: hooks on parameters, by which DeepSpeed
     # reduces gradients, are called once, and inputs don't have to require gradients.
     checkpointing.non_reentrant_checkpoint(run, *map(_alias, filter(torch.is_tensor, leaves)))

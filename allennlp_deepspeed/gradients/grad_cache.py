@@ -18,7 +18,11 @@ from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
 from allennlp_deepspeed.gradients.chunking import num_examples, rows_of
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.processes.random_states import random_states, set_random_states
+from allennlp_deepspeed.processes.random_states import (
+    random_states,
+    repeatable_random_states,
+    set_random_states,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +202,7 @@ class GradCache:
         states: List[Dict[str, Any]] = []
         parts: Dict[str, List[torch.Tensor]] = {}
         for chunk in chunks:
-            states.append(random_states())
+            states.append(repeatable_random_states())
             with torch.no_grad():
                 representations = self._encode(chunk)
             if chunk.is_filler:

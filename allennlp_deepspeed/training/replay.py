@@ -1,4 +1,5 @@
 import copy
+import logging
 from typing import Any, Dict, List, Optional
 
 from allennlp.models import Model
@@ -12,12 +13,15 @@ from allennlp_deepspeed.checkpoint.module_states import (
 )
 from allennlp_deepspeed.processes.random_states import (
     RandomHistory,
+    dropout_between_layers,
     random_states,
     set_random_states,
 )
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.running_loss import RunningLoss
 from allennlp_deepspeed.training.validation_history import ValidationHistory
+
+logger = logging.getLogger(__name__)
 
 
 class Replay:
@@ -104,6 +108,14 @@ class Replay:
         if "train_metrics" in state:
             self._interrupted_validation = state
         set_random_states(state["random_states"])
+        modules = dropout_between_layers(self._model)
+        if modules:
+            logger.warning(
+                "What the dropout between the layers of %s leaves out from here on is not what it "
+                "would have been without the interruption: on a GPU its random state is cuDNN's, "
+                "which can't be saved.",
+                ", ".join(modules),
+            )
         load_module_states(self._model, state["modules"])
         self._progress.arrive()
         if state["running_loss"] is not None:

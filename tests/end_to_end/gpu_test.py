@@ -14,6 +14,9 @@ from allennlp.common.testing import requires_gpu, requires_multi_gpu
 
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
 from tests.end_to_end.grad_cache_test import CHUNK_SIZES, EVERYTHING, cached
+from tests.end_to_end.offload_test import OPTIMIZERS as COUNTERPARTS
+from tests.end_to_end.offload_test import TRAINING as STEPS
+from tests.end_to_end.offload_test import stepped_by, with_preset
 from tests.end_to_end.parity_test import TRAINING, check_parity
 from tests.end_to_end.precision_test import AUTOCAST, BF16, EPOCHS, FP16, SGD
 from tests.support.command import REPOSITORY, Run, subprocess_allennlp
@@ -46,6 +49,9 @@ PRECISIONS = pytest.mark.parametrize(
 OPTIMIZERS = pytest.mark.parametrize(
     "optimizer", [pytest.param({}, id="adam"), pytest.param(SGD, id="sgd")]
 )
+
+# With few instances in a step, SGD at this rate makes something else of each rounding, in fp32 too.
+LARGE_BATCHES: Config = {"data_loader.batch_size": 16}
 
 # The gradients of embeddings are added up in no fixed order on a GPU, so that not even two runs of
 # one trainer are the same to the last bit.
@@ -101,7 +107,8 @@ def test_training_on_two_gpus_is_that_of_gradient_descent(
 def test_precisions_on_one_gpu_train_as_fp32_does(
     gpu_experiments: Experiments, optimizer: Config, precision: Config, stage: int
 ) -> None:
-    check_precision(gpu_experiments, {**ONE_GPU, **optimizer}, precision, stage)
+    world = {**ONE_GPU, **LARGE_BATCHES, **optimizer}
+    check_precision(gpu_experiments, world, precision, stage)
 
 
 @requires_multi_gpu
@@ -122,17 +129,79 @@ def test_adagrad_has_its_state_on_the_gpu(gpu_experiments: Experiments) -> None:
 
 
 @requires_gpu
+@pytest.mark.parametrize("preset", ["zero_2_offload", "zero_3_offload"])
+@pytest.mark.parametrize("name", COUNTERPARTS)
+def test_offloaded_training_on_one_gpu_is_that_of_gradient_descent(
+    gpu_experiments: Experiments, name: str, preset: str
+) -> None:
+    config = load_config("tagger", ONE_GPU, STEPS, stepped_by(name))
+    result = gpu_experiments.run(with_preset(config, preset))
+    assert_same_weights(result.weights(), gpu_experiments.run(config).weights(), TOLERANCE)
+
+
+@requires_gpu
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("name", ["adam", "adamw", "lion"])
+def test_fused_optimizers_step_as_their_counterparts_do(
+    gpu_experiments: Experiments, name: str, stage: int
+) -> None:
+    config = load_config("tagger", ONE_GPU, STEPS, stepped_by(name))
+    fused = {**config["trainer"]["optimizer"], "type": f"fused_{name}"}
+    fused_config = {**config, "trainer": {**config["trainer"], "optimizer": fused}}
+    result = gpu_experiments.run(deepspeed(fused_config, stage))
+    assert_same_weights(result.weights(), gpu_experiments.run(config).weights(), TOLERANCE)
+
+
+@requires_gpu
+def test_fused_lamb_steps_as_its_paper_says(gpu_experiments: Experiments) -> None:
+    settings = {"lr": 0.01, "weight_decay": 0.1, "min_coeff": 0.2, "max_coeff": 2.0}
+    expected, fused = (
+        load_config("tagger", ONE_GPU, {"trainer.optimizer": {"type": name, **settings}})
+        for name in ("plain_lamb", "fused_lamb")
+    )
+    result = gpu_experiments.run(deepspeed(fused, 0))
+    assert_same_weights(result.weights(), gpu_experiments.run(expected).weights(), TOLERANCE)
+
+
+@requires_gpu
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_use_amp_trains_as_with_gradient_descent(gpu_experiments: Experiments, stage: int) -> None:
+    config = load_config("classifier", ONE_GPU, EPOCHS, LARGE_BATCHES, {"trainer.use_amp": True})
+    assert_trains_alike(gpu_experiments.run(deepspeed(config, stage)), gpu_experiments.run(config))
+
+
+@requires_gpu
 @STAGES
 @PRECISIONS
 def test_a_recovered_run_on_one_gpu_ends_as_an_uninterrupted_one(
     gpu_experiments: Experiments, tmp_path: Path, precision: Config, stage: int
 ) -> None:
-    config = load_config("tagger", CHECKPOINTS, ONE_GPU)
-    del config["distributed"]
-    config = deepspeed(config, stage, **precision)
+    # Dropout of a kind whose random state can be saved.
+    dropout = {"model.encoder.dropout": 0.0, "model.encoder.num_layers": 1}
+    config = checkpointed({**dropout, "model.encoder.hidden_size": 10}, precision, stage)
     uninterrupted = gpu_experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2", command=run_on_gpu)
     assert_same_weights(recovered.weights(), uninterrupted.weights(), TOLERANCE)
+
+
+@requires_gpu
+def test_recovery_says_which_dropout_is_another(
+    gpu_experiments: Experiments, tmp_path: Path
+) -> None:
+    config = checkpointed({}, {}, 2)
+    uninterrupted = gpu_experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2", command=run_on_gpu)
+    log = (recovered.serialization_dir / "out.log").read_text()
+    assert "the dropout between the layers of encoder._module" in log
+    losses = [epoch["training_loss"] for epoch in recovered.epochs()]
+    expected = [epoch["training_loss"] for epoch in uninterrupted.epochs()]
+    assert losses == pytest.approx(expected, abs=0.02)
+
+
+def checkpointed(changes: Config, precision: Config, stage: int) -> Config:
+    config = load_config("tagger", CHECKPOINTS, ONE_GPU, changes)
+    del config["distributed"]
+    return deepspeed(config, stage, **precision)
 
 
 @requires_gpu
@@ -158,6 +227,35 @@ def test_dropout_on_one_gpu_is_the_same_in_both_passes(
         for config in (cached(config, stage, **precision), with_graphs)
     )
     assert losses == pytest.approx(expected, abs=0.05)
+
+
+@requires_gpu
+@pytest.mark.parametrize("stage", [0, 3])
+def test_dropout_between_layers_on_one_gpu_is_the_same_in_both_passes(
+    gpu_experiments: Experiments, stage: int
+) -> None:
+    lstm = {"type": "lstm", "input_size": 12, "hidden_size": 8, "num_layers": 2, "dropout": 0.5}
+    size = {"data_loader.batch_size": 16, "model.seq2vec_encoder": lstm}
+    in_chunks = {"model.type": "bi_encoder_in_chunks", "model.chunk_size": 3}
+    result = gpu_experiments.run(cached(load_config("bi_encoder", ONE_GPU, size), stage))
+    with_graphs = load_config("bi_encoder", ONE_GPU, size, in_chunks)
+    expected = gpu_experiments.run(deepspeed(with_graphs, 0))
+    assert_same_weights(result.weights(), expected.weights(), TOLERANCE)
+
+
+@requires_gpu
+@pytest.mark.parametrize("stage", [0, 3])
+def test_dropout_between_layers_on_one_gpu_is_the_same_when_recomputed(
+    gpu_experiments: Experiments, stage: int
+) -> None:
+    encoder = {"model.encoder.num_layers": 2, "model.encoder.dropout": 0.5}
+    config = load_config("tagger", ONE_GPU, encoder, SGD)
+    # The one starts its dropout anew before the module is computed, the other in the module.
+    restarting = {**config, "model": {**config["model"], "type": "tagger_restarting_dropout"}}
+    config["trainer"]["activation_checkpointing"] = ["^encoder$"]
+    result = gpu_experiments.run(deepspeed(config, stage))
+    expected = gpu_experiments.run(restarting)
+    assert_same_weights(result.weights(), expected.weights(), TOLERANCE)
 
 
 @requires_multi_gpu

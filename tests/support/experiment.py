@@ -101,7 +101,7 @@ class Result:
         with tarfile.open(self.archive) as archive:
             member = archive.extractfile("weights.th")
             assert member is not None
-            return torch.load(io.BytesIO(member.read()), weights_only=True)
+            return torch.load(io.BytesIO(member.read()), map_location="cpu", weights_only=True)
 
     def metrics(self) -> Dict[str, Any]:
         """All numbers: of each epoch, of the whole run, of each optimizer step, by name."""

@@ -1,6 +1,7 @@
 """Faults of PyTorch's."""
 
 import torch
+from allennlp.common.testing import requires_gpu
 
 from tests.upstream.unmended import mended_by
 
@@ -32,3 +33,17 @@ def test_saving_does_not_say_that_the_disk_is_full() -> bool:
 def test_a_float_tensor_is_on_the_cpu_whatever_the_default_device_is() -> bool:
     with torch.device("meta"):
         return torch.FloatTensor(1, 1).device.type == "cpu"
+
+
+@requires_gpu
+@mended_by("processes.random_states.repeatable_random_states")
+def test_dropout_between_layers_is_another_after_the_random_state_is_set() -> bool:
+    lstm = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5).cuda()
+    inputs = torch.ones(4, 4, 8, device="cuda")
+    lstm(inputs)
+    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    outputs, _ = lstm(inputs)
+    torch.set_rng_state(states[0])
+    torch.cuda.set_rng_state(states[1])
+    outputs_again, _ = lstm(inputs)
+    return not torch.equal(outputs, outputs_again)
