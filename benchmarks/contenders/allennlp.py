@@ -93,7 +93,7 @@ def train_with(
                 "local_rank": worker.rank,
                 "cuda_device": worker.rank if worker.device.type == "cuda" else -1,
                 "world_size": worker.world_size,
-                "distributed": True,
+                "distributed": worker.world_size > 1,
             }
         ),
         serialization_dir=str(worker.serialization_dir),
