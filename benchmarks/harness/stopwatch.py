@@ -13,6 +13,10 @@ from allennlp_deepspeed.reports.communication import CommunicationCounter, Traff
 from benchmarks.harness.gradient_traffic import GradientTraffic
 from benchmarks.harness.memory import PeakMemory
 
+# Before 2.14 PyTorch's process groups have no hooks: the columns of what crosses the network stay
+# empty.
+_CAN_COUNT = hasattr(dist.ProcessGroup, "register_pre_hook")
+
 
 class Plan(NamedTuple):
     """
@@ -103,8 +107,9 @@ class Stopwatch:
         self._wait_for_all()
         seconds = time.perf_counter() - self._start
         if segment == self.plan.num_segments + 1:
-            self._counter.stop()
-            self._gradients.stop()
+            if _CAN_COUNT:
+                self._counter.stop()
+                self._gradients.stop()
             self._memory.stop()
             return
         if self._turns is not None:
@@ -113,7 +118,7 @@ class Stopwatch:
         if segment == self.plan.num_segments:
             self._memory.start()
         self._wait_for_all()
-        if segment == self.plan.num_segments:
+        if segment == self.plan.num_segments and _CAN_COUNT:
             self._counter.start()
             self._gradients.start()
         self._start = time.perf_counter()
