@@ -2,7 +2,7 @@ import logging
 import os
 import time
 from importlib import metadata
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import deepspeed
 import torch
@@ -13,7 +13,12 @@ from allennlp.training.trainer import TrainerCheckpoint
 from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
-from allennlp_deepspeed.checkpoint import frozen_parameters, sharded_reader, universal
+from allennlp_deepspeed.checkpoint import (
+    assembly,
+    frozen_parameters,
+    sharded_reader,
+    universal,
+)
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.compatibility import (
     check_model,
@@ -26,6 +31,7 @@ from allennlp_deepspeed.checkpoint.trainer_protocol import Training
 from allennlp_deepspeed.config.constructors import takes, with_defaults
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.engine import nvme_states
+from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.storage import serialization
@@ -34,6 +40,7 @@ from allennlp_deepspeed.storage.checkpoint_directory import (
     ENGINE_TAG,
     CheckpointDirectory,
     PointInTime,
+    universal_path,
 )
 from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord, FrozenRecord
 
@@ -178,8 +185,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         on. To be called by every rank.
         """
         if self._commits is None:
+            directories = trainer.directories
             self._commits = BackgroundCommit(
-                self._checkpoints, dist.get_rank(), dist.get_world_size(), self._ranks_here(trainer)
+                self._checkpoints, dist.get_rank(), directories.groups, directories.hosts
             )
         self._commits.wait()
         trainer.save_best_weights()
@@ -189,17 +197,17 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._last_save_time = time.time()
         self._remember(point)
 
-        is_first_here = dist.get_rank() == self._ranks_here(trainer)[0]
         unfinished = self._checkpoints.unfinished_path(point)
         record = self._record(point, trainer)
         if record.frozen:
             self._files.left_out = frozen_parameters.frozen_names(trainer.model)
-        if is_first_here:
+        if trainer.directories.is_first_here:
             self._checkpoints.begin(point)
             if trainer.best_weights.exist:
                 trainer.best_weights.link_into(unfinished, self._files.left_out)
         dist.barrier()
         trainer.engine.checkpoint_engine = self._files
+        write_model_states(trainer.engine, trainer.directories.is_first_here)
         with nvme_states.no_swap_files_copied(trainer.engine):
             trainer.engine.save_checkpoint(
                 unfinished,
@@ -253,14 +261,6 @@ class DeepSpeedCheckpointer(Checkpointer):
             },
             frozen=frozen,
         )
-
-    def _ranks_here(self, trainer: Training) -> Sequence[int]:
-        """The ranks with whom this one shares its serialization directory, as far as is known."""
-        if not trainer.engine.use_node_local_storage():
-            return range(dist.get_world_size())
-        num_ranks = int(os.environ.get("ALLENNLP_PROCS_PER_NODE", dist.get_world_size()))
-        first = dist.get_rank() // num_ranks * num_ranks
-        return range(first, first + num_ranks)
 
     def check_state(self, trainer: Training) -> None:
         """
@@ -322,23 +322,23 @@ class DeepSpeedCheckpointer(Checkpointer):
                 "A DeepSpeedCheckpointer loads a checkpoint into the engine of a trainer: call "
                 "load_checkpoint(trainer)."
             )
-        intact = newest_intact(self._checkpoints, self._ranks_here(trainer), self._on_corrupt)
-        if intact is None:
+        directories = trainer.directories
+        found = newest_intact(self._checkpoints, directories, self._on_corrupt)
+        if found is None or found.record is None:
             refuse_allennlp_checkpoints(self._serialization_dir)
             return None
-        return self._load(trainer, *intact)
+        check_model(self._checkpoints.path(found.point), found.record, trainer)
+        assembly.complete(self._checkpoints, found, directories, trainer.engine.device)
+        return self._load(trainer, found.point, found.record, found.state_of(dist.get_rank()))
 
     def _load(
-        self, trainer: Training, point: PointInTime, record: CommitRecord
+        self, trainer: Training, point: PointInTime, record: CommitRecord, rank: int
     ) -> TrainerCheckpoint:
-        """Loads a checkpoint whose files are intact."""
+        """Loads a checkpoint whose files are intact, with the training state of a rank."""
         path = self._checkpoints.path(point)
-        check_model(path, record, trainer)
         if record.frozen:
             frozen_parameters.check_same(self._frozen_records(trainer), record.frozen, path)
         logger.info("Continuing from the checkpoint in %s", path)
-        # With more workers than wrote it, some start from the same state.
-        rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
         check_version(path, record, trainer_state)
         if universal.needs_conversion(record, dist.get_world_size()):
@@ -373,9 +373,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         trainer_state: Dict[str, Any],
     ) -> None:
         """Loads what another number of ranks has saved, and this rank's share of the averages."""
-        own = universal.find(path) if dist.get_rank() == 0 else None
-        converted = agreement.of_rank_0(own)
-        if converted is None:
+        converted = universal_path(path)
+        if not agreement.of_rank_0(dist.get_rank() == 0 and universal.find(path) is not None):
             raise CheckpointError(
                 f"{path} was written by {record.world_size} workers, and there are "
                 f"{dist.get_world_size()} now: run `allennlp deepspeed resize "

@@ -6,6 +6,7 @@ from allennlp.training.trainer import TrainerCheckpoint
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
+from allennlp_deepspeed.checkpoint.directories import Directories
 
 TRAINING_STATE_VERSION = 4
 """Of what is in a `TrainerCheckpoint`. Version 2 was that of 0.1.0."""
@@ -31,6 +32,10 @@ class Training(Protocol):
     @property
     def engine(self) -> DeepSpeedEngine:
         """Which is up."""
+
+    @property
+    def directories(self) -> Directories:
+        """Which ranks share a serialization directory."""
 
     @property
     def callbacks(self) -> List[TrainerCallback]:

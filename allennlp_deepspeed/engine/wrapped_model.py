@@ -201,9 +201,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo.enter_context(
             activation_checkpointing.configured(model, config.engine_config, device)
         )
-        if local_rank == 0 and self.engine.use_node_local_storage():
-            # DeepSpeed asks for the index of the device instead, which may start at any.
-            self.engine.save_non_zero_checkpoint = True
         if config.zero_stage == 3:
             self._undo.enter_context(module_hooks.only_with_graph(model))
         if regularizer is not None:

@@ -95,9 +95,16 @@ def of_rank_0(value: T) -> T:
     value : `T`
         Anything that can be pickled. Those of other ranks aren't looked at.
     """
+    return of_rank(0, value)
+
+
+def of_rank(rank: int, value: T) -> T:
+    """
+    The value of a rank that is the same on all, otherwise as `of_rank_0`.
+    """
     values = [value]
     if world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=rank)
     return values[0]
 
 

@@ -41,22 +41,24 @@ class BackgroundCommit:
 
     directory : `CheckpointDirectory`, required.
     rank : `int`, required.
-    world_size : `int`, required.
-    committing_ranks : `Sequence[int]`, required.
-        The first of them commits. Their files are in one directory, this rank's among them.
+    directories : `Sequence[Sequence[int]]`, required.
+        The ranks that share a directory, for each one. The first rank of each commits there what
+        they have written; the record is the same in all.
+    hosts : `Sequence[str]`, required.
+        By rank.
     """
 
     def __init__(
         self,
         directory: CheckpointDirectory,
         rank: int,
-        world_size: int,
-        committing_ranks: Sequence[int],
+        directories: Sequence[Sequence[int]],
+        hosts: Sequence[str],
     ) -> None:
         self._directory = directory
         self._rank = rank
-        self._world_size = world_size
-        self._committing_ranks = committing_ranks
+        self._directories = directories
+        self._hosts = hosts
         self._store = dist.distributed_c10d._get_default_store()
         self._thread: Optional[threading.Thread] = None
         self._error: Optional[BaseException] = None
@@ -123,11 +125,10 @@ class BackgroundCommit:
             self._commit(key, *args)
         except BaseException as error:
             self._error = error
-            # If the store is gone, so are the ranks that would read it.
+            # Whatever others may still wait for. If the store is gone, so are they.
             with suppress(dist.DistError):
-                self._store.set(
-                    f"{key}/{self._rank}", json.dumps({"error": traceback.format_exc()})
-                )
+                for name in ("files", "directory", "record", "committed"):
+                    self._tell(key, name, {"error": traceback.format_exc()})
 
     def _commit(
         self,
@@ -139,42 +140,71 @@ class BackgroundCommit:
     ) -> None:
         unfinished = self._directory.unfinished_path(point)
         own_files = {os.path.relpath(path, unfinished): self._flush(path) for path in write()}
-        self._store.set(f"{key}/{self._rank}", json.dumps({"files": own_files}))
-        if self._rank != self._committing_ranks[0]:
+        self._tell(key, "files", own_files)
+        here = next(ranks for ranks in self._directories if self._rank in ranks)
+        if self._rank != here[0]:
             return
-        for rank in range(self._world_size):
-            confirmed = self._confirmation(f"{key}/{rank}", rank)
-            if rank in self._committing_ranks:
-                record.files.update({n: FileRecord(*r) for n, r in confirmed.items()})
-        # What DeepSpeed has written by itself, such as its script for conversions.
-        for name in set(file_names(unfinished)) - set(record.files):
-            record.files[name] = self._flush(os.path.join(unfinished, name))
+        self._tell(key, "directory", self._files_here(key, unfinished, here))
+        if self._rank == 0:
+            self._complete(record, [self._told(key, "directory", d[0]) for d in self._directories])
+            self._tell(key, "record", record.to_json())
+        record = CommitRecord.from_json(self._told(key, "record", 0))
         self._directory.commit(point, record)
-        self._store.set(f"{key}/{self._rank}/committed", json.dumps({"files": {}}))
-        for rank in range(0, self._world_size, len(self._committing_ranks)):
-            self._confirmation(f"{key}/{rank}/committed", rank)
+        self._tell(key, "committed", {})
+        for ranks in self._directories:
+            self._told(key, "committed", ranks[0])
         try:
             then()
         except OSError:
             logger.warning("Older checkpoints could not be removed.", exc_info=True)
 
-    def _confirmation(self, key: str, rank: int) -> Dict[str, List[Any]]:
-        """Waits for what a rank sets in the store, and returns its files."""
+    def _files_here(self, key: str, unfinished: str, ranks: Sequence[int]) -> Dict[str, FileRecord]:
+        """All files of this directory, when every rank of it has confirmed its own."""
+        here: Dict[str, FileRecord] = {}
+        for rank in ranks:
+            here.update({n: FileRecord(*r) for n, r in self._told(key, "files", rank).items()})
+        # What DeepSpeed has written by itself, such as its script for conversions.
+        for name in set(file_names(unfinished)) - set(here):
+            here[name] = self._flush(os.path.join(unfinished, name))
+        return here
+
+    def _complete(self, record: CommitRecord, directories: List[Dict[str, List[Any]]]) -> None:
+        """Adds what is in the directories to a record."""
+        for confirmed in directories:
+            for name, values in confirmed.items():
+                file = FileRecord(*values)
+                if record.files.setdefault(name, file) != file:
+                    copies = record.copies.setdefault(name, [])
+                    if file not in copies:
+                        copies.append(file)
+        record.hosts = list(self._hosts)
+        if len(self._directories) > 1:
+            record.directories = [list(ranks) for ranks in self._directories]
+
+    def _tell(self, key: str, name: str, value: Any) -> None:
+        self._store.set(f"{key}/{name}/{self._rank}", json.dumps(value))
+
+    def _told(self, key: str, name: str, rank: int) -> Any:
+        """Waits for what a rank sets in the store."""
+        key = f"{key}/{name}/{rank}"
+        who = f"rank {rank}"
+        if len(set(self._hosts)) > 1:
+            who += f" on {self._hosts[rank]}"
         deadline = time.monotonic() + _TIMEOUT
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"A checkpoint was not completed, because worker {rank} has not confirmed "
+                    f"A checkpoint was not completed, because {who} has not confirmed "
                     f"within {_TIMEOUT:.0f} seconds that it has written its files."
                 )
             time.sleep(_POLLING_INTERVAL)
-        confirmation = json.loads(self._store.get(key))
-        if "error" in confirmation:
+        told = json.loads(self._store.get(key))
+        if isinstance(told, dict) and "error" in told:
             raise RuntimeError(
-                f"A checkpoint was not completed, because worker {rank} failed to write "
-                f"it:\n{confirmation['error']}"
+                f"A checkpoint was not completed, because {who} failed to write "
+                f"it:\n{told['error']}"
             )
-        return confirmation["files"]
+        return told
 
     def _flush(self, path: str) -> FileRecord:
         status = os.stat(path)

@@ -8,7 +8,7 @@ import time
 from typing import List, NamedTuple, Optional, Union
 
 from allennlp_deepspeed.storage import files
-from allennlp_deepspeed.storage.commit_record import CommitRecord
+from allennlp_deepspeed.storage.commit_record import CommitRecord, training_state_name
 
 ENGINE_TAG = "engine"
 UNIVERSAL_TAG = "universal"
@@ -17,7 +17,7 @@ BEST_WEIGHTS_NAME = "best.th"
 _NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 _LEFTOVER = re.compile(
     r"checkpoint_e\d+_b\d+(\.universal|\.replaced)?\.(unfinished|removed)$"
-    r"|best\.th\.w\d+\.tmp$|config\.json\.n\d+\.unfinished$|mapped_\w+\.tmp$"
+    r"|best\.th\.w\d+\.tmp$|config\.json\.n\d+\.unfinished$|mapped_\w+\.tmp$|token_\w+\.tmp$"
 )
 _REPLACED = re.compile(r"(checkpoint_e\d+_b\d+)\.replaced$")
 _UNIVERSAL = re.compile(r"(checkpoint_e\d+_b\d+)\.universal$")
@@ -64,7 +64,7 @@ class CheckpointDirectory:
         return self.path(point) + ".unfinished"
 
     def training_state_path(self, checkpoint: str, rank: int) -> str:
-        return os.path.join(checkpoint, f"training_state_w{rank}.th")
+        return os.path.join(checkpoint, training_state_name(rank))
 
     def clean_up(self) -> None:
         """Removes what a crash has left of saving and of pruning."""

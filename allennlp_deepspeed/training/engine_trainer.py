@@ -1,3 +1,5 @@
+import json
+import logging
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Dict, Iterator, List, Optional, Tuple
@@ -17,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.embedding_max_norm import MaxNorm
@@ -51,6 +54,9 @@ def _of_progress(name: str) -> Any:
     return property(read, write)
 
 
+logger = logging.getLogger(__name__)
+
+
 class EngineTrainer(GradientDescentTrainer):
     """
     A trainer with an engine, as callbacks, models, notebooks and other loops see it: the engine's
@@ -62,6 +68,7 @@ class EngineTrainer(GradientDescentTrainer):
     _checkpointer: Optional[DeepSpeedCheckpointer]
     _moving_average: Optional[ShardedMovingAverage]
     _given_moving_average: Optional[MovingAverage]
+    _directories: Directories
     _progress: Progress
     _buffers: BufferBroadcast
     # The keys 'gradient_synchronization' and 'grad_cache'.
@@ -220,8 +227,34 @@ class EngineTrainer(GradientDescentTrainer):
 
     @property
     def is_primary(self) -> bool:
-        """Whether this worker writes what its node, or a single process, has once."""
+        """Whether this worker writes what its serialization directory has once."""
         return self._primary
+
+    def _find_directories(self, serialization_dir: Optional[str]) -> None:
+        """To be called by every rank."""
+        self._directories = found = Directories.find(serialization_dir)
+        if not self._distributed:
+            return
+        self._primary = found.is_first_here
+        section = self._ddp_wrapped_model.config.engine_config.get("checkpoint", {})
+        said = section.get("use_node_local_storage")
+        if found.are_one and not said and len(set(found.hosts)) == 1:
+            return
+        contradiction = said is not None and said == found.are_one
+        logger.log(
+            logging.WARNING if contradiction else logging.INFO,
+            "%s%s",
+            found.description(),
+            f" 'deepspeed_config.checkpoint.use_node_local_storage' is {json.dumps(said)}, and "
+            "is not needed: leave it out."
+            if contradiction
+            else "",
+        )
+
+    @property
+    def directories(self) -> Directories:
+        """Which ranks share a serialization directory."""
+        return self._directories
 
     @property
     def steps_completed(self) -> int:

@@ -110,6 +110,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         with destroyed_on_failure(wrapped_model):
             self._progress = Progress()
             super().__init__(model, wrapped_model.optimizer, data_loader, **constructed)
+            self._find_directories(arguments["serialization_dir"])
             self._ddp_wrapped_model: DeepSpeedWrappedModel
             self._validation_data_loader: Any
             if self._distributed:

@@ -1,0 +1,95 @@
+import socket
+from typing import List, NamedTuple, Optional, Sequence
+
+import torch.distributed as dist
+
+from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.storage import tokens
+
+
+class Directories(NamedTuple):
+    """
+    Which ranks see the same serialization directory. With one for each node, each holds the files
+    of its own ranks, and what every directory has once is written by the first of them.
+
+    # Parameters
+
+    groups : `List[List[int]]`
+        The ranks that share a directory, for each directory, by the first of them.
+    hosts : `List[str]`
+        By rank.
+    """
+
+    groups: List[List[int]]
+    hosts: List[str]
+
+    @classmethod
+    def find(cls, serialization_dir: Optional[str]) -> "Directories":
+        """
+        Looks whose directories are the same. To be called by every rank.
+
+        # Parameters
+
+        serialization_dir : `Optional[str]`
+            As this rank sees it. `None` if nothing is written.
+
+        # Raises
+
+        `RuntimeError`
+            On every rank, if one can't write to its directory.
+        """
+        hosts = agreement.of_all(socket.gethostname())
+        if len(hosts) == 1 or serialization_dir is None:
+            return cls([list(range(len(hosts)))], hosts)
+        rank, key = _rank(), agreement.of_rank_0(tokens.new_key())
+        problem = None
+        try:
+            tokens.put(serialization_dir, key, rank)
+        except OSError as error:
+            problem = f"rank {rank} on {hosts[rank]} can't write to {serialization_dir}: {error}"
+        problems = [p for p in agreement.of_all(problem) if p is not None]
+        seen = [] if problem else tokens.seen(serialization_dir, key)
+        found = cls(tokens.groups(agreement.of_all(seen)), hosts)
+        if problem is None:
+            tokens.remove(serialization_dir, key, rank)
+        if problems:
+            raise RuntimeError("; ".join(problems))
+        return found
+
+    @property
+    def here(self) -> List[int]:
+        """The ranks that share the directory of this one."""
+        return next(ranks for ranks in self.groups if _rank() in ranks)
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this rank writes what a directory has once."""
+        return self.here[0] == _rank()
+
+    @property
+    def are_one(self) -> bool:
+        return len(self.groups) == 1
+
+    def name(self, rank: int) -> str:
+        """A rank for messages, with its host where there are several."""
+        return f"rank {rank} on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else f"rank {rank}"
+
+    def description(self) -> str:
+        """What was found, as a sentence."""
+        if self.are_one:
+            return "All ranks share one serialization directory."
+        parts = "; ".join(
+            f"ranks {', '.join(map(str, ranks))} on {', '.join(self._hosts_of(ranks))}"
+            for ranks in self.groups
+        )
+        return (
+            f"The ranks have {len(self.groups)} serialization directories ({parts}). Each keeps "
+            "the checkpoint files of its own ranks, and all are needed to continue."
+        )
+
+    def _hosts_of(self, ranks: Sequence[int]) -> List[str]:
+        return list(dict.fromkeys(self.hosts[rank] for rank in ranks))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

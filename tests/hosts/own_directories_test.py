@@ -1,0 +1,125 @@
+"""Hosts without a file system in common: each has a serialization directory of its own."""
+
+import shutil
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import pytest
+
+from allennlp_deepspeed.storage.commit_record import CommitRecord
+from tests.support.command import Run
+from tests.support.experiment import (
+    Config,
+    Experiments,
+    Result,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+from tests.support.hosts import Hosts
+
+CHECKPOINTS = {
+    "trainer.checkpointer": {"save_every_num_batches": 2, "keep_most_recent_by_count": None},
+    "trainer.moving_average": {"decay": 0.9},
+}
+NEWEST = "checkpoint_e1_b4"
+
+
+def config_of(stage: int) -> Config:
+    return deepspeed(load_config("tagger", CHECKPOINTS), stage)
+
+
+class Training:
+    """
+    A training on two hosts that has ended after `checkpoint_e1_b4`, and the weights with which one
+    that nothing has ended does.
+    """
+
+    def __init__(self, hosts: Hosts, config: Config, weights: Any, directory: Path) -> None:
+        self.hosts = hosts
+        self.config = config
+        self.weights = weights
+        self.directories = [directory / f"of-{host.name}" for host in hosts.hosts]
+        for run in hosts.train(config, self.directories):
+            run.check()
+        assert not list(directory.glob("*/*.unfinished"))
+        for own in self.directories:
+            Result(own).archive.unlink()
+            for name in ("checkpoint_e1_b6", "checkpoint_e2_b0"):
+                shutil.rmtree(own / name, ignore_errors=True)
+
+    def checkpoint(self, host: int) -> Path:
+        return self.directories[host] / NEWEST
+
+    def recover(self, directories: List[Path], **distributed: Any) -> List[Run]:
+        config = {**self.config, "distributed": {**self.hosts.distributed(), **distributed}}
+        return self.hosts.train(config, directories, "--recover")
+
+    def check_same_end(self, runs: List[Run], directories: List[Path]) -> None:
+        for run, directory in zip(runs, directories):
+            run.check()
+            assert_same_weights(Result(directory).weights(), self.weights, tolerance=0)
+
+
+@pytest.fixture
+def train(two_hosts: Hosts, experiments: Experiments, tmp_path: Path) -> Callable[[int], Training]:
+    def train(stage: int) -> Training:
+        config = config_of(stage)
+        four_workers = {**config, "distributed": {"cuda_devices": [-1] * 4}}
+        return Training(two_hosts, config, experiments.run(four_workers).weights(), tmp_path)
+
+    return train
+
+
+def test_hosts_that_come_back_in_another_order_continue_where_they_were(
+    train: Callable[[int], Training],
+):
+    training = train(3)
+    records = [CommitRecord.read(str(training.checkpoint(host))) for host in (0, 1)]
+    assert records[0] == records[1]
+    assert records[0].directories == [[0, 1], [2, 3]]
+    assert records[0].hosts == ["host-0"] * 2 + ["host-1"] * 2
+    swapped = training.directories[::-1]
+    runs = training.recover(swapped)
+    training.check_same_end(runs, swapped)
+    assert f"Continuing from the checkpoint in {training.checkpoint(1)}" in runs[0].output
+
+
+def test_another_number_of_workers_on_each_host_continues(train: Callable[[int], Training]):
+    training = train(2)
+    runs = training.recover(training.directories[::-1], cuda_devices=[-1])
+    weights = [Result(directory).weights() for directory in training.directories]
+    for run in runs:
+        run.check()
+    assert "from 4 workers for 2" in runs[0].output
+    assert_same_weights(weights[0], weights[1], tolerance=0)
+
+
+def test_without_the_files_of_a_host_it_is_said_whose_are_missing(
+    train: Callable[[int], Training],
+):
+    training = train(3)
+    for checkpoint in training.directories[1].glob("checkpoint_*"):
+        shutil.rmtree(checkpoint)
+    for run in training.recover(training.directories):
+        assert run.returncode == 1
+        assert (
+            f"{NEWEST} is not complete: the files of ranks 2, 3 are missing, which were on host-1 "
+            "(engine/zero_pp_rank_2_mp_rank_00_model_states.pt, "
+        ) in run.output
+
+
+def test_at_stage_0_a_host_without_files_continues_with_those_of_another(
+    train: Callable[[int], Training],
+):
+    training = train(0)
+    for checkpoint in training.directories[0].glob("checkpoint_*"):
+        shutil.rmtree(checkpoint)
+    (training.directories[0] / "best.th").unlink()
+    runs = training.recover(training.directories)
+    for run, directory in zip(runs, training.directories):
+        run.check()
+        assert f"Continuing from the checkpoint in {directory / NEWEST}" in run.output
+    assert "which were on host-0" in runs[0].output
+    weights: List[Dict[str, Any]] = [Result(d).weights() for d in training.directories]
+    assert_same_weights(weights[0], weights[1], tolerance=0)
