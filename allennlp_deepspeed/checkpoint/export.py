@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Iterator, Optional, Sequence
 
 from allennlp.common import Params
 from allennlp.models import Model
@@ -16,10 +16,10 @@ from allennlp.models.archival import CONFIG_NAME, archive_model, load_archive
 
 from allennlp_deepspeed import lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
+from allennlp_deepspeed.checkpoint.parts import find, together
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage import files
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.storage.commit_record import CommitRecord
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ def export(
     epoch: Optional[int] = None,
     output_dir: Optional[str] = None,
     merge_adapters: bool = False,
+    parts: Sequence[str] = (),
 ) -> str:
     """
     Writes the weights of a checkpoint in fp32 to `weights.th`, a `state_dict` of the plain model,
@@ -59,6 +60,8 @@ def export(
     merge_adapters : `bool`, optional (default = `False`)
         Whether LoRA's adapters are added to the weights that they adapt. The config in the archive
         has no token embedder of type "lora" then.
+    parts : `Sequence[str]`, optional (default = `()`)
+        The serialization directories of other nodes, where each has a part of the checkpoint.
 
     # Returns
 
@@ -72,13 +75,14 @@ def export(
     `ConfigurationError`
         If there are no adapters to merge.
     """
-    checkpoint = find_checkpoint(serialization_dir, epoch)
-    record = _verified(checkpoint)
-    output_dir = _prepare(serialization_dir, checkpoint, output_dir)
+    found = find([serialization_dir, *parts], epoch)
+    logger.info("Exporting the weights of %s", found.directory)
+    output_dir = _prepare(serialization_dir, found.directory, output_dir)
     weights = os.path.join(output_dir, WEIGHTS_NAME)
     archive = os.path.join(output_dir, ARCHIVE_NAME)
     with ExitStack() as stack:
         archived_dir = serialization_dir
+        checkpoint, record = stack.enter_context(together(found)), found.record
         if merge_adapters:
             model = _load_model(serialization_dir, checkpoint, record)
             lora.merge_adapters(model)
@@ -100,7 +104,10 @@ def export(
 
 
 def export_adapters(
-    source: str, epoch: Optional[int] = None, output_dir: Optional[str] = None
+    source: str,
+    epoch: Optional[int] = None,
+    output_dir: Optional[str] = None,
+    parts: Sequence[str] = (),
 ) -> str:
     """
     Writes LoRA's adapters alone, in the files `adapter_config.json` and `adapter_model.safetensors`
@@ -116,6 +123,8 @@ def export_adapters(
         As in `export`.
     output_dir : `str`, optional (default = `None`)
         As in `export`. For an archive `None` is the directory `adapters` beside it.
+    parts : `Sequence[str]`, optional (default = `()`)
+        As in `export`.
 
     # Returns
 
@@ -135,22 +144,17 @@ def export_adapters(
         output_dir = output_dir or os.path.join(os.path.dirname(source), "adapters")
         files.make_directory(output_dir)
     else:
-        checkpoint = find_checkpoint(source, epoch)
-        model = _load_model(source, checkpoint, _verified(checkpoint))
+        found = find([source, *parts], epoch)
+        logger.info("Exporting the adapters of %s", found.directory)
+        with together(found) as checkpoint:
+            model = _load_model(source, checkpoint, found.record)
         transformers = lora.adapted_transformers(model)
-        output_dir = _prepare(source, checkpoint, output_dir)
+        output_dir = _prepare(source, found.directory, output_dir)
     for name, transformer in transformers.items():
         directory = output_dir if len(transformers) == 1 else os.path.join(output_dir, name)
         files.make_directory(directory)
         lora.save_adapters(transformer, directory)
     return os.path.abspath(output_dir)
-
-
-def _verified(checkpoint: str) -> CommitRecord:
-    record = CommitRecord.read(checkpoint)
-    record.verify(checkpoint)
-    logger.info("Exporting the weights of %s", checkpoint)
-    return record
 
 
 def _prepare(serialization_dir: str, checkpoint: str, output_dir: Optional[str]) -> str:
@@ -198,28 +202,6 @@ def _without_adapters(serialization_dir: str) -> Iterator[str]:
         config = lora.without_adapters(Params.from_file(path).as_dict(quiet=True))
         files.write(json.dumps(config, indent=4), path)
         yield copy
-
-
-def find_checkpoint(serialization_dir: str, epoch: Optional[int] = None) -> str:
-    """
-    The newest checkpoint, or the one that has completed `epoch` epochs. Of several such it is the
-    one at the end of the epoch, or the newest if there is none.
-
-    # Raises
-
-    `CheckpointError`
-        If there is none.
-    """
-    checkpoints = CheckpointDirectory(serialization_dir)
-    points = [point for point in checkpoints.find() if epoch in (None, point.epochs)]
-    if not points:
-        which = "checkpoint" if epoch is None else f"checkpoint of {epoch} epochs"
-        found = ", ".join(os.path.basename(checkpoints.path(p)) for p in checkpoints.find())
-        raise CheckpointError(
-            f"There is no {which} in {serialization_dir}. There are: {found or 'none'}."
-        )
-    at_the_end = [point for point in points if epoch is not None and point.steps == 0]
-    return checkpoints.path(max(at_the_end or points))
 
 
 def _finish(path: str) -> None:

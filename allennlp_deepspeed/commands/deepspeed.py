@@ -5,6 +5,7 @@ from overrides import overrides
 
 from allennlp_deepspeed.commands.estimate import EstimateMemory
 from allennlp_deepspeed.commands.export import Export
+from allennlp_deepspeed.commands.gather import Gather
 from allennlp_deepspeed.commands.resize import Resize
 
 
@@ -23,7 +24,7 @@ class DeepSpeed(Subcommand):
         description = "Estimate memory, and work with the checkpoints of the 'deepspeed' trainer."
         subparser = parser.add_parser(self.name, description=description, help=description)
         subparsers = subparser.add_subparsers(title="Commands", metavar="", required=True)
-        for command in (EstimateMemory(), Export(), Resize()):
+        for command in (EstimateMemory(), Export(), Gather(), Resize()):
             command_parser = command.add_subparser(subparsers)
             # AllenNLP adds it before the name of the command only.
             command_parser.add_argument(

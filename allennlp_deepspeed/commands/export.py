@@ -1,6 +1,7 @@
 import argparse
 
 from allennlp_deepspeed.checkpoint.export import export, export_adapters
+from allennlp_deepspeed.commands.gather import add_parts
 
 
 class Export:
@@ -15,6 +16,7 @@ class Export:
         subparser.add_argument(
             "serialization_dir", type=str, help="the directory that training saves to"
         )
+        add_parts(subparser)
         subparser.add_argument(
             "--epoch",
             type=int,
@@ -42,6 +44,7 @@ class Export:
 
     def run(self, args: argparse.Namespace) -> None:
         if args.adapters_only:
-            print(export_adapters(args.serialization_dir, args.epoch, args.output))
+            print(export_adapters(args.serialization_dir, args.epoch, args.output, args.parts))
         else:
-            print(export(args.serialization_dir, args.epoch, args.output, args.merge_adapters))
+            merge, parts = args.merge_adapters, args.parts
+            print(export(args.serialization_dir, args.epoch, args.output, merge, parts))

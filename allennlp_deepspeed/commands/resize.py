@@ -1,8 +1,10 @@
 import argparse
+from typing import Sequence
 
 from allennlp_deepspeed.checkpoint import universal
-from allennlp_deepspeed.checkpoint.export import find_checkpoint
-from allennlp_deepspeed.storage.commit_record import CommitRecord
+from allennlp_deepspeed.checkpoint.parts import find, together
+from allennlp_deepspeed.commands.gather import add_parts
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 
 
 class Resize:
@@ -21,29 +23,43 @@ class Resize:
         subparser.add_argument(
             "serialization_dir", type=str, help="the directory that training saves to"
         )
+        add_parts(subparser)
         subparser.set_defaults(func=self.run)
         return subparser
 
     def run(self, args: argparse.Namespace) -> None:
-        print(resize(args.serialization_dir))
+        print(resize(args.serialization_dir, args.parts))
 
 
-def resize(serialization_dir: str) -> str:
+def resize(serialization_dir: str, parts: Sequence[str] = ()) -> str:
     """
     Converts the newest committed checkpoint, unless it has been done already, or any number of
     workers can load it as it is, which they can at ZeRO stage 0.
 
+    # Parameters
+
+    serialization_dir : `str`, required.
+    parts : `Sequence[str]`, optional (default = `()`)
+        The serialization directories of other nodes, where each has a part of the checkpoint. Then
+        the conversion is put into each of them.
+
     # Returns
 
     `str`
-        The directory that any number of workers can continue from.
+        The directory that any number of workers can continue from, in the first of them.
 
     # Raises
 
     `CheckpointError`
         If there is no checkpoint, or it is damaged.
     """
-    directory = find_checkpoint(serialization_dir)
-    if CommitRecord.read(directory).zero_stage == 0:
-        return directory
-    return universal.find(directory) or universal.convert(directory)
+    found = find([serialization_dir, *parts])
+    if found.record.zero_stage == 0:
+        return found.directory
+    conversion = universal.find(found.directory)
+    if conversion is None:
+        with together(found) as directory:
+            conversion = universal.convert(directory, target=found.directory)
+    for part in parts:
+        universal.copy(conversion, CheckpointDirectory(part).path(found.point))
+    return conversion

@@ -17,7 +17,8 @@ BEST_WEIGHTS_NAME = "best.th"
 _NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 _LEFTOVER = re.compile(
     r"checkpoint_e\d+_b\d+(\.universal|\.replaced)?\.(unfinished|removed)$"
-    r"|best\.th\.w\d+\.tmp$|config\.json\.n\d+\.unfinished$|mapped_\w+\.tmp$|token_\w+\.tmp$"
+    r"|best\.th\.w\d+\.tmp$|config\.json\.n\d+\.unfinished$|mapped_\w+\.tmp$"
+    r"|(token|together)_\w+\.tmp$"
 )
 _REPLACED = re.compile(r"(checkpoint_e\d+_b\d+)\.replaced$")
 _UNIVERSAL = re.compile(r"(checkpoint_e\d+_b\d+)\.universal$")

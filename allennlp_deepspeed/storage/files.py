@@ -120,6 +120,19 @@ def link(path: str, new_path: str) -> None:
         flush(new_path)
 
 
+def copy(path: str, new_path: str) -> None:
+    """Of a file, or a directory with all that is in it. It is flushed to disk."""
+    if os.path.isdir(path):
+        make_directory(new_path)
+        for name in os.listdir(path):
+            copy(os.path.join(path, name), os.path.join(new_path, name))
+    else:
+        before_operation("copy", new_path)
+        with _naming(new_path):
+            shutil.copyfile(path, new_path)
+    flush(new_path)
+
+
 def rename(path: str, new_path: str) -> None:
     """Atomic. A file at `new_path` is replaced; a directory there has to be empty."""
     before_operation("rename", path)

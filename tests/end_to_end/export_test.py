@@ -12,7 +12,8 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from allennlp_deepspeed.checkpoint import universal
-from allennlp_deepspeed.checkpoint.export import export, find_checkpoint
+from allennlp_deepspeed.checkpoint.export import export
+from allennlp_deepspeed.checkpoint.parts import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage.commit_record import CheckpointError
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, resizable
@@ -113,7 +114,7 @@ def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_pa
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_export_takes_the_memory_of_one_full_copy(experiments: Experiments, stage: int):
     result = experiments.run(deepspeed(resizable(4), stage))
-    checkpoint = ShardedCheckpoint(find_checkpoint(str(result.serialization_dir)))
+    checkpoint = ShardedCheckpoint(find([str(result.serialization_dir)]).directory)
     with TensorMemory() as memory:
         weights = checkpoint.state_dict()
     assert memory.peak == sum(weight.nbytes for weight in weights.values())

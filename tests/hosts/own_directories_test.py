@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List
 
 import pytest
+import torch
 
+from allennlp_deepspeed.checkpoint import universal
+from allennlp_deepspeed.checkpoint.export import export
+from allennlp_deepspeed.commands.resize import resize
 from allennlp_deepspeed.storage.commit_record import CommitRecord
-from tests.support.command import Run
+from tests.support.command import Run, allennlp
 from tests.support.experiment import (
+    INCLUDED,
     Config,
     Experiments,
     Result,
@@ -16,13 +21,14 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.hosts import Hosts
+from tests.support.hosts import Hosts, write_config
 
 CHECKPOINTS = {
     "trainer.checkpointer": {"save_every_num_batches": 2, "keep_most_recent_by_count": None},
     "trainer.moving_average": {"decay": 0.9},
 }
 NEWEST = "checkpoint_e1_b4"
+INCLUDED_PACKAGES = ("allennlp_deepspeed", INCLUDED)
 
 
 def config_of(stage: int) -> Config:
@@ -83,6 +89,48 @@ def test_hosts_that_come_back_in_another_order_continue_where_they_were(
     runs = training.recover(swapped)
     training.check_same_end(runs, swapped)
     assert f"Continuing from the checkpoint in {training.checkpoint(1)}" in runs[0].output
+
+
+def test_parts_are_exported_gathered_and_continued_from_on_one_host(
+    train: Callable[[int], Training], experiments: Experiments, tmp_path: Path
+):
+    training = train(3)
+    parts = [str(directory) for directory in training.directories]
+    run = allennlp("deepspeed", "gather", *parts[::-1], "--output", tmp_path / "whole").check()
+    assert run.output.endswith(f"{tmp_path / 'whole' / NEWEST}\n")
+    CommitRecord.read(str(tmp_path / "whole" / NEWEST)).verify(str(tmp_path / "whole" / NEWEST))
+    exported = [
+        export(parts[1], output_dir=str(tmp_path / "of_parts"), parts=parts[:1]),
+        export(str(tmp_path / "whole")),
+    ]
+    weights = [torch.load(Path(path, "weights.th")) for path in exported]
+    assert_same_weights(weights[0], weights[1], tolerance=0)
+
+    config = {**training.config, "distributed": {"cuda_devices": [-1] * 4}}
+    path = write_config(config, tmp_path / "whole")
+    allennlp(
+        "train", path, "-s", tmp_path / "whole", "--recover", include_packages=INCLUDED_PACKAGES
+    ).check()
+    assert_same_weights(Result(tmp_path / "whole").weights(), training.weights, tolerance=0)
+
+
+def test_a_command_that_is_not_given_all_parts_says_which_are_missing(
+    train: Callable[[int], Training],
+):
+    training = train(2)
+    parts = [str(directory) for directory in training.directories]
+    for command in ("export", "resize", "gather"):
+        output = [] if command == "resize" else ["--output", parts[0] + "-out"]
+        run = allennlp("deepspeed", command, parts[0], *output)
+        assert run.returncode == 1
+        assert "the files of ranks 2, 3 are missing, which were on host-1" in run.output
+    # As if someone had copied all files together.
+    shutil.copytree(training.checkpoint(1), training.checkpoint(0), dirs_exist_ok=True)
+    conversion = Path(resize(parts[0]))
+    shutil.rmtree(conversion)
+    # The first directory has all, and the second a part.
+    assert resize(parts[0], parts[1:]) == str(conversion)
+    assert universal.find(str(training.checkpoint(1))) is not None
 
 
 def test_another_number_of_workers_on_each_host_continues(train: Callable[[int], Training]):

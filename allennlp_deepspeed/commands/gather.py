@@ -1,0 +1,48 @@
+import argparse
+
+from allennlp_deepspeed.checkpoint.parts import gather
+
+
+class Gather:
+    """
+    `allennlp deepspeed gather`: makes one whole checkpoint out of the parts that nodes without a
+    shared directory have.
+    """
+
+    def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
+        description = (
+            "Copy the parts of the newest checkpoint that is complete from the serialization "
+            "directories of all nodes into one, and compare every file with its checksum. Prints "
+            "the directory of the checkpoint."
+        )
+        subparser = parser.add_parser("gather", description=description, help=description)
+        subparser.add_argument(
+            "serialization_dirs",
+            type=str,
+            nargs="+",
+            metavar="serialization_dir",
+            help="the directories that training has saved to, of all nodes, in any order",
+        )
+        subparser.add_argument(
+            "--output", type=str, required=True, help="the serialization directory to make"
+        )
+        subparser.add_argument(
+            "--epoch",
+            type=int,
+            help="the checkpoint with this number of completed epochs (default: the newest)",
+        )
+        subparser.set_defaults(func=self.run)
+        return subparser
+
+    def run(self, args: argparse.Namespace) -> None:
+        print(gather(args.serialization_dirs, args.output, args.epoch))
+
+
+def add_parts(subparser: argparse.ArgumentParser) -> None:
+    """Has a command with one serialization directory take those of other nodes, too."""
+    subparser.add_argument(
+        "parts",
+        type=str,
+        nargs="*",
+        help="those of other nodes, in any order, if each has a part of the checkpoint",
+    )
