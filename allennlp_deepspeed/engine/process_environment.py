@@ -3,10 +3,11 @@ What DeepSpeed needs of a process besides an engine. No other module touches the
 variables that DeepSpeed reads, or makes a process group.
 """
 
+import importlib
 import logging
 import os
 from contextlib import ExitStack, contextmanager
-from typing import Dict, Iterator, Optional
+from typing import Any, Dict, Iterator, Optional
 from unittest import mock
 
 import deepspeed
@@ -161,7 +162,10 @@ def _skip_shared_memory_all_reduce() -> None:
     Mends DeepSpeed 0.19.8: its backend loads an operator for inference wherever the accelerator has
     it. Gone when `build_shm_op` is not called by the constructor of `TorchBackend`.
     """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Asked whether it has this one, DeepSpeed runs the compiler to see which ones it could have. As
+    # an attribute of `deepspeed.comm`, `torch` is PyTorch.
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
 
 
 def _init_group_of_one(device: torch.device) -> None:
