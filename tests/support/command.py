@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from pkgutil import walk_packages
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
 from unittest import mock
 
 import psutil
@@ -185,8 +187,18 @@ def _main(
 
     # AllenNLP looks through all directories of modules again for each package that it includes.
     unchanged = mock.patch.object(importlib, "invalidate_caches")
-    with unchanged, mock.patch.object(torch.multiprocessing, "spawn", fork_workers):
+    imported = mock.patch.object(pkgutil, "walk_packages", _walk_packages)
+    with unchanged, imported, mock.patch.object(torch.multiprocessing, "spawn", fork_workers):
         run()
+
+
+def _walk_packages(path: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """`pkgutil.walk_packages`, but for packages of which all modules have been imported."""
+    from tests.support.preload import WHOLE_PACKAGES
+
+    if any(path is sys.modules[package].__path__ for package in WHOLE_PACKAGES):
+        return iter(())
+    return walk_packages(path, *args, **kwargs)
 
 
 def fork_workers(function, args=(), nprocs=1, **kwargs):

@@ -14,10 +14,17 @@ import deepspeed  # noqa: E402, F401
 # anything else that a worker does.
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import torch  # noqa: E402
+from allennlp.common.util import import_module_and_submodules  # noqa: E402
 
-import allennlp_deepspeed  # noqa: E402, F401
+from tests.support import processor  # noqa: E402
 
 torch.set_num_threads(1)
+processor.describe_once()
+
+# As AllenNLP's command does before anything else, and each worker again.
+WHOLE_PACKAGES = ("allennlp", "allennlp_deepspeed", "tests.fixtures")
+for package in WHOLE_PACKAGES:
+    import_module_and_submodules(package, exclude={"allennlp.sanity_checks", "allennlp.tools"})
 
 # What is here stays, and a collection in a process forked from it would copy all of it.
 gc.collect()

@@ -13,6 +13,8 @@ from typing import Any, Callable, List
 
 import torch.distributed as dist
 
+from tests.support import processor
+
 TIME_LIMIT = 50  # seconds
 
 
@@ -31,6 +33,7 @@ def run_workers(world_size: int, function: Callable[[int], Any]) -> List[Any]:
         limit every worker prints its stacks and ends.
     """
     context = multiprocessing.get_context("fork")
+    processor.describe_once()
     gc.collect()
     with tempfile.TemporaryDirectory() as directory:
         receivers, processes = [], []
