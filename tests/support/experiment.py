@@ -2,6 +2,7 @@
 Runs experiments through the `allennlp` command, each once, and compares what they leave.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -13,6 +14,7 @@ from typing import Any, Callable, Dict, List
 import pytest
 import torch
 from allennlp.common import Params
+from allennlp.common.params import with_overrides
 from filelock import FileLock
 
 from tests.support.command import REPOSITORY, Run, allennlp
@@ -46,11 +48,18 @@ def load_config(name: str, *overrides: Config) -> Config:
     merged = {"trainer.callbacks": ["record_steps"]}
     for changes in overrides:
         merged.update(changes)
-    config = Params.from_file(FIXTURES / f"{name}.jsonnet", merged).as_dict(quiet=True)
+    # As in a file, where a tuple is a list.
+    config = with_overrides(_config_in_file(name), json.loads(json.dumps(merged)))
     for key in config:
         if key.endswith("_data_path"):
             config[key] = str(REPOSITORY / config[key])
     return config
+
+
+@functools.cache
+def _config_in_file(name: str) -> Config:
+    """Evaluated once, because that takes Jsonnet longer than most tests with a config."""
+    return Params.from_file(FIXTURES / f"{name}.jsonnet").as_dict(quiet=True)
 
 
 def deepspeed(config: Config, stage: int, **sections: Any) -> Config:
