@@ -20,6 +20,7 @@ from tests.support.experiment import (
     assert_same_weights,
     deepspeed,
     load_config,
+    on_nvme,
 )
 
 WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
@@ -242,9 +243,7 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one_with_states_on_nvme(
     config = load_config("tagger", CHECKPOINTS, {"model.encoder.hidden_size": hidden_size})
     del config["trainer"]["moving_average"]  # refused: it needs the weights in memory
     config = deepspeed(config, 3)
-    config["trainer"]["deepspeed_config"]["zero_optimization"].update(
-        {section: {"device": "nvme"} for section in offloaded}, sub_group_size=300_000
-    )
+    config["trainer"]["deepspeed_config"]["zero_optimization"].update(on_nvme(*offloaded))
     uninterrupted = experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
     assert_ends_alike(recovered, uninterrupted)

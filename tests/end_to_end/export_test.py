@@ -18,7 +18,14 @@ from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage.commit_record import CheckpointError
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, resizable
 from tests.support.command import REPOSITORY, allennlp, subprocess_allennlp
-from tests.support.experiment import Config, Experiments, Result, assert_same_metrics, deepspeed
+from tests.support.experiment import (
+    Config,
+    Experiments,
+    Result,
+    assert_same_metrics,
+    deepspeed,
+    on_nvme,
+)
 from tests.support.tensor_memory import TensorMemory
 
 
@@ -200,7 +207,7 @@ def test_weights_that_were_on_nvme_are_exported_and_not_resized(
     }
     config = deepspeed(resizable(2, overrides), 3)
     config["trainer"]["deepspeed_config"]["zero_optimization"].update(
-        {f"offload_{what}": {"device": "nvme"} for what in offloaded}, sub_group_size=300_000
+        on_nvme(*(f"offload_{what}" for what in offloaded))
     )
     result = experiments.run(config)
     # After one epoch the best weights are the last.

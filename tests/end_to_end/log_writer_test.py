@@ -25,6 +25,7 @@ from tests.support.experiment import (
     assert_same_metrics,
     deepspeed,
     load_config,
+    on_nvme,
 )
 from tests.support.tensorboard import events
 
@@ -149,9 +150,7 @@ def test_optimizer_states_on_nvme(experiments: Experiments) -> None:
     config = load_config("tagger", TWO_WORKERS, LOGGED, {"model.encoder.hidden_size": 200})
     expected = logged(experiments.run({**config, **find_unused_parameters(config)}))
     config = sharded(config, 3)
-    config["trainer"]["deepspeed_config"]["zero_optimization"].update(
-        offload_optimizer={"device": "nvme"}, sub_group_size=300_000
-    )
+    config["trainer"]["deepspeed_config"]["zero_optimization"].update(on_nvme("offload_optimizer"))
     assert_same_metrics(logged(experiments.run(config)), expected, tolerance=1e-4)
 
 

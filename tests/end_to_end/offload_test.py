@@ -20,6 +20,7 @@ from tests.support.experiment import (
     assert_same_weights,
     deepspeed,
     load_config,
+    on_nvme,
 )
 
 OPTIMIZERS: Dict[str, Config] = {
@@ -80,7 +81,7 @@ def test_offloaded_training_is_that_of_gradient_descent(
     experiments: Experiments, name: str, preset: str, changes: Config
 ) -> None:
     config = load_config("tagger", TWO_WORKERS, TRAINING, stepped_by(name), changes)
-    zero = {"sub_group_size": 300_000} if changes is LARGE else {}
+    zero = on_nvme("offload_optimizer", "offload_param") if preset == "zero_3_nvme" else {}
     result = experiments.run(with_preset(config, preset, zero_optimization=zero))
     log = (result.serialization_dir / "out_worker0.log").read_text()
     assert "because optimizer states are offloaded" in log

@@ -97,7 +97,10 @@ def test_recipe_for_retrieval_with_a_transformer_trains(verses: Path, tmp_path: 
     reason="needs libaio's headers (Debian's package libaio-dev)",
 )
 def test_recipe_for_nvme_trains(verses: Path, tmp_path: Path) -> None:
-    train("zero_3_nvme", verses, tmp_path / "out")
+    # DeepSpeed's default takes 2 GB of each worker, to read parameters into.
+    zero = {"offload_param": {"buffer_size": 2_000_000}}
+    preset = {"type": "zero_3_nvme", "zero_optimization": zero}
+    train("zero_3_nvme", verses, tmp_path / "out", {"trainer.deepspeed_config": preset})
 
 
 @requires_multi_gpu

@@ -62,6 +62,20 @@ def _config_in_file(name: str) -> Config:
     return Params.from_file(FIXTURES / f"{name}.jsonnet").as_dict(quiet=True)
 
 
+def on_nvme(*sections: str) -> Config:
+    """
+    Of "zero_optimization": the sections, such as "offload_param", with files as the device, in
+    groups of parameters of which some are large enough for DeepSpeed to put there.
+    """
+    zero: Config = {"sub_group_size": 300_000}
+    for section in sections:
+        zero[section] = {"device": "nvme"}
+        if section == "offload_param":
+            # DeepSpeed's default takes 2 GB of each worker, for parameters far larger than these.
+            zero[section]["buffer_size"] = 1_000_000
+    return zero
+
+
 def deepspeed(config: Config, stage: int, **sections: Any) -> Config:
     """
     The same experiment with the "deepspeed" trainer, constructed partitioned at stage 3.
