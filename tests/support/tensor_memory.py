@@ -26,15 +26,20 @@ class TensorMemory(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._live: Dict[StorageWeakRef, int] = {}
+        # With those that have been freed since it was last looked at.
+        self._most: int = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         inputs = _storages([args, kwargs])
-        self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
         for key, storage in _storages(result).items():
             if key not in inputs:
                 self._live[StorageWeakRef(storage)] = storage.nbytes()
-        self.peak = max(self.peak, sum(self._live.values()))
+                self._most += storage.nbytes()
+        if self._most > self.peak:
+            self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
+            self._most = sum(self._live.values())
+            self.peak = max(self.peak, self._most)
         return result
 
 
