@@ -9,7 +9,12 @@ from typing import Any, Callable, Dict, List
 
 from pydantic import TypeAdapter
 
-from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, TRAINER_KEYS, Key
+from allennlp_deepspeed.config.own_keys import (
+    CHECKPOINTER_KEYS,
+    DISTRIBUTED_KEYS,
+    TRAINER_KEYS,
+    Key,
+)
 
 Columns = Dict[str, Callable[[str, Key], str]]
 
@@ -36,6 +41,15 @@ Its `"type"` is `"deepspeed"`, if nothing else is said. All may be others with `
 """
 
 
+_DISTRIBUTED = """
+## `distributed`
+
+With the `deepspeed` trainer. Beside AllenNLP's `cuda_devices`, `num_nodes`, `primary_address`,
+`primary_port` and `ddp_accelerator`; any other key is refused. All may be others with `--recover`.
+[several_machines.md](several_machines.md) says what each failure prints.
+"""
+
+
 def reference() -> str:
     """The text of `reference.md`."""
     columns: Columns = {
@@ -50,6 +64,8 @@ def reference() -> str:
         + _table(TRAINER_KEYS, {**columns, **changes, **meaning})
         + _CHECKPOINTER
         + _table(CHECKPOINTER_KEYS, {**columns, **meaning})
+        + _DISTRIBUTED
+        + _table(DISTRIBUTED_KEYS, {**columns, **meaning})
     )
 
 

@@ -33,7 +33,7 @@ from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.engine import nvme_states
 from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
-from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.processes import activity, agreement
 from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.background_commit import BackgroundCommit
 from allennlp_deepspeed.storage.checkpoint_directory import (
@@ -178,6 +178,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             return False
         return time.time() - self._last_save_time >= self._save_every_num_seconds
 
+    @activity.saving()
     @overrides
     def save_checkpoint(self, trainer: Training) -> None:  # type: ignore[override]
         """

@@ -28,6 +28,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     TypeAdapter,
     ValidationError,
@@ -90,6 +91,9 @@ class Key:
 
 # Something that is constructed, which says what is wrong.
 OBJECT = Any
+
+# Of a process that waits. Not infinite, which C++ doesn't take.
+_Seconds = Annotated[PositiveFloat, Field(le=10**9)]
 
 TRAINER_KEYS: Dict[str, Key] = {
     "deepspeed_config": Key(
@@ -270,6 +274,42 @@ CHECKPOINTER_KEYS: Dict[str, Key] = {
     ),
 }
 """The keys under "checkpointer", but for its "type"."""
+
+DISTRIBUTED_KEYS: Dict[str, Key] = {
+    "timeout": Key(
+        _Seconds,
+        default=1800,
+        doc="How long a collective waits for ranks that don't enter it, in seconds. Of gloo's and "
+        "NCCL's process groups alike. What the watchdog sees ends earlier.",
+        advice="must be a number of seconds above 0",
+    ),
+    "rendezvous_timeout": Key(
+        _Seconds,
+        default=300,
+        doc="How long the start waits for nodes that haven't come, in seconds, and then for their "
+        "workers. Reading the data for the vocabulary, between the two, may take any time.",
+        advice="must be a number of seconds above 0",
+    ),
+    "watchdog": Key(
+        Optional[_Seconds],
+        default=600,
+        doc="After how many seconds without a step, in training or in validation, the training "
+        "ends on all hosts, with the stacks of all workers that still answer; and after how many "
+        "without a word from a host, but 60 at most. The first step, reading data between epochs "
+        "and saving may take longer. `null` never ends it.",
+        advice="must be a number of seconds above 0, or null",
+    ),
+}
+"""The keys under "distributed" that AllenNLP doesn't have."""
+
+ALLENNLP_DISTRIBUTED_KEYS = (
+    "cuda_devices",
+    "ddp_accelerator",
+    "num_nodes",
+    "primary_address",
+    "primary_port",
+)
+"""Those that it has, and doesn't check."""
 
 NEW_TRAINER_KEYS: List[str] = [
     name

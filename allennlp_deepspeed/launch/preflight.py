@@ -8,6 +8,7 @@ seam before that, so `install` puts itself in front of `allennlp.commands.train.
 
 import functools
 import inspect
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Callable, Dict, List, Optional
 
@@ -30,8 +31,9 @@ from allennlp_deepspeed.config.own_keys import (
 )
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
-from allennlp_deepspeed.launch import recovery
+from allennlp_deepspeed.launch import fingerprint, nodes, recovery
 from allennlp_deepspeed.optimizers import check_optimizer
+from allennlp_deepspeed.processes.job import Job
 from allennlp_deepspeed.processes.supervision import supervised_workers
 from allennlp_deepspeed.processes.worker_device import capabilities
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
@@ -49,13 +51,21 @@ def install() -> None:
     @functools.wraps(train_model)
     def checked_train_model(params: Params, *args: Any, **kwargs: Any) -> Any:
         check(params)
-        if not has_deepspeed_trainer(params.as_dict(quiet=True)):
+        config = params.as_dict(quiet=True)
+        if not has_deepspeed_trainer(config):
             return train_model(params, *args, **kwargs)
         arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
-        prepare = worker_preparation(params, arguments["serialization_dir"])
-        if arguments.get("recover"):
-            recovery.prepare(params, arguments["serialization_dir"], arguments.get("node_rank", 0))
-        with supervised_workers(prepare):
+        directory, node_rank = arguments["serialization_dir"], arguments.get("node_rank", 0)
+        prepare = worker_preparation(params, directory)
+        member = nodes.member(config, node_rank)
+        with ExitStack() as stack:
+            job = None if member is None else stack.enter_context(Job(member))
+            if job is not None:
+                job.meet(fingerprint.of_config(config, arguments))
+            compare = functools.partial(fingerprint.compare_vocabulary, job, directory)
+            stack.enter_context(supervised_workers(job, prepare, compare))
+            if arguments.get("recover"):
+                recovery.prepare(params, directory, node_rank)
             return train_model(params, *args, **kwargs)
 
     checked_train_model.checks_deepspeed = True  # type: ignore[attr-defined]
@@ -98,6 +108,7 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         _check_no_own_keys(trainer, trainer_type)
         return
     findings = Findings()
+    nodes.check(config.get("distributed"), findings)
     _check_keys(trainer, findings)
     _check_trainer(config, findings)
     _check_checkpointer(trainer.get("checkpointer"), findings)

@@ -4,10 +4,13 @@ What a worker says to its supervisor when it fails, and how long it may take to 
 
 import faulthandler
 import logging
+import re
 import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Optional
+
+import torch.distributed as dist
 
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 
@@ -24,25 +27,34 @@ _MAX_MESSAGE_LENGTH = 1_000
 _MAX_TRACEBACK_LENGTH = 14_000
 
 
+# As gloo and NCCL say it.
+_CONNECTION_LOST = (
+    r"(?i)gloo/transport|connection (closed|reset) by peer|broken pipe|socket timeout"
+    r"|remote process exited|timed out waiting"
+)
+
+
 class WorkerFailure(NamedTuple):
     """
     An exception in a worker.
 
     `time` is in seconds on the clock that all processes of a machine share. `is_agreed` is whether
-    every rank raises the same at the same point, in answer to a signal.
+    every rank raises the same at the same point, in answer to a signal. `is_consequence` is whether
+    it is about a connection to another rank, which may have failed before.
     """
 
     time: float
     message: str
     traceback: str
     is_agreed: bool
+    is_consequence: bool
 
 
 class _Reporter:
     """Reports a worker's first failure, and starts the time that it has to leave."""
 
-    def __init__(self, rank: int, connection: Connection) -> None:
-        self._rank = rank
+    def __init__(self, name: str, connection: Connection) -> None:
+        self._name = name
         self._connection = connection
         self._last: Optional[WorkerFailure] = None
 
@@ -58,8 +70,8 @@ class _Reporter:
             logger.warning("The process that supervises this worker is gone.")
         if not self._last.is_agreed:
             logger.error(
-                "Worker %d failed. It has %d seconds to leave.",
-                self._rank,
+                "%s failed. It has %d seconds to leave.",
+                self._name,
                 SECONDS_TO_LEAVE,
                 exc_info=error,
             )
@@ -70,10 +82,10 @@ class _Reporter:
 _reporter: Optional[_Reporter] = None
 
 
-def report_to(connection: Connection, rank: int) -> None:
-    """Makes this process a worker that reports its failures, of local rank `rank`."""
+def report_to(connection: Connection, name: str) -> None:
+    """Makes this process a worker that reports its failures, which is called `name` in the log."""
     global _reporter
-    _reporter = _Reporter(rank, connection)
+    _reporter = _Reporter(name, connection)
 
 
 def report(error: BaseException) -> None:
@@ -89,7 +101,11 @@ def report(error: BaseException) -> None:
 def _describe(error: BaseException) -> WorkerFailure:
     return WorkerFailure(
         time=time.monotonic(),
-        message=str(error)[:_MAX_MESSAGE_LENGTH],
+        message=f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_LENGTH]
+        if not isinstance(error, TrainingInterrupted)
+        else str(error),
         traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK_LENGTH:],
         is_agreed=isinstance(error, TrainingInterrupted),
+        is_consequence=isinstance(error, dist.DistError)
+        or re.search(_CONNECTION_LOST, str(error)) is not None,
     )

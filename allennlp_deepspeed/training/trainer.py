@@ -26,7 +26,7 @@ from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.processes import worker_failure
+from allennlp_deepspeed.processes import activity, worker_failure
 from allennlp_deepspeed.processes.interruption import (
     TrainingInterrupted,
     TrainingInterruption,
@@ -234,6 +234,7 @@ class DeepSpeedTrainer(ResumableTrainer):
             self._readings.finish_batch_metrics()
             if self._readings.pace.num_unread > 0:
                 self._leave_if_agreed(self._agree(epoch), epoch)
+        activity.at(activity.NOT_WATCHED, epoch)
         self._replay.finish_steps()
         self._weight_watch.raise_if_changed()
         metrics = self._readings.epoch_metrics()
@@ -255,6 +256,7 @@ class DeepSpeedTrainer(ResumableTrainer):
             for i, batch in enumerate(group.batches, start=1):
                 is_last = i == len(group.batches)
                 outputs.append(self._gradient_step.micro_batch(batch, is_last))
+                activity.go_on()
                 self._readings.losses.add(outputs[-1])
 
         num_steps = self._progress.total_batches_completed + 1
@@ -265,6 +267,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         grad_norm = self._gradient_step.update(num_steps)
 
         self._progress.complete_step()
+        activity.at(activity.TRAINING, epoch, self._progress.batches_in_epoch_completed)
         agreement = None
         # What is NaN is not to be saved.
         if self._readings.pace.finish_step() or self._is_step_to_save():
@@ -280,6 +283,7 @@ class DeepSpeedTrainer(ResumableTrainer):
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
         if not for_training:
             self._leave_if_interrupted("in the validation")
+            activity.validate()
         batch = self._prepare_batch(batch)
         if for_training:
             return super().batch_outputs(batch, for_training)
@@ -394,6 +398,8 @@ class DeepSpeedTrainer(ResumableTrainer):
                 self._replay.interrupt_validation()
                 self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
             raise
+        finally:
+            activity.at(activity.NOT_WATCHED, epoch)
         if self._moving_average is not None:
             self._max_norm.forget_trained()
         self._max_norm.apply()

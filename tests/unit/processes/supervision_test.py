@@ -11,7 +11,7 @@ import torch.multiprocessing
 from allennlp.common.util import SigTermReceived
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from allennlp_deepspeed.processes import supervision
+from allennlp_deepspeed.processes import supervision, workers
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 from tests.support.command import fork_workers
 
@@ -51,7 +51,7 @@ def are_gone(directory: Path) -> bool:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.multiprocessing, "spawn", fork_workers)
-    monkeypatch.setattr(supervision, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(workers, "_GRACE_SECONDS", 0.2)
 
 
 def test_workers_that_succeed(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""
+What every node of a training has to have alike, so that they train one model and don't wait for
+each other for ever.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any, Dict, Optional, Union
+
+from allennlp.common import Params
+
+from allennlp_deepspeed.processes.fingerprints import versions
+from allennlp_deepspeed.processes.job import Job
+
+# Of keys whose value says where something is on a node.
+_PLACES = r"(?:.*_)?(?:path|paths|dir|directory|file|files|folder|address|port)"
+
+_NODES_OWN = r"distributed\.cuda_devices(\..*)?|trainer\.cuda_device|include_in_archive(\..*)?"
+
+
+def of_config(config: Dict[str, Any], arguments: Dict[str, Any]) -> Dict[str, Any]:
+    """
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        A whole training configuration.
+    arguments : `Dict[str, Any]`, required.
+        Those of AllenNLP's `train_model`.
+
+    # Returns
+
+    `Dict[str, Any]`
+        The values of all keys by their paths, but for what may be another on each node: devices,
+        paths and addresses. And versions, and whether the training is to be recovered.
+    """
+    flat = {
+        path: "a path" if _is_place(value) else value
+        for path, value in Params(config).as_flat_dict().items()
+        if not re.fullmatch(_NODES_OWN, path) and not re.fullmatch(_PLACES, path.split(".")[-1])
+    }
+    return {
+        **flat,
+        **{f"--{name}": bool(arguments.get(name)) for name in ("recover", "dry_run")},
+        **versions(),
+    }
+
+
+def compare_vocabulary(job: Optional[Job], serialization_dir: Union[str, os.PathLike]) -> None:
+    """
+    Compares the vocabulary that each node has made. To be called by every node. Without a job there
+    is nothing to compare.
+
+    # Raises
+
+    `ConfigurationError`
+        If they differ.
+    """
+    if job is None or job.is_alone:
+        return
+    directory = Path(serialization_dir) / "vocabulary"
+    job.compare(
+        "vocabulary",
+        {f"vocabulary/{path.name}": _summary(path) for path in sorted(directory.glob("*.txt"))},
+    )
+
+
+def _summary(path: Path) -> str:
+    content = path.read_bytes()
+    lines = content.count(b"\n")
+    return f"{lines} lines, SHA-256 {hashlib.sha256(content).hexdigest()[:8]}"
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, str) and re.match(r"(/|~|\.\.?/)", value) is not None

@@ -1,0 +1,169 @@
+"""Hosts that don't find each other, or would train something else, are told before they train."""
+
+import signal
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+
+from tests.hosts.faults_test import listen
+from tests.support.command import Command, Run, wait_for_all
+from tests.support.experiment import Config, deepspeed, load_config
+from tests.support.hosts import PORT, Hosts, write_config
+
+# In seconds: until who is missing is named. Waiting is said after five.
+RENDEZVOUS_TIMEOUT = 6
+
+
+def experiment(hosts: Hosts, **distributed: Any) -> Config:
+    section = {**hosts.distributed(workers=1), "rendezvous_timeout": RENDEZVOUS_TIMEOUT}
+    config = deepspeed(load_config("classifier", {"trainer.num_epochs": 1}), 0)
+    return {**config, "distributed": {**section, **distributed}}
+
+
+def start(
+    hosts: Hosts, directory: Path, config: Config, ranks: Any = (0, 1), **kw: Any
+) -> List[Command]:
+    commands = []
+    for rank in ranks:
+        serialization_dir = directory / f"out_{rank}"
+        path = write_config(config, serialization_dir)
+        commands.append(hosts[rank].train(path, serialization_dir, **kw))
+    return commands
+
+
+def message(run: Run) -> str:
+    """What the command ends with, tracebacks of other hosts included."""
+    assert run.returncode > 0 and not run.timed_out and not run.processes, run.output[-6000:]
+    return run.output[run.output.index("Traceback") :]
+
+
+def test_a_node_that_does_not_come_is_named(two_hosts: Hosts, tmp_path: Path):
+    [run] = wait_for_all(start(two_hosts, tmp_path, experiment(two_hosts), ranks=[0]), 60)
+    assert "node 1 of 2 has not come; here: host-0 (rank 0)" in message(run)
+    assert "After 5 s still waiting: node 1 of 2 has not come; here: host-0 (rank 0)" in run.output
+
+
+@pytest.mark.soak
+def test_who_has_come_and_who_is_missing_is_said_everywhere(make_hosts: Any, tmp_path: Path):
+    hosts = make_hosts(3)
+    for run in wait_for_all(start(hosts, tmp_path, experiment(hosts)), 60):
+        expected = "node 2 of 3 has not come; here: host-0 (rank 0), host-1 (rank 1)."
+        assert expected in message(run)
+
+
+@pytest.mark.parametrize(
+    "address, reason",
+    [("10.77.0.1", "Connection refused"), ("10.77.0.99", "No route to host")],
+)
+def test_an_address_where_nobody_answers_is_named(
+    two_hosts: Hosts, tmp_path: Path, address: str, reason: str
+):
+    config = experiment(two_hosts, primary_address=address)
+    [run] = wait_for_all(start(two_hosts, tmp_path, config, ranks=[1]), 60)
+    assert f"are {address}:{PORT}, where host-1 (rank 1) has found nothing" in message(run)
+    assert reason in message(run)
+
+
+@pytest.mark.soak
+def test_node_0_is_told_that_the_address_is_not_its_own(two_hosts: Hosts, tmp_path: Path):
+    config = experiment(two_hosts, primary_address="10.77.0.99")
+    [run] = wait_for_all(start(two_hosts, tmp_path, config, ranks=[0]), 60)
+    assert "It has to be an address of this host" in message(run)
+
+
+def test_a_port_that_is_in_use_is_named(two_hosts: Hosts, tmp_path: Path):
+    server = listen(two_hosts[0], PORT)
+    [run] = wait_for_all(start(two_hosts, tmp_path, experiment(two_hosts), ranks=[0]), 60)
+    assert f"'distributed.primary_port' is {PORT}, which can't be used on host-0" in message(run)
+    server.kill()
+
+
+@pytest.mark.soak
+def test_a_port_at_which_something_else_listens_is_named(two_hosts: Hosts, tmp_path: Path):
+    server = listen(two_hosts[0], PORT)
+    [run] = wait_for_all(start(two_hosts, tmp_path, experiment(two_hosts), ranks=[1]), 60)
+    assert "has found nothing for 6 s ('distributed.rendezvous_timeout'): no answer" in message(run)
+    server.kill()
+
+
+def test_nodes_with_the_same_rank_are_told(two_hosts: Hosts, tmp_path: Path):
+    config = experiment(two_hosts)
+    commands = start(two_hosts, tmp_path, config, ranks=[0])
+    path = write_config(config, tmp_path / "out_1")
+    arguments = ["train", path, "-s", tmp_path / "out_1"]
+    commands[0].wait_until_it_prints("is to meet the others")
+    commands.append(two_hosts[1].start(*arguments))  # without --node-rank
+    first, second = wait_for_all(commands, 60)
+    assert "host-1 has been started as node 0, but at 10.77.0.1:29500" in message(second)
+    assert "node 1 of 2 has not come" in message(first)
+
+
+def test_ctrl_c_ends_a_node_that_waits(two_hosts: Hosts, tmp_path: Path):
+    config = experiment(two_hosts, rendezvous_timeout=300)
+    commands = start(two_hosts, tmp_path, config, ranks=[0])
+    commands[0].wait_until_it_prints("still waiting: node 1")
+    commands[0].signal(signal.SIGINT)
+    [run] = wait_for_all(commands, 20)
+    assert "KeyboardInterrupt" in message(run)
+
+
+def test_ctrl_c_ends_workers_that_wait_for_those_of_another_node(two_hosts: Hosts, tmp_path: Path):
+    config = experiment(two_hosts, rendezvous_timeout=300)
+    config["dataset_reader"].update(type="slow_reader", host="host-1", seconds=300)
+    commands = start(two_hosts, tmp_path, config)
+    commands[0].wait_until_it_prints("still waiting: host-1 (rank 1): vocabulary not known yet")
+    commands[0].signal(signal.SIGINT)
+    first, second = wait_for_all(commands, 20)
+    assert "KeyboardInterrupt" in message(first)
+    assert "JobFailure: host-0 (rank 0) has failed: KeyboardInterrupt" in message(second)
+
+
+def test_a_node_that_fails_before_it_has_workers_ends_the_other(two_hosts: Hosts, tmp_path: Path):
+    config = experiment(two_hosts, rendezvous_timeout=300)
+    config["dataset_reader"].update(type="slow_reader", host="host-1", seconds=-1)
+    first, second = wait_for_all(start(two_hosts, tmp_path, config), 60)
+    assert "OSError: no disk on host-1" in message(second)
+    assert "JobFailure: host-1 (rank 1) has failed: OSError: no disk on host-1" in message(first)
+
+
+def test_an_interface_that_gloo_can_not_use_is_named(two_hosts: Hosts, tmp_path: Path):
+    config = experiment(two_hosts, rendezvous_timeout=20)
+    environment = {"GLOO_SOCKET_IFNAME": "ib7"}
+    for run in wait_for_all(start(two_hosts, tmp_path, config, environment=environment), 60):
+        assert "GLOO_SOCKET_IFNAME is 'ib7' here; this host has lo, eth0" in message(run)
+
+
+@pytest.mark.soak
+def test_an_interface_that_leads_nowhere_is_named(two_hosts: Hosts, tmp_path: Path):
+    config = experiment(two_hosts)
+    environment = {"GLOO_SOCKET_IFNAME": "lo"}
+    for run in wait_for_all(start(two_hosts, tmp_path, config, environment=environment), 60):
+        assert "GLOO_SOCKET_IFNAME is 'lo'" in message(run)
+
+
+def test_what_differs_between_nodes_is_named(two_hosts: Hosts, tmp_path: Path):
+    commands = []
+    for rank, lr in enumerate([0.1, 0.2]):
+        config = experiment(two_hosts)
+        config["trainer"]["optimizer"]["lr"] = lr
+        commands += start(two_hosts, tmp_path, config, ranks=[rank])
+    for run in wait_for_all(commands, 60):
+        expected = "'trainer.optimizer.lr' is 0.1 on host-0 (rank 0), 0.2 on host-1 (rank 1)"
+        assert expected in message(run)
+        assert "ConfigurationError" in message(run)
+
+
+def test_other_data_on_a_node_are_named(two_hosts: Hosts, tmp_path: Path):
+    commands = []
+    for rank in range(2):
+        config = experiment(two_hosts)
+        text = Path(config["train_data_path"]).read_text().rstrip() + "\n"
+        data = tmp_path / f"data_{rank}"
+        data.write_text(text * (1 + rank))
+        # Both, so that the order of the words in the vocabulary is the same.
+        config.update(train_data_path=str(data), validation_data_path=str(data))
+        commands += start(two_hosts, tmp_path, config, ranks=[rank])
+    for run in wait_for_all(commands, 60):
+        sizes = [f"{count * len(text):,} bytes" for count in (1, 2)]
+        assert f'"{sizes[0]}" on rank 0 (host-0), "{sizes[1]}" on rank 1 (host-1)' in message(run)

@@ -1,0 +1,115 @@
+"""What is said of the section "distributed", and what nodes have to have alike."""
+
+import copy
+from typing import Any, Dict, List
+
+import pytest
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.launch import fingerprint, nodes
+from allennlp_deepspeed.processes.fingerprints import differences
+from allennlp_deepspeed.processes.membership import Limits
+from tests.support.experiment import Config, deepspeed, load_config
+
+TWO_NODES: Config = {
+    "cuda_devices": [0, 1],
+    "num_nodes": 2,
+    "primary_address": "10.0.0.1",
+    "primary_port": 29500,
+}
+
+
+@pytest.mark.parametrize(
+    "section, expected",
+    [
+        ({"timeuot": 60}, 'did you mean "timeout"?'),
+        ({"timeout": 0}, "'distributed.timeout' is 0: must be a number of seconds above 0"),
+        ({"watchdog": "off"}, "'distributed.watchdog' is \"off\": must be a number of seconds"),
+        ({"primary_port": None}, "there is no 'distributed.primary_port': write a port of node 0"),
+        ({"primary_address": None}, "there is no 'distributed.primary_address'"),
+    ],
+)
+def test_what_is_wrong_with_the_section_is_said(section: Config, expected: str) -> None:
+    findings = Findings()
+    nodes.check({**TWO_NODES, **section}, findings)
+    assert len(findings.lines) == 1 and expected in findings.lines[0]
+
+
+def test_the_section_says_who_the_process_is() -> None:
+    section = {**TWO_NODES, "timeout": 60, "rendezvous_timeout": 10.5, "watchdog": None}
+    nodes.check(section, Findings())
+    member = nodes.member({"distributed": section}, node_rank=1)
+    assert member is not None
+    assert (member.ranks, member.world_size, member.index, member.num_members) == ((2, 3), 4, 1, 2)
+    assert member.limits == Limits(60, 10.5, None)
+    assert not member.serves
+    assert member.place(1).rank == 3
+    assert nodes.member({"trainer": {}}, node_rank=0) is None
+
+
+@pytest.mark.parametrize("node_rank", [-1, 2])
+def test_a_node_that_there_is_not_is_refused(node_rank: int) -> None:
+    with pytest.raises(ConfigurationError, match="write one from 0 to 1"):
+        nodes.member({"distributed": TWO_NODES}, node_rank)
+
+
+def difference(config: Config, other: Config) -> List[str]:
+    prints = [(name, fingerprint.of_config(c, {})) for name, c in (("a", config), ("b", other))]
+    return differences(prints)
+
+
+@pytest.fixture
+def config() -> Config:
+    config = deepspeed(load_config("classifier"), 2, nvme_path="/local_a")
+    return {**config, "distributed": dict(TWO_NODES)}
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("trainer.optimizer.lr", 0.5),
+        ("trainer.optimizer.type", "sgd"),
+        ("data_loader.batch_size", 7),
+        ("pytorch_seed", 4),
+        ("trainer.deepspeed_config.zero_optimization.stage", 3),
+        ("trainer.num_epochs", 3),
+        ("trainer.num_gradient_accumulation_steps", 2),
+        ("distributed.num_nodes", 3),
+    ],
+)
+def test_another_value_on_one_node_is_named(config: Config, path: str, value: Any) -> None:
+    other = copy.deepcopy(config)
+    section: Dict[str, Any] = other
+    *sections, key = path.split(".")
+    for name in sections:
+        section = section[name]
+    section[key] = value
+    [line] = difference(config, other)
+    assert line.startswith(f"'{path}' is ") and " on a, " in line and line.endswith(" on b")
+
+
+def test_paths_addresses_and_devices_may_be_others(config: Config) -> None:
+    other = copy.deepcopy(config)
+    other["distributed"].update(cuda_devices=[2, 3], primary_address="node-0", primary_port=1)
+    other["train_data_path"] = "elsewhere/train.jsonl"
+    other["trainer"]["deepspeed_config"]["nvme_path"] = "/local_b"
+    config["model"]["pretrained"] = "/models/a"
+    other["model"]["pretrained"] = "/models/b"
+    assert difference(config, other) == []
+
+
+def test_a_training_that_is_recovered_on_one_node_only_is_named(config: Config) -> None:
+    prints = [
+        (name, fingerprint.of_config(config, {"recover": recover}))
+        for name, recover in (("a", True), ("b", False))
+    ]
+    assert differences(prints) == ["'--recover' is true on a, false on b"]
+
+
+def test_other_versions_are_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = fingerprint.of_config(config, {})
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.0.1")
+    lines = differences([("a", first), ("b", fingerprint.of_config(config, {}))])
+    for package in ("torch", "deepspeed", "allennlp", "transformers"):
+        assert any(line.startswith(f"'version of {package}' is ") for line in lines)
