@@ -32,6 +32,7 @@ from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
 from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
+from allennlp_deepspeed.training.data_agreement import check_same_data
 
 Arguments = Dict[str, Any]
 
@@ -82,6 +83,13 @@ def construct(
     """
     _check_schedule(arguments["learning_rate_scheduler"])
     find_unused_parameters = _find_unused_parameters(arguments["ddp_accelerator"])
+    check_same_data(
+        model.vocab,
+        {
+            "train_data_path": data_loader,
+            "validation_data_path": arguments["validation_data_loader"],
+        },
+    )
     _prepare(model, arguments)
     parameters = [[name, p] for name, p in model.named_parameters() if p.requires_grad]
     deepspeed_config = DeepSpeedConfig.of(arguments["deepspeed_config"])

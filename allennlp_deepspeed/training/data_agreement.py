@@ -1,0 +1,108 @@
+"""
+Whether all ranks have read the same data.
+"""
+
+import hashlib
+import os
+import socket
+from typing import Any, Dict, List, NamedTuple, Optional
+
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import DatasetReader, Vocabulary
+from allennlp.data.data_loaders import DataLoader, MultiProcessDataLoader
+
+from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.processes.fingerprints import differences, versions
+
+
+class _Setup(NamedTuple):
+    """What a rank has."""
+
+    host: str
+    values: Dict[str, Any]
+    """What has to be the same on all, by its name."""
+    counts: Dict[str, Optional[int]]
+    """Of the instances that AllenNLP has given this rank of each data set."""
+
+
+def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[DataLoader]]) -> None:
+    """
+    Compares the vocabulary, the data and the versions of packages of all ranks, in one gather. To
+    be called by every rank.
+
+    Of data the sizes of files are compared, if AllenNLP divides them among the ranks; and the
+    number of instances, if it does that with whole instances: then rank 0 has as many as the last,
+    or one more. A reader that divides lines (`shard_iterable`) and then leaves out some gives each
+    rank another number, and what is read while training goes on has none. A reader that divides in
+    its own way may give each node files of its own.
+
+    # Parameters
+
+    vocab : `Vocabulary`, required.
+        `None` if the model has none.
+    loaders : `Dict[str, Optional[DataLoader]]`, required.
+        By the names of their keys in the config.
+
+    # Raises
+
+    `ConfigurationError`
+        On every rank, if they differ. With who has what.
+    """
+    if agreement.world_size() == 1:
+        return
+    own = _Setup(socket.gethostname(), {**_namespaces(vocab), **versions()}, {})
+    for name, loader in loaders.items():
+        if type(loader) is MultiProcessDataLoader and _divides_for_us(loader.reader):
+            size = _file_size(loader.data_path)
+            own.values[f"{name}, size of the file"] = size
+        own.counts[name] = _num_divided_instances(loader)
+    everyones = agreement.of_all(own)
+    names = [f"rank {rank} ({setup.host})" for rank, setup in enumerate(everyones)]
+    lines = differences([(name, setup.values) for name, setup in zip(names, everyones)])
+    for loader_name in loaders:
+        counts = [setup.counts[loader_name] for setup in everyones]
+        if not _is_division(counts):
+            which = ", ".join(f"{count} on {name}" for count, name in zip(counts, names))
+            lines.append(
+                f"'{loader_name}' has given numbers of instances that are no division of the same "
+                f"data: {which}"
+            )
+    if lines:
+        raise ConfigurationError("\n".join(["What the ranks train on differs:", *lines]))
+
+
+def _namespaces(vocab: Optional[Vocabulary]) -> Dict[str, str]:
+    if vocab is None:
+        return {}
+    summaries = {}
+    for namespace in sorted(vocab.get_namespaces()):
+        tokens = vocab.get_index_to_token_vocabulary(namespace)
+        digest = hashlib.sha256("\n".join(tokens.values()).encode()).hexdigest()
+        summaries[f"vocabulary, {namespace}"] = f"{len(tokens)} tokens, SHA-256 {digest[:8]}"
+    return summaries
+
+
+def _divides_for_us(reader: DatasetReader) -> bool:
+    """Whether AllenNLP has each rank take its share of all that is read."""
+    names = getattr(type(reader)._read, "__code__", None)
+    return not reader.manual_distributed_sharding or (
+        names is not None and DatasetReader.shard_iterable.__name__ in names.co_names
+    )
+
+
+def _file_size(path: Any) -> Optional[str]:
+    is_file = isinstance(path, (str, os.PathLike)) and os.path.isfile(path)
+    return f"{os.path.getsize(path):,} bytes" if is_file else None
+
+
+def _num_divided_instances(loader: Optional[DataLoader]) -> Optional[int]:
+    if type(loader) is not MultiProcessDataLoader or loader._instances is None:
+        return None
+    return None if loader.reader.manual_distributed_sharding else len(loader._instances)
+
+
+def _is_division(counts: List[Optional[int]]) -> bool:
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return True
+    return known == sorted(known, reverse=True) and known[0] - known[-1] <= 1
