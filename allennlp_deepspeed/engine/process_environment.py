@@ -3,6 +3,7 @@ What DeepSpeed needs of a process besides an engine. No other module touches the
 variables that DeepSpeed reads, or makes a process group.
 """
 
+import functools
 import importlib
 import logging
 import os
@@ -10,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterator, Optional
 from unittest import mock
 
+import cpuinfo
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -73,6 +75,7 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
             undo.enter_context(as_one_process())
         if device.type == "cpu":
             undo.enter_context(_fp16_on_cpu())
+        undo.enter_context(_processor_described_once())
         undo.enter_context(parameter_layout.any_layout())
         undo.enter_context(module_hooks.linear_only_with_graph())
         undo.enter_context(module_hooks.keeping_what_is_read())
@@ -166,6 +169,20 @@ def _skip_shared_memory_all_reduce() -> None:
     # an attribute of `deepspeed.comm`, `torch` is PyTorch.
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
+
+
+@contextmanager
+def _processor_described_once() -> Iterator[None]:
+    """
+    Within it py-cpuinfo looks at the processor when it is first asked, which takes it a second or
+    two. A worker that steps on the CPU starts as much earlier as it would be asked again.
+
+    Mends DeepSpeed 0.19.8: to load an operator for the CPU it has py-cpuinfo look at the processor
+    for each flag of the compiler, and once more for Adam. Gone when `cpu_arch` and `simd_width` of
+    the operator's builder call `get_cpu_info` once in all.
+    """
+    with mock.patch.object(cpuinfo, "get_cpu_info", functools.cache(cpuinfo.get_cpu_info)):
+        yield
 
 
 def _init_group_of_one(device: torch.device) -> None:
