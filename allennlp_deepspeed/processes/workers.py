@@ -109,7 +109,7 @@ class Workers:
         """Whether a signal has stopped the process of a worker."""
         try:
             return psutil.Process(self._processes[rank].pid).status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:
+        except psutil.Error:  # it has ended
             return False
 
     def _wait_for_news(self) -> None:
