@@ -7,9 +7,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from typing import Any, Dict, Optional, Union
-
-from allennlp.common import Params
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 from allennlp_deepspeed.processes.fingerprints import versions
 from allennlp_deepspeed.processes.job import Job
@@ -37,14 +35,28 @@ def of_config(config: Dict[str, Any], arguments: Dict[str, Any]) -> Dict[str, An
     """
     flat = {
         path: "a path" if _is_place(value) else value
-        for path, value in Params(config).as_flat_dict().items()
-        if not re.fullmatch(_NODES_OWN, path) and not re.fullmatch(_PLACES, path.split(".")[-1])
+        for path, value in _flat(config, [])
+        if not re.fullmatch(_NODES_OWN, path)
     }
     return {
         **flat,
         **{f"--{name}": bool(arguments.get(name)) for name in ("recover", "dry_run")},
         **versions(),
     }
+
+
+def _flat(value: Any, keys: List[str]) -> Iterator[Tuple[str, Any]]:
+    """What is in a config at any depth, lists too, but for what is under a key of a place."""
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    if not items:
+        yield ".".join(keys), value
+    for key, part in items:
+        if not re.fullmatch(_PLACES, str(key)):
+            yield from _flat(part, [*keys, str(key)])
 
 
 def compare_vocabulary(job: Optional[Job], serialization_dir: Union[str, os.PathLike]) -> None:

@@ -76,6 +76,7 @@ def config() -> Config:
         ("trainer.num_epochs", 3),
         ("trainer.num_gradient_accumulation_steps", 2),
         ("distributed.num_nodes", 3),
+        ("trainer.callbacks.0", "track_epoch_callback"),
     ],
 )
 def test_another_value_on_one_node_is_named(config: Config, path: str, value: Any) -> None:
@@ -84,7 +85,7 @@ def test_another_value_on_one_node_is_named(config: Config, path: str, value: An
     *sections, key = path.split(".")
     for name in sections:
         section = section[name]
-    section[key] = value
+    section[int(key) if isinstance(section, list) else key] = value  # type: ignore[index]
     [line] = difference(config, other)
     assert line.startswith(f"'{path}' is ") and " on a, " in line and line.endswith(" on b")
 
@@ -96,6 +97,10 @@ def test_paths_addresses_and_devices_may_be_others(config: Config) -> None:
     other["trainer"]["deepspeed_config"]["nvme_path"] = "/local_b"
     config["model"]["pretrained"] = "/models/a"
     other["model"]["pretrained"] = "/models/b"
+    config["trainer"]["callbacks"] = [{"type": "a", "log_dir": "a", "files": ["/tmp/a"]}]
+    other["trainer"]["callbacks"] = [{"type": "a", "log_dir": "b"}]
+    config["datasets"], other["datasets"] = ["/data/a"], ["/data/b"]
+    config["test_data_path"], other["test_data_path"] = {"one": "a"}, {"one": "b"}
     assert difference(config, other) == []
 
 
