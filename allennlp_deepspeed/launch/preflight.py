@@ -32,6 +32,7 @@ from allennlp_deepspeed.config.own_keys import (
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.launch import fingerprint, nodes, recovery
+from allennlp_deepspeed.launch.node_files import NodeFiles
 from allennlp_deepspeed.optimizers import check_optimizer
 from allennlp_deepspeed.processes.job import Job
 from allennlp_deepspeed.processes.supervision import supervised_workers
@@ -60,16 +61,33 @@ def install() -> None:
         member = nodes.member(config, node_rank)
         with ExitStack() as stack:
             job = None if member is None else stack.enter_context(Job(member))
+            node_files = None
             if job is not None:
                 job.meet(fingerprint.of_config(config, arguments))
-            compare = functools.partial(fingerprint.compare_vocabulary, job, directory)
+            if job is not None and not job.is_alone:
+                node_files = NodeFiles(job, directory)
+                stack.enter_context(node_files.in_parent())
+                prepare = node_files.in_worker(prepare)
+            compare = functools.partial(_compare_vocabularies, job, node_files, directory)
             stack.enter_context(supervised_workers(job, prepare, compare))
             if arguments.get("recover"):
-                recovery.prepare(params, directory, node_rank)
+                if node_files is not None:
+                    node_files.restore_config(params)
+                if node_files is None or node_files.is_leader:
+                    recovery.prepare(params, directory, node_rank)
             return train_model(params, *args, **kwargs)
 
     checked_train_model.checks_deepspeed = True  # type: ignore[attr-defined]
     train_command.train_model = checked_train_model
+
+
+def _compare_vocabularies(
+    job: Optional[Job], node_files: Optional[NodeFiles], serialization_dir: str
+) -> None:
+    """Before there are workers."""
+    if node_files is not None:
+        node_files.wait_until_ready()
+    fingerprint.compare_vocabulary(job, serialization_dir)
 
 
 def check(params: Params, on_this_machine: bool = True) -> None:

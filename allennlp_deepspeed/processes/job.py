@@ -195,6 +195,34 @@ class Job:
         if not self.is_alone:
             self._check(self._gather(name, fingerprint, deadline=float("inf")))
 
+    def gather(self, name: str, value: Any, waits: bool = False) -> List[Any]:
+        """
+        To be called by every member, once for each `name`.
+
+        # Parameters
+
+        name : `str`, required.
+            What is gathered.
+        value : `Any`, required.
+            This member's, as JSON.
+        waits : `bool`, optional (default = `False`)
+            Whether there is no limit, because members do something before that takes long.
+
+        # Returns
+
+        `List[Any]`
+            The values of all members, by index.
+
+        # Raises
+
+        `ConfigurationError`
+            If others don't come within `rendezvous_timeout`.
+        `JobFailure`
+            If another one has failed.
+        """
+        limit = float("inf") if waits else self.member.limits.rendezvous_timeout
+        return self._gather(name, value, time.monotonic() + limit)
+
     def report(
         self, who: str, what: str, details: str = "", *, is_consequence: bool = False, **flags: bool
     ) -> None:

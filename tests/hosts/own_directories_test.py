@@ -6,11 +6,13 @@ from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
+from filelock import FileLock
 
 from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.commands.resize import resize
 from allennlp_deepspeed.storage.commit_record import CommitRecord
+from tests.hosts import files_table
 from tests.support.command import Run, allennlp
 from tests.support.experiment import (
     INCLUDED,
@@ -31,10 +33,6 @@ NEWEST = "checkpoint_e1_b4"
 INCLUDED_PACKAGES = ("allennlp_deepspeed", INCLUDED)
 
 
-def config_of(stage: int) -> Config:
-    return deepspeed(load_config("tagger", CHECKPOINTS), stage)
-
-
 class Training:
     """
     A training on two hosts that has ended after `checkpoint_e1_b4`, and the weights with which one
@@ -45,14 +43,7 @@ class Training:
         self.hosts = hosts
         self.config = config
         self.weights = weights
-        self.directories = [directory / f"of-{host.name}" for host in hosts.hosts]
-        for run in hosts.train(config, self.directories):
-            run.check()
-        assert not list(directory.glob("*/*.unfinished"))
-        for own in self.directories:
-            Result(own).archive.unlink()
-            for name in ("checkpoint_e1_b6", "checkpoint_e2_b0"):
-                shutil.rmtree(own / name, ignore_errors=True)
+        self.directories = directories_in(directory)
 
     def checkpoint(self, host: int) -> Path:
         return self.directories[host] / NEWEST
@@ -67,12 +58,42 @@ class Training:
             assert_same_weights(Result(directory).weights(), self.weights, tolerance=0)
 
 
+def directories_in(root: Path) -> List[Path]:
+    return [root / "of-host-0", root / "of-host-1"]
+
+
+def train_on(hosts: Hosts, config: Config, root: Path, weights: Any) -> None:
+    """Trains, and removes what comes after `NEWEST`."""
+    directories = directories_in(root)
+    for run in hosts.train(config, directories):
+        run.check()
+    files_table.check(dict(zip(directories, ([0, 1], [2, 3]))))
+    for directory in directories:
+        assert_same_weights(Result(directory).weights(), weights, tolerance=0)
+        Result(directory).archive.unlink()
+        for name in ("checkpoint_e1_b6", "checkpoint_e2_b0"):
+            shutil.rmtree(directory / name, ignore_errors=True)
+
+
 @pytest.fixture
-def train(two_hosts: Hosts, experiments: Experiments, tmp_path: Path) -> Callable[[int], Training]:
+def train(
+    two_hosts: Hosts, experiments: Experiments, session_directory: Path, tmp_path: Path
+) -> Callable[[int], Training]:
+    """Trains at a ZeRO stage, once a test session, and copies what that leaves."""
+
     def train(stage: int) -> Training:
-        config = config_of(stage)
+        config = deepspeed(load_config("tagger", CHECKPOINTS), stage)
         four_workers = {**config, "distributed": {"cuda_devices": [-1] * 4}}
-        return Training(two_hosts, config, experiments.run(four_workers).weights(), tmp_path)
+        weights = experiments.run(four_workers).weights()
+        trained = session_directory / "own_directories" / str(stage)
+        trained.mkdir(parents=True, exist_ok=True)
+        with FileLock(trained / "lock"):
+            if not (trained / "done").exists():
+                train_on(two_hosts, config, trained, weights)
+                (trained / "done").touch()
+        for directory in directories_in(trained):
+            shutil.copytree(directory, tmp_path / directory.name)
+        return Training(two_hosts, config, weights, tmp_path)
 
     return train
 
@@ -161,9 +182,7 @@ def test_at_stage_0_a_host_without_files_continues_with_those_of_another(
     train: Callable[[int], Training],
 ):
     training = train(0)
-    for checkpoint in training.directories[0].glob("checkpoint_*"):
-        shutil.rmtree(checkpoint)
-    (training.directories[0] / "best.th").unlink()
+    shutil.rmtree(training.directories[0])
     runs = training.recover(training.directories)
     for run, directory in zip(runs, training.directories):
         run.check()

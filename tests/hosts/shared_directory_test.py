@@ -1,0 +1,68 @@
+"""Hosts that share one serialization directory, as by NFS."""
+
+import shutil
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+
+from tests.hosts import files_table
+from tests.support.experiment import (
+    Experiments,
+    Result,
+    assert_same_metrics,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+from tests.support.hosts import Hosts
+
+CHECKPOINTS = {
+    "trainer.checkpointer": {"save_every_num_batches": 2, "keep_most_recent_by_count": None}
+}
+
+
+@pytest.mark.parametrize(
+    "stage, checkpoint",
+    [
+        (2, {"use_node_local_storage": True}),
+        pytest.param(0, {}, marks=pytest.mark.soak),
+        pytest.param(3, {}, marks=pytest.mark.soak),
+    ],
+)
+def test_one_host_makes_the_directory_and_all_continue_in_it(
+    experiments: Experiments,
+    two_hosts: Hosts,
+    tmp_path: Path,
+    stage: int,
+    checkpoint: Dict[str, Any],
+):
+    plain = load_config("tagger", CHECKPOINTS)
+    expected = experiments.run(
+        {**deepspeed(plain, stage), "distributed": {"cuda_devices": [-1] * 4}}
+    )
+    config = deepspeed(plain, stage, checkpoint=checkpoint)
+    shared = Result(tmp_path / "shared")
+    directories = [shared.serialization_dir] * 2
+    for run in two_hosts.train(config, directories):
+        run.check()
+    files_table.check({shared.serialization_dir: range(4)})
+    assert_same_weights(shared.weights(), expected.weights(), tolerance=0)
+    assert_same_metrics(shared.metrics_of_epochs(), expected.metrics_of_epochs(), tolerance=0)
+    log = (shared.serialization_dir / "out_worker2_host-1.log").read_text()
+    assert all(line.startswith("2 host-1 | ") for line in log.splitlines() if " - INFO - " in line)
+    found = "All ranks share one serialization directory."
+    assert f"{found} 'deepspeed_config" in log if checkpoint else found in log
+
+    for run in two_hosts.train(config, directories):
+        assert run.returncode == 1
+        assert "already exists" in run.output
+
+    shared.archive.unlink()
+    for newer in ("checkpoint_e1_b6", "checkpoint_e2_b0"):
+        shutil.rmtree(shared.serialization_dir / newer, ignore_errors=True)
+    for run in two_hosts.train(config, directories, "--recover"):
+        run.check()
+        assert f"Continuing from the checkpoint in {directories[0]}/checkpoint_e1_b4" in run.output
+    assert_same_weights(shared.weights(), expected.weights(), tolerance=0)
+    assert_same_metrics(shared.metrics_of_epochs(), expected.metrics_of_epochs(), tolerance=0)
