@@ -146,6 +146,15 @@ TRAINER_KEYS: Dict[str, Key] = {
         check=_check_grad_cache,
         may_change=True,
     ),
+    "resume": Key(
+        Optional[Literal["auto"]],
+        default=None,
+        doc='`"auto"`: the same command starts the training, or continues it if the serialization '
+        "directory has a checkpoint of it, with `--recover` or without. For queues that start a "
+        "job again, and for torchrun's `--max-restarts`.",
+        advice='must be "auto" or null',
+        may_change=True,
+    ),
     "log_every_num_steps": Key(
         Optional[PositiveInt],
         default=None,

@@ -38,9 +38,12 @@ def of_config(config: Dict[str, Any], arguments: Dict[str, Any]) -> Dict[str, An
         for path, value in _flat(config, [])
         if not re.fullmatch(_NODES_OWN, path)
     }
+    flags = ["dry_run"]
+    if flat.get("trainer.resume") != "auto":  # where each node looks what it has
+        flags.append("recover")
     return {
         **flat,
-        **{f"--{name}": bool(arguments.get(name)) for name in ("recover", "dry_run")},
+        **{f"--{name}": bool(arguments.get(name)) for name in flags},
         **versions(),
     }
 

@@ -41,6 +41,9 @@ class NodeFiles:
         Whose members have met.
     serialization_dir : `Union[str, os.PathLike]`, required.
         Isn't looked at by AllenNLP yet.
+    local_rank : `int`, optional (default = `0`)
+        Of the first worker that this member starts. If it isn't 0, another member starts the first
+        one of the node.
 
     # Raises
 
@@ -48,10 +51,13 @@ class NodeFiles:
         If this node can't write there.
     """
 
-    def __init__(self, job: Job, serialization_dir: Union[str, os.PathLike]) -> None:
+    def __init__(
+        self, job: Job, serialization_dir: Union[str, os.PathLike], local_rank: int = 0
+    ) -> None:
         self._job = job
         self._directory = os.fspath(serialization_dir)
         self._node_rank = node_rank = job.member.index
+        self._first_rank_of_node = job.member.ranks[0] - local_rank
         self._hosts = [attendant.host for attendant in job.attendants]
         groups = self._find_groups()
         self.leader = next(nodes[0] for nodes in groups if node_rank in nodes)
@@ -68,6 +74,10 @@ class NodeFiles:
     @property
     def is_leader(self) -> bool:
         return self.leader == self._node_rank
+
+    def any_node(self, value: bool) -> bool:
+        """Whether `value` is true for any node. To be called by every node, once."""
+        return any(self._job.gather("any node", value))
 
     def restore_config(self, params: Params) -> None:
         """
@@ -105,8 +115,12 @@ class NodeFiles:
         with ExitStack() as stack:
             patch = partial(_patch, stack)
             patch(common_logging, "prepare_global_logging", _logging(log_file, host))
+            patch(
+                training_util,
+                "create_serialization_dir",
+                partial(self._create_directory, training_util.create_serialization_dir),
+            )
             if not self.is_leader:
-                patch(training_util, "create_serialization_dir", lambda *args, **kwargs: None)
                 # What AllenNLP writes under these names in the directory.
                 patch(train_command, "CONFIG_NAME", os.devnull)
                 patch(train_command, "META_NAME", os.devnull)
@@ -126,7 +140,7 @@ class NodeFiles:
     def in_worker(self, prepare: Optional[Callable[[], None]]) -> Callable[[], None]:
         """What each worker is to call first, `prepare` included. It can be pickled."""
         host = self._hosts[self._node_rank]
-        return partial(_in_worker, self._job.member.ranks[0], host, self.is_leader, prepare)
+        return partial(_in_worker, self._first_rank_of_node, host, self.is_leader, prepare)
 
     def _find_groups(self) -> List[List[int]]:
         key = self._job.gather("directory key", tokens.new_key())[0]
@@ -142,6 +156,13 @@ class NodeFiles:
         tokens.remove(self._directory, key, self._node_rank)
         self._job.gather("directory tokens removed", None)
         return tokens.groups(seen)
+
+    def _create_directory(self, create: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self.is_leader:
+            create(*args, **kwargs)
+        if not self._is_ready:
+            # What the others write there next would be taken for another training's.
+            self._job.gather("directory made", None)
 
     def _leaders_vocabulary(self, params: Params, *args: Any, **kwargs: Any) -> Vocabulary:
         logger.info("%s makes the vocabulary in %s", self._hosts[self.leader], self._directory)

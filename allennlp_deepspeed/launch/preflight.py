@@ -31,10 +31,13 @@ from allennlp_deepspeed.config.own_keys import (
 )
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
-from allennlp_deepspeed.launch import fingerprint, nodes, recovery
+from allennlp_deepspeed.launch import fingerprint, nodes, recovery, resumption
+from allennlp_deepspeed.launch import launched as launching
 from allennlp_deepspeed.launch.node_files import NodeFiles
 from allennlp_deepspeed.optimizers import check_optimizer
+from allennlp_deepspeed.processes import launcher
 from allennlp_deepspeed.processes.job import Job
+from allennlp_deepspeed.processes.launcher import Launched
 from allennlp_deepspeed.processes.supervision import supervised_workers
 from allennlp_deepspeed.processes.worker_device import capabilities
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
@@ -51,34 +54,67 @@ def install() -> None:
 
     @functools.wraps(train_model)
     def checked_train_model(params: Params, *args: Any, **kwargs: Any) -> Any:
-        check(params)
-        config = params.as_dict(quiet=True)
-        if not has_deepspeed_trainer(config):
-            return train_model(params, *args, **kwargs)
+        is_ours = has_deepspeed_trainer(params.as_dict(quiet=True))
         arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
-        directory, node_rank = arguments["serialization_dir"], arguments.get("node_rank", 0)
-        prepare = worker_preparation(params, directory)
-        member = nodes.member(config, node_rank)
-        with ExitStack() as stack:
-            job = None if member is None else stack.enter_context(Job(member))
-            node_files = None
-            if job is not None:
-                job.meet(fingerprint.of_config(config, arguments))
-            if job is not None and not job.is_alone:
-                node_files = NodeFiles(job, directory)
-                stack.enter_context(node_files.in_parent())
-                prepare = node_files.in_worker(prepare)
-            compare = functools.partial(_compare_vocabularies, job, node_files, directory)
-            stack.enter_context(supervised_workers(job, prepare, compare))
-            if arguments.get("recover"):
-                if node_files is not None:
-                    node_files.restore_config(params)
-                if node_files is None or node_files.is_leader:
-                    recovery.prepare(params, directory, node_rank)
+        launched = launcher.detect() if is_ours else None
+        if launched is not None:
+            launching.into_config(params, launched, arguments)
+        check(params)
+        if not is_ours:
             return train_model(params, *args, **kwargs)
+        return _train(train_model, arguments, launched)
 
     checked_train_model.checks_deepspeed = True  # type: ignore[attr-defined]
     train_command.train_model = checked_train_model
+
+
+def _train(
+    train_model: Callable[..., Any], arguments: Dict[str, Any], launched: Optional[Launched]
+) -> Any:
+    """
+    Trains with what has been checked.
+
+    # Parameters
+
+    train_model : `Callable`
+        AllenNLP's.
+    arguments : `Dict[str, Any]`
+        Its arguments.
+    launched : `Launched`, optional
+        What a launcher says of this process.
+    """
+    params, directory = arguments["params"], arguments["serialization_dir"]
+    node_rank = arguments.get("node_rank", 0)
+    config = params.as_dict(quiet=True)
+    prepare = worker_preparation(params, directory)
+    if launched is None:
+        local_rank, member = None, nodes.member(config, node_rank)
+    else:
+        local_rank = launching.local_rank_to_start(config, launched)
+        member = launching.member(config, launched)
+    with ExitStack() as stack:
+        job = None if member is None else stack.enter_context(Job(member))
+        node_files = None
+        if job is not None:
+            job.meet(fingerprint.of_config(config, arguments))
+        if job is not None and not job.is_alone:
+            node_files = NodeFiles(job, directory, local_rank or 0)
+            stack.enter_context(node_files.in_parent())
+            prepare = node_files.in_worker(prepare)
+        compare = functools.partial(_compare_vocabularies, job, node_files, directory)
+        stack.enter_context(supervised_workers(job, prepare, compare, local_rank))
+        is_leader = node_files is None or node_files.is_leader
+        if resumption.is_asked_for(config):
+            continues = is_leader and resumption.prepare(directory, arguments.get("force", False))
+            if node_files is not None:
+                continues = node_files.any_node(continues)
+            arguments["recover"] = continues
+        if arguments.get("recover"):
+            if node_files is not None:
+                node_files.restore_config(params)
+            if is_leader:
+                recovery.prepare(params, directory, node_rank)
+        return train_model(**arguments)
 
 
 def _compare_vocabularies(

@@ -44,6 +44,7 @@ def supervised_workers(
     job: Optional[Job] = None,
     prepare: Optional[Callable[[], None]] = None,
     before: Optional[Callable[[], None]] = None,
+    local_rank: Optional[int] = None,
 ) -> Iterator[None]:
     """
     A context in which AllenNLP's train command starts its workers with `spawn`.
@@ -57,6 +58,8 @@ def supervised_workers(
         Called first by each worker.
     before : `Callable[[], None]`, optional (default = `None`)
         Called here before they are started, when AllenNLP has done what it does in this process.
+    local_rank : `int`, optional (default = `None`)
+        Of the only one that this process starts, because others start the others.
     """
     with ExitStack() as stack:
         watch = None if job is None else stack.enter_context(WatchedJob(job))
@@ -64,6 +67,8 @@ def supervised_workers(
         def spawn_supervised(function: Any, args: Tuple = (), nprocs: int = 1) -> None:
             if before is not None:
                 before()
+            if local_rank is not None:
+                function, nprocs = partial(_call_as, local_rank, function), 1
             spawn(prepare, function, args, nprocs, watch)
 
         spawning = SimpleNamespace(spawn=spawn_supervised)
@@ -137,6 +142,10 @@ def spawn(
         raise failure
     if not workers.all_succeeded():
         raise SigTermReceived(workers.agreed_message())
+
+
+def _call_as(local_rank: int, function: Callable[..., Any], _: int, *args: Any) -> Any:
+    return function(local_rank, *args)
 
 
 class _WorkerSetup(NamedTuple):

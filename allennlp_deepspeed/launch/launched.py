@@ -1,0 +1,144 @@
+"""
+Trainings whose processes a launcher has started. What the launcher's environment says becomes the
+section "distributed" of the config. If there is one process for each worker, each starts the one
+that it is for; if there is one on each node, the node's.
+"""
+
+import logging
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.launch import nodes
+from allennlp_deepspeed.processes.launcher import Launched
+from allennlp_deepspeed.processes.membership import Member
+
+logger = logging.getLogger(__name__)
+
+
+def into_config(params: Params, launched: Launched, arguments: Dict[str, Any]) -> None:
+    """
+    # Parameters
+
+    params : `Params`, required.
+        A whole training configuration. What `launched` says is written into it.
+    launched : `Launched`, required.
+        What a launcher says of this process.
+    arguments : `Dict[str, Any]`, required.
+        Those of AllenNLP's `train_model`. `node_rank` is set.
+
+    # Raises
+
+    `ConfigurationError`
+        If they contradict one another.
+    """
+    config = params.as_dict(quiet=True)
+    distributed: Dict[str, Any] = config.get("distributed") or {}
+    devices = distributed.get("cuda_devices")
+    if devices is None:
+        devices = _devices(config, launched)
+    elif launched.local_world_size not in (1, len(devices)):
+        raise ConfigurationError(
+            f"'distributed.cuda_devices' has {len(devices)}, but {launched.launcher} has started "
+            f"{launched.local_world_size} processes on each node: leave the key out, or have as "
+            "many started, or one on each node, which starts the others."
+        )
+    address, port = _where(distributed, launched)
+    _check_same("distributed.num_nodes", distributed.get("num_nodes"), launched.num_nodes, launched)
+    node_rank = arguments.get("node_rank") or None
+    _check_same("--node-rank", node_rank, launched.node_rank, launched)
+    params["distributed"] = {
+        **distributed,
+        "cuda_devices": devices,
+        "num_nodes": launched.num_nodes,
+        "primary_address": address,
+        "primary_port": port,
+    }
+    arguments["node_rank"] = launched.node_rank
+    logger.info(
+        "%s has started this process as number %d of %d.",
+        launched.launcher,
+        launched.rank,
+        launched.world_size,
+    )
+
+
+def local_rank_to_start(config: Dict[str, Any], launched: Launched) -> Optional[int]:
+    """
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        After `into_config`.
+    launched : `Launched`, required.
+
+    # Returns
+
+    `Optional[int]`
+        Of the only worker that this process starts. `None` if it starts all of its node.
+    """
+    starts_all = len(config["distributed"]["cuda_devices"]) > launched.local_world_size
+    return None if starts_all else launched.local_rank
+
+
+def member(config: Dict[str, Any], launched: Launched) -> Member:
+    """
+    What this process is among those that have been started. Arguments are those of
+    `local_rank_to_start`.
+    """
+    distributed = config["distributed"]
+    num_workers = len(distributed["cuda_devices"]) // launched.local_world_size
+    first = launched.rank * num_workers
+    return Member(
+        ranks=tuple(range(first, first + num_workers)),
+        world_size=launched.world_size * num_workers,
+        address=distributed["primary_address"],
+        port=distributed["primary_port"],
+        serves=launched.rank == 0 and not launched.has_store,
+        attempt=launched.attempt,
+        limits=nodes.limits(distributed),
+    )
+
+
+def _where(distributed: Dict[str, Any], launched: Launched) -> Tuple[str, int]:
+    """Where the processes meet."""
+    address, port = distributed.get("primary_address"), distributed.get("primary_port")
+    if launched.has_store:
+        # Nothing else is there.
+        _check_same("distributed.primary_address", address, launched.address, launched)
+        _check_same("distributed.primary_port", port, launched.port, launched)
+    address, port = address or launched.address, port or launched.port
+    if not port:
+        raise ConfigurationError(
+            f"{launched.launcher} has started {launched.world_size} processes, but no port is "
+            "known at which they can meet: write MASTER_PORT into the environment of all, or "
+            "'distributed.primary_port' into the config."
+        )
+    return address, port
+
+
+def _check_same(key: str, said: Any, launchers: Any, launched: Launched) -> None:
+    if said not in (None, launchers):
+        raise ConfigurationError(
+            f"'{key}' is {said}, but {launched.launcher} says {launchers}: leave it out."
+        )
+
+
+def _devices(config: Dict[str, Any], launched: Launched) -> List[int]:
+    """Of the workers of a node, by local rank."""
+    trainer = config.get("trainer")
+    wants_cpu = isinstance(trainer, dict) and trainer.get("cuda_device") == -1
+    count = 0 if wants_cpu else torch.cuda.device_count()
+    size = launched.local_world_size
+    if count == 0:
+        return [-1] * size
+    if count >= size:
+        return list(range(size))
+    if count == 1:
+        # Each process sees its own only, as with srun's --gpus-per-task.
+        return [0] * size
+    raise ConfigurationError(
+        f"{launched.launcher} has started {size} processes on this node, but it has {count} GPUs: "
+        "have as many started, or write 'distributed.cuda_devices', with -1 for the CPU."
+    )

@@ -1,0 +1,91 @@
+"""
+`"resume": "auto"` of the trainer: one command that starts a training, and continues it when it is
+run again, as queues and launchers do.
+"""
+
+import fnmatch
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Dict, Union
+
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+
+logger = logging.getLogger(__name__)
+
+# What a training leaves that hasn't come to a checkpoint.
+_OF_A_START = (
+    "config.json",
+    "meta.json",
+    "vocabulary",
+    "log",
+    "out.log",
+    "out_worker*.log",
+    "out_node*.log",
+    "metrics_epoch_*.json",
+    "best.th",
+    "*.unfinished*",
+)
+
+
+def is_asked_for(config: Dict[str, Any]) -> bool:
+    trainer = config.get("trainer")
+    return isinstance(trainer, dict) and trainer.get("resume") == "auto"
+
+
+def prepare(serialization_dir: Union[str, os.PathLike], force: bool) -> bool:
+    """
+    To be called by the node that makes the directory. What an earlier start has left there that
+    hadn't come to a checkpoint is removed.
+
+    # Parameters
+
+    serialization_dir : `Union[str, os.PathLike]`, required.
+    force : `bool`, required.
+        Whether `--force` is given.
+
+    # Returns
+
+    `bool`
+        Whether there is a training that can be continued.
+
+    # Raises
+
+    `ConfigurationError`
+        If the directory has something else in it.
+    """
+    if force:
+        raise ConfigurationError(
+            '--force removes what \'"resume": "auto"\' of the trainer would continue: leave out '
+            "one of the two."
+        )
+    directory = Path(serialization_dir)
+    if _has_something(directory):
+        logger.info("%s has a training in it, which is continued.", directory)
+        return True
+    names = os.listdir(directory) if directory.is_dir() else []
+    others = [n for n in names if not any(fnmatch.fnmatch(n, p) for p in _OF_A_START)]
+    if others:
+        raise ConfigurationError(
+            f"{directory} has no training in it that could be continued, but {json.dumps(others)}: "
+            "choose another directory with -s, or remove them."
+        )
+    for name in names:
+        path = directory / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    if names:
+        logger.info("%s has a start in it that hadn't come to a checkpoint. Removed.", directory)
+    return False
+
+
+def _has_something(directory: Path) -> bool:
+    is_training = (directory / "config.json").is_file() and (directory / "vocabulary").is_dir()
+    is_finished = (directory / "model.tar.gz").is_file()
+    return is_training and (is_finished or bool(CheckpointDirectory(str(directory)).find()))

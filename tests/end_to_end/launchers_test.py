@@ -1,0 +1,161 @@
+"""
+Processes that a launcher has started train as those that `allennlp train` starts, and continue when
+they are started again.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Dict, Iterator, List
+
+import pytest
+from allennlp.common.util import find_open_port
+
+from tests.fixtures.failures import MESSAGE
+from tests.support.command import allennlp
+from tests.support.experiment import (
+    INCLUDED,
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    assert_same_run,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+from tests.support.launching import MODULE, LaunchedCommands
+
+BIN = Path(sys.executable).parent
+
+CONFIG = deepspeed(load_config("tagger", TWO_WORKERS), 2)
+
+# A launcher says itself how many there are.
+LAUNCHED_CONFIG = {key: value for key, value in CONFIG.items() if key != "distributed"}
+
+PYTHON_MODULE = [sys.executable, "-m"]
+STAND_IN = [*PYTHON_MODULE, "tests.support.stand_in_launcher"]
+TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2"]
+ACCELERATE = [
+    *(str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"),
+    *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+]
+DEEPSPEED = [str(BIN / "deepspeed"), "--num_gpus", "2", "--no_local_rank"]
+
+# Slurm and Open MPI have stand-ins that give the environment of the real ones.
+LAUNCHERS: Dict[str, List[str]] = {
+    "torchrun": [*TORCHRUN, "--standalone", "-m"],
+    "torchrun_static": [*TORCHRUN, "--master-port", "PORT", "-m"],
+    "accelerate": [*ACCELERATE, "--main_process_port", "PORT", "-m"],
+    "deepspeed": [*DEEPSPEED, "--master_port", "PORT", "--module"],
+    "mpich": [str(BIN / "mpiexec"), "-n", "2", *PYTHON_MODULE],
+    "open_mpi": [*STAND_IN, "open_mpi", "2", *PYTHON_MODULE],
+    "srun": [*STAND_IN, "srun", "2", *PYTHON_MODULE],
+    "environment": [*STAND_IN, "environment", "2", *PYTHON_MODULE],
+}
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[LaunchedCommands]:
+    directory = tmp_path / "output"
+    directory.mkdir()
+    with LaunchedCommands(directory) as commands:
+        yield commands
+
+
+def launch(name: str) -> List[str]:
+    port = str(find_open_port())
+    return [port if argument == "PORT" else argument for argument in LAUNCHERS[name]]
+
+
+def train(config: Config, directory: Path, *flags: str) -> List[str]:
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    return [
+        *("train", str(path), "-s", str(directory / "out"), *flags),
+        *("--include-package", "allennlp_deepspeed", "--include-package", INCLUDED),
+    ]
+
+
+def changed(**trainer: object) -> Config:
+    return {**LAUNCHED_CONFIG, "trainer": {**LAUNCHED_CONFIG["trainer"], **trainer}}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.soak if name == "torchrun_static" else ())
+        for name in LAUNCHERS
+    ],
+)
+def test_a_launchers_processes_train_as_workers_do(
+    experiments: Experiments, launched: LaunchedCommands, tmp_path: Path, name: str
+) -> None:
+    run = launched.run([*launch(name), MODULE, *train(LAUNCHED_CONFIG, tmp_path)])
+    assert run.returncode == 0, run.stdout + launched.output()
+    assert_same_run(Result(tmp_path / "out"), experiments.run(CONFIG), tolerance=0)
+
+
+def test_torchrun_starts_again_what_has_been_killed(
+    experiments: Experiments, launched: LaunchedCommands, tmp_path: Path
+) -> None:
+    kill = {"type": "send_signal", "point": "step 3 of epoch 1", "signal_name": "SIGKILL"}
+    config = changed(resume="auto", callbacks=["record_steps", {**kill, "rank": 1}])
+    torchrun = [*TORCHRUN, "--standalone", "--max-restarts", "1", "-m", MODULE]
+    run = launched.run([*torchrun, *train(config, tmp_path)])
+    assert run.returncode == 0, run.stdout + launched.output()
+    output = launched.output()
+    assert "has a training in it, which is continued" in output
+    expected, result = experiments.run(CONFIG), Result(tmp_path / "out")
+    assert result.epochs() == expected.epochs()
+    assert_same_weights(result.weights(), expected.weights(), tolerance=0)
+
+
+def test_a_failure_ends_all_of_a_launchers_processes(
+    launched: LaunchedCommands, tmp_path: Path
+) -> None:
+    fail = {"type": "fail", "point": "step 2 of epoch 0", "rank": 1}
+    config = changed(callbacks=["record_steps", fail])
+    run = launched.run([*launch("environment"), MODULE, *train(config, tmp_path)])
+    assert run.returncode == 1
+    assert f"{MESSAGE} in step 2 of epoch 0" in launched.output()
+
+
+def test_what_a_config_says_of_workers_has_to_be_what_the_launcher_has_started(
+    launched: LaunchedCommands, tmp_path: Path
+) -> None:
+    config = {**LAUNCHED_CONFIG, "distributed": {"cuda_devices": [-1, -1, -1]}}
+    run = launched.run([*launch("srun"), MODULE, *train(config, tmp_path)])
+    assert run.returncode != 0
+    message = "'distributed.cuda_devices' has 3, but srun has started 2 processes on each node"
+    assert message in launched.output()
+
+
+def test_resume_starts_and_continues_by_one_command(
+    experiments: Experiments, tmp_path: Path
+) -> None:
+    config = {**CONFIG, "trainer": {**CONFIG["trainer"], "resume": "auto"}}
+    arguments = train(config, tmp_path)
+    # A start that hasn't come to a checkpoint, and one that is whole.
+    out = tmp_path / "out"
+    shutil.copytree(experiments.run(CONFIG).serialization_dir / "vocabulary", out / "vocabulary")
+    (out / "config.json").write_text("{}")
+    run = allennlp(*arguments).check()
+    assert "a start in it that hadn't come to a checkpoint" in run.output
+    shutil.rmtree(out / "checkpoint_e2_b0")
+    (out / "model.tar.gz").unlink()
+    run = allennlp(*arguments, "--recover").check()
+    assert f"Continuing from the checkpoint in {out / 'checkpoint_e1_b0'}" in run.output
+    assert_same_weights(Result(out).weights(), experiments.run(CONFIG).weights(), tolerance=0)
+
+
+def test_resume_removes_nothing_else(tmp_path: Path) -> None:
+    config = {**CONFIG, "trainer": {**CONFIG["trainer"], "resume": "auto"}}
+    arguments = train(config, tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("")
+    run = allennlp(*arguments)
+    assert run.returncode == 1
+    assert 'no training in it that could be continued, but ["thesis.tex"]' in run.output
+    assert (tmp_path / "out" / "thesis.tex").exists()

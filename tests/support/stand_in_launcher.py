@@ -1,0 +1,88 @@
+"""
+A stand-in for launchers that need a cluster: starts processes on this machine with the environment
+that the real one gives them, passes signals on, and ends all if one fails.
+
+    python -m tests.support.stand_in_launcher srun 2 COMMAND...    # two processes
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Callable, Dict, List
+
+Environment = Dict[str, str]
+
+
+def srun(rank: int, size: int) -> Environment:
+    """Slurm 23, a step of a job. Those without STEP are of the allocation, which has more tasks."""
+    return {
+        "SLURM_JOB_ID": str(4_000_000 + os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "64",
+        "SLURM_JOB_NODELIST": "node[001-016]",
+        "SLURM_STEP_NODELIST": "node001",
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_TASKS_PER_NODE": str(size),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+    }
+
+
+def open_mpi(rank: int, size: int) -> Environment:
+    """Open MPI 4 and 5."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
+        "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1",
+    }
+
+
+def environment(rank: int, size: int) -> Environment:
+    """PyTorch's `env://`, by hand. Which processes are of one node, the address says."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": os.environ["PORT_OF_ENVIRONMENT"],
+    }
+
+
+_LAUNCHERS: Dict[str, Callable[[int, int], Environment]] = {
+    "srun": srun,
+    "open_mpi": open_mpi,
+    "environment": environment,
+}
+
+
+def main(name: str, size: int, command: List[str]) -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ["PORT_OF_ENVIRONMENT"] = str(free.getsockname()[1])
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **_LAUNCHERS[name](rank, size)})
+        for rank in range(size)
+    ]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: [p.send_signal(number) for p in processes])
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if failed or None not in codes:
+            break
+        time.sleep(0.1)
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        process.wait()
+    return failed[0] if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

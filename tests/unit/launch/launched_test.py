@@ -1,0 +1,88 @@
+"""A launcher's environment in the section "distributed" of a config."""
+
+from dataclasses import replace
+from typing import Any, Dict, Optional
+
+import pytest
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.launch.launched import into_config, local_rank_to_start, member
+from allennlp_deepspeed.processes.launcher import Launched
+from allennlp_deepspeed.processes.membership import Limits
+
+# The third of four processes on two nodes.
+LAUNCHED = Launched("srun", 2, 0, 4, 2, "node-0", 23456)
+
+ONE_A_NODE = Launched("srun", 1, 0, 2, 1, "node-0", 23456)
+
+
+def filled(
+    launched: Launched, distributed: Optional[Dict[str, Any]] = None, **arguments: Any
+) -> Dict[str, Any]:
+    config: Dict[str, Any] = {"trainer": {"type": "deepspeed", "cuda_device": -1}}
+    if distributed is not None:
+        config["distributed"] = distributed
+    params = Params(config)
+    into_config(params, launched, arguments)
+    assert arguments["node_rank"] == launched.node_rank
+    return params.as_dict(quiet=True)
+
+
+def test_the_section_may_be_left_out() -> None:
+    config = filled(LAUNCHED)
+    assert config["distributed"] == {
+        "cuda_devices": [-1, -1],
+        "num_nodes": 2,
+        "primary_address": "node-0",
+        "primary_port": 23456,
+    }
+    assert local_rank_to_start(config, LAUNCHED) == 0
+    own = member(config, LAUNCHED)
+    assert (own.ranks, own.world_size, own.num_members, own.index) == ((2,), 4, 4, 2)
+    assert not own.serves
+
+
+def test_one_process_on_each_node_starts_its_workers() -> None:
+    section = {"cuda_devices": [-1, -1, -1], "num_nodes": 2, "timeout": 60}
+    config = filled(ONE_A_NODE, section, node_rank=1)
+    assert local_rank_to_start(config, ONE_A_NODE) is None
+    own = member(config, ONE_A_NODE)
+    assert (own.ranks, own.world_size, own.num_members, own.index) == ((3, 4, 5), 6, 2, 1)
+    assert own.limits == Limits(timeout=60)
+
+
+def test_where_to_meet_may_be_in_the_config() -> None:
+    section = {"primary_address": "10.0.0.7", "primary_port": 1234}
+    own = member(filled(LAUNCHED, section), LAUNCHED)
+    assert (own.address, own.port) == ("10.0.0.7", 1234)
+
+
+def test_the_launchers_store_is_used() -> None:
+    first = replace(LAUNCHED, rank=0)
+    assert member(filled(first), first).serves
+    with_store = replace(first, has_store=True, attempt="2")
+    own = member(filled(with_store), with_store)
+    assert (own.serves, own.attempt) == (False, "2")
+
+
+@pytest.mark.parametrize(
+    "launched, section, arguments, message",
+    [
+        (LAUNCHED, {"cuda_devices": [0]}, {}, "'distributed.cuda_devices' has 1, but srun"),
+        (LAUNCHED, {"num_nodes": 4}, {}, "'distributed.num_nodes' is 4, but srun says 2"),
+        (ONE_A_NODE, {}, {"node_rank": 2}, "'--node-rank' is 2, but srun says 1"),
+        (
+            replace(LAUNCHED, has_store=True),
+            {"primary_port": 1},
+            {},
+            "'distributed.primary_port' is 1, but srun says 23456",
+        ),
+        (replace(LAUNCHED, port=0), {}, {}, "no port is known .* write MASTER_PORT"),
+    ],
+)
+def test_contradictions_are_refused(
+    launched: Launched, section: Dict[str, Any], arguments: Dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        filled(launched, section, **arguments)

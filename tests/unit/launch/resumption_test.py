@@ -1,0 +1,58 @@
+"""What `"resume": "auto"` finds in a serialization directory."""
+
+from pathlib import Path
+from typing import List
+
+import pytest
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.launch import resumption
+
+
+def write(directory: Path, *names: str) -> None:
+    for name in names:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+
+
+@pytest.mark.parametrize(
+    "names, recovers, left",
+    [
+        ([], False, []),
+        (["config.json"], False, []),
+        (["config.json", "vocabulary/tokens.txt", "out_worker0.log", "best.th"], False, []),
+        (
+            ["config.json", "vocabulary/tokens.txt", "model.tar.gz"],
+            True,
+            ["config.json", "model.tar.gz", "vocabulary"],
+        ),
+        (
+            ["config.json", "vocabulary/tokens.txt", "checkpoint_e1_b0/commit.json"],
+            True,
+            ["checkpoint_e1_b0", "config.json", "vocabulary"],
+        ),
+        # Half a checkpoint is none.
+        (["config.json", "vocabulary/a.txt", "checkpoint_e1_b0.unfinished/x"], False, []),
+    ],
+)
+def test_it_continues_what_has_a_checkpoint(
+    tmp_path: Path, names: List[str], recovers: bool, left: List[str]
+) -> None:
+    write(tmp_path / "out", *names)
+    assert resumption.prepare(tmp_path / "out", force=False) is recovers
+    directory = tmp_path / "out"
+    found = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    assert found == left
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "config.json", "thesis.tex")
+    with pytest.raises(ConfigurationError, match=r'\["thesis.tex"\]'):
+        resumption.prepare(tmp_path, force=False)
+    assert (tmp_path / "config.json").exists()
+
+
+def test_force_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--force removes"):
+        resumption.prepare(tmp_path, force=True)
