@@ -84,6 +84,11 @@ class Host(NamedTuple):
         node_rank = ["--node-rank", self.rank]
         return self.start("train", config, "-s", serialization_dir, *node_rank, *arguments, **kw)
 
+    def command(self, *arguments: Any) -> List[str]:
+        """What runs another command on it."""
+        enter = ["nsenter", "--net", "--uts", "--mount", "--target", str(self.holder)]
+        return [*enter, f"--wd={os.getcwd()}", *map(str, arguments)]
+
     def cut_link(self) -> None:
         """As if the cable were pulled: nothing arrives any more, and nobody is told."""
         self._set_link("down")

@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 ADDRESS = "TESTS_LAUNCHING_ADDRESS"
 
@@ -31,10 +31,13 @@ class LaunchedCommands:
 
     directory : `Path`
         For their output.
+    enter : `Callable[[], None]`, optional (default = `None`)
+        Called in each process of a command before anything else, such as a `Host`'s.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, enter: Optional[Callable[[], None]] = None) -> None:
         self._directory = directory
+        self._enter = enter
         self._listener = Listener(os.path.join(tempfile.mkdtemp(), "socket"), "AF_UNIX", backlog=16)
         self._processes: List[Any] = []
         self._connections: List[Connection] = []
@@ -110,7 +113,7 @@ class LaunchedCommands:
             output.touch()
             self._outputs.append(output)
             process = _context.Process(
-                target=_main, args=(arguments, str(output), environment, None)
+                target=_main, args=(arguments, str(output), environment, self._enter)
             )
             process.start()
             self._processes.append(process)
