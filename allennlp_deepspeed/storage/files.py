@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Callable, Iterable, Iterator
 
 import torch
@@ -143,15 +143,19 @@ def rename(path: str, new_path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a file, or a directory with all that is in it. It is no error if it isn't there."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        for name in os.listdir(path):
-            remove(os.path.join(path, name))
-        before_operation("remove", path)
-        os.rmdir(path)
-    elif os.path.lexists(path):
-        before_operation("remove", path)
-        os.remove(path)
+    """
+    Removes a file, or a directory with all that is in it. It is no error if it isn't there, or if
+    another process removes it at the same time.
+    """
+    with suppress(FileNotFoundError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            for name in os.listdir(path):
+                remove(os.path.join(path, name))
+            before_operation("remove", path)
+            os.rmdir(path)
+        elif os.path.lexists(path):
+            before_operation("remove", path)
+            os.remove(path)
 
 
 def sha256(path: str) -> str:

@@ -1,7 +1,8 @@
-"""Tensors whose values are kept in files."""
+"""Tensors whose values are kept in files, and files that several processes remove."""
 
 import os
 import resource
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
@@ -50,3 +51,15 @@ def _open_files_limited_to(number: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_what_another_process_removes_at_the_same_time_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_directory: bool
+) -> None:
+    path = tmp_path / "token"
+    (path.mkdir if is_directory else path.touch)()
+    other = shutil.rmtree if is_directory else os.remove
+    monkeypatch.setattr(files, "before_operation", lambda _, path: other(path))
+    files.remove(str(path))
+    assert not path.exists()
