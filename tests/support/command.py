@@ -11,8 +11,10 @@ import importlib
 import multiprocessing
 import os
 import pkgutil
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -182,14 +184,29 @@ def _main(
     # Forked workers inherit it.
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
+    import allennlp.common.util
     import torch.multiprocessing
     from allennlp.__main__ import run
 
     # AllenNLP looks through all directories of modules again for each package that it includes.
     unchanged = mock.patch.object(importlib, "invalidate_caches")
     imported = mock.patch.object(pkgutil, "walk_packages", _walk_packages)
-    with unchanged, imported, mock.patch.object(torch.multiprocessing, "spawn", fork_workers):
+    forked = mock.patch.object(torch.multiprocessing, "spawn", fork_workers)
+    port = mock.patch.object(allennlp.common.util, "find_open_port", _find_port)
+    with unchanged, imported, forked, port:
         run()
+
+
+def _find_port() -> int:
+    """
+    A free one. The system gives none of these to a program that asks for any, as the workers of all
+    trainings do, of which one could have it before the store of this one listens there.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("", port))
+            return port
 
 
 def _walk_packages(path: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
