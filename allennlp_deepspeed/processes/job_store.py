@@ -248,7 +248,11 @@ class StoreServer:
 
     def put(self, key: str, value: bytes) -> None:
         assert self._store is not None
-        _with_prefix(self._store, self._attempt).set(key, value)  # type: ignore[arg-type]
+        store = _with_prefix(self._store, self._attempt)
+        store.set(key, value)  # type: ignore[arg-type]
+        # Nothing is answered to the former, and what comes over another connection could overtake
+        # it.
+        store.get(key)
 
     def close(self) -> None:
         self._store = None

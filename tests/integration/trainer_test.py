@@ -23,6 +23,7 @@ from allennlp.training.moving_average import ExponentialMovingAverage
 from allennlp.training.optimizers import AdamOptimizer
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from allennlp_deepspeed.processes.one_process import as_one_process
 from tests.support.experiment import assert_same_weights, load_config
 
 STAGE_3: Dict[str, Any] = {
@@ -36,6 +37,10 @@ class Task:
     def __init__(self) -> None:
         params = Params(load_config("classifier"))
         prepare_environment(params)
+        with as_one_process():
+            # Of all data, where there are several workers that each read a share.
+            everything = DatasetReader.from_params(params.duplicate()["dataset_reader"])
+            vocab = Vocabulary.from_instances(everything.read(params["train_data_path"]))
         reader = DatasetReader.from_params(params.pop("dataset_reader"))
         self.data_loader, self.validation_data_loader = (
             DataLoader.from_params(
@@ -45,7 +50,6 @@ class Task:
             )
             for path in ("train_data_path", "validation_data_path")
         )
-        vocab = Vocabulary.from_instances(self.data_loader.iter_instances())
         self.data_loader.index_with(vocab)
         self.validation_data_loader.index_with(vocab)
         self.model: Model = Model.from_params(params.pop("model"), vocab=vocab)
