@@ -4,6 +4,7 @@ section "distributed" of the config. If there is one process for each worker, ea
 that it is for; if there is one on each node, the node's.
 """
 
+import json
 import logging
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -39,6 +40,11 @@ def into_config(params: Params, launched: Launched, arguments: Dict[str, Any]) -
     devices = distributed.get("cuda_devices")
     if devices is None:
         devices = _devices(config, launched)
+    elif not isinstance(devices, list) or not devices:
+        raise ConfigurationError(
+            f"'distributed.cuda_devices' is {json.dumps(devices)}, but must be a list with a "
+            "device for each worker of a node, -1 for the CPU: write that, or leave it out."
+        )
     elif launched.local_world_size not in (1, len(devices)):
         raise ConfigurationError(
             f"'distributed.cuda_devices' has {len(devices)}, but {launched.launcher} has started "

@@ -70,6 +70,8 @@ def test_the_launchers_store_is_used() -> None:
     "launched, section, arguments, message",
     [
         (LAUNCHED, {"cuda_devices": [0]}, {}, "'distributed.cuda_devices' has 1, but srun"),
+        (ONE_A_NODE, {"cuda_devices": []}, {}, r"'distributed.cuda_devices' is \[\], but must be"),
+        (LAUNCHED, {"cuda_devices": 0}, {}, "'distributed.cuda_devices' is 0, but must be a list"),
         (LAUNCHED, {"num_nodes": 4}, {}, "'distributed.num_nodes' is 4, but srun says 2"),
         (ONE_A_NODE, {}, {"node_rank": 2}, "'--node-rank' is 2, but srun says 1"),
         (
