@@ -104,6 +104,7 @@ def member(config: Dict[str, Any], launched: Launched) -> Member:
         serves=launched.rank == 0 and not launched.has_store,
         attempt=launched.attempt,
         limits=nodes.limits(distributed),
+        launcher=launched.launcher,
     )
 
 

@@ -310,8 +310,8 @@ class Job:
             store.connect(deadline)
         except StoreUnreachable as error:
             advice = (
-                "Start node 0 there, with the same port, write the address at which the other "
-                "nodes reach it, and have firewalls let them through."
+                f"Start {self.member.unit} 0 there, with the same port, write the address at which "
+                "the other nodes reach it, and have firewalls let them through."
             )
             if self.member.serves:
                 advice = "It has to be an address of this host, at which all nodes reach it."
@@ -325,10 +325,11 @@ class Job:
             token = uuid.uuid4().hex.encode()
             self._server.put("token", token)
             if store.get("token") != token:
+                unit = self.member.unit
                 raise ConfigurationError(
-                    f"{self.own.host} has been started as node 0, but at {store.where}, which is "
-                    "'distributed.primary_address' and 'primary_port', there is another one. Give "
-                    "each node its own --node-rank, from 0 on, and node 0 the address."
+                    f"{self.own.host} has been started as {unit} 0, but at {store.where}, which is "
+                    "'distributed.primary_address' and 'primary_port', there is another one. "
+                    f"{self.member.how_to_count}, and {unit} 0 has to be at that address."
                 )
 
     def _register(self, store: JobStore) -> None:
@@ -339,7 +340,7 @@ class Job:
         other = json.loads(text)["attendant"]["host"] if text else "another process"
         raise ConfigurationError(
             f"{self.own.host} has been started as {self.own.name} of the training at "
-            f"{store.where}, and so has {other}. Give each node its own --node-rank, from 0 on."
+            f"{store.where}, and so has {other}. {self.member.how_to_count}."
         )
 
     def _gather(self, name: str, value: Any, deadline: float) -> List[Any]:
@@ -348,7 +349,8 @@ class Job:
             return self._wait_for_values(name, value, deadline)
         except StoreUnreachable as error:
             self.raise_failures()
-            raise JobFailure(f"Node 0 {self.lost_store(error)}") from error
+            first = f"{self.member.unit.capitalize()} 0"
+            raise JobFailure(f"{first} {self.lost_store(error)}") from error
 
     def lost_store(self, error: StoreUnreachable) -> str:
         """What is said when the store of the training isn't reached any more."""
@@ -375,8 +377,8 @@ class Job:
             if time.monotonic() > deadline:
                 raise ConfigurationError(
                     f"Within {self.member.limits.rendezvous_timeout:g} s "
-                    f"('distributed.rendezvous_timeout') {self._who_is_missing(name, come)} Start "
-                    "'allennlp train' on every node, each with its own --node-rank."
+                    f"('distributed.rendezvous_timeout') {self._who_is_missing(name, come)} "
+                    f"{self.member.how_to_start}"
                 )
             waiting.say(self._who_is_missing(name, come))
             time.sleep(POLL_SECONDS)
@@ -388,9 +390,9 @@ class Job:
             missing = [self.attendants[int(i)].name for i in missing]
             return f"{', '.join(missing)}: {name} not known yet."
         here = [Attendant(**come[i]["attendant"]).name for i in sorted(come)]
-        nodes, have = ("nodes", "have") if len(missing) > 1 else ("node", "has")
+        plural, have = ("s", "have") if len(missing) > 1 else ("", "has")
         return (
-            f"{nodes} {', '.join(missing)} of {len(indices)} {have} not come; "
+            f"{self.member.unit}{plural} {', '.join(missing)} of {len(indices)} {have} not come; "
             f"here: {', '.join(here)}."
         )
 

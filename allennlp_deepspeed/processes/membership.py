@@ -48,6 +48,8 @@ class Member:
     attempt : `str`, optional (default = `""`)
         Another for each start that meets at the same store.
     limits : `Limits`, optional (default = `Limits()`)
+    launcher : `str`, optional (default = `None`)
+        What has started all members, if not somebody on each node.
     """
 
     ranks: Tuple[int, ...]
@@ -57,6 +59,26 @@ class Member:
     serves: bool
     attempt: str = ""
     limits: Limits = Limits()
+    launcher: Optional[str] = None
+
+    @property
+    def unit(self) -> str:
+        """What members are counted as in messages: a launcher has a process for each rank."""
+        return "rank" if self.launcher is not None and len(self.ranks) == 1 else "node"
+
+    @property
+    def how_to_count(self) -> str:
+        """Advice for members that have come as the same."""
+        if self.launcher is not None:
+            return f"{self.launcher} has to give each process a number of its own, from 0 on"
+        return "Give each node its own --node-rank, from 0 on"
+
+    @property
+    def how_to_start(self) -> str:
+        """Advice for members that are missing."""
+        if self.launcher is not None:
+            return f"See what has become of the others that {self.launcher} was to start."
+        return "Start 'allennlp train' on every node, each with its own --node-rank."
 
     @property
     def index(self) -> int:

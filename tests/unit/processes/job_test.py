@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any, Callable, Dict, Iterator, List
 
 import pytest
@@ -97,6 +98,13 @@ def test_members_that_count_in_different_ways_are_told() -> None:
 def test_one_that_does_not_come_is_named() -> None:
     [error] = together(members(2, rendezvous_timeout=0.5)[:1], lambda job: job.meet({}))
     assert "node 1 of 2 has not come" in error.message
+
+
+def test_a_launchers_members_are_ranks() -> None:
+    first = replace(members(2, rendezvous_timeout=0.5)[0], launcher="srun")
+    [error] = together([first], lambda job: job.meet({}))
+    assert "rank 1 of 2 has not come" in error.message
+    assert "that srun was to start" in error.message and "--node-rank" not in error.message
 
 
 def test_a_failure_is_read_by_all() -> None:
