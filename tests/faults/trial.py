@@ -240,14 +240,10 @@ def differences(actual: Result, expected: Result) -> List[str]:
             weights.get(name, torch.empty(0)), expected_weights.get(name, torch.empty(0))
         ):
             problems.append(f"{name} in model.tar.gz differs")
-    metrics, expected_metrics = _metrics(actual), _metrics(expected)
+    # Not those of steps, which are since the recovery.
+    metrics, expected_metrics = actual.metrics_of_epochs(), expected.metrics_of_epochs()
     for name in sorted({*metrics, *expected_metrics}):
         value, expected_value = metrics.get(name), expected_metrics.get(name)
         if value != expected_value:
             problems.append(f"{name} is {value} instead of {expected_value}")
     return problems
-
-
-def _metrics(result: Result) -> Dict[str, Any]:
-    # The steps are those since the recovery.
-    return {k: v for k, v in result.metrics().items() if not k.startswith("optimizer step")}

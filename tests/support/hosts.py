@@ -111,9 +111,14 @@ class Hosts:
     count : `int`
     directory : `Path`
         For their `/etc/hosts`.
+    disks : `Dict[Path, int]`, optional (default = `None`)
+        Directories that are disks of so many bytes on all of the hosts. Elsewhere they are empty:
+        `seen` says where their files are.
     """
 
-    def __init__(self, count: int, directory: Path) -> None:
+    def __init__(
+        self, count: int, directory: Path, disks: Optional[Dict[Path, int]] = None
+    ) -> None:
         self._holders: List[subprocess.Popen] = []
         addresses = {f"host-{rank}": f"10.77.0.{rank + 1}" for rank in range(count)}
         names = directory / "hosts"
@@ -121,9 +126,14 @@ class Hosts:
         names.write_text("".join(["127.0.0.1 localhost\n", *lines]))
         self.hosts: List[Host] = []
         try:
-            switch = self._hold(_NEW_SWITCH)
+            mounts = [
+                f"; mount -t tmpfs -o size={size} disk '{path}'"
+                for path, size in (disks or {}).items()
+            ]
+            self._switch = switch = self._hold(_NEW_SWITCH + "".join(mounts))
             for rank, (name, address) in enumerate(addresses.items()):
-                holder = self._hold(f"hostname {name}; mount --bind '{names}' /etc/hosts")
+                set_up = f"hostname {name}; mount --bind '{names}' /etc/hosts"
+                holder = self._hold(set_up, ["nsenter", "--mount", "--target", str(switch)])
                 self.hosts.append(Host(rank, name, address, holder, switch))
                 _plug_in(self.hosts[-1])
         except BaseException:
@@ -182,12 +192,19 @@ class Hosts:
         for holder in self._holders:
             holder.communicate()
 
-    def _hold(self, set_up: str) -> int:
-        """Starts a process in new namespaces, and returns its id when they are set up."""
+    def seen(self, path: Path) -> Path:
+        """Where a file of the hosts is for this process, until `remove`."""
+        return Path(f"/proc/{self._switch}/root{path.resolve()}")
+
+    def _hold(self, set_up: str, enter: Sequence[str] = ()) -> int:
+        """
+        Starts a process in new namespaces, and returns its id when they are set up. They begin as
+        copies of those that `enter` has entered.
+        """
         script = f"{set_up}; ip link set lo up; echo ready; exec cat"
         # What it waits for is that this process closes the pipe, at the latest when it ends.
         holder = subprocess.Popen(
-            [*_UNSHARE, script],
+            [*enter, *_UNSHARE, script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
