@@ -73,6 +73,11 @@ def supervised_workers(
 
         spawning = SimpleNamespace(spawn=spawn_supervised)
         stack.enter_context(mock.patch.object(train_command, "mp", spawning))
+        if job is not None:
+            # What AllenNLP says and hands on, where it would take any that is free.
+            port = job.member.port
+            own = mock.patch.object(train_command.common_util, "find_open_port", lambda: port)
+            stack.enter_context(own)
         yield
 
 

@@ -2,17 +2,21 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.multiprocessing
+from allennlp.commands import train as train_command
 from allennlp.common.util import SigTermReceived
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from allennlp_deepspeed.processes import supervision, workers
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
+from allennlp_deepspeed.processes.job import Job
+from allennlp_deepspeed.processes.membership import Member
 from tests.support.command import fork_workers
 
 SECONDS = 60  # until a worker that waits for its end leaves by itself
@@ -57,6 +61,16 @@ def quick(monkeypatch: Any) -> None:
 def test_workers_that_succeed(tmp_path: Path) -> None:
     supervision.spawn(None, _work, (str(tmp_path), "succeeds"), nprocs=2)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+def test_the_port_that_allennlp_names_is_that_of_the_store() -> None:
+    with Job(Member((0, 1), 2, "127.0.0.1", 0, serves=True)) as job:
+        job.meet({})
+        with supervision.supervised_workers(job):
+            port = train_command.common_util.find_open_port()
+        socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
 
 
 def test_each_worker_is_prepared_first() -> None:
