@@ -159,6 +159,8 @@ class NodeFiles:
 
     def _create_directory(self, create: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if self.is_leader:
+            # AllenNLP takes a directory that isn't empty for another training's.
+            tokens.remove_left(self._directory)
             create(*args, **kwargs)
         if not self._is_ready:
             # What the others write there next would be taken for another training's.

@@ -64,6 +64,8 @@ def prepare(serialization_dir: Union[str, os.PathLike], force: bool) -> bool:
             "one of the two."
         )
     directory = Path(serialization_dir)
+    # Also what processes have left that found out whether they share it.
+    CheckpointDirectory(str(directory)).clean_up()
     if _has_something(directory):
         logger.info("%s has a training in it, which is continued.", directory)
         return True

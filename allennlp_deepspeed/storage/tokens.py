@@ -45,6 +45,14 @@ def remove(directory: str, key: str, number: int) -> None:
     files.remove(_path(directory, key, number))
 
 
+def remove_left(directory: str) -> None:
+    """
+    What processes that were killed have left of any key. When nobody looks for others there.
+    """
+    for name in filter(_TOKEN.match, os.listdir(directory) if os.path.isdir(directory) else []):
+        files.remove(os.path.join(directory, name))
+
+
 def groups(seen_by: Sequence[Sequence[int]]) -> List[List[int]]:
     """
     # Parameters

@@ -32,6 +32,8 @@ def write(directory: Path, *names: str) -> None:
             True,
             ["checkpoint_e1_b0", "config.json", "vocabulary"],
         ),
+        # Of processes that were killed while they found out whether they share it.
+        ([f"token_{'0' * 32}_1.tmp"], False, []),
         # Half a checkpoint is none.
         (["config.json", "vocabulary/a.txt", "checkpoint_e1_b0.unfinished/x"], False, []),
     ],
