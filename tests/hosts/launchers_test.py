@@ -4,9 +4,8 @@ import json
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from typing import List
+from typing import Any, Dict, List, Optional, Sequence
 
 import pytest
 
@@ -22,6 +21,9 @@ from tests.support.experiment import (
 )
 from tests.support.hosts import PORT, TIME_LIMIT, Host, Hosts
 from tests.support.launching import MODULE, LaunchedCommands
+from tests.support.stand_in_remote_shell import commands_in
+
+BIN = Path(sys.executable).parent
 
 CONFIG = deepspeed(load_config("classifier"), 2)
 EXPECTED: Config = {**CONFIG, "distributed": {"cuda_devices": [-1] * 4}}
@@ -31,6 +33,28 @@ def written(config: Config, directory: Path) -> Path:
     path = directory / "config.json"
     path.write_text(json.dumps(config))
     return path
+
+
+def train(path: Path, serialization_dir: Path) -> List[Any]:
+    packages = ["--include-package", "allennlp_deepspeed", "--include-package", INCLUDED]
+    return ["train", path, "-s", serialization_dir, *packages]
+
+
+def launch(
+    launchers: Sequence[Sequence[Any]],
+    directory: Path,
+    environment: Optional[Dict[str, str]] = None,
+) -> None:
+    """Runs them beside one another, to their end."""
+    output = directory / "output"
+    output.mkdir()
+    with LaunchedCommands(output) as commands, ThreadPoolExecutor() as executor:
+
+        def run(launcher: Sequence[Any]) -> str:
+            run = commands.run(launcher, TIME_LIMIT, environment)
+            return "" if run.returncode == 0 else run.stdout + commands.output()
+
+        assert not any(errors := list(executor.map(run, launchers))), "\n".join(errors)
 
 
 @pytest.mark.parametrize(
@@ -48,30 +72,40 @@ def written(config: Config, directory: Path) -> Path:
 def test_torchrun_trains_on_several_hosts(
     experiments: Experiments, two_hosts: Hosts, tmp_path: Path, processes: int, config: Config
 ) -> None:
+    launcher = [BIN / "torchrun", "--nnodes", 2, "--nproc-per-node", processes]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts[0].address}:{PORT}"]
     path = written(config, tmp_path)
-    directories = [tmp_path / host.name for host in two_hosts.hosts]
-    endpoint = f"{two_hosts[0].address}:{PORT}"
 
-    def torchrun(host: Host, commands: LaunchedCommands) -> str:
-        launcher = [Path(sys.executable).parent / "torchrun", "--nnodes", 2]
-        launcher += ["--nproc-per-node", processes, "--rdzv-backend", "c10d"]
-        launcher += ["--rdzv-endpoint", endpoint, "-m", MODULE]
-        train = ["train", path, "-s", directories[host.rank]]
-        train += ["--include-package", "allennlp_deepspeed", "--include-package", INCLUDED]
-        run = commands.run(host.command(*launcher, *train), TIME_LIMIT)
-        return "" if run.returncode == 0 else run.stdout + commands.output()
+    def torchrun(host: Host) -> List[Any]:
+        return host.command(*launcher, "-m", MODULE, *train(path, tmp_path / host.name))
 
-    with ExitStack() as stack, ThreadPoolExecutor() as executor:
-        commands = []
-        for host in two_hosts.hosts:
-            output = tmp_path / f"output_{host.rank}"
-            output.mkdir()
-            commands.append(stack.enter_context(LaunchedCommands(output, host.enter)))
-        errors = list(executor.map(torchrun, two_hosts.hosts, commands))
-    assert errors == ["", ""], "\n".join(errors)
+    launch([torchrun(host) for host in two_hosts.hosts], tmp_path)
     expected = experiments.run(EXPECTED).weights()
-    for directory in directories:
-        assert_same_weights(Result(directory).weights(), expected, tolerance=0)
+    for host in two_hosts.hosts:
+        assert_same_weights(Result(tmp_path / host.name).weights(), expected, tolerance=0)
+
+
+@pytest.mark.parametrize("name", ["mpich", pytest.param("deepspeed", marks=pytest.mark.soak)])
+def test_a_launcher_on_one_host_starts_processes_on_all(
+    experiments: Experiments, two_hosts: Hosts, tmp_path: Path, name: str
+) -> None:
+    names = [host.name for host in two_hosts.hosts]
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{name} slots=2\n" for name in names))
+    mpich = [BIN / "mpiexec", "-launcher", "ssh", "-hosts", ",".join(names), "-ppn", 2, "-n", 4]
+    mpich += ["-genv", "MASTER_ADDR", names[0], "-genv", "MASTER_PORT", PORT]
+    deepspeed = [BIN / "deepspeed", "--hostfile", hostfile, "--no_local_rank"]
+    launchers = {
+        "mpich": [*mpich, sys.executable, "-m"],
+        "deepspeed": [*deepspeed, "--master_port", PORT, "--module"],
+    }
+    remote_shells = commands_in(tmp_path / "bin", {h.name: h.holder for h in two_hosts.hosts})
+    arguments = train(written(CONFIG, tmp_path), tmp_path / "shared")
+    command = two_hosts[0].command(*launchers[name], MODULE, *arguments)
+    launch([command], tmp_path, remote_shells)
+    result, expected = Result(tmp_path / "shared"), experiments.run(EXPECTED)
+    assert_same_weights(result.weights(), expected.weights(), tolerance=0)
+    assert (tmp_path / "shared" / "out_worker3_host-1.log").exists()
 
 
 def test_srun_starts_one_process_on_each_host_and_fewer_continue(

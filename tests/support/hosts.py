@@ -43,6 +43,20 @@ def missing_right() -> Optional[str]:
     return f"no network namespaces: {probe.stderr.strip()}" if probe.returncode != 0 else None
 
 
+def enter(pid: int) -> None:
+    """Has this process, which must have a single thread, be where another one is."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    folder = os.getcwd()
+    for namespace in ("net", "uts", "mnt"):
+        path = f"/proc/{pid}/ns/{namespace}"
+        if os.readlink(path) == os.readlink(f"/proc/self/ns/{namespace}"):
+            continue  # for which no right is needed
+        with open(path) as file:
+            if libc.setns(file.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"setns to {namespace} of {pid}")
+    os.chdir(folder)
+
+
 class Host(NamedTuple):
     """
     # Parameters
@@ -66,13 +80,7 @@ class Host(NamedTuple):
 
     def enter(self) -> None:
         """Makes this process, which must have a single thread, one of the host's."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        folder = os.getcwd()
-        for namespace in ("net", "uts", "mnt"):
-            with open(f"/proc/{self.holder}/ns/{namespace}") as file:
-                if libc.setns(file.fileno(), 0) != 0:
-                    raise OSError(ctypes.get_errno(), f"setns to {namespace} of {self.name}")
-        os.chdir(folder)
+        enter(self.holder)
 
     def start(self, *arguments: Any, **kwargs: Any) -> Command:
         """Starts the `allennlp` command on it. Arguments are those of `Command`."""

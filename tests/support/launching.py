@@ -3,7 +3,8 @@ Has launchers, such as torchrun, start the `allennlp` command without its import
 
 What a launcher starts is `python -m tests.support.launching`, which needs nothing but the standard
 library. It hands its environment and its arguments to the test, which runs the command with them in
-a process forked from one that has imported everything, and ends as that one does.
+a process forked from one that has imported everything, on the same of the hosts of
+`tests/support/hosts.py`, and ends as that one does.
 """
 
 import os
@@ -13,9 +14,10 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 ADDRESS = "TESTS_LAUNCHING_ADDRESS"
 
@@ -31,13 +33,10 @@ class LaunchedCommands:
 
     directory : `Path`
         For their output.
-    enter : `Callable[[], None]`, optional (default = `None`)
-        Called in each process of a command before anything else, such as a `Host`'s.
     """
 
-    def __init__(self, directory: Path, enter: Optional[Callable[[], None]] = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._enter = enter
         self._listener = Listener(os.path.join(tempfile.mkdtemp(), "socket"), "AF_UNIX", backlog=16)
         self._processes: List[Any] = []
         self._connections: List[Connection] = []
@@ -105,15 +104,16 @@ class LaunchedCommands:
 
     def _serve(self, connection: Connection) -> None:
         from tests.support.command import _context, _main, _signal_session
+        from tests.support.hosts import enter
 
         self._connections.append(connection)
-        arguments, environment = connection.recv()
+        pid, arguments, environment = connection.recv()
         with self._lock:
             output = self._directory / f"output_{len(self._outputs)}"
             output.touch()
             self._outputs.append(output)
             process = _context.Process(
-                target=_main, args=(arguments, str(output), environment, self._enter)
+                target=_main, args=(arguments, str(output), environment, partial(enter, pid))
             )
             process.start()
             self._processes.append(process)
@@ -134,7 +134,7 @@ class LaunchedCommands:
 
 def main() -> None:
     with Client(os.environ[ADDRESS], "AF_UNIX") as connection:
-        connection.send((["allennlp", *sys.argv[1:]], dict(os.environ)))
+        connection.send((os.getpid(), ["allennlp", *sys.argv[1:]], dict(os.environ)))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: connection.send(int(number)))
         try:
