@@ -1,0 +1,191 @@
+"""
+Collectives over all ranks that cross the links between nodes with the fewest bytes.
+
+A ring over all ranks, which is what gloo does, passes nearly everything from each rank to the next,
+and some of the next ones are on another node. Here the ranks of a node first add up what they have,
+each a part of it, and then every rank talks to those of the other nodes that have the same part:
+what crosses is each node's sum, once. What is gathered crosses once too, and is then passed on
+within the node. (The "2D-torus all-reduce" of [Massively Distributed
+SGD](https://arxiv.org/abs/1811.05233), of which the all-reduce across is left to the backend.)
+"""
+
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+
+class NodeGroups(NamedTuple):
+    """
+    Those that this rank is in.
+
+    # Parameters
+
+    within : `dist.ProcessGroup`
+        The ranks of its node.
+    across : `dist.ProcessGroup`
+        Those with the same place on every node, by node.
+    """
+
+    within: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
+# By the number of ranks on a node, with the default group that they are parts of.
+_groups: Dict[int, Tuple[Any, NodeGroups]] = {}
+
+
+def node_groups(node_size: int) -> NodeGroups:
+    """
+    Makes the groups, or returns those that were made before; they end with the default group. To be
+    called by every rank.
+
+    # Parameters
+
+    node_size : `int`, required.
+        How many ranks are on a node. It divides the number of all; those of a node follow each
+        other.
+    """
+    world, groups = _groups.get(node_size, (None, None))
+    if groups is None or world is not dist.group.WORLD:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        nodes = [list(range(i, i + node_size)) for i in range(0, world_size, node_size)]
+        places = [list(ranks) for ranks in zip(*nodes)]
+        # Every rank has to make all groups, also those that it isn't in, in the same order.
+        within: Any = [dist.new_group(ranks) for ranks in nodes][rank // node_size]
+        across: Any = [dist.new_group(ranks) for ranks in places][rank % node_size]
+        groups = NodeGroups(within, across)
+        _groups[node_size] = dist.group.WORLD, groups
+    return groups
+
+
+class HierarchicalCollectives:
+    """
+    Sums and gathers over all ranks, with the layout that `torch.distributed` gives them. Sums are
+    the same to rounding, in which they differ from those of other orders of addition. Every rank
+    must construct it and call each of its methods. Tensors are contiguous.
+
+    # Parameters
+
+    node_size : `int`, required.
+        How many ranks are on a node, at least two. It divides the number of all, and the ranks of a
+        node follow each other.
+    """
+
+    def __init__(self, node_size: int) -> None:
+        self.node_size = node_size
+        self._within, self._across = node_groups(node_size)
+        self._num_nodes = dist.get_world_size() // node_size
+        self._node, self._place = divmod(dist.get_rank(), node_size)
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """
+        # Parameters
+
+        tensor : `torch.Tensor`, required.
+            Of any shape. Becomes the sum of all ranks'.
+        """
+        flat = tensor.view(-1)
+        padding = -flat.numel() % self.node_size
+        padded = F.pad(flat, (0, padding)) if padding else flat
+        parts = padded.chunk(self.node_size)
+        own = parts[self._place]
+        own.copy_(_sum_of_own(padded, [own.numel()] * self.node_size, self._place, self._within))
+        dist.all_reduce(own, group=self._across)
+        dist.all_gather_into_tensor(padded, own, group=self._within)
+        if padding:
+            flat.copy_(padded[: flat.numel()])
+
+    @torch.no_grad()
+    def reduce_scatter(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """
+        # Parameters
+
+        tensor : `torch.Tensor`, required.
+            Of one dimension: as many elements for each rank, by rank, as `sizes` says.
+        sizes : `Sequence[int]`, required.
+            The same on all ranks.
+
+        # Returns
+
+        `torch.Tensor`
+            The sum of all ranks' elements for this one.
+        """
+        # For each place on a node, the elements for those ranks that have it.
+        for_rank = tensor.split(list(sizes))
+        for_places = [part for i in range(self.node_size) for part in for_rank[i :: self.node_size]]
+        sizes_of_places = [sum(sizes[i :: self.node_size]) for i in range(self.node_size)]
+        of_node = _sum_of_own(torch.cat(for_places), sizes_of_places, self._place, self._within)
+        sizes_on_nodes = list(sizes[self._place :: self.node_size])
+        return _sum_of_own(of_node, sizes_on_nodes, self._node, self._across)
+
+    @torch.no_grad()
+    def all_gather(self, output: torch.Tensor, own: torch.Tensor) -> "Gathering":
+        """
+        Starts to gather as many elements from each rank.
+
+        # Parameters
+
+        output : `torch.Tensor`, required.
+            Becomes those of all ranks, by rank, in one dimension.
+        own : `torch.Tensor`, required.
+            This rank's. May be its place in `output`.
+
+        # Returns
+
+        `Gathering`
+            Which is to be waited for, in the order of the calls on every rank.
+        """
+        parts = output.view(self._num_nodes, self.node_size, -1)
+        crossing = dist.all_gather(
+            list(parts[:, self._place]), own.view(-1), group=self._across, async_op=True
+        )
+        return Gathering(crossing, parts, self._place, self._within)
+
+
+class Gathering:
+    """
+    What has crossed the links between nodes, or is still to, and then goes round in each node.
+
+    # Parameters
+
+    crossing : `dist.Work`, required.
+    parts : `torch.Tensor`, required.
+        Of shape (nodes, ranks on a node, elements of each).
+    place : `int`, required.
+        This rank's on its node.
+    group : `dist.ProcessGroup`, required.
+        Of its node.
+    """
+
+    def __init__(
+        self, crossing: dist.Work, parts: torch.Tensor, place: int, group: dist.ProcessGroup
+    ) -> None:
+        self._crossing: Optional[dist.Work] = crossing
+        self._parts = parts
+        self._place = place
+        self._group = group
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Returns when all is there, on a GPU when the current stream is to wait for it."""
+        if self._crossing is None:
+            return
+        self._crossing.wait()
+        self._crossing = None
+        for of_node in self._parts:
+            dist.all_gather_into_tensor(of_node.view(-1), of_node[self._place], group=self._group)
+
+
+def _sum_of_own(
+    tensor: torch.Tensor, sizes: List[int], index: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """
+    A reduce-scatter with any number of elements for each rank. Gloo's own sends as much as an
+    all-reduce.
+    """
+    received = tensor.new_empty(len(sizes) * sizes[index])
+    dist.all_to_all_single(received, tensor, [sizes[index]] * len(sizes), sizes, group=group)
+    return received.view(len(sizes), -1).sum(dim=0) if sizes[index] else received

@@ -1,0 +1,124 @@
+from typing import List, Tuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from allennlp_deepspeed.processes.hierarchical_collectives import HierarchicalCollectives
+from allennlp_deepspeed.reports.communication import CommunicationCounter
+from tests.support.workers import run_workers
+
+LAYOUTS = pytest.mark.parametrize("num_nodes, node_size", [(2, 3), (3, 2)])
+
+
+def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Of which sums are exact in any order, in half precision too."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def sum_of_all(world_size: int, *shape: int) -> torch.Tensor:
+    return torch.stack([numbers(rank, *shape) for rank in range(world_size)]).sum(dim=0)
+
+
+@LAYOUTS
+def test_every_rank_has_the_sum(num_nodes: int, node_size: int):
+    shapes = [(6, 4), (7,), (1,)]  # with and without padding
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+
+    def work(rank: int) -> List[torch.Tensor]:
+        collectives = HierarchicalCollectives(node_size)
+        tensors = [numbers(rank, *shape, dtype=dtype) for dtype in dtypes for shape in shapes]
+        for tensor in tensors:
+            collectives.all_reduce(tensor)
+        return [tensor.float().numpy() for tensor in tensors]
+
+    world_size = num_nodes * node_size
+    for results in run_workers(world_size, work):
+        for result, shape in zip(results, len(dtypes) * shapes, strict=True):
+            assert torch.equal(torch.tensor(result), sum_of_all(world_size, *shape))
+
+
+@LAYOUTS
+def test_every_rank_has_the_sum_of_its_own_elements(num_nodes: int, node_size: int):
+    world_size = num_nodes * node_size
+    cases = [
+        [4] * world_size,
+        [3, 0, 5, 1, 7, 2][:world_size],
+        [0] * (world_size - 1) + [9],  # a bucket that is one rank's alone
+    ]
+
+    def work(rank: int) -> List[torch.Tensor]:
+        collectives = HierarchicalCollectives(node_size)
+        return [
+            collectives.reduce_scatter(numbers(rank, sum(sizes)), sizes).numpy() for sizes in cases
+        ]
+
+    for rank, results in enumerate(run_workers(world_size, work)):
+        for result, sizes in zip(results, cases):
+            expected = sum_of_all(world_size, sum(sizes)).split(sizes)[rank]
+            assert torch.equal(torch.tensor(result), expected)
+
+
+@LAYOUTS
+def test_every_rank_has_what_all_have_given(num_nodes: int, node_size: int):
+    world_size = num_nodes * node_size
+
+    def work(rank: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        collectives = HierarchicalCollectives(node_size)
+        outputs, gatherings = [], []
+        for is_in_place in (False, True):  # under way at the same time
+            output = torch.zeros(world_size * 5)
+            own = numbers(rank, 5)
+            if is_in_place:
+                own = output.chunk(world_size)[rank].copy_(own)
+            gatherings.append(collectives.all_gather(output, own))
+            outputs.append(output)
+        for gathering in gatherings:
+            gathering.wait()
+            gathering.wait()  # as often as one likes
+        return outputs[0].numpy(), outputs[1].numpy()
+
+    expected = torch.cat([numbers(rank, 5) for rank in range(world_size)])
+    for outputs in run_workers(world_size, work):
+        for output in outputs:
+            assert torch.equal(torch.tensor(output), expected)
+
+
+def test_groups_are_made_once_for_a_default_group():
+    def work(rank: int) -> Tuple[int, int]:
+        HierarchicalCollectives(2)
+        before = len(dist.distributed_c10d._world.pg_map)
+        HierarchicalCollectives(2)
+        return before, len(dist.distributed_c10d._world.pg_map)
+
+    assert run_workers(4, work) == [(3, 3)] * 4
+
+
+def test_only_sums_of_a_node_go_to_the_other():
+    """In groups of as many ranks as there are nodes, of which each has one rank of every node."""
+    num_elements = 1200
+
+    def work(rank: int):
+        collectives = HierarchicalCollectives(3)
+        tensor = numbers(rank, num_elements)
+        counts = []
+        with CommunicationCounter() as counter:
+            collectives.all_reduce(tensor)
+            counts.append(counter.read(reset=True))
+            collectives.reduce_scatter(tensor, [num_elements // 6] * 6)
+            counts.append(counter.read(reset=True))
+            collectives.all_gather(tensor, tensor.chunk(6)[rank].clone()).wait()
+            counts.append(counter.read(reset=True))
+        return [
+            {name: count.bytes for name, count in of_call.items() if "2_ranks" in name}
+            for of_call in counts
+        ]
+
+    part = 4 * num_elements // 3
+    for counts in run_workers(6, work):
+        assert counts == [
+            {"all_reduce_2_ranks": part},
+            {"all_to_all_2_ranks": part},
+            {"all_gather_2_ranks": part},
+        ]
