@@ -1,10 +1,11 @@
 """
-Over how many ranks parameters stay sharded once they are gathered.
+Over how many neighbouring ranks parameters stay sharded once they are gathered, and how many reduce
+gradients before all do.
 """
 
 import json
 import logging
-from typing import Any, Dict, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 from allennlp.common.checks import ConfigurationError
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -14,7 +15,7 @@ from allennlp_deepspeed.config.open_values import (
     fill,
     said,
 )
-from allennlp_deepspeed.config.schema_validation import ROOT, lookup
+from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
@@ -23,15 +24,20 @@ _PARTITION_SIZE = "zero_optimization.zero_hpz_partition_size"
 
 
 def resolve_shard_within(config: Dict[str, Any], settings: TrainerSettings) -> None:
-    within = settings.shard_within
-    if within is None:
-        return
-    num_ranks, description = _num_ranks_within(within, settings)
     stage = lookup(config, STAGE)
+    if settings.shard_within == AUTO:
+        size = said(config, _PARTITION_SIZE)
+        if stage == 3 and size is None and _has_nodes_of_several(settings, "shard_within"):
+            fill(config, _PARTITION_SIZE, settings.workers_per_node, 'from shard_within, "auto"')
+        return
+    if settings.shard_within is None:
+        return
+    num_ranks, description = _num_ranks_within("shard_within", settings)
     if stage != 3:
         raise ConfigurationError(
             f"shard_within is {description}, but parameters are sharded only at ZeRO stage 3, and "
-            f'{ROOT}.zero_optimization.stage is {stage}: write "stage": 3, or remove shard_within'
+            f'{ROOT}.zero_optimization.stage is {stage}: write "stage": 3 or "shard_within": '
+            '"auto", or remove shard_within'
         )
     size = said(config, _PARTITION_SIZE)
     if size is not None and size != num_ranks:
@@ -46,21 +52,61 @@ def resolve_shard_within(config: Dict[str, Any], settings: TrainerSettings) -> N
             description,
         )
         return
-    if num_ranks < 2 or settings.world_size % num_ranks:
-        raise ConfigurationError(
-            f"shard_within is {description}, but must be at least 2 and divide the number of "
-            f"workers, which is {settings.world_size}: write another number, or remove the key"
-        )
+    _check_divides("shard_within", num_ranks, description, settings)
     if size is None:
         fill(config, _PARTITION_SIZE, num_ranks, "from shard_within")
 
 
-def _num_ranks_within(within: Union[int, str], settings: TrainerSettings) -> Tuple[int, str]:
+def resolve_reduce_within(settings: TrainerSettings) -> Optional[int]:
+    """How many neighbouring workers reduce before all do; `None` if all do at once."""
+    if settings.reduce_within is None:
+        return None
+    if settings.reduce_within == AUTO:
+        # NCCL looks at what joins the GPUs, and pipelines what it sends within a node and between
+        # nodes, which collectives one after the other can't.
+        is_gloo = settings.device_type == "cpu"
+        has_nodes = is_gloo and _has_nodes_of_several(settings, "reduce_within")
+        return settings.workers_per_node if has_nodes else None
+    num_ranks, description = _num_ranks_within("reduce_within", settings)
+    if num_ranks == settings.world_size:
+        logger.info("reduce_within is %s, which are all: it changes nothing", description)
+        return None
+    _check_divides("reduce_within", num_ranks, description, settings)
+    return num_ranks
+
+
+def _has_nodes_of_several(settings: TrainerSettings, key: str) -> bool:
+    """Whether there are several nodes, with several workers on each."""
+    on_each = settings.workers_per_node
+    if on_each is None or not 2 <= on_each < settings.world_size:
+        return False
+    if settings.world_size % on_each:
+        logger.warning(
+            '%s is "auto", and does nothing: there are %d workers, and %d on this node, so that '
+            "nodes don't have as many each",
+            key,
+            settings.world_size,
+            on_each,
+        )
+        return False
+    return True
+
+
+def _check_divides(key: str, num_ranks: int, description: str, settings: TrainerSettings) -> None:
+    if num_ranks < 2 or settings.world_size % num_ranks:
+        raise ConfigurationError(
+            f"{key} is {description}, but must be at least 2 and divide the number of "
+            f"workers, which is {settings.world_size}: write another number, or remove the key"
+        )
+
+
+def _num_ranks_within(key: str, settings: TrainerSettings) -> Tuple[int, str]:
     """The number, and how to say it in a message."""
+    within: Union[int, str] = getattr(settings, key)
     if within == "node":
         if settings.workers_per_node is None:
             raise ConfigurationError(
-                'shard_within is "node", but nothing says how many workers there are on one, as '
+                f'{key} is "node", but nothing says how many workers there are on one, as '
                 "the allennlp command does: write the number"
             )
         num_ranks = settings.workers_per_node

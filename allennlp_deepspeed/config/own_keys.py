@@ -199,15 +199,27 @@ TRAINER_KEYS: Dict[str, Key] = {
         default=None,
         doc="Kept on the fp32 weights, each worker on its shard.",
     ),
+    "reduce_within": Key(
+        Union[int, Literal["node", "auto"], None],
+        default="auto",
+        doc='`"node"`, or a number of workers that divides that of all. So many neighbouring '
+        "workers add up their gradients before these go to the others, and what is gathered from "
+        "others goes to one of them, which passes it on: fewer bytes cross the links between "
+        'nodes. `"auto"` is `"node"` with gloo on several nodes of several workers, and `null` '
+        "otherwise, which leaves it to the backend.",
+        advice='must be "auto", "node", a number of workers or null',
+        may_change=True,
+    ),
     "shard_within": Key(
-        Union[int, Literal["node"], None],
+        Union[int, Literal["node", "auto"], None],
         default=None,
         doc='At ZeRO stage 3: `"node"`, or a number of workers that divides that of all. Once '
         "gathered from all in an optimizer step, parameters stay sharded over so many neighbouring "
-        "workers until the step ends, and gathering them again stays among these. Fills "
+        'workers until the step ends, and gathering them again stays among these. `"auto"` is '
+        '`"node"` at stage 3 on several nodes of several workers, and nothing otherwise. Fills '
         "DeepSpeed's `zero_hpz_partition_size` (hpZ of [ZeRO++](https://arxiv.org/abs/2306.10209), "
         "section 3.2).",
-        advice='must be "node" or a number of workers',
+        advice='must be "node", "auto" or a number of workers',
         may_change=True,
     ),
     "activation_checkpointing": Key(

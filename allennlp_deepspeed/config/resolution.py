@@ -20,7 +20,11 @@ from allennlp_deepspeed.config.contradictions import (
     check_zero,
 )
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.hybrid_sharding import check_partition_size, resolve_shard_within
+from allennlp_deepspeed.config.hybrid_sharding import (
+    check_partition_size,
+    resolve_reduce_within,
+    resolve_shard_within,
+)
 from allennlp_deepspeed.config.open_values import (
     STAGE,
     agreed,
@@ -69,6 +73,9 @@ def resolve(
     _resolve_muon(config, settings)
     _resolve_scheduler(config, settings, num_gradient_accumulation_steps, findings)
     _resolve_nvme_paths(config, settings, findings)
+    reduce_within: Optional[int] = None
+    with findings.collect():
+        reduce_within = resolve_reduce_within(settings)
     with findings.collect():
         resolve_shard_within(config, settings)
     _resolve_reports(config, settings, findings)
@@ -107,6 +114,7 @@ def resolve(
         has_scheduler=has_scheduler,
         offload_device=_offload_device(zero),
         forces_cpu_optimizer=forces_cpu_optimizer,
+        reduce_within=reduce_within,
     )
 
 

@@ -54,9 +54,11 @@ class TrainerSettings:
         Whether the device computes in bf16.
     serialization_dir : `str`, optional (default = `None`)
     shard_within : `Union[int, str]`, optional (default = `None`)
-        "node" or a number of workers.
+        "node", "auto" or a number of workers.
+    reduce_within : `Union[int, str]`, optional (default = `"auto"`)
+        "node", "auto" or a number of workers.
     workers_per_node : `int`, optional (default = `None`)
-        `None` if it is not known, which only matters to a `shard_within` of "node".
+        `None` if it is not known, which only matters where one of these is "node" or "auto".
     """
 
     num_gradient_accumulation_steps: Optional[int] = None
@@ -75,6 +77,7 @@ class TrainerSettings:
     bf16_supported: bool = True
     serialization_dir: Optional[str] = None
     shard_within: Union[int, str, None] = None
+    reduce_within: Union[int, str, None] = TRAINER_KEYS["reduce_within"].default
     workers_per_node: Optional[int] = None
 
     @classmethod
@@ -188,6 +191,8 @@ class ResolvedConfig:
         CPU too, or "none" if it is the device that the model trains on.
     forces_cpu_optimizer : `bool`, optional
         What the config says for `zero_force_ds_cpu_optimizer`, `None` if it leaves it open.
+    reduce_within : `int`, optional
+        How many neighbouring workers reduce before all do, `None` if all do at once.
     """
 
     engine_config: Dict[str, Any]
@@ -199,6 +204,7 @@ class ResolvedConfig:
     has_scheduler: bool
     offload_device: str
     forces_cpu_optimizer: Optional[bool]
+    reduce_within: Optional[int]
 
 
 def fixed_size(batch_size: Any) -> Optional[int]:

@@ -44,6 +44,7 @@ from allennlp_deepspeed.engine.engine_mends import (
     remove_hooks,
     undo_first_step,
 )
+from allennlp_deepspeed.engine.hierarchical_communication import hierarchical_communication
 from allennlp_deepspeed.engine.process_environment import (
     device_index,
     in_fp16,
@@ -197,6 +198,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.precision == "torch_autocast" and config.zero_stage > 0:
             know_autocast(self.engine)
         before.find_added()
+        self._undo.enter_context(hierarchical_communication(self.engine, config.reduce_within))
         self._undo.enter_context(deepspeed_logging.mended_reports(self.engine))
         self._undo.enter_context(
             activation_checkpointing.configured(model, config.engine_config, device)

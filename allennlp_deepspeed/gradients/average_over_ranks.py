@@ -1,7 +1,7 @@
 from typing import List, Sequence
 
+import deepspeed.comm
 import torch
-import torch.distributed as dist
 
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.processes import agreement
@@ -48,8 +48,9 @@ class GradientAverage:
                     set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
                 gradients.append(parameter.grad)  # type: ignore[arg-type]
         flat = torch._utils._flatten_dense_tensors(gradients)
-        dist.all_reduce(flat)
-        flat.div_(dist.get_world_size())
+        # By way of DeepSpeed, so that it goes through nodes as DeepSpeed's own reductions do.
+        deepspeed.comm.all_reduce(flat)
+        flat.div_(agreement.world_size())
         for gradient, average in zip(
             gradients, torch._utils._unflatten_dense_tensors(flat, gradients)
         ):

@@ -13,7 +13,7 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.hosts import TIME_LIMIT, Hosts, wait_for_all, write_config
+from tests.support.hosts import TIME_LIMIT, Hosts, on_one_host, wait_for_all, write_config
 
 CHECKPOINTS = {
     "trainer.checkpointer": {"save_every_num_batches": 2, "keep_most_recent_by_count": 2},
@@ -34,7 +34,7 @@ def test_all_recover_bitwise_after_a_host_was_killed(
     seed: int,
 ):
     config = deepspeed(load_config("tagger", CHECKPOINTS), stage)
-    one_host = experiments.run({**config, "distributed": {"cuda_devices": [-1] * 4}})
+    one_host = experiments.run(on_one_host(config))
     directories = [tmp_path / ("shared" if is_shared else host.name) for host in two_hosts.hosts]
     config["distributed"] = two_hosts.distributed()
     path = write_config(config, directories[0])

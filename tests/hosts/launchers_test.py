@@ -19,14 +19,14 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.hosts import PORT, TIME_LIMIT, Host, Hosts
+from tests.support.hosts import PORT, TIME_LIMIT, Host, Hosts, on_one_host
 from tests.support.launching import MODULE, LaunchedCommands
 from tests.support.stand_in_remote_shell import commands_in
 
 BIN = Path(sys.executable).parent
 
 CONFIG = deepspeed(load_config("classifier"), 2)
-EXPECTED: Config = {**CONFIG, "distributed": {"cuda_devices": [-1] * 4}}
+EXPECTED: Config = on_one_host(CONFIG)
 
 
 def written(config: Config, directory: Path) -> Path:

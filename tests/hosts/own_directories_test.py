@@ -23,7 +23,7 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.hosts import Hosts, write_config
+from tests.support.hosts import Hosts, on_one_host, write_config
 
 CHECKPOINTS = {
     "trainer.checkpointer": {"save_every_num_batches": 2, "keep_most_recent_by_count": None},
@@ -83,8 +83,7 @@ def train(
 
     def train(stage: int) -> Training:
         config = deepspeed(load_config("tagger", CHECKPOINTS), stage)
-        four_workers = {**config, "distributed": {"cuda_devices": [-1] * 4}}
-        weights = experiments.run(four_workers).weights()
+        weights = experiments.run(on_one_host(config)).weights()
         trained = session_directory / "own_directories" / str(stage)
         trained.mkdir(parents=True, exist_ok=True)
         with FileLock(trained / "lock"):
@@ -127,8 +126,7 @@ def test_parts_are_exported_gathered_and_continued_from_on_one_host(
     weights = [torch.load(Path(path, "weights.th")) for path in exported]
     assert_same_weights(weights[0], weights[1], tolerance=0)
 
-    config = {**training.config, "distributed": {"cuda_devices": [-1] * 4}}
-    path = write_config(config, tmp_path / "whole")
+    path = write_config(on_one_host(training.config), tmp_path / "whole")
     allennlp(
         "train", path, "-s", tmp_path / "whole", "--recover", include_packages=INCLUDED_PACKAGES
     ).check()

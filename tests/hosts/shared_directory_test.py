@@ -15,7 +15,7 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.hosts import Hosts
+from tests.support.hosts import Hosts, on_one_host
 
 CHECKPOINTS = {
     "trainer.checkpointer": {"save_every_num_batches": 2, "keep_most_recent_by_count": None}
@@ -38,9 +38,7 @@ def test_one_host_makes_the_directory_and_all_continue_in_it(
     checkpoint: Dict[str, Any],
 ):
     plain = load_config("tagger", CHECKPOINTS)
-    expected = experiments.run(
-        {**deepspeed(plain, stage), "distributed": {"cuda_devices": [-1] * 4}}
-    )
+    expected = experiments.run(on_one_host(deepspeed(plain, stage)))
     config = deepspeed(plain, stage, checkpoint=checkpoint)
     shared = Result(tmp_path / "shared")
     directories = [shared.serialization_dir] * 2

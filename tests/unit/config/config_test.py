@@ -895,6 +895,8 @@ class TestShardWithin:
             (2, 2, 2),
             (None, 2, 2),
             (None, None, 1),
+            ("auto", None, 4),
+            ("auto", 2, 2),
             # All of them: as without the key.
             (8, None, 1),
         ],
@@ -941,14 +943,73 @@ class TestShardWithin:
     @pytest.mark.parametrize("shard_within", ["rack", 2.0, True, [2]])
     def test_what_is_neither_a_node_nor_a_number_is_refused(self, shard_within):
         message = refusal(self.ZERO_3, shard_within=shard_within, world_size=4)
-        assert 'must be "node" or a number of workers' in message
+        assert 'must be "node", "auto" or a number of workers' in message
 
     def test_a_node_of_unknown_size_is_asked_for(self):
         assert "write the number" in refusal(self.ZERO_3, shard_within="node", world_size=4)
 
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    @pytest.mark.parametrize("workers_per_node, world_size", [(4, 4), (1, 4), (None, 4), (3, 4)])
+    def test_auto_is_nothing_without_several_nodes_of_several_workers(
+        self, stage, workers_per_node, world_size
+    ):
+        resolved = resolve(
+            {"zero_optimization": {"stage": stage}},
+            shard_within="auto",
+            workers_per_node=workers_per_node,
+            world_size=world_size,
+        )
+        assert "zero_hpz_partition_size" not in resolved.engine_config["zero_optimization"]
+
     def test_the_second_copy_cannot_lie_on_nvme(self):
         message = refusal("zero_3_nvme", shard_within=2, world_size=4, serialization_dir="out")
         assert "can't keep the second copy of parameters on NVMe" in message
+
+
+class TestReduceWithin:
+    @pytest.mark.parametrize(
+        "reduce_within, workers_per_node, device_type, expected",
+        [
+            ("auto", 4, "cpu", 4),
+            ("auto", 4, "cuda", None),
+            ("auto", 8, "cpu", None),
+            ("auto", 1, "cpu", None),
+            ("auto", None, "cpu", None),
+            ("node", 4, "cuda", 4),
+            ("node", 8, "cpu", None),
+            (2, None, "cuda", 2),
+            (8, None, "cpu", None),
+            (None, 4, "cpu", None),
+        ],
+    )
+    def test_it_is_the_workers_of_a_node(
+        self, reduce_within, workers_per_node, device_type, expected
+    ):
+        resolved = resolve(
+            {},
+            reduce_within=reduce_within,
+            workers_per_node=workers_per_node,
+            device_type=device_type,
+            world_size=8,
+        )
+        assert resolved.reduce_within == expected
+
+    def test_nodes_with_different_numbers_of_workers_are_told_of(self, caplog):
+        assert resolve({}, workers_per_node=3, world_size=8).reduce_within is None
+        assert 'reduce_within is "auto", and does nothing: there are 8 workers' in caplog.text
+
+    @pytest.mark.parametrize("size", [-2, 0, 1, 3, 16])
+    def test_a_number_that_does_not_divide_the_workers_is_refused(self, size):
+        message = refusal({}, reduce_within=size, world_size=8)
+        assert f"reduce_within is {size}, but must be at least 2 and divide" in message
+
+    def test_a_node_of_unknown_size_is_asked_for(self):
+        assert "write the number" in refusal({}, reduce_within="node", world_size=4)
+
+    @pytest.mark.parametrize("reduce_within", ["rack", 2.0, True, [2]])
+    def test_what_is_neither_a_node_nor_a_number_is_refused(self, reduce_within):
+        message = refusal({}, reduce_within=reduce_within, world_size=4)
+        assert 'must be "auto", "node", a number of workers or null' in message
 
 
 class TestReports:
