@@ -7,6 +7,7 @@ than most of the runs. `subprocess_allennlp` is the same without that short cut.
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import multiprocessing
 import os
@@ -37,6 +38,11 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
 
 
+# For a process to print where its threads are, and how many frames of each are read in a failure.
+_SECONDS_FOR_STACKS = 0.3
+_NUM_FRAMES = 6
+
+
 class Run(NamedTuple):
     """
     What a command left: its exit code (negative for a signal), stdout and stderr as one, the
@@ -50,7 +56,8 @@ class Run(NamedTuple):
     timed_out: bool = False
 
     def check(self) -> "Run":
-        assert self.returncode == 0, self.output[-6000:]
+        output = _without_outer_frames(self.output) if self.timed_out else self.output
+        assert self.returncode == 0, output[-6000:]
         return self
 
 
@@ -111,12 +118,21 @@ class Command:
         """Sends a signal to all of its processes, of which SIGSTOP and SIGKILL can't be handled."""
         _signal_session(self.pid, signal_number)
 
+    def print_stacks(self) -> None:
+        """Has each of its processes do so, one after another, to keep them apart."""
+        for process in _session(self.pid, timeout=0):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGUSR1)
+            time.sleep(_SECONDS_FOR_STACKS)
+
     def join(self, timeout: float) -> None:
         self._process.join(timeout)
 
     def end(self, timed_out: bool) -> Run:
         """Kills whatever it has left."""
-        processes = _session(self.pid)
+        # Those that print on would bury their stacks.
+        timeout = 0 if timed_out else 5
+        processes = [str(process) for process in _session(self.pid, timeout)]
         self.signal(signal.SIGKILL)
         self._process.join()
         output = self.output()
@@ -135,9 +151,7 @@ def wait_for_all(commands: Sequence[Command], time_limit: float) -> List[Run]:
         command.join(max(0, deadline - time.monotonic()))
     late = [command for command in commands if command.is_running]
     for command in late:
-        command.signal(signal.SIGUSR1)
-    if late:
-        time.sleep(1)
+        command.print_stacks()
     return [command.end(timed_out=command in late) for command in commands]
 
 
@@ -162,7 +176,7 @@ def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any)
     try:
         output, _ = process.communicate(timeout=time_limit)
     finally:
-        processes = _session(process.pid)
+        processes = [str(process) for process in _session(process.pid)]
         _signal_session(process.pid, signal.SIGKILL)
     return Run(process.returncode, output, processes)
 
@@ -218,14 +232,35 @@ def _walk_packages(path: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     return walk_packages(path, *args, **kwargs)
 
 
-def fork_workers(function, args=(), nprocs=1, **kwargs):
+def fork_workers(function, args=(), nprocs=1, join=True, **kwargs):
     """`torch.multiprocessing.spawn`, with workers forked instead of started anew."""
     from torch.multiprocessing import start_processes
 
-    return start_processes(function, args, nprocs, start_method="fork", **kwargs)
+    reader, writer = os.pipe()
+    begin = functools.partial(_begin_after_forks, reader, writer, function)
+    try:
+        context = start_processes(begin, args, nprocs, join=False, start_method="fork", **kwargs)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    while join and not context.join():
+        pass
+    return context
 
 
-def _session(pid: Optional[int]) -> List[str]:
+def _begin_after_forks(reader: int, writer: int, function: Any, *args: Any) -> None:
+    """
+    Where one is forked later, the store of the training has another thread of the parent look up
+    who has connected. The C library locks for that what each new connection needs, and the one that
+    was forked meanwhile would wait for it for ever.
+    """
+    os.close(writer)
+    os.read(reader, 1)  # until none has the other end
+    os.close(reader)
+    function(*args)
+
+
+def _session(pid: Optional[int], timeout: float = 5) -> List[psutil.Process]:
     """The processes of a session, but for those that leave as soon as they see that others have."""
     processes: List[psutil.Process] = []
     for process in psutil.process_iter():
@@ -234,8 +269,19 @@ def _session(pid: Optional[int]) -> List[str]:
                 processes.append(process)
         except (OSError, psutil.NoSuchProcess):
             pass
-    _, alive = psutil.wait_procs(processes, timeout=5)
-    return [str(process) for process in alive]
+    _, alive = psutil.wait_procs(processes, timeout)
+    return alive
+
+
+def _without_outer_frames(output: str) -> str:
+    """The output with the innermost frames of each stack that it has: where a thread waits."""
+    lines: List[str] = []
+    num_frames = 0
+    for line in output.splitlines():
+        num_frames = num_frames + 1 if line.startswith("  File ") else 0
+        if num_frames <= _NUM_FRAMES:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def _signal_session(pid: Optional[int], signal_number: int) -> None:
