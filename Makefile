@@ -66,6 +66,7 @@ bench: $(VENV)/installed
 	python -m benchmarks retrieval --minilm
 	python -m benchmarks model_states
 	python -m benchmarks large_model
+	python -m benchmarks wire
 
 lint: $(VENV)/installed
 	ruff check .
