@@ -21,7 +21,7 @@ help:
 	@echo "make test    run the whole test suite"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
 	@echo "make coverage  run the whole test suite and report which lines it has run, in workers too"
-	@echo "make soak    kill 200 trainings at random points and recover them (about 20 minutes)"
+	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, and run the long tests (about an hour)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own trainer tests, of a checkout of its version 2.10.1, with our trainer at stages 0, 2 and 3"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
@@ -44,6 +44,7 @@ test: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam CPUAdagrad CPULion As
 # Tables are committed under benchmarks/results; raw data stay out of git, in raw/ there.
 soak: $(OPS)/CPUAdamBuilder.built
 	python -m tests.faults.soak
+	python -m tests.hosts.soak
 	pytest -n 2 -m soak tests
 
 # The table is committed under benchmarks/results.

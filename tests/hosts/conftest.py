@@ -11,14 +11,14 @@ from tests.support.hosts import Hosts, missing_right
 
 
 @pytest.fixture(scope="session")
-def _right_to_make_hosts() -> None:
+def right_to_make_hosts() -> None:
     reason = missing_right()
     if reason is not None:
         pytest.skip(reason)
 
 
 @pytest.fixture
-def make_hosts(_right_to_make_hosts: None, tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
+def make_hosts(right_to_make_hosts: None, tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
     """Makes so many hosts in a network of their own, which are gone after the test."""
     made = []
 

@@ -121,8 +121,8 @@ def markdown(summary: Dict[str, Any]) -> str:
             alike = [t for t in of_kind if (t["stage"], t["is_shared"]) == (stage, is_shared)]
             cells = ["goes on" if kind in GO_ON else _seconds(t) for t in alike]
             row.append("; ".join(cells))
-        limits = [limit for trial in of_kind for limit in trial["limits"]]
-        row.append(f"{max(limits):g}" if limits else "")
+        limits = sorted({limit for trial in of_kind for limit in trial["limits"]})
+        row.append(", ".join(f"{limit:g}" for limit in limits))
         rows.append(row)
     columns = [
         f"stage {stage}, {'shared' if is_shared else 'own'}"
@@ -136,10 +136,10 @@ def markdown(summary: Dict[str, Any]) -> str:
         "bit.",
         f"`distributed.watchdog` is {WATCHDOG} s and `rendezvous_timeout` {RENDEZVOUS_TIMEOUT} s. "
         "What is in the table are the seconds from the fault until no process of the training was "
-        "left, by ZeRO stage and kind of serialization directory. The limit is that of the two "
-        f"that counts at the moment, and {SECONDS_TO_END} s in which those that are left print "
-        "their stacks, leave or are ended. A host that is frozen is told to go on when the other "
-        "has ended (the second number), and one that comes too late finds nobody.",
+        "left, by ZeRO stage and kind of serialization directory. The limit is the one of the two "
+        f"that counts, which at the start is the latter, and {SECONDS_TO_END} s in which those "
+        "that are left print their stacks, leave or are ended. A host that is frozen is told to go "
+        "on when the other has ended (the second number); one that comes too late finds nobody.",
         report.table(["Fault", *columns, "limit"], rows),
         f"{report.describe(summary['heading'])} Seed {summary['seed']}; {summary['minutes']} "
         "minutes. `make soak` runs it again.",

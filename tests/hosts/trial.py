@@ -36,6 +36,11 @@ DISK_BYTES = 64 * 2**20
 
 NUM_EPOCHS, STEPS_IN_EPOCH = 3, 6
 
+# Seconds after each step, and from the start of the commands in which a fault comes: together they
+# take longer to train.
+PAUSE = 0.1
+SECONDS_OF_START = 2.0
+
 # Everything whose state has to be restored for a run to go on as if it had never stopped: shuffled
 # data, dropout, accumulation, a schedule, a moving average.
 _EXPERIMENT = {
@@ -46,7 +51,7 @@ _EXPERIMENT = {
     "trainer.num_gradient_accumulation_steps": 2,
     "trainer.learning_rate_scheduler": {"type": "slanted_triangular"},
     "trainer.moving_average": {"decay": 0.9},
-    "trainer.callbacks": [{"type": "tell_steps", "pause": 0.1}],
+    "trainer.callbacks": [{"type": "tell_steps", "pause": PAUSE}],
 }
 _CHECKPOINTS = {"save_every_num_batches": 2, "keep_most_recent_by_count": 2}
 
@@ -82,6 +87,10 @@ class Moment(NamedTuple):
         return f"{self.seconds:.2f} s after {self.step or 'the start'}"
 
     def wait(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            # Signals go to its processes by their session, which it begins with.
+            while command.is_running and os.getsid(command.pid) != command.pid:
+                time.sleep(0.01)
         if self.step is not None:
             commands[0].wait_until_it_prints(self.step, TIME_LIMIT)
         time.sleep(self.seconds)
@@ -117,9 +126,13 @@ class Fault(NamedTuple):
 
 def draw(generator: random.Random, kind: str) -> Fault:
     node = generator.choice([0, 1])
-    moment = _draw_moment(generator, can_be_start=kind not in ("freeze a rank", "full disk"))
+    moment = _draw_moment(
+        generator,
+        can_be_start=kind not in ("freeze a rank", "full disk"),
+        can_be_end=kind == "kill",
+    )
     if kind == "kill, and another while it recovers":
-        at_start = Moment(None, generator.uniform(0, 4))
+        at_start = Moment(None, generator.uniform(0, SECONDS_OF_START))
         second = Fault("kill", generator.choice([0, 1]), at_start)
         return Fault(kind, node, moment, second=second)
     seconds = 0.0
@@ -132,9 +145,12 @@ def draw(generator: random.Random, kind: str) -> Fault:
     return Fault(kind, node, moment, seconds)
 
 
-def _draw_moment(generator: random.Random, can_be_start: bool) -> Moment:
+def _draw_moment(generator: random.Random, can_be_start: bool, can_be_end: bool) -> Moment:
     if can_be_start and generator.random() < 0.3:
-        return Moment(None, generator.uniform(0, 4))
+        return Moment(None, generator.uniform(0, SECONDS_OF_START))
+    if can_be_end and generator.random() < 0.5:
+        # In the validation, the last commit or the archiving.
+        return Moment(f"step {STEPS_IN_EPOCH} of epoch {NUM_EPOCHS - 1}", generator.uniform(0, 1.5))
     # Not one of the last, after which there may be nothing left for which all need one another.
     number = generator.randrange(1, NUM_EPOCHS * STEPS_IN_EPOCH - 3)
     epoch, step = divmod(number, STEPS_IN_EPOCH)
@@ -365,7 +381,7 @@ class _Run:
         return runs
 
     def _check_failed(self, fault: Fault, runs: List[Run]) -> None:
-        if all(run.returncode == 0 for run in runs):
+        if all(run.returncode == 0 for run in runs) and fault.kind != "kill":
             self._problem("The training didn't end", runs)
         self._check_checkpoints()
 
