@@ -6,6 +6,7 @@ import pytest
 
 from tests.hosts.trial import Fault, Moment, Trial, experiment, run_trial
 from tests.support.experiment import Experiments
+from tests.support.hosts import on_one_host
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,6 @@ def test_hosts_recover_from_a_fault_or_go_on(
     experiments: Experiments, tmp_path: Path, is_shared: bool, fault: Fault
 ):
     trial = Trial(3, is_shared, saves_in_background=False, has_flag=False, fault=fault)
-    expected = experiments.run({**experiment(3), "distributed": {"cuda_devices": [-1] * 4}})
+    expected = experiments.run(on_one_host(experiment(3)))
     outcome = run_trial(trial, expected, tmp_path)
     assert not outcome.problems, "\n".join(outcome.problems)

@@ -29,7 +29,7 @@ from tests.hosts.trial import (
     run_trial,
 )
 from tests.support.experiment import Experiments, Result
-from tests.support.hosts import missing_right
+from tests.support.hosts import missing_right, on_one_host
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,8 @@ def run(arguments: argparse.Namespace) -> bool:
     start = time.time()
     root = Path(tempfile.mkdtemp(prefix="hosts-soak-"))
     experiments = Experiments(root / "references")
-    one_host = {"distributed": {"cuda_devices": [-1] * 4}}
     expected: Dict[int, Result] = {
-        stage: experiments.run({**experiment(stage), **one_host}) for stage in STAGES
+        stage: experiments.run(on_one_host(experiment(stage))) for stage in STAGES
     }
     trials = plan(arguments.faults, arguments.seed)
     logger.info("%d trainings in %s", len(trials), root)
