@@ -16,6 +16,7 @@ import torch  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support.command", "tests.support.experiment")
 
+from tests.support import huge_pages  # noqa: E402
 from tests.support.experiment import Experiments  # noqa: E402
 
 # Tests run beside one another, and threads that wait for a core they share take many times longer.
@@ -58,6 +59,7 @@ def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     result = yield
     _freeze()
+    huge_pages.collapse()
     gc.enable()
     return result
 

@@ -18,7 +18,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import torch  # noqa: E402
 from allennlp.common.util import import_module_and_submodules  # noqa: E402
 
-from tests.support import processor  # noqa: E402
+from tests.support import huge_pages, processor  # noqa: E402
 
 torch.set_num_threads(1)
 processor.describe_once()
@@ -31,4 +31,5 @@ for package in WHOLE_PACKAGES:
 # What is here stays, and a collection in a process forked from it would copy all of it.
 gc.collect()
 gc.freeze()
+huge_pages.collapse()
 gc.enable()
