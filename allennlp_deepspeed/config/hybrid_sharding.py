@@ -62,8 +62,7 @@ def resolve_reduce_within(settings: TrainerSettings) -> Optional[int]:
     if settings.reduce_within is None:
         return None
     if settings.reduce_within == AUTO:
-        # NCCL looks at what joins the GPUs, and pipelines what it sends within a node and between
-        # nodes, which collectives one after the other can't.
+        # NCCL looks at what joins the GPUs, and has rings and trees that cross once each way.
         is_gloo = settings.device_type == "cpu"
         has_nodes = is_gloo and _has_nodes_of_several(settings, "reduce_within")
         return settings.workers_per_node if has_nodes else None

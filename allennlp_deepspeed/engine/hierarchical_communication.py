@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -195,6 +196,8 @@ def _scattered(optimizer: Any, collectives: HierarchicalCollectives) -> Iterator
             output = None if output_bucket is None else output_bucket[i]
             optimizer._add_to_grad_partition_buffer(output, reduced)
             bucket[i].copy_(reduced)
+            if optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():
+                bucket[i].record_stream(optimizer.reduction_stream)
 
     with mock.patch.object(
         optimizer, "allreduce_and_copy_with_multiple_ranks", reduce_scatter_and_copy

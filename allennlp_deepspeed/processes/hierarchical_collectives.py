@@ -9,11 +9,16 @@ within the node. (The "2D-torus all-reduce" of [Massively Distributed
 SGD](https://arxiv.org/abs/1811.05233), of which the all-reduce across is left to the backend.)
 """
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+PIECE_BYTES = 2**23
+"""What is reduced is reduced in pieces of this size, of which three are under way at a time."""
+
+_DONE = object()
 
 
 class NodeGroups(NamedTuple):
@@ -87,14 +92,23 @@ class HierarchicalCollectives:
         tensor : `torch.Tensor`, required.
             Of any shape. Becomes the sum of all ranks'.
         """
-        flat = tensor.view(-1)
+        pieces = tensor.view(-1).split(max(1, PIECE_BYTES // tensor.itemsize))
+        _interleave(self._all_reduce_piece(piece) for piece in pieces)
+
+    def _all_reduce_piece(self, flat: torch.Tensor) -> Iterator[None]:
         padding = -flat.numel() % self.node_size
         padded = F.pad(flat, (0, padding)) if padding else flat
-        parts = padded.chunk(self.node_size)
-        own = parts[self._place]
-        own.copy_(_sum_of_own(padded, [own.numel()] * self.node_size, self._place, self._within))
-        dist.all_reduce(own, group=self._across)
-        dist.all_gather_into_tensor(padded, own, group=self._within)
+        own = padded.chunk(self.node_size)[self._place]
+        sizes = [own.numel()] * self.node_size
+        adding_up = _SumOfOwn(padded, sizes, self._place, self._within)
+        yield
+        own.copy_(adding_up.wait())
+        crossing: Any = dist.all_reduce(own, group=self._across, async_op=True)
+        yield
+        crossing.wait()
+        gathering: Any = dist.all_gather_into_tensor(padded, own, group=self._within, async_op=True)
+        yield
+        gathering.wait()
         if padding:
             flat.copy_(padded[: flat.numel()])
 
@@ -113,13 +127,31 @@ class HierarchicalCollectives:
         `torch.Tensor`
             The sum of all ranks' elements for this one.
         """
-        # For each place on a node, the elements for those ranks that have it.
         for_rank = tensor.split(list(sizes))
-        for_places = [part for i in range(self.node_size) for part in for_rank[i :: self.node_size]]
-        sizes_of_places = [sum(sizes[i :: self.node_size]) for i in range(self.node_size)]
-        of_node = _sum_of_own(torch.cat(for_places), sizes_of_places, self._place, self._within)
-        sizes_on_nodes = list(sizes[self._place :: self.node_size])
-        return _sum_of_own(of_node, sizes_on_nodes, self._node, self._across)
+        output = tensor.new_empty(sizes[dist.get_rank()])
+        num_receivers = max(1, sum(size > 0 for size in sizes))
+        step = max(1, PIECE_BYTES // tensor.itemsize // num_receivers)
+        _interleave(
+            self._reduce_scatter_piece(
+                [elements[i : i + step] for elements in for_rank], output[i : i + step]
+            )
+            for i in range(0, max(sizes), step)
+        )
+        return output
+
+    def _reduce_scatter_piece(
+        self, for_rank: Sequence[torch.Tensor], output: torch.Tensor
+    ) -> Iterator[None]:
+        # For each place on a node, the elements for those ranks that have it.
+        for_places = [for_rank[i :: self.node_size] for i in range(self.node_size)]
+        flat = torch.cat([elements for for_place in for_places for elements in for_place])
+        sizes = [[elements.numel() for elements in for_place] for for_place in for_places]
+        adding_up = _SumOfOwn(flat, [sum(of) for of in sizes], self._place, self._within)
+        yield
+        of_node = adding_up.wait()
+        crossing = _SumOfOwn(of_node, sizes[self._place], self._node, self._across)
+        yield
+        output.copy_(crossing.wait())
 
     @torch.no_grad()
     def all_gather(self, output: torch.Tensor, own: torch.Tensor) -> "Gathering":
@@ -179,13 +211,48 @@ class Gathering:
             dist.all_gather_into_tensor(of_node.view(-1), of_node[self._place], group=self._group)
 
 
-def _sum_of_own(
-    tensor: torch.Tensor, sizes: List[int], index: int, group: dist.ProcessGroup
-) -> torch.Tensor:
+class _SumOfOwn:
     """
-    A reduce-scatter with any number of elements for each rank. Gloo's own sends as much as an
-    all-reduce.
+    A reduce-scatter with any number of elements for each rank, which has been started. Gloo's own
+    sends as much as an all-reduce.
     """
-    received = tensor.new_empty(len(sizes) * sizes[index])
-    dist.all_to_all_single(received, tensor, [sizes[index]] * len(sizes), sizes, group=group)
-    return received.view(len(sizes), -1).sum(dim=0) if sizes[index] else received
+
+    def __init__(
+        self, tensor: torch.Tensor, sizes: List[int], index: int, group: dist.ProcessGroup
+    ) -> None:
+        self._tensor = tensor  # is kept until it has been sent
+        self._received = tensor.new_empty(len(sizes), sizes[index])
+        self._work: Any = dist.all_to_all_single(
+            self._received.view(-1),
+            tensor,
+            [sizes[index]] * len(sizes),
+            sizes,
+            group=group,
+            async_op=True,
+        )
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._received.sum(dim=0)
+
+
+def _interleave(pieces: Iterator[Iterator[None]]) -> None:
+    """
+    Begins with a piece while those before it are still under way, so that one crosses the link
+    between nodes while another is added up on each.
+
+    # Parameters
+
+    pieces : `Iterator[Iterator[None]]`
+        Each yields when it has started a collective, and waits for it when it is asked to go on.
+    """
+    under_way: List[Iterator[None]] = []
+
+    def go_on() -> None:
+        under_way[:] = [piece for piece in under_way if next(piece, _DONE) is not _DONE]
+
+    for piece in pieces:
+        under_way.append(piece)
+        go_on()
+    while under_way:
+        go_on()

@@ -48,7 +48,13 @@ CASES = [
     Case("bf16", deepspeed_config={"bf16": {"enabled": True}}, tolerance=1e-2),
     Case("fp16", deepspeed_config={"fp16": {"enabled": True}}, tolerance=1e-2),
 ]
-QUICK = [(0, "unused and clipped"), (2, "unused and clipped"), (3, "within two"), (2, "offload")]
+QUICK = [
+    (0, "unused and clipped"),
+    (1, "plain"),
+    (2, "unused and clipped"),
+    (2, "offload"),
+    (3, "within two"),
+]
 
 
 class ReadsGradients(TrainerCallback):

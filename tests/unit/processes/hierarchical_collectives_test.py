@@ -1,12 +1,17 @@
+from itertools import product
 from typing import List, Tuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from allennlp_deepspeed.processes import hierarchical_collectives
 from allennlp_deepspeed.processes.hierarchical_collectives import HierarchicalCollectives
 from allennlp_deepspeed.reports.communication import CommunicationCounter
 from tests.support.workers import run_workers
+
+# Bytes. In one piece, and in so many that some are under way while others begin.
+PIECES = [2**23, 8]
 
 LAYOUTS = pytest.mark.parametrize("num_nodes, node_size", [(2, 3), (3, 2)])
 
@@ -28,14 +33,16 @@ def test_every_rank_has_the_sum(num_nodes: int, node_size: int):
 
     def work(rank: int) -> List[torch.Tensor]:
         collectives = HierarchicalCollectives(node_size)
-        tensors = [numbers(rank, *shape, dtype=dtype) for dtype in dtypes for shape in shapes]
-        for tensor in tensors:
-            collectives.all_reduce(tensor)
+        tensors = []
+        for dtype, hierarchical_collectives.PIECE_BYTES in product(dtypes, PIECES):
+            tensors += [numbers(rank, *shape, dtype=dtype) for shape in shapes]
+            for tensor in tensors[-len(shapes) :]:
+                collectives.all_reduce(tensor)
         return [tensor.float().numpy() for tensor in tensors]
 
     world_size = num_nodes * node_size
     for results in run_workers(world_size, work):
-        for result, shape in zip(results, len(dtypes) * shapes, strict=True):
+        for result, shape in zip(results, len(PIECES) * len(dtypes) * shapes, strict=True):
             assert torch.equal(torch.tensor(result), sum_of_all(world_size, *shape))
 
 
@@ -51,11 +58,13 @@ def test_every_rank_has_the_sum_of_its_own_elements(num_nodes: int, node_size: i
     def work(rank: int) -> List[torch.Tensor]:
         collectives = HierarchicalCollectives(node_size)
         return [
-            collectives.reduce_scatter(numbers(rank, sum(sizes)), sizes).numpy() for sizes in cases
+            collectives.reduce_scatter(numbers(rank, sum(sizes)), sizes).numpy()
+            for hierarchical_collectives.PIECE_BYTES in PIECES
+            for sizes in cases
         ]
 
     for rank, results in enumerate(run_workers(world_size, work)):
-        for result, sizes in zip(results, cases):
+        for result, sizes in zip(results, len(PIECES) * cases, strict=True):
             expected = sum_of_all(world_size, sum(sizes)).split(sizes)[rank]
             assert torch.equal(torch.tensor(result), expected)
 
