@@ -4,6 +4,7 @@ Which checkpoint a training continues from.
 
 import logging
 import os
+from contextlib import suppress
 from typing import Dict, List, NamedTuple, Optional
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory, PointInTime
 from allennlp_deepspeed.storage.commit_record import (
+    RECORD_NAME,
     CheckpointError,
     CommitRecord,
     Verified,
@@ -74,7 +76,8 @@ def newest_intact(
 ) -> Optional[Found]:
     """
     Finds the newest checkpoint of which the directories of all ranks together have every file, as
-    it was written. Clears away what was never finished. To be called by every rank.
+    it was written. Commits what only some directories have, and clears away what was never
+    finished. To be called by every rank.
 
     # Parameters
 
@@ -94,6 +97,7 @@ def newest_intact(
     `CheckpointError`
         On every rank, if one is damaged and is not to be set aside, or none is whole.
     """
+    _finish_commits(checkpoints, directories)
     if directories.is_first_here:
         checkpoints.clean_up()
     dist.barrier()
@@ -135,6 +139,35 @@ def newest_intact(
         "every rank are needed: start the training where they are, or start anew with another "
         "serialization directory."
     )
+
+
+def _finish_commits(checkpoints: CheckpointDirectory, directories: Directories) -> None:
+    """
+    Commits in each directory what another one has committed. All ranks have confirmed that their
+    files are on disk before any does, so that those of a node that died in between are all there,
+    and only their name is that of an unfinished checkpoint. To be called by every rank.
+    """
+    if directories.are_one:
+        return
+    everyones = agreement.of_all((checkpoints.find(), checkpoints.find_unfinished()))
+    committed = {PointInTime(*point) for points, _ in everyones for point in points}
+    unfinished = {PointInTime(*point) for _, points in everyones for point in points}
+    for point in sorted(committed & unfinished):
+        own = None
+        with suppress(CheckpointError):
+            own = CommitRecord.read(checkpoints.path(point))
+        checksums = agreement.of_all(None if own is None else own.checksum)
+        for checksum in sorted({checksum for checksum in checksums if checksum is not None}):
+            record = agreement.of_rank(checksums.index(checksum), own)
+            assert record is not None
+            path = checkpoints.unfinished_path(point)
+            is_other = own is None or own.checksum != checksum
+            if directories.is_first_here and is_other and os.path.isdir(path):
+                with suppress(FileNotFoundError):
+                    os.remove(os.path.join(path, RECORD_NAME))  # half written
+                if record.is_part(path):
+                    logger.info("Committing %s, as other nodes have.", path)
+                    checkpoints.commit(point, record)
 
 
 def _inspect(

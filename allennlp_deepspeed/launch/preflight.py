@@ -105,9 +105,12 @@ def _train(
         stack.enter_context(supervised_workers(job, prepare, compare, local_rank))
         is_leader = node_files is None or node_files.is_leader
         if resumption.is_asked_for(config):
-            continues = is_leader and resumption.prepare(directory, arguments.get("force", False))
+            force = arguments.get("force", False)
+            continues = is_leader and resumption.has_training(directory, force)
             if node_files is not None:
                 continues = node_files.any_node(continues)
+            if is_leader and not continues:
+                resumption.begin_anew(directory)
             arguments["recover"] = continues
         if arguments.get("recover"):
             if node_files is not None:

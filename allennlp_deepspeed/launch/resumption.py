@@ -37,10 +37,9 @@ def is_asked_for(config: Dict[str, Any]) -> bool:
     return isinstance(trainer, dict) and trainer.get("resume") == "auto"
 
 
-def prepare(serialization_dir: Union[str, os.PathLike], force: bool) -> bool:
+def has_training(serialization_dir: Union[str, os.PathLike], force: bool) -> bool:
     """
-    To be called by the node that makes the directory. What an earlier start has left there that
-    hadn't come to a checkpoint is removed.
+    Whether there is a training in the directory that can be continued.
 
     # Parameters
 
@@ -48,15 +47,10 @@ def prepare(serialization_dir: Union[str, os.PathLike], force: bool) -> bool:
     force : `bool`, required.
         Whether `--force` is given.
 
-    # Returns
-
-    `bool`
-        Whether there is a training that can be continued.
-
     # Raises
 
     `ConfigurationError`
-        If the directory has something else in it.
+        If it is.
     """
     if force:
         raise ConfigurationError(
@@ -64,11 +58,25 @@ def prepare(serialization_dir: Union[str, os.PathLike], force: bool) -> bool:
             "one of the two."
         )
     directory = Path(serialization_dir)
-    # Also what processes have left that found out whether they share it.
-    CheckpointDirectory(str(directory)).clean_up()
     if _has_something(directory):
         logger.info("%s has a training in it, which is continued.", directory)
         return True
+    return False
+
+
+def begin_anew(serialization_dir: Union[str, os.PathLike]) -> None:
+    """
+    Removes what an earlier start has left that hadn't come to a checkpoint, on any node. To be
+    called by the node that makes the directory.
+
+    # Raises
+
+    `ConfigurationError`
+        If the directory has something else in it.
+    """
+    directory = Path(serialization_dir)
+    # Also what processes have left that found out whether they share it.
+    CheckpointDirectory(str(directory)).clean_up()
     names = os.listdir(directory) if directory.is_dir() else []
     others = [n for n in names if not any(fnmatch.fnmatch(n, p) for p in _OF_A_START)]
     if others:
@@ -84,10 +92,12 @@ def prepare(serialization_dir: Union[str, os.PathLike], force: bool) -> bool:
             path.unlink()
     if names:
         logger.info("%s has a start in it that hadn't come to a checkpoint. Removed.", directory)
-    return False
 
 
 def _has_something(directory: Path) -> bool:
     is_training = (directory / "config.json").is_file() and (directory / "vocabulary").is_dir()
     is_finished = (directory / "model.tar.gz").is_file()
-    return is_training and (is_finished or bool(CheckpointDirectory(str(directory)).find()))
+    # One that was being replaced gets its name back when the training continues.
+    is_replaced = any(directory.glob("checkpoint_*.replaced"))
+    found = CheckpointDirectory(str(directory)).find()
+    return is_training and (is_finished or is_replaced or bool(found))

@@ -14,6 +14,7 @@ ENGINE_TAG = "engine"
 UNIVERSAL_TAG = "universal"
 BEST_WEIGHTS_NAME = "best.th"
 
+_UNFINISHED = ".unfinished"
 _NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 _LEFTOVER = re.compile(
     r"checkpoint_e\d+_b\d+(\.universal|\.replaced)?\.(unfinished|removed)$"
@@ -53,16 +54,20 @@ class CheckpointDirectory:
         """All checkpoints, the newest first."""
         if not os.path.isdir(self.serialization_dir):
             return []
-        matches = map(_NAME.match, os.listdir(self.serialization_dir))
-        return sorted(
-            (PointInTime(int(m.group(1)), int(m.group(2))) for m in matches if m), reverse=True
-        )
+        return _points(os.listdir(self.serialization_dir))
+
+    def find_unfinished(self) -> List[PointInTime]:
+        """Those that were being written when a training ended, the newest first."""
+        if not os.path.isdir(self.serialization_dir):
+            return []
+        names = os.listdir(self.serialization_dir)
+        return _points([n.removesuffix(_UNFINISHED) for n in names if n.endswith(_UNFINISHED)])
 
     def path(self, point: PointInTime) -> str:
         return os.path.join(self.serialization_dir, f"checkpoint_e{point.epochs}_b{point.steps}")
 
     def unfinished_path(self, point: PointInTime) -> str:
-        return self.path(point) + ".unfinished"
+        return self.path(point) + _UNFINISHED
 
     def training_state_path(self, checkpoint: str, rank: int) -> str:
         return os.path.join(checkpoint, training_state_name(rank))
@@ -150,6 +155,13 @@ class CheckpointDirectory:
             files.rename(path, removed)
             files.flush(self.serialization_dir)
             files.remove(removed)
+
+
+def _points(names: List[str]) -> List[PointInTime]:
+    matches = map(_NAME.match, names)
+    return sorted(
+        (PointInTime(int(m.group(1)), int(m.group(2))) for m in matches if m), reverse=True
+    )
 
 
 def universal_path(checkpoint: str) -> str:

@@ -233,6 +233,16 @@ class CommitRecord:
                 names += there
         return names
 
+    def is_part(self, directory: str) -> bool:
+        """Whether a directory has all files of the ranks that have shared one, and no others."""
+        verified = self.find(directory)
+        if verified.problems:
+            return False
+        return any(
+            {name for name in self.files if rank_of(name) in ranks} <= set(verified.intact)
+            for ranks in self.directories
+        )
+
     def lost(self, names: Sequence[str]) -> str:
         """Says of files that are missing of which ranks they are, and on which host they were."""
         lines = []

@@ -111,6 +111,24 @@ def test_hosts_that_come_back_in_another_order_continue_where_they_were(
     assert f"Continuing from the checkpoint in {training.checkpoint(1)}" in runs[0].output
 
 
+def test_what_one_host_has_committed_when_the_other_died_is_continued_from(
+    train: Callable[[int], Training],
+):
+    training = train(3)
+    # The first commit, so that the other host has no checkpoint at all.
+    for directory in training.directories:
+        for checkpoint in directory.glob("checkpoint_*"):
+            if checkpoint.name != NEWEST:
+                shutil.rmtree(checkpoint)
+    unfinished = training.checkpoint(1).with_suffix(".unfinished")
+    training.checkpoint(1).rename(unfinished)
+    (unfinished / "commit.json").write_text("{")
+    training.config["trainer"]["resume"] = "auto"
+    runs = training.recover(training.directories)
+    training.check_same_end(runs, training.directories)
+    assert f"Committing {unfinished}, as other nodes have" in runs[1].output
+
+
 def test_parts_are_exported_gathered_and_continued_from_on_one_host(
     train: Callable[[int], Training], experiments: Experiments, tmp_path: Path
 ):

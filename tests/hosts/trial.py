@@ -262,12 +262,12 @@ class _Run:
         return self._outcome
 
     def _start(self, node: int) -> Command:
-        recovers = self._trial.has_flag and bool(self._committed())
+        recovers = self._trial.has_flag and self._has_checkpoint()
         flags = ["--recover"] if recovers else []
         return self._hosts[node].train(self._config, self._directories[node], *flags)
 
     def _start_both(self) -> List[Command]:
-        if self._trial.has_flag and not self._committed():
+        if self._trial.has_flag and not self._has_checkpoint():
             # There is nothing to recover from, and `allennlp train` begins with no directory.
             for directory in self._seen:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -396,6 +396,9 @@ class _Run:
         for run in wait_for_all(self._start_both(), TIME_LIMIT):
             if run.returncode != 0 or run.timed_out or run.processes:
                 self._problem("It could not be recovered", [run])
+
+    def _has_checkpoint(self) -> bool:
+        return any(CheckpointDirectory(str(directory)).find() for directory in self._seen)
 
     def _committed(self) -> List[str]:
         """The names of checkpoints that all directories have."""

@@ -32,6 +32,11 @@ def write(directory: Path, *names: str) -> None:
             True,
             ["checkpoint_e1_b0", "config.json", "vocabulary"],
         ),
+        (
+            ["config.json", "vocabulary/tokens.txt", "checkpoint_e1_b0.replaced/commit.json"],
+            True,
+            ["checkpoint_e1_b0.replaced", "config.json", "vocabulary"],
+        ),
         # Of processes that were killed while they found out whether they share it.
         ([f"token_{'0' * 32}_1.tmp"], False, []),
         # Half a checkpoint is none.
@@ -42,8 +47,10 @@ def test_it_continues_what_has_a_checkpoint(
     tmp_path: Path, names: List[str], recovers: bool, left: List[str]
 ) -> None:
     write(tmp_path / "out", *names)
-    assert resumption.prepare(tmp_path / "out", force=False) is recovers
     directory = tmp_path / "out"
+    assert resumption.has_training(directory, force=False) is recovers
+    if not recovers:
+        resumption.begin_anew(directory)
     found = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
     assert found == left
 
@@ -51,10 +58,10 @@ def test_it_continues_what_has_a_checkpoint(
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "config.json", "thesis.tex")
     with pytest.raises(ConfigurationError, match=r'\["thesis.tex"\]'):
-        resumption.prepare(tmp_path, force=False)
+        resumption.begin_anew(tmp_path)
     assert (tmp_path / "config.json").exists()
 
 
 def test_force_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--force removes"):
-        resumption.prepare(tmp_path, force=True)
+        resumption.has_training(tmp_path, force=True)
