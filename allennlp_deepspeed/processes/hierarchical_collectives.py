@@ -9,7 +9,8 @@ within the node. (The "2D-torus all-reduce" of [Massively Distributed
 SGD](https://arxiv.org/abs/1811.05233), of which the all-reduce across is left to the backend.)
 """
 
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from collections import deque
+from typing import Any, Deque, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,7 @@ class HierarchicalCollectives:
         self._within, self._across = node_groups(node_size)
         self._num_nodes = dist.get_world_size() // node_size
         self._node, self._place = divmod(dist.get_rank(), node_size)
+        self._crossing: Deque["Gathering"] = deque()
 
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -168,47 +170,69 @@ class HierarchicalCollectives:
         # Returns
 
         `Gathering`
-            Which is to be waited for, in the order of the calls on every rank.
+            Which is to be waited for, by every rank. Of several that are under way each rank may
+            have an order of its own.
         """
         parts = output.view(self._num_nodes, self.node_size, -1)
-        crossing = dist.all_gather(
+        work: Any = dist.all_gather(
             list(parts[:, self._place]), own.view(-1), group=self._across, async_op=True
         )
-        return Gathering(crossing, parts, self._place, self._within)
+        gathering = Gathering(work, parts, self._place, self._within, self._crossing)
+        self._crossing.append(gathering)
+        return gathering
 
 
 class Gathering:
     """
-    What has crossed the links between nodes, or is still to, and then goes round in each node.
+    What crosses the links between nodes, and then goes round in each node.
 
     # Parameters
 
-    crossing : `dist.Work`, required.
+    work : `dist.Work`, required.
+        Of the crossing.
     parts : `torch.Tensor`, required.
         Of shape (nodes, ranks on a node, elements of each).
     place : `int`, required.
         This rank's on its node.
     group : `dist.ProcessGroup`, required.
         Of its node.
+    crossing : `Deque[Gathering]`, required.
+        All that don't go round yet, in the order in which they have been started.
     """
 
     def __init__(
-        self, crossing: dist.Work, parts: torch.Tensor, place: int, group: dist.ProcessGroup
+        self,
+        work: dist.Work,
+        parts: torch.Tensor,
+        place: int,
+        group: dist.ProcessGroup,
+        crossing: Deque["Gathering"],
     ) -> None:
-        self._crossing: Optional[dist.Work] = crossing
+        self._work = work
         self._parts = parts
         self._place = place
         self._group = group
+        self._crossing = crossing
+        self._going_round: List[Any] = []
 
     @torch.no_grad()
     def wait(self) -> None:
         """Returns when all is there, on a GPU when the current stream is to wait for it."""
-        if self._crossing is None:
-            return
-        self._crossing.wait()
-        self._crossing = None
-        for of_node in self._parts:
-            dist.all_gather_into_tensor(of_node.view(-1), of_node[self._place], group=self._group)
+        # DeepSpeed waits for a module's parameters in the order of a set, which is by their
+        # addresses, so another on each rank. The order of collectives has to be one for all.
+        while not self._going_round:
+            self._crossing.popleft()._pass_on()
+        for work in self._going_round:
+            work.wait()
+
+    def _pass_on(self) -> None:
+        self._work.wait()
+        self._going_round = [
+            dist.all_gather_into_tensor(
+                of_node.view(-1), of_node[self._place], group=self._group, async_op=True
+            )
+            for of_node in self._parts
+        ]
 
 
 class _SumOfOwn:

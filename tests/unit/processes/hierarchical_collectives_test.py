@@ -94,6 +94,27 @@ def test_every_rank_has_what_all_have_given(num_nodes: int, node_size: int):
             assert torch.equal(torch.tensor(output), expected)
 
 
+@LAYOUTS
+def test_ranks_may_wait_in_different_orders(num_nodes: int, node_size: int):
+    world_size = num_nodes * node_size
+
+    def work(rank: int) -> List[torch.Tensor]:
+        collectives = HierarchicalCollectives(node_size)
+        outputs = [torch.zeros(world_size * 5) for _ in range(3)]
+        gatherings = [
+            collectives.all_gather(output, numbers(rank, 5) + 100 * i)
+            for i, output in enumerate(outputs)
+        ]
+        for i in range(3):
+            gatherings[(rank + i) % 3].wait()
+        return [output.numpy() for output in outputs]
+
+    expected = torch.cat([numbers(rank, 5) for rank in range(world_size)])
+    for outputs in run_workers(world_size, work):
+        for i, output in enumerate(outputs):
+            assert torch.equal(torch.tensor(output), expected + 100 * i)
+
+
 def test_groups_are_made_once_for_a_default_group():
     def work(rank: int) -> Tuple[int, int]:
         HierarchicalCollectives(2)
