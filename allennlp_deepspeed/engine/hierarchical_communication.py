@@ -192,8 +192,9 @@ def _scattered(optimizer: Any, collectives: HierarchicalCollectives) -> Iterator
         sums = collectives.reduce_scatter(flat.to(communication_data_type), sizes)
         own = [i for i, owner in enumerate(owners) if owner == dist.get_rank()]
         for i, of_slice in zip(own, sums.split([bucket[i].numel() for i in own])):
-            reduced = of_slice.view_as(bucket[i]).to(bucket[i].dtype)
+            reduced = of_slice.view_as(bucket[i])
             output = None if output_bucket is None else output_bucket[i]
+            # May be more precise than the slice.
             optimizer._add_to_grad_partition_buffer(output, reduced)
             bucket[i].copy_(reduced)
             if optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():

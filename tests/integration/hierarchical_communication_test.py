@@ -47,12 +47,24 @@ CASES = [
     Case("average", arguments=THREE, heads="000" * 3),
     Case("bf16", deepspeed_config={"bf16": {"enabled": True}}, tolerance=1e-2),
     Case("fp16", deepspeed_config={"fp16": {"enabled": True}}, tolerance=1e-2),
+    Case(
+        "bf16, reduced in fp32",
+        "12",
+        deepspeed_config={
+            "bf16": {"enabled": True},
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+        arguments=THREE,
+        heads="000" * 3,
+    ),
 ]
 QUICK = [
     (0, "unused and clipped"),
     (1, "plain"),
     (2, "unused and clipped"),
     (2, "offload"),
+    (2, "bf16, reduced in fp32"),
     (3, "within two"),
 ]
 
