@@ -69,7 +69,8 @@ class Heartbeat:
     def __enter__(self) -> "Heartbeat":
         if not self._job.is_alone:
             self._beat()
-            self._job.compare("heartbeat", {})
+            # Not for longer than others may take: nobody is watched yet.
+            self._job.gather("heartbeat", None)
         self._thread.start()
         return self
 

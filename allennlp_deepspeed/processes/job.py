@@ -375,10 +375,11 @@ class Job:
             self.look()
             self.raise_failures()
             if time.monotonic() > deadline:
+                advice = "Gone or frozen, or the network between the hosts is."
                 raise ConfigurationError(
                     f"Within {self.member.limits.rendezvous_timeout:g} s "
                     f"('distributed.rendezvous_timeout') {self._who_is_missing(name, come)} "
-                    f"{self.member.how_to_start}"
+                    f"{advice if self.attendants else self.member.how_to_start}"
                 )
             waiting.say(self._who_is_missing(name, come))
             time.sleep(POLL_SECONDS)

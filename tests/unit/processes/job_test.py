@@ -107,6 +107,17 @@ def test_a_launchers_members_are_ranks() -> None:
     assert "that srun was to start" in error.message and "--node-rank" not in error.message
 
 
+def test_one_that_goes_before_it_is_watched_is_named() -> None:
+    def begin(job: Job) -> None:
+        job.meet({})
+        if job.member.index == 0:
+            with Heartbeat(job, lambda: None):
+                pass
+
+    error, _ = together(members(2, rendezvous_timeout=1), begin)
+    assert "(rank 1): heartbeat not known yet. Gone or frozen" in error.message
+
+
 def test_a_failure_is_read_by_all() -> None:
     def fail(job: Job) -> None:
         job.meet({})
