@@ -39,7 +39,7 @@ def hierarchical_communication(engine: DeepSpeedEngine, within: Optional[int]) -
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-    within : `int`, required.
+    within : `Optional[int]`, required.
         How many neighbouring ranks reduce first. `None` for the collectives as they are.
     """
     # Those who have started the workers of one node may count otherwise than those of another.
