@@ -77,7 +77,9 @@ def _namespaces(vocab: Optional[Vocabulary]) -> Dict[str, str]:
     summaries = {}
     for namespace in sorted(vocab.get_namespaces()):
         tokens = vocab.get_index_to_token_vocabulary(namespace)
-        digest = hashlib.sha256("\n".join(tokens.values()).encode()).hexdigest()
+        # A pretrained tokenizer gives its tokens in another order in each process.
+        text = "\n".join(f"{index} {token}" for index, token in sorted(tokens.items()))
+        digest = hashlib.sha256(text.encode()).hexdigest()
         summaries[f"vocabulary, {namespace}"] = f"{len(tokens)} tokens, SHA-256 {digest[:8]}"
     return summaries
 

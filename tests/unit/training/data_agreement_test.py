@@ -1,6 +1,7 @@
 """Ranks that have read other data are told."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Iterator, List
 
 import pytest
@@ -114,3 +115,15 @@ def test_another_vocabulary_is_named_on_every_rank() -> None:
     for message in messages(check):
         assert "'vocabulary, tokens' is \"3 tokens, SHA-256 " in message
         assert "labels" not in message
+
+
+def test_a_pretrained_tokenizer_may_give_its_tokens_in_another_order() -> None:
+    tokens = {"a": 0, "b": 1, "c": 2}
+
+    def check(rank: int) -> None:
+        items = list(tokens.items())[:: 1 - 2 * rank]
+        vocab = Vocabulary()
+        vocab.add_transformer_vocab(SimpleNamespace(get_vocab=lambda: dict(items)), "tags")
+        check_same_data(vocab, {"train_data_path": None})
+
+    assert messages(check) == ["", ""]
