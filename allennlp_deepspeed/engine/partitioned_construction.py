@@ -184,7 +184,12 @@ class PartitionedConstruction:
         def _from_pretrained(cls: Type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
             # It takes the keys of state dicts of the whole model, and not the values.
             with mock.patch.object(self, "_is_in_from_pretrained", True):
-                return from_pretrained(cls, *args, **kwargs)
+                model = from_pretrained(cls, *args, **kwargs)
+            if self._everything:
+                # Since transformers 5 it is constructed without weights, which are mapped from
+                # the file afterwards.
+                self.partition(model)
+            return model
 
         def load_mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
             """Without a copy of the file in memory."""
@@ -229,7 +234,7 @@ class PartitionedConstruction:
             self._partition_again(next(iter(self._whole.values())))
 
     def _partition_first(self, parameter: Any) -> None:
-        if is_zero_param(parameter):
+        if is_zero_param(parameter) or parameter.is_meta:
             return
         self._to_device(parameter)
         self._partitioner._zero_init_param(parameter)
