@@ -14,12 +14,13 @@ export OMP_NUM_THREADS := 1
 # Nothing here needs a model or a data set from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test test-unit coverage soak cross upstream bench lint reference clean
+.PHONY: help venv demo test test-unit test-oldest coverage soak cross upstream bench lint reference clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make test    run the whole test suite"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
+	@echo "make test-oldest  the same, with the oldest versions of transformers that are supported"
 	@echo "make coverage  run the whole test suite and report which lines it has run, in workers too"
 	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, and run the long tests (about an hour)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
@@ -37,6 +38,11 @@ demo: $(VENV)/installed
 
 test-unit: $(VENV)/installed
 	pytest -n 2 tests/unit
+
+# In the place of those in .venv. Tests with the mark show what the newest versions need.
+test-oldest: $(VENV)/installed
+	pip install --quiet --no-deps --target $(VENV)/oldest -r requirements-oldest.txt
+	PYTHONPATH=$(CURDIR)/$(VENV)/oldest pytest -n 2 -m "not soak and not upstream" tests/unit
 
 # Three beside one another on two cores: a fifth of the time a test waits, for another process, a
 # disk or a time limit.
@@ -74,7 +80,7 @@ bench: $(VENV)/installed
 lint: $(VENV)/installed
 	ruff check .
 	ruff format --check .
-	mypy allennlp_deepspeed
+	mypy allennlp_deepspeed allennlp_deepspeed_import_hook
 	lint-imports
 
 reference: $(VENV)/installed

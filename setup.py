@@ -2,6 +2,23 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+from distutils.command.install_headers import install_headers  # isort: skip  # setuptools' own
+
+# Read by every Python of the environment when it starts. See allennlp_deepspeed_import_hook.
+START = "allennlp_deepspeed.pth"
+
+
+class InstallBesidePackage(install_headers):
+    """
+    Puts `START` where the package is. As a header, because of all that isn't a module these alone
+    are part of an editable install too.
+    """
+
+    def run(self) -> None:
+        path, _ = self.copy_file(START, self.get_finalized_command("install").install_lib)
+        self.outfiles.append(path)
+
+
 setup(
     name="allennlp-deepspeed",
     version="0.1.0",
@@ -11,6 +28,8 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["allennlp_deepspeed*"]),
     package_data={"allennlp_deepspeed": ["py.typed"]},
+    headers=[START],
+    cmdclass={"install_headers": InstallBesidePackage},
     python_requires=">=3.10",
     # AllenNLP itself can't be named here, even where it is installed already: its last release,
     # 2.10.1, asks for torch<1.13, transformers<4.21 and spacy<3.4, which pip would then insist on.
@@ -24,10 +43,10 @@ setup(
         "pydantic>=2",
         "rich",
         "overrides>=7",
-        # What AllenNLP imports. From 4.44 on transformers refuses arguments that AllenNLP passes,
-        # and huggingface_hub 1 has dropped names that it imports.
-        "transformers>=4.43,<4.44",
-        "huggingface_hub<1",
+        # What AllenNLP imports. Of these two, versions have dropped what it needs, which
+        # allennlp_deepspeed_import_hook gives it.
+        "transformers>=4.43,<6",
+        "huggingface_hub<3",
         "fairscale>=0.4.13",
         "base58",
         "cached_path>=1.1.3",

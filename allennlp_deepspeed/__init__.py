@@ -8,6 +8,8 @@ commands print. Gone when its logger writes to the standard error.
 import contextlib
 import sys
 
+import allennlp_deepspeed_import_hook  # noqa: F401  # for a checkout that isn't installed
+
 # To what is the standard output now it will log.
 with contextlib.redirect_stdout(sys.stderr):
     import deepspeed  # noqa: F401

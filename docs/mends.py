@@ -1,5 +1,5 @@
 """
-Writes the list of mends in `architecture.md` from the docstrings of `allennlp_deepspeed` and from
+Writes the list of mends in `architecture.md` from the docstrings of the packages and from
 `tests/upstream`. `make reference` runs it, and a test compares.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Tuple
 
 _ROOT = Path(__file__).parents[1]
-_PACKAGE = _ROOT / "allennlp_deepspeed"
+_PACKAGES = (_ROOT / "allennlp_deepspeed", _ROOT / "allennlp_deepspeed_import_hook")
 _TESTS = _ROOT / "tests" / "upstream"
 
 PATH = Path(__file__).with_name("architecture.md")
@@ -28,9 +28,9 @@ class Mend(NamedTuple):
     # Parameters
 
     name : `str`
-        Of a module, class or function, within `allennlp_deepspeed`.
+        Of a module, class or function, within its package.
     path : `str`
-        Of the module's file, from there.
+        Of the module's file, from the repository.
     versions : `str`
         What has the fault, with its version.
     fault : `str`
@@ -55,8 +55,8 @@ def mends() -> List[Mend]:
         If a paragraph says something else than what is wrong in which version, and when it is gone.
     """
     found = []
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        relative = path.relative_to(_PACKAGE)
+    for path in [path for package in _PACKAGES for path in sorted(package.rglob("*.py"))]:
+        relative = str(path.relative_to(_ROOT))
         for name, docstring in _docstrings(ast.parse(path.read_text()), _module_name(relative)):
             for paragraph in docstring.split("\n\n"):
                 if not paragraph.startswith("Mends "):
@@ -68,7 +68,7 @@ def mends() -> List[Mend]:
                         f"and links if there are any, but it says: {paragraph}"
                     )
                 versions, fault, issues = label.groups(default="")
-                found.append(Mend(name, str(relative), versions, fault, issues))
+                found.append(Mend(name, relative, versions, fault, issues))
     return found
 
 
@@ -97,8 +97,8 @@ def with_list(text: str) -> str:
 
 
 def _row(mend: Mend, shown_by: List[Tuple[str, str]]) -> str:
-    own_name = mend.name.removeprefix(_module_name(Path(mend.path))).lstrip(".")
-    where = f"[`{mend.path}`](../allennlp_deepspeed/{mend.path})" + (
+    own_name = mend.name.removeprefix(_module_name(mend.path)).lstrip(".")
+    where = f"[`{mend.path.removeprefix('allennlp_deepspeed/')}`](../{mend.path})" + (
         f" `{own_name}`" if own_name else ""
     )
     links = [f"[`{name}`](../tests/upstream/{file})" for file, name in shown_by]
@@ -106,8 +106,9 @@ def _row(mend: Mend, shown_by: List[Tuple[str, str]]) -> str:
     return f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
 
 
-def _module_name(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts)
+def _module_name(path: str) -> str:
+    """Within its package."""
+    return ".".join(Path(path).with_suffix("").parts[1:])
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[Tuple[str, str]]:

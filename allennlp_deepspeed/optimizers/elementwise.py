@@ -10,7 +10,7 @@ import re
 from typing import Any, Callable, Dict, Type
 
 import torch
-import transformers.optimization
+import transformers
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import DenseSparseAdam, MultiOptimizer
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -38,7 +38,7 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
     DenseSparseAdam,
-    transformers.optimization.AdamW,
+    transformers.AdamW,
     CPUHuggingfaceAdamW,
     CPULion,
     DeepSpeedCPUAdagrad,

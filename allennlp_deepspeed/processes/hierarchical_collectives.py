@@ -84,7 +84,7 @@ class HierarchicalCollectives:
         self._within, self._across = node_groups(node_size)
         self._num_nodes = dist.get_world_size() // node_size
         self._node, self._place = divmod(dist.get_rank(), node_size)
-        self._crossing: Deque["Gathering"] = deque()
+        self._crossing: Deque[Gathering] = deque()
 
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor) -> None:

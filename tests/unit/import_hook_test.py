@@ -1,0 +1,162 @@
+"""
+What AllenNLP lacks on today's libraries, given to it before it is imported, and how that comes into
+every Python.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+from zipfile import ZipFile
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from allennlp_deepspeed_import_hook import ENVIRONMENT_VARIABLE, shims
+from tests.support import minilm_outputs
+from tests.support.command import REPOSITORY
+
+PARTS = ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "allennlp_deepspeed.pth")
+PACKAGES = ("allennlp_deepspeed", "allennlp_deepspeed_import_hook")
+
+SHOW = """
+import site, sys
+site.addsitedir(sys.argv[1])
+print([finder.__name__ for finder in sys.meta_path if finder.__module__ in sys.argv[2:]])
+print("transformers" in sys.modules, "allennlp" in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module", params=["build_wheel", "build_editable"])
+def site_directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pip would unpack into an environment."""
+    project = tmp_path_factory.mktemp("project")
+    for name in PARTS:
+        shutil.copy(REPOSITORY / name, project)
+    for name in PACKAGES:
+        shutil.copytree(REPOSITORY / name, project / name)
+    build = f"import setuptools.build_meta as b; print('wheel:', b.{request.param}('.'))"
+    output = _run("-c", build, cwd=project)
+    match = re.search("wheel: (.*)", output)
+    assert match is not None, output
+    site_directory = project / "site"
+    ZipFile(project / match[1]).extractall(site_directory)
+    return site_directory
+
+
+def _run(*arguments: Any, **kwargs: Any) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=60, **kwargs
+    ).stdout
+
+
+def test_every_python_is_ready_for_allennlp(site_directory: Path):
+    shown = _run("-I", "-S", "-c", SHOW, site_directory, "allennlp_deepspeed_import_hook")
+    assert shown.splitlines() == ["['_Finder']", "False False"]
+
+
+def test_an_environment_variable_switches_it_off(site_directory: Path):
+    # Not `-I`, with which the environment isn't read.
+    arguments = ("-S", "-c", SHOW, site_directory, "allennlp_deepspeed_import_hook")
+    off = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    shown = _run(*arguments, env={**off, ENVIRONMENT_VARIABLE: "0"}, cwd=site_directory)
+    assert shown.splitlines() == ["[]", "False False"]
+
+
+def test_pip_knows_the_file_that_it_has_to_remove(site_directory: Path):
+    (record,) = site_directory.glob("*.dist-info/RECORD")
+    assert "allennlp_deepspeed.pth," in record.read_text()
+
+
+def test_a_python_without_the_package_starts(tmp_path: Path):
+    shutil.copy(REPOSITORY / "allennlp_deepspeed.pth", tmp_path)
+    shown = _run("-I", "-S", "-c", SHOW, tmp_path, "allennlp_deepspeed_import_hook")
+    assert shown.splitlines() == ["[]", "False False"]
+
+
+@pytest.mark.parametrize("correct_bias", [True, False])
+def test_adamw_steps_as_its_paper_says(correct_bias: bool):
+    weight = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    settings: Dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.01, "weight_decay": 0.5}
+    optimizer = shims.AdamW([weight], correct_bias=correct_bias, **settings)
+    expected, mean, square = 2.0, 0.0, 0.0
+    for step, gradient in enumerate([1.0, -3.0, 0.5], start=1):
+        weight.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+        mean = 0.8 * mean + 0.2 * gradient
+        square = 0.9 * square + 0.1 * gradient**2
+        size = 0.1
+        if correct_bias:
+            size *= (1 - 0.9**step) ** 0.5 / (1 - 0.8**step)
+        expected -= size * mean / (square**0.5 + 0.01)
+        expected -= 0.1 * 0.5 * expected
+    assert weight.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "eps"])
+def test_adamw_refuses_by_name_what_is_out_of_range(name: str):
+    value = (0.9, 1.0) if name == "betas" else -1.0
+    with pytest.raises(ValueError, match=name):
+        shims.AdamW([torch.nn.Parameter(torch.ones(1))], **{name: value})
+
+
+# Special tokens around a text and around and between two, as BERT, RoBERTa and GPT-2 have them.
+TEMPLATES = {
+    "bert": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [4, 1, 2, 5], [4, 1, 2, 5, 3, 5]),
+    "roberta": (
+        "[CLS] $A [SEP]",
+        "[CLS] $A [SEP] [SEP] $B [SEP]",
+        [4, 1, 2, 5],
+        [4, 1, 2, 5, 5, 3, 5],
+    ),
+    "gpt2": ("$A", "$A $B", [1, 2], [1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_special_tokens_are_those_of_the_tokenizer(kind: str):
+    single, pair, expected_single, expected_pair = TEMPLATES[kind]
+    tokenizer = _tokenizer(single, pair)
+    assert shims.build_inputs_with_special_tokens(tokenizer, [1, 2]) == expected_single
+    assert shims.build_inputs_with_special_tokens(tokenizer, [1, 2], [3]) == expected_pair
+    assert shims.encode_plus(tokenizer, "b c")["input_ids"] == expected_single
+
+
+def test_special_tokens_alone_where_there_is_no_text():
+    single, pair, _, _ = TEMPLATES["bert"]
+    assert shims.build_inputs_with_special_tokens(_tokenizer(single, pair), []) == [4, 5]
+
+
+def _tokenizer(single: str, pair: str) -> transformers.PreTrainedTokenizerFast:
+    words: List[str] = ["a", "b", "c", "d", "[CLS]", "[SEP]"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[("[CLS]", 4), ("[SEP]", 5)]
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_pushing_to_the_hub_says_what_it_needs():
+    with pytest.raises(RuntimeError, match="huggingface_hub<0.10"):
+        shims.Dropped.get_token()
+
+
+def test_tokens_offsets_and_embeddings_are_those_of_the_oldest_transformers():
+    kept = json.loads(minilm_outputs.KEPT.read_text())
+    found = json.loads(json.dumps(minilm_outputs.outputs()))
+    assert found.keys() == kept.keys()
+    for what, expected in kept.items():
+        if what.startswith(("embeddings", "pooled")):
+            assert found[what] == pytest.approx(expected, abs=1e-5), what
+        else:
+            assert found[what] == expected, what

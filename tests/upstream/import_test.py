@@ -1,0 +1,48 @@
+"""What AllenNLP imports and calls of libraries, which these have dropped since."""
+
+import importlib
+import inspect
+from types import ModuleType
+
+import huggingface_hub
+import transformers
+from allennlp.common import cached_transformers
+from allennlp.data.token_indexers import pretrained_transformer_indexer
+from allennlp.data.tokenizers import pretrained_transformer_tokenizer
+from allennlp.training import optimizers
+
+from tests.upstream.unmended import mended_by
+
+# Without these AllenNLP couldn't have been imported here. They do nothing where they aren't needed.
+_SHIMS = "allennlp_deepspeed_import_hook.shims"
+
+
+@mended_by("shims.give_huggingface_hub_its_former_classes")
+def test_the_hub_has_dropped_classes() -> bool:
+    is_dropped = huggingface_hub.HfFolder.__module__ == _SHIMS  # type: ignore[attr-defined]
+    # The package has a function of that name.
+    module = importlib.import_module("allennlp.common.push_to_hf")
+    return is_dropped and _mentions(module, "HfFolder, Repository")
+
+
+@mended_by("shims.give_transformers_its_former_adamw")
+def test_transformers_have_dropped_an_optimizer() -> bool:
+    # Not what this module has imported: the first import of a model puts another in its place.
+    is_dropped = optimizers.transformers.AdamW.__module__ == _SHIMS  # type: ignore[attr-defined]
+    return is_dropped and _mentions(optimizers, "transformers.AdamW")
+
+
+@mended_by("shims.let_tokenizers_take_former_calls")
+def test_tokenizers_have_dropped_methods() -> bool:
+    base = transformers.PreTrainedTokenizerBase
+    former = (base.encode_plus, base.build_inputs_with_special_tokens)
+    is_dropped = {method.__module__ for method in former} == {_SHIMS}
+    return is_dropped and (
+        _mentions(pretrained_transformer_tokenizer, ".encode_plus(")
+        and _mentions(pretrained_transformer_indexer, ".build_inputs_with_special_tokens(")
+        and _mentions(cached_transformers, "AutoTokenizer.from_pretrained")
+    )
+
+
+def _mentions(module: ModuleType, text: str) -> bool:
+    return text in inspect.getsource(module)
