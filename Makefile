@@ -41,6 +41,7 @@ test-unit: $(VENV)/installed
 
 # In the place of those in .venv. Tests with the mark show what the newest versions need.
 test-oldest: $(VENV)/installed
+	rm -rf $(VENV)/oldest
 	pip install --quiet --no-deps --target $(VENV)/oldest -r requirements-oldest.txt
 	PYTHONPATH=$(CURDIR)/$(VENV)/oldest pytest -n 2 -m "not soak and not upstream" tests/unit
 
@@ -91,7 +92,7 @@ clean:
 	rm -rf $(VENV) data output build *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/installed: requirements.txt setup.py
+$(VENV)/installed: requirements.txt setup.py allennlp_deepspeed.pth
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --no-deps -r requirements.txt
 	$(VENV)/bin/python -m pip install --no-deps --no-build-isolation --editable .

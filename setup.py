@@ -10,8 +10,8 @@ START = "allennlp_deepspeed.pth"
 
 class InstallBesidePackage(install_headers):
     """
-    Puts `START` where the package is. As a header, because of all that isn't a module these alone
-    are part of an editable install too.
+    Puts `START` where the package is. As a header, because headers are installed by an editable
+    install too, which data aren't.
     """
 
     def run(self) -> None:

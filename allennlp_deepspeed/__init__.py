@@ -8,7 +8,7 @@ commands print. Gone when its logger writes to the standard error.
 import contextlib
 import sys
 
-import allennlp_deepspeed_import_hook  # noqa: F401  # for a checkout that isn't installed
+import allennlp_deepspeed_import_hook  # noqa: F401  # where it isn't installed
 
 # To what is the standard output now it will log.
 with contextlib.redirect_stdout(sys.stderr):

@@ -185,7 +185,8 @@ def save_adapters(transformer: PreTrainedModel, directory: str) -> None:
         os.path.join(directory, peft.utils.SAFETENSORS_WEIGHTS_NAME),
         metadata={"format": "pt"},
     )
-    config = dataclasses.replace(transformer.peft_config["default"], inference_mode=True)
+    config: Any = transformer.peft_config["default"]
+    config = dataclasses.replace(config, inference_mode=True)
     config.save_pretrained(directory)
 
 

@@ -1,5 +1,5 @@
 """
-Gives AllenNLP what today's libraries have dropped, at the moment at which it is about to import it.
+Gives AllenNLP what today's libraries have dropped, at the moment at which it imports it.
 
 A file `allennlp_deepspeed.pth` beside the installed package has every Python import this. It
 costs a Python that never imports AllenNLP one look at a dictionary for each import. With the
@@ -15,29 +15,45 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
+    from types import ModuleType
     from typing import Any, Optional
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 
-# The function of `shims` for what each of AllenNLP's modules imports or calls.
+# The class of `shims` for each of AllenNLP's modules that needs one.
 _SHIMS = {
-    "allennlp.common.push_to_hf": "give_huggingface_hub_its_former_classes",
-    "allennlp.common.cached_transformers": "let_tokenizers_take_former_calls",
-    "allennlp.training.optimizers": "give_transformers_its_former_adamw",
+    "allennlp.common.push_to_hf": "FormerClassesOfTheHub",
+    "allennlp.common.cached_transformers": "FormerTransformers",
+    "allennlp.training.optimizers": "FormerAdamW",
 }
 
 
 class _Finder:
-    """Finds no module, but is asked before each is imported."""
+    """Lets the other finders find a module, and a shim do something before and after it is run."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
-        shim = _SHIMS.get(name)
-        if shim is not None:
-            from allennlp_deepspeed_import_hook import shims
-
-            getattr(shims, shim)()
+        if name not in _SHIMS:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is _Finder else finder.find_spec(name, path, target)
+            if spec is not None:
+                _wrap(spec)
+                return spec
         return None
+
+
+def _wrap(spec: ModuleSpec) -> None:
+    loader: Any = spec.loader
+    run = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        from allennlp_deepspeed_import_hook import shims
+
+        with getattr(shims, _SHIMS[spec.name])(module):
+            run(module)
+
+    loader.exec_module = exec_module
 
 
 if os.environ.get(ENVIRONMENT_VARIABLE) != "0":

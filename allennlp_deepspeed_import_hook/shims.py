@@ -1,37 +1,42 @@
 """
-What newer versions of libraries lack for AllenNLP 2.10.1 to be imported and to work. Each does
-nothing with a version that has it.
+What newer versions of libraries lack for AllenNLP 2.10.1 to be imported and to compute the same.
+Each is a context in which one of its modules is run, and does nothing with a version that has what
+it needs.
 """
 
 import functools
 import importlib
 import math
 import sys
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from unittest import mock
 
 import torch
 
 
-def give_huggingface_hub_its_former_classes() -> None:
+@contextmanager
+def FormerClassesOfTheHub(module: ModuleType) -> Iterator[None]:
     """
-    Names alone: what AllenNLP does with them, `push-to-hf`, has worked with no version of the hub
-    for years, and says so.
+    Names alone, and only while they are imported: what AllenNLP does with them, `push-to-hf`, has
+    worked with no version of the hub for years, and says so.
 
     Mends AllenNLP 2.10.1: it imports `HfFolder` and `Repository`, which huggingface_hub 1 doesn't
     have. Gone when `allennlp.common.push_to_hf` can be imported.
     """
     import huggingface_hub
 
-    for name in ("HfFolder", "Repository"):
-        if not hasattr(huggingface_hub, name):
-            setattr(huggingface_hub, name, type(name, (Dropped,), {}))
+    dropped = [name for name in ("HfFolder", "Repository") if not hasattr(huggingface_hub, name)]
+    with ExitStack() as stack:
+        for name in dropped:
+            stand_in = type(name, (Dropped,), {})
+            stack.enter_context(mock.patch.object(huggingface_hub, name, stand_in, create=True))
+        yield
 
 
 class Dropped:
     """In the place of a class that `push-to-hf` uses."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.get_token()
 
     @staticmethod
     def get_token() -> str:
@@ -41,35 +46,75 @@ class Dropped:
         )
 
 
-def let_tokenizers_take_former_calls() -> None:
+@contextmanager
+def FormerTransformers(module: ModuleType) -> Iterator[None]:
     """
-    Where a tokenizer is loaded, the argument has never meant anything: AllenNLP gives it again with
-    each text.
+    Models are loaded in fp32 unless `transformer_kwargs` says otherwise, and can be initialized
+    anew. Where a tokenizer is loaded, the argument has never meant anything: AllenNLP gives it
+    again with each text.
 
     Mends AllenNLP 2.10.1: it passes `add_special_tokens` where it loads a tokenizer, which
-    transformers refuse since 4.44, and calls `encode_plus` and `build_inputs_with_special_tokens`,
-    which tokenizers of transformers 5 don't have. Gone when a "pretrained_transformer" tokenizer
-    and indexer can be constructed and used.
+    transformers refuse since 4.44, calls `encode_plus` and `build_inputs_with_special_tokens`,
+    which tokenizers of transformers 5 don't have, and counts on models in fp32 and on
+    `_init_weights`, where transformers 5 takes the file's type and leaves what has been loaded.
+    Gone when a "pretrained_transformer" tokenizer, indexer and embedder can be used, the latter
+    with a file in fp16 and with `reinit_modules`.
     """
     import transformers
 
-    from_pretrained = transformers.AutoTokenizer.from_pretrained
-
-    @functools.wraps(from_pretrained)
-    def without_argument(*args: Any, add_special_tokens: Any = None, **kwargs: Any) -> Any:
-        return from_pretrained(*args, **kwargs)
-
-    transformers.AutoTokenizer.from_pretrained = without_argument  # type: ignore[method-assign]
-
+    yield
+    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
+    if (major, minor) >= (4, 44):
+        module.get_tokenizer = _without_argument(module.get_tokenizer)  # type: ignore[attr-defined]
+    if major < 5:
+        return
+    module.AutoModel = AutoModelInFp32  # type: ignore[attr-defined]
     base = transformers.PreTrainedTokenizerBase
     for former in (encode_plus, build_inputs_with_special_tokens):
         if not hasattr(base, former.__name__):
             setattr(base, former.__name__, former)
 
 
-def encode_plus(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What calling a tokenizer does now."""
-    return self(*args, **kwargs)
+def _without_argument(get_tokenizer: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(get_tokenizer)
+    def get_tokenizer_without_argument(
+        model_name: str, add_special_tokens: Any = None, **kwargs: Any
+    ) -> Any:
+        return get_tokenizer(model_name, **kwargs)
+
+    return get_tokenizer_without_argument
+
+
+class AutoModelInFp32:
+    """What AllenNLP calls of `transformers.AutoModel`, as that was before version 5."""
+
+    @staticmethod
+    def from_pretrained(model_name: str, **kwargs: Any) -> Any:
+        import transformers
+
+        if "torch_dtype" not in kwargs:
+            kwargs.setdefault("dtype", torch.float32)
+        loaded = transformers.AutoModel.from_pretrained(model_name, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for module in model.modules():
+            # Not `parameters`, which would gather partitioned ones.
+            for owner in (module, *module._parameters.values(), *module._buffers.values()):
+                if owner is not None:
+                    vars(owner).pop("_is_hf_initialized", None)
+        return loaded
+
+    @staticmethod
+    def from_config(config: Any, **kwargs: Any) -> Any:
+        import transformers
+
+        return transformers.AutoModel.from_config(config, **{"dtype": torch.float32, **kwargs})
+
+
+def encode_plus(self: Any, text: str, *args: Any, **kwargs: Any) -> Any:
+    """What calling a tokenizer with a text does now. A list would be taken for several texts."""
+    if not isinstance(text, str):
+        raise TypeError(f"It takes a text, and not {type(text).__name__}: call the tokenizer.")
+    return self(text, *args, **kwargs)
 
 
 def build_inputs_with_special_tokens(
@@ -87,22 +132,27 @@ def build_inputs_with_special_tokens(
 
     `List[int]`
         The tokens of both, with special tokens.
+
+    # Raises
+
+    `ValueError`
+        If the tokenizer has no tokens for the texts that it is tried with.
     """
-    texts = [token_ids_0] if token_ids_1 is None else [token_ids_0, token_ids_1]
-    example = self(*["a"] * len(texts), return_special_tokens_mask=True)
+    texts = {0: token_ids_0} if token_ids_1 is None else {0: token_ids_0, 1: token_ids_1}
+    example = self(*["a", "b"][: len(texts)])
     tokens: List[int] = []
-    was_special = True
-    for token, is_special in zip(example["input_ids"], example["special_tokens_mask"]):
-        if is_special:
+    for token, which in zip(example["input_ids"], example.sequence_ids(0)):
+        if which is None:
             tokens.append(token)
-        elif was_special and texts:
-            tokens += texts.pop(0)
-        was_special = bool(is_special)
-    # Where nothing is between two, or a text has no tokens of its own.
-    return tokens + [token for text in texts for token in text]
+        else:
+            tokens += texts.pop(which, [])
+    if texts:
+        raise ValueError(f"{type(self).__name__} has no tokens for 'a' or 'b'.")
+    return tokens
 
 
-def give_transformers_its_former_adamw() -> None:
+@contextmanager
+def FormerAdamW(module: ModuleType) -> Iterator[None]:
     """
     Mends AllenNLP 2.10.1: its "huggingface_adamw" inherits from `transformers.AdamW`, which
     transformers 5 doesn't have. Gone when `allennlp.training.optimizers` can be imported.
@@ -112,6 +162,7 @@ def give_transformers_its_former_adamw() -> None:
     transformers = sys.modules["transformers"]
     if not hasattr(transformers, "AdamW"):
         transformers.AdamW = AdamW  # type: ignore[attr-defined]
+    yield
 
 
 class AdamW(torch.optim.Optimizer):
@@ -193,7 +244,7 @@ class AdamW(torch.optim.Optimizer):
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         size = group["lr"]
         if group["correct_bias"]:
-            size *= math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+            size = size * math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
         denominator = state["exp_avg_sq"].sqrt().add_(group["eps"])
         parameter.addcdiv_(state["exp_avg"], denominator, value=-size)
         if group["weight_decay"] > 0:

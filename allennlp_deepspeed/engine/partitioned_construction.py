@@ -139,7 +139,7 @@ class PartitionedConstruction:
         load_from_state_dict = Module._load_from_state_dict
         deepcopy_parameter = Parameter.__deepcopy__
         save_to_state_dict = Module._save_to_state_dict
-        from_pretrained = PreTrainedModel.from_pretrained.__func__
+        from_pretrained = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
         load = torch.load
 
         def __getattr__(module: Module, name: str) -> Any:
@@ -188,7 +188,7 @@ class PartitionedConstruction:
             if self._everything:
                 # Since transformers 5 it is constructed without weights, which are mapped from
                 # the file afterwards.
-                self.partition(model)
+                self.partition(model[0] if isinstance(model, tuple) else model)
             return model
 
         def load_mapped(f: Any, *args: Any, **kwargs: Any) -> Any:

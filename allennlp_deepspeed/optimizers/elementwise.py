@@ -10,9 +10,12 @@ import re
 from typing import Any, Callable, Dict, Type
 
 import torch
-import transformers
 from allennlp.common.checks import ConfigurationError
-from allennlp.training.optimizers import DenseSparseAdam, MultiOptimizer
+from allennlp.training.optimizers import (
+    DenseSparseAdam,
+    HuggingfaceAdamWOptimizer,
+    MultiOptimizer,
+)
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -38,7 +41,7 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
     DenseSparseAdam,
-    transformers.AdamW,
+    HuggingfaceAdamWOptimizer,
     CPUHuggingfaceAdamW,
     CPULion,
     DeepSpeedCPUAdagrad,

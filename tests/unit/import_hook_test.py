@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Dict, List
 from zipfile import ZipFile
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
+from allennlp.common import cached_transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from allennlp_deepspeed_import_hook import ENVIRONMENT_VARIABLE, shims
@@ -117,6 +119,9 @@ TEMPLATES = {
         [4, 1, 2, 5, 5, 3, 5],
     ),
     "gpt2": ("$A", "$A $B", [1, 2], [1, 2, 3]),
+    "t5": ("$A [SEP]", "$A $B [SEP]", [1, 2, 5], [1, 2, 3, 5]),
+    "xlnet": ("$A [SEP] [CLS]", "$A [SEP] $B [SEP] [CLS]", [1, 2, 5, 4], [1, 2, 5, 3, 5, 4]),
+    "second first": ("[CLS] $A", "$B [SEP] $A [CLS]", [4, 1, 2], [3, 5, 1, 2, 4]),
 }
 
 
@@ -160,3 +165,49 @@ def test_tokens_offsets_and_embeddings_are_those_of_the_oldest_transformers():
             assert found[what] == pytest.approx(expected, abs=1e-5), what
         else:
             assert found[what] == expected, what
+
+
+@pytest.fixture(scope="module")
+def bert_in_fp16(tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=4, num_hidden_layers=3, num_attention_heads=1, intermediate_size=4
+    )
+    directory = tmp_path_factory.mktemp("bert")
+    transformers.BertModel(config).half().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("load_weights", [True, False])
+def test_models_are_loaded_in_fp32(bert_in_fp16: str, load_weights: bool):
+    model = cached_transformers.get(bert_in_fp16, True, load_weights=load_weights)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_models_are_loaded_in_the_type_that_is_asked_for(bert_in_fp16: str):
+    cached_transformers._clear_caches()
+    model = cached_transformers.get(bert_in_fp16, True, torch_dtype=torch.float16)
+    cached_transformers._clear_caches()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("reinit_modules", [1, (2,), (r"layer\.2",)])
+def test_layers_are_initialized_anew(bert_in_fp16: str, reinit_modules: Any):
+    loaded = dict(cached_transformers.get(bert_in_fp16, True).named_parameters())
+    model = cached_transformers.get(bert_in_fp16, True, reinit_modules=reinit_modules)
+    changed = {name for name, p in model.named_parameters() if not p.equal(loaded[name])}
+    assert changed
+    # Biases of 0 and norms of 1 are again what they were.
+    assert all(name.startswith("encoder.layer.2.") for name in changed)
+    weights = {name for name in loaded if re.search(r"layer\.2.*(query|dense)\.weight", name)}
+    assert weights <= changed
+
+
+def test_a_list_is_no_text():
+    single, pair, _, _ = TEMPLATES["bert"]
+    with pytest.raises(TypeError, match="list"):
+        shims.encode_plus(_tokenizer(single, pair), ["b", "c"])  # type: ignore[arg-type]
+
+
+def test_other_libraries_see_what_the_hub_has():
+    has_dropped = int(huggingface_hub.__version__.partition(".")[0]) >= 1
+    assert hasattr(huggingface_hub, "HfFolder") is not has_dropped
