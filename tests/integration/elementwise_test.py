@@ -11,7 +11,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
-from allennlp.training.optimizers import DenseSparseAdam, Optimizer
+from allennlp.training.optimizers import DenseSparseAdam, HuggingfaceAdamWOptimizer, Optimizer
 from deepspeed.ops.lion import FusedLion
 from torch import nn
 
@@ -26,8 +26,13 @@ from tests.support.workers import run_workers
 
 # On a GPU; and what is constructed with the groups of another.
 NOT_HERE = (FusedLion, FusedLionOptimizer, CPUHuggingfaceAdamW)
-NAMED = (DenseSparseAdam, LionOptimizer)
-LEARNING_RATES = {torch.optim.SGD: 0.3, torch.optim.ASGD: 0.3, torch.optim.Adadelta: 3.0}
+NAMED = (DenseSparseAdam, HuggingfaceAdamWOptimizer, LionOptimizer)
+LEARNING_RATES = {
+    torch.optim.SGD: 0.3,
+    torch.optim.ASGD: 0.3,
+    torch.optim.Adadelta: 3.0,
+    HuggingfaceAdamWOptimizer: 0.05,
+}
 
 STAGES = [2, pytest.param(1, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)]
 
