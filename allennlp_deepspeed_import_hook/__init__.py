@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 
-# The class of `shims` for each of AllenNLP's modules that needs one.
+# The context of `shims` for each of AllenNLP's modules that needs one.
 _SHIMS = {
-    "allennlp.common.push_to_hf": "FormerClassesOfTheHub",
-    "allennlp.common.cached_transformers": "FormerTransformers",
-    "allennlp.training.optimizers": "FormerAdamW",
+    "allennlp.common.push_to_hf": "former_classes_of_the_hub",
+    "allennlp.common.cached_transformers": "former_transformers",
+    "allennlp.training.optimizers": "former_adamw",
 }
 
 

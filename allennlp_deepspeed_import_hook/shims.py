@@ -17,7 +17,7 @@ import torch
 
 
 @contextmanager
-def FormerClassesOfTheHub(module: ModuleType) -> Iterator[None]:
+def former_classes_of_the_hub(module: ModuleType) -> Iterator[None]:
     """
     Names alone, and only while they are imported: what AllenNLP does with them, `push-to-hf`, has
     worked with no version of the hub for years, and says so.
@@ -47,7 +47,7 @@ class Dropped:
 
 
 @contextmanager
-def FormerTransformers(module: ModuleType) -> Iterator[None]:
+def former_transformers(module: ModuleType) -> Iterator[None]:
     """
     Models are loaded in fp32 unless `transformer_kwargs` says otherwise, and can be initialized
     anew. Where a tokenizer is loaded, the argument has never meant anything: AllenNLP gives it
@@ -152,7 +152,7 @@ def build_inputs_with_special_tokens(
 
 
 @contextmanager
-def FormerAdamW(module: ModuleType) -> Iterator[None]:
+def former_adamw(module: ModuleType) -> Iterator[None]:
     """
     Mends AllenNLP 2.10.1: its "huggingface_adamw" inherits from `transformers.AdamW`, which
     transformers 5 doesn't have. Gone when `allennlp.training.optimizers` can be imported.

@@ -234,7 +234,7 @@ class PartitionedConstruction:
             self._partition_again(next(iter(self._whole.values())))
 
     def _partition_first(self, parameter: Any) -> None:
-        if is_zero_param(parameter) or parameter.is_meta:
+        if is_zero_param(parameter) or (self._is_in_from_pretrained and parameter.is_meta):
             return
         self._to_device(parameter)
         self._partitioner._zero_init_param(parameter)

@@ -17,7 +17,7 @@ from tests.upstream.unmended import mended_by
 _SHIMS = "allennlp_deepspeed_import_hook.shims"
 
 
-@mended_by("shims.FormerClassesOfTheHub")
+@mended_by("shims.former_classes_of_the_hub")
 def test_the_hub_has_dropped_classes() -> bool:
     # The package has a function of that name.
     module = importlib.import_module("allennlp.common.push_to_hf")
@@ -25,14 +25,14 @@ def test_the_hub_has_dropped_classes() -> bool:
     return is_dropped and _mentions(module, "HfFolder, Repository")
 
 
-@mended_by("shims.FormerAdamW")
+@mended_by("shims.former_adamw")
 def test_transformers_have_dropped_an_optimizer() -> bool:
     # Not what this module has imported: the first import of a model puts another in its place.
     is_dropped = optimizers.transformers.AdamW.__module__ == _SHIMS  # type: ignore[attr-defined]
     return is_dropped and _mentions(optimizers, "transformers.AdamW")
 
 
-@mended_by("shims.FormerTransformers")
+@mended_by("shims.former_transformers")
 def test_tokenizers_and_models_have_changed() -> bool:
     base = transformers.PreTrainedTokenizerBase
     former = (base.encode_plus, base.build_inputs_with_special_tokens)
