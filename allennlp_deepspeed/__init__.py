@@ -14,7 +14,7 @@ import allennlp_deepspeed_import_hook  # noqa: F401  # where it isn't installed
 with contextlib.redirect_stdout(sys.stderr):
     import deepspeed  # noqa: F401
 
-from allennlp_deepspeed import compat, contrastive
+from allennlp_deepspeed import compat, contrastive, language_modeling
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -35,6 +35,7 @@ __all__ = [
     "DeepSpeedTrainer",
     "LoraEmbedder",
     "contrastive",
+    "language_modeling",
 ]
 
 compat.apply()

@@ -1,5 +1,5 @@
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from allennlp.data.data_loaders import TensorDict
@@ -13,6 +13,7 @@ from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients.grad_cache import GradCache
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.gradients.loss_weights import LossWeights
 
 Outputs = Dict[str, torch.Tensor]
 Norm = Union[torch.Tensor, float, None]
@@ -30,6 +31,7 @@ class GradientStep:
     gradients : `GradientSynchronizer`, required.
     grad_cache : `GradCache`, required.
         `None` without one.
+    loss_weights : `LossWeights`, required.
     inner_gradients : `InnerGradients`, required.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
         Returns the outputs of a micro-batch, with its `loss`.
@@ -48,6 +50,7 @@ class GradientStep:
         wrapped_model: DeepSpeedWrappedModel,
         gradients: GradientSynchronizer,
         grad_cache: Optional[GradCache],
+        loss_weights: LossWeights,
         inner_gradients: InnerGradients,
         forward: Callable[[TensorDict], Outputs],
         prepare: Callable[[TensorDict], TensorDict],
@@ -61,6 +64,8 @@ class GradientStep:
         self._reports_norm = wrapped_model.config.grad_norm is not False
         self._gradients = gradients
         self._grad_cache = grad_cache
+        self._loss_weights = loss_weights
+        self._weights: List[torch.Tensor] = []
         self._inner_gradients = inner_gradients
         self._forward = forward
         self._prepare = prepare
@@ -73,18 +78,21 @@ class GradientStep:
         """The number of micro-batches by which the losses of the step are divided."""
 
     @contextmanager
-    def accumulate(self, group_size: int) -> Iterator[None]:
+    def accumulate(self, batches: List[TensorDict], group_size: int) -> Iterator[None]:
         """
         Surrounds the micro-batches of the step. When it ends, its gradients are reduced.
 
         # Parameters
 
+        batches : `List[TensorDict]`, required.
+            Those that `micro_batch` will be called with, in this order.
         group_size : `int`, required.
             The number of micro-batches by which the losses are divided.
         """
         self.group_size = group_size
         self._num_micro_batches = 0
         self._weight_watch.check()
+        self._weights = self._loss_weights.of(batches, group_size)
         with self._gradients.accumulate():
             yield
 
@@ -110,6 +118,9 @@ class GradientStep:
                 return self._grad_cache.train_on(self._prepare(batch), self.group_size, is_last)
             with self._gradients.micro_batch(is_last):
                 outputs = self._forward(batch)
+                if self._weights:
+                    weight = self._weights[self._num_micro_batches - 1]
+                    outputs["loss"] = outputs["loss"] * weight
                 if not self._go_backward(outputs):
                     self._engine.backward(outputs["loss"] / self.group_size, scale_wrt_gas=False)
             return outputs

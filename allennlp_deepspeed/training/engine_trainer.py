@@ -31,6 +31,7 @@ from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients.backward_and_update import GradientStep, clip_values
 from allennlp_deepspeed.gradients.grad_cache import GradCache
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.gradients.loss_weights import LossWeights
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.training.callbacks import (
@@ -296,7 +297,7 @@ class EngineTrainer(GradientDescentTrainer):
         other than `train`; `step_optimizer` is next. To be called by every rank, in a `session`.
         Returns this rank's loss.
         """
-        with self._gradient_step.accumulate(group_size=1):
+        with self._gradient_step.accumulate([batch], group_size=1):
             return float(self._gradient_step.micro_batch(batch, is_last=True)["loss"])
 
     def step_optimizer(self) -> None:
@@ -340,6 +341,7 @@ class EngineTrainer(GradientDescentTrainer):
             wrapped_model,
             self._gradients,
             self._grad_cache,
+            LossWeights(self.model, self.cuda_device),
             self._inner_gradients,
             # Looked up in each micro-batch, because a callback may have put its own there.
             forward=lambda batch: self.batch_outputs(batch, for_training=True),

@@ -252,7 +252,7 @@ class DeepSpeedTrainer(ResumableTrainer):
             callback.on_step_start()
 
         outputs = []
-        with self._gradient_step.accumulate(group_size):
+        with self._gradient_step.accumulate(group.batches, group_size):
             for i, batch in enumerate(group.batches, start=1):
                 is_last = i == len(group.batches)
                 outputs.append(self._gradient_step.micro_batch(batch, is_last))

@@ -1,0 +1,55 @@
+from typing import List
+
+import torch
+import torch.distributed as dist
+from allennlp.data.data_loaders import TensorDict
+from allennlp.models import Model
+
+from allennlp_deepspeed.language_modeling import TokenLossModel
+
+
+class LossWeights:
+    """
+    By what the losses of a step are multiplied. Those of a `TokenLossModel` are weighed such that
+    the mean over micro-batches and ranks is one over the tokens of all of them; those of any
+    other model aren't.
+
+    # Parameters
+
+    model : `Model`, required.
+    device : `torch.device`, required.
+        Where the process group communicates.
+    """
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+
+    def of(self, batches: List[TensorDict], group_size: int) -> List[torch.Tensor]:
+        """
+        One all-reduce of 8 bytes for a `TokenLossModel`, of which the host doesn't wait for the
+        result; nothing for others. To be called by every rank.
+
+        # Parameters
+
+        batches : `List[TensorDict]`, required.
+            The micro-batches of the step on this rank.
+        group_size : `int`, required.
+            The number of micro-batches by which losses will be divided.
+
+        # Returns
+
+        `List[torch.Tensor]`
+            For each micro-batch a factor, fp32, without dimensions; nothing for models that aren't
+            a `TokenLossModel`.
+        """
+        if not isinstance(self._model, TokenLossModel):
+            return []
+        numbers = [self._model.num_loss_tokens(**batch) for batch in batches]
+        own = torch.stack([torch.as_tensor(number, dtype=torch.int64) for number in numbers])
+        own = own.to(self._device, non_blocking=True)
+        total = own.sum()
+        dist.all_reduce(total)
+        # Backward divides by the size of the group, and the reduction by the number of ranks.
+        divisions = group_size * dist.get_world_size()
+        return list((own * divisions / total.clamp(min=1)).float().unbind())
