@@ -2,6 +2,9 @@
 Language modelling: models whose loss is a mean over tokens. Imports no other room of its row.
 """
 
+from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
+from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
 from allennlp_deepspeed.language_modeling.token_loss_model import TokenLossModel
+from allennlp_deepspeed.language_modeling.token_metrics import TokenMetrics
 
-__all__ = ["TokenLossModel"]
+__all__ = ["CausalLM", "CausalLMReader", "TokenLossModel", "TokenMetrics"]
