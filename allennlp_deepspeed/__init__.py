@@ -14,7 +14,7 @@ import allennlp_deepspeed_import_hook  # noqa: F401  # where it isn't installed
 with contextlib.redirect_stdout(sys.stderr):
     import deepspeed  # noqa: F401
 
-from allennlp_deepspeed import compat, contrastive, language_modeling
+from allennlp_deepspeed import attention, compat, contrastive, language_modeling
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -34,6 +34,7 @@ __all__ = [
     "DeepSpeedTrainModel",
     "DeepSpeedTrainer",
     "LoraEmbedder",
+    "attention",
     "contrastive",
     "language_modeling",
 ]

@@ -1,0 +1,12 @@
+"""
+Attention that leaves out blocks of pairs of tokens, and encoders that attend with it. Imports no
+other room.
+"""
+
+from allennlp_deepspeed.attention.block_sparse_attention import BlockSparseAttention
+from allennlp_deepspeed.attention.block_sparse_transformer import BlockSparseTransformer
+
+__all__ = [
+    "BlockSparseAttention",
+    "BlockSparseTransformer",
+]

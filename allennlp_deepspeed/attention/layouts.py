@@ -1,0 +1,369 @@
+"""
+Which blocks of queries attend to which blocks of keys: DeepSpeed's former layouts, as its section
+"sparse_attention" described them up to version 0.9, and a window in tokens.
+
+A layout doesn't depend on how long a sequence is: that of a shorter one is the upper left part of
+that of a longer one, so that what is computed for a text doesn't depend on how far its batch is
+padded.
+"""
+
+from typing import Annotated, ClassVar, Iterator, List, Literal, Optional, Tuple
+
+import numpy
+import torch
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+
+Positive = Annotated[StrictInt, Field(ge=1)]
+NonNegative = Annotated[StrictInt, Field(ge=0)]
+
+# The size of the blocks that flex_attention goes by, of which a layout's are parts.
+MAX_BLOCK = 128
+
+
+class Layout(BaseModel):
+    """
+    Which tokens attend to which.
+
+    # Parameters
+
+    block : `int`, optional (default = `16`)
+        The number of tokens in a block: a power of two, 128 at most.
+    attention : `str`, optional (default = `"bidirectional"`)
+        With `"unidirectional"` no token attends to a later one, within a block neither.
+    different_layout_per_head : `bool`, optional (default = `False`)
+        Whether heads have layouts of their own, where these can differ: with random blocks, and
+        with several patterns of global ones.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # Whether anything in it can depend on the head.
+    depends_on_head: ClassVar[bool] = False
+
+    block: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 16
+    attention: Literal["bidirectional", "unidirectional"] = "bidirectional"
+    different_layout_per_head: StrictBool = False
+
+    @property
+    def is_unidirectional(self) -> bool:
+        return self.attention == "unidirectional"
+
+    @property
+    def length_limit(self) -> Optional[int]:
+        """In tokens; `None` if there is none."""
+        return None
+
+    def blocks(self, num_blocks: int, num_heads: int, layer: int = 0) -> torch.Tensor:
+        """
+        # Parameters
+
+        num_blocks : `int`
+            Of a sequence.
+        num_heads : `int`
+        layer : `int`, optional (default = `0`)
+            Counted from 0. Blocks that are drawn are others in each layer.
+
+        # Returns
+
+        `torch.BoolTensor`
+            Shape (num_heads or 1, num_blocks, num_blocks), with 1 if all heads have the same:
+            whether tokens of a block of queries (second dimension) attend to tokens of a block of
+            keys (third).
+        """
+        has_layout_per_head = self.different_layout_per_head and self.depends_on_head
+        heads = range(num_heads if has_layout_per_head else 1)
+        layout = torch.stack([self._blocks_of_head(head, num_blocks) for head in heads])
+        layout |= self._random_blocks(num_blocks, len(heads), layer)
+        return layout.tril() if self.is_unidirectional else layout
+
+    def tokens(self, queries: torch.Tensor, keys: torch.Tensor) -> Optional[torch.Tensor]:
+        """
+        # Parameters
+
+        queries, keys : `torch.LongTensor`
+            Positions in a sequence, of shapes that can be broadcast.
+
+        # Returns
+
+        `torch.BoolTensor`
+            Whether that query attends to that key, given that its block does. `None` if so in all
+            cases.
+        """
+        return keys <= queries if self.is_unidirectional else None
+
+    def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _random_blocks(self, num_blocks: int, num_layouts: int, layer: int) -> torch.Tensor:
+        return torch.zeros(num_layouts, num_blocks, num_blocks, dtype=torch.bool)
+
+
+class SlidingWindowLayout(Layout):
+    """
+    Each token attends to those near it, and first tokens to all and all to them: the attention of
+    "Longformer: The Long-Document Transformer" (Beltagy et al., 2020,
+    https://arxiv.org/abs/2004.05150, section 3.1). Exact in tokens, whatever the `block`.
+
+    # Parameters
+
+    window : `int`, required.
+        The number of tokens on either side.
+    num_global_tokens : `int`, optional (default = `0`)
+        How many of the first tokens are global. `1` is BERT's `[CLS]`.
+    """
+
+    mode: Literal["sliding_window"]
+    window: NonNegative
+    num_global_tokens: NonNegative = 0
+
+    def tokens(self, queries: torch.Tensor, keys: torch.Tensor) -> Optional[torch.Tensor]:
+        is_near = (queries - keys).abs() <= self.window
+        is_global = (queries < self.num_global_tokens) | (keys < self.num_global_tokens)
+        allowed = is_near | is_global
+        return allowed & (keys <= queries) if self.is_unidirectional else allowed
+
+    def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
+        # A window that begins within a block reaches into one more.
+        layout = _near(num_blocks, -(-self.window // self.block))
+        _make_global(layout, 0, -(-self.num_global_tokens // self.block), horizontal=True)
+        return layout
+
+
+class DenseLayout(Layout):
+    """
+    DeepSpeed's "dense": each token attends to all, for comparison.
+    """
+
+    mode: Literal["dense"]
+
+    def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
+        return torch.ones(num_blocks, num_blocks, dtype=torch.bool)
+
+
+class _HasRandomBlocks(Layout):
+    """
+    # Parameters
+
+    num_random_blocks : `int`
+        How many blocks of keys are drawn for each block of queries.
+    seed : `int`, optional (default = `0`)
+        Of the drawing. From the same seed come the same blocks, in each process and each time.
+    max_length : `int`, optional (default = `2048`)
+        The tokens of the longest sequence: blocks are drawn from that many, so that shorter
+        sequences have fewer. It is in use only with random blocks.
+    """
+
+    depends_on_head: ClassVar[bool] = True
+
+    num_random_blocks: NonNegative = 0
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**32)] = 0
+    max_length: Positive = 2048
+
+    @property
+    def length_limit(self) -> Optional[int]:
+        return self.max_length if self.num_random_blocks > 0 else None
+
+    def _random_blocks(self, num_blocks: int, num_layouts: int, layer: int) -> torch.Tensor:
+        if self.num_random_blocks == 0:
+            return super()._random_blocks(num_blocks, num_layouts, layer)
+        size = -(-self.max_length // self.block)
+        # The stream of this generator is the same in all versions of NumPy.
+        drawn = numpy.random.RandomState([self.seed, layer]).random_sample(
+            (num_layouts, size, size)
+        )
+        if self.is_unidirectional:
+            rows, later = numpy.triu_indices(size, 1)
+            drawn[:, rows, later] = numpy.inf
+        columns = torch.from_numpy(drawn).argsort(dim=-1)[..., : self.num_random_blocks]
+        # Blocks of padding may come after those of the longest sequence.
+        size = max(size, num_blocks)
+        layout = torch.zeros(num_layouts, size, size, dtype=torch.bool)
+        layout[:, : columns.size(1)].scatter_(-1, columns, True)
+        return layout[:, :num_blocks, :num_blocks]
+
+
+class _HasGlobalIndices(Layout):
+    """
+    # Parameters
+
+    global_block_indices : `List[int]`, optional (default = `[0]`)
+        The blocks that are global, or where ranges of global blocks begin.
+    global_block_end_indices : `List[int]`, optional (default = `None`)
+        Where these ranges end: the first block that isn't global any more.
+    """
+
+    global_block_indices: Tuple[NonNegative, ...] = (0,)
+    global_block_end_indices: Optional[Tuple[NonNegative, ...]] = None
+
+    @model_validator(mode="after")
+    def _check_global_indices(self) -> "_HasGlobalIndices":
+        ends = self.global_block_end_indices
+        if ends is not None and (
+            len(ends) != len(self.global_block_indices)
+            or any(start >= end for start, end in self._global_ranges())
+        ):
+            raise ValueError(
+                "global_block_end_indices must have a larger number for each of "
+                "global_block_indices"
+            )
+        return self
+
+    def _global_ranges(self) -> Iterator[Tuple[int, int]]:
+        starts = self.global_block_indices
+        ends = self.global_block_end_indices
+        return zip(starts, [start + 1 for start in starts] if ends is None else ends)
+
+
+class _HasHorizontal(Layout):
+    """
+    # Parameters
+
+    horizontal_global_attention : `bool`, optional (default = `False`)
+        Whether global blocks attend to all too, and aren't only attended to.
+    """
+
+    horizontal_global_attention: StrictBool = False
+
+    @model_validator(mode="after")
+    def _check_horizontal(self) -> "_HasHorizontal":
+        if self.horizontal_global_attention and self.is_unidirectional:
+            raise ValueError(
+                'horizontal_global_attention needs "attention": "bidirectional": a token can\'t '
+                "attend to all and to no later one"
+            )
+        return self
+
+
+class FixedLayout(_HasHorizontal):
+    """
+    DeepSpeed's "fixed", after "Generating Long Sequences with Sparse Transformers" (Child et al.,
+    2019, https://arxiv.org/abs/1904.10509, section 4.2): windows beside each other, whose blocks
+    attend to each other, and of each window the last blocks are global.
+
+    # Parameters
+
+    num_local_blocks : `int`, optional (default = `4`)
+        In a window.
+    num_global_blocks : `int`, optional (default = `1`)
+        Of each window, global ones.
+    num_different_global_patterns : `int`, optional (default = `1`)
+        How many heads in a row have other global blocks: the last ones of a window, those before
+        them, and so on. More than 1 needs `different_layout_per_head`.
+    """
+
+    depends_on_head: ClassVar[bool] = True
+
+    mode: Literal["fixed"]
+    num_local_blocks: Positive = 4
+    num_global_blocks: Positive = 1
+    num_different_global_patterns: Positive = 1
+
+    @model_validator(mode="after")
+    def _check_patterns(self) -> "FixedLayout":
+        if self.num_local_blocks % self.num_global_blocks != 0:
+            raise ValueError("num_local_blocks must be a multiple of num_global_blocks")
+        if self.num_different_global_patterns > 1 and not self.different_layout_per_head:
+            raise ValueError(
+                'num_different_global_patterns needs "different_layout_per_head": true'
+            )
+        if self.num_different_global_patterns > self.num_local_blocks // self.num_global_blocks:
+            raise ValueError(
+                "num_different_global_patterns must be at most num_local_blocks / num_global_blocks"
+            )
+        return self
+
+    def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
+        window = torch.arange(num_blocks) // self.num_local_blocks
+        layout = window[:, None] == window
+        pattern = head % self.num_different_global_patterns
+        first = self.num_local_blocks - (pattern + 1) * self.num_global_blocks
+        for start in range(first, num_blocks, self.num_local_blocks):
+            end = start + self.num_global_blocks
+            _make_global(layout, start, end, self.horizontal_global_attention)
+        return layout
+
+
+class VariableLayout(_HasRandomBlocks, _HasGlobalIndices, _HasHorizontal):
+    """
+    DeepSpeed's "variable": windows beside each other that may be of different sizes, global blocks
+    by their indices, and random ones.
+
+    # Parameters
+
+    local_window_blocks : `List[int]`, optional (default = `[4]`)
+        The blocks of the first windows. The last number is that of all that follow, too.
+    """
+
+    mode: Literal["variable"]
+    local_window_blocks: Annotated[Tuple[Positive, ...], Field(min_length=1)] = (4,)
+
+    def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
+        windows: List[int] = []
+        while len(windows) < num_blocks:
+            number = windows[-1] + 1 if windows else 0
+            size = self.local_window_blocks[min(number, len(self.local_window_blocks) - 1)]
+            windows += [number] * size
+        window = torch.tensor(windows[:num_blocks])
+        layout = window[:, None] == window
+        for start, end in self._global_ranges():
+            _make_global(layout, start, end, self.horizontal_global_attention)
+        return layout
+
+
+class BigBirdLayout(_HasRandomBlocks):
+    """
+    DeepSpeed's "bigbird", after "Big Bird: Transformers for Longer Sequences" (Zaheer et al., 2020,
+    https://arxiv.org/abs/2007.14062, section 2): neighbouring blocks, first blocks that attend to
+    all and all to them, and random ones.
+
+    # Parameters
+
+    num_sliding_window_blocks : `int`, optional (default = `3`)
+        The block itself and its neighbours, half on either side.
+    num_global_blocks : `int`, optional (default = `1`)
+        The first ones.
+    """
+
+    mode: Literal["bigbird"]
+    num_random_blocks: NonNegative = 1
+    num_sliding_window_blocks: Positive = 3
+    num_global_blocks: NonNegative = 1
+
+    def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
+        layout = _near(num_blocks, self.num_sliding_window_blocks // 2)
+        _make_global(layout, 0, self.num_global_blocks, horizontal=True)
+        return layout
+
+
+class BSLongformerLayout(_HasGlobalIndices):
+    """
+    DeepSpeed's "bslongformer", the Longformer's in blocks: neighbouring blocks, and global blocks
+    by their indices.
+
+    # Parameters
+
+    num_sliding_window_blocks : `int`, optional (default = `3`)
+        The block itself and its neighbours, half on either side.
+    """
+
+    mode: Literal["bslongformer"]
+    num_sliding_window_blocks: Positive = 3
+
+    def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
+        layout = _near(num_blocks, self.num_sliding_window_blocks // 2)
+        for start, end in self._global_ranges():
+            _make_global(layout, start, end, horizontal=True)
+        return layout
+
+
+def _near(num_blocks: int, distance: int) -> torch.Tensor:
+    """Of shape (num_blocks, num_blocks): whether two blocks are that near each other."""
+    index = torch.arange(num_blocks)
+    return (index[:, None] - index).abs() <= distance
+
+
+def _make_global(layout: torch.Tensor, start: int, end: int, horizontal: bool) -> None:
+    """All attend to the blocks from `start` to before `end`, and if `horizontal`, these to all."""
+    layout[:, start:end] = True
+    if horizontal:
+        layout[start:end] = True

@@ -1,0 +1,93 @@
+"""
+Block-sparse attention trains what dense attention with the same mask trains, with AllenNLP's
+trainer in one process.
+"""
+
+import json
+from typing import Any, Dict
+
+import pytest
+from allennlp.models.archival import load_archive
+
+from tests.end_to_end.precision_test import BF16, EPOCHS, FP16
+from tests.fixtures import dense_attention  # noqa: F401  # registers what it has
+from tests.support.experiment import (
+    ONE_PROCESS,
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    assert_same_run,
+    assert_trains_alike,
+    deepspeed,
+    load_config,
+)
+
+# Texts are of 3 to 9 words, so that a block may be all padding.
+BIGBIRD = {
+    "type": "block_sparse",
+    "mode": "bigbird",
+    "block": 2,
+    "num_sliding_window_blocks": 1,
+    "different_layout_per_head": True,
+    "max_length": 12,
+    "seed": 3,
+}
+WINDOW = {"type": "block_sparse", "mode": "sliding_window", "block": 2, "window": 1}
+FIXED = {
+    "type": "block_sparse",
+    "mode": "fixed",
+    "block": 1,
+    "num_local_blocks": 2,
+    "attention": "unidirectional",
+}
+
+
+def config_with(encoder: str, attention: Dict[str, Any], world: Config) -> Config:
+    config = load_config("transformer", world)
+    config["model"]["seq2seq_encoder"].update(type=encoder, attention=attention)
+    return config
+
+
+@pytest.mark.parametrize(
+    "attention, stage, trainer",
+    [
+        (BIGBIRD, 0, {}),
+        (WINDOW, 3, {"activation_checkpointing": ["_seq2seq_encoder._transformer.layers.*"]}),
+        (FIXED, 2, {"num_gradient_accumulation_steps": 2}),
+    ],
+    ids=["bigbird", "sliding_window", "fixed"],
+)
+def test_two_workers_train_what_dense_attention_does(
+    experiments: Experiments, attention: Dict[str, Any], stage: int, trainer: Config
+) -> None:
+    dense = config_with("masked_pytorch_transformer", attention, TWO_WORKERS)
+    if "num_gradient_accumulation_steps" in trainer:
+        dense["trainer"].update(trainer)
+    sparse = deepspeed(config_with("block_sparse_transformer", attention, TWO_WORKERS), stage)
+    sparse["trainer"].update(trainer)
+    assert_same_run(experiments.run(sparse), experiments.run(dense))
+
+
+def precisions() -> Config:
+    return config_with("block_sparse_transformer", BIGBIRD, {**TWO_WORKERS, **EPOCHS})
+
+
+@pytest.mark.parametrize("stage, precision", [(3, BF16), (0, FP16)], ids=["bf16-3", "fp16-0"])
+def test_half_precision_trains_as_fp32_does(
+    experiments: Experiments, stage: int, precision: Config
+) -> None:
+    actual = experiments.run(deepspeed(precisions(), stage, **precision))
+    assert_trains_alike(actual, experiments.run(precisions()))
+
+
+def test_an_archive_has_the_same_random_blocks(experiments: Experiments) -> None:
+    config = config_with("block_sparse_transformer", BIGBIRD, ONE_PROCESS)
+    result = experiments.run(deepspeed(config, stage=2))
+    logits = []
+    for encoder in ("block_sparse_transformer", "masked_pytorch_transformer"):
+        overrides = {"model.seq2seq_encoder.type": encoder}
+        archive = load_archive(result.archive, overrides=json.dumps(overrides))
+        texts = list(archive.validation_dataset_reader.read(config["validation_data_path"]))
+        outputs = archive.model.forward_on_instances(texts)
+        logits.append([output["logits"].tolist() for output in outputs])
+    assert logits[0] == [pytest.approx(of_text, rel=1e-4, abs=1e-6) for of_text in logits[1]]

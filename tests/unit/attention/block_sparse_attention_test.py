@@ -1,0 +1,342 @@
+"""Block-sparse attention beside dense attention with the same mask."""
+
+import logging
+from typing import Any, Dict, List, Tuple
+from unittest import mock
+
+import pytest
+import torch
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.modules import Seq2SeqEncoder
+from torch.utils.checkpoint import checkpoint
+
+from allennlp_deepspeed.attention import (
+    BlockSparseAttention,
+    block_kernel,
+    block_sparse_attention,
+    flex_kernel,
+)
+from allennlp_deepspeed.attention.block_sparse_attention import SparseAttention
+from tests.support.tensor_memory import TensorMemory
+
+LAYOUTS: Dict[str, Dict[str, Any]] = {
+    "fixed": {"mode": "fixed", "num_local_blocks": 2},
+    "patterns": {
+        "mode": "fixed",
+        "num_local_blocks": 2,
+        "num_different_global_patterns": 2,
+        "different_layout_per_head": True,
+    },
+    "unidirectional": {"mode": "fixed", "attention": "unidirectional"},
+    "variable": {"mode": "variable", "num_random_blocks": 1, "local_window_blocks": [1, 2]},
+    "bigbird": {"mode": "bigbird", "different_layout_per_head": True, "max_length": 64},
+    "bslongformer": {"mode": "bslongformer", "global_block_indices": [2]},
+    "sliding_window": {"mode": "sliding_window", "window": 5, "num_global_tokens": 1},
+    "dense": {"mode": "dense"},
+}
+LENGTHS = [37, 20, 0]  # of the sequences of a batch, one of which is nothing but padding
+NUM_HEADS, HEAD_DIM, BLOCK, LAYER = 4, 8, 4, 1
+
+each_layout = pytest.mark.parametrize("name", LAYOUTS)
+
+
+def attention(name: str, kernel: str = "auto") -> BlockSparseAttention:
+    section = {"type": "block_sparse", "block": BLOCK, "kernel": kernel, **LAYOUTS[name]}
+    return SparseAttention.from_params(Params(section))
+
+
+def inputs(
+    dtype: torch.dtype = torch.float64, lengths: List[int] = LENGTHS
+) -> Tuple[List[torch.Tensor], torch.Tensor]:
+    """Queries, keys and values, and the mask of who is there."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (len(lengths), NUM_HEADS, max(lengths), HEAD_DIM)
+    tensors = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(3)]
+    is_there = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return [tensor.requires_grad_() for tensor in tensors], is_there
+
+
+def dense_mask(sparse: BlockSparseAttention, is_there: torch.Tensor) -> torch.Tensor:
+    """Shape (batch_size, num_heads, length, length), one pair of tokens after another."""
+    length = is_there.size(1)
+    block = sparse.layout.block
+    blocks = sparse.layout.blocks(-(-length // block), NUM_HEADS, LAYER).expand(NUM_HEADS, -1, -1)
+    mask = torch.zeros(len(is_there), NUM_HEADS, length, length, dtype=torch.bool)
+    for query in range(length):
+        for key in range(length):
+            tokens = sparse.layout.tokens(torch.tensor(query), torch.tensor(key))
+            if tokens is None or tokens:
+                is_attended = blocks[:, query // block, key // block]
+                mask[:, :, query, key] = is_attended & is_there[:, key, None]
+    return mask
+
+
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    scores = query @ key.transpose(-1, -2) / HEAD_DIM**0.5
+    # Where there is nobody to attend to, a softmax of -inf would be NaN.
+    weights = scores.masked_fill(~mask, -1e9).softmax(-1) * mask
+    return weights @ value
+
+
+def gradients(result: torch.Tensor, tensors: List[torch.Tensor]) -> Tuple[torch.Tensor, ...]:
+    weights = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result)
+    return torch.autograd.grad((result.double() * weights).sum(), tensors)
+
+
+def assert_as_dense(
+    sparse: BlockSparseAttention, dtype: torch.dtype = torch.float64, **tolerance: float
+) -> None:
+    tensors, is_there = inputs(dtype)
+    result = sparse.attend(*tensors, is_there, LAYER)
+    assert result.dtype == dtype
+    precise = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = dense_attention(*precise, dense_mask(sparse, is_there))
+    torch.testing.assert_close(result.double(), expected, **tolerance)
+    for actual, gradient in zip(gradients(result, tensors), gradients(expected, precise)):
+        torch.testing.assert_close(actual.double(), gradient, **tolerance)
+
+
+@each_layout
+def test_results_and_gradients_are_those_of_dense_attention(name: str):
+    assert_as_dense(attention(name))
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+)
+def test_in_other_precisions(dtype: torch.dtype, tolerance: float):
+    assert_as_dense(attention("patterns"), dtype, rtol=tolerance, atol=tolerance)
+
+
+def test_in_pieces_of_a_few_blocks():
+    with mock.patch.object(block_kernel, "_MAX_SCORES", 1):
+        assert_as_dense(attention("bigbird"))
+
+
+def test_autocast_changes_nothing():
+    tensors, is_there = inputs(torch.float32)
+    expected = attention("fixed").attend(*tensors, is_there)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = attention("fixed").attend(*tensors, is_there)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_computed_again_in_the_backward_pass(use_reentrant: bool):
+    tensors, is_there = inputs()
+    sparse = attention("bigbird")
+    result = checkpoint(sparse.attend, *tensors, is_there, use_reentrant=use_reentrant)
+    weights = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result)
+    (result * weights).sum().backward()
+    for tensor, expected in zip(tensors, gradients(sparse.attend(*tensors, is_there), tensors)):
+        torch.testing.assert_close(tensor.grad, expected, rtol=0, atol=0)
+
+
+@each_layout
+def test_a_text_gets_the_same_however_far_its_batch_is_padded(name: str):
+    tensors, is_there = inputs(lengths=[60, 21])
+    together = attention(name).attend(*tensors, is_there)[1, :, :21]
+    alone = [tensor[1:, :, :21] for tensor in tensors]
+    result = attention(name).attend(*alone, is_there[1:, :21])
+    torch.testing.assert_close(result[0], together, rtol=1e-12, atol=1e-12)
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square():
+    def peak(length: int) -> int:
+        sparse = BlockSparseAttention.from_section(
+            {"mode": "sliding_window", "window": 32, "block": 32}
+        )
+        tensors = [torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3)]
+        mask = torch.ones(1, length, dtype=torch.bool)
+        with mock.patch.object(block_kernel, "_MAX_SCORES", 2**12), TensorMemory() as memory:
+            sparse.attend(*tensors, mask).sum().backward()
+        return memory.peak
+
+    assert peak(4096) < 2.5 * peak(2048)
+
+
+# --- flex_attention
+
+
+@each_layout
+def test_flex_attention_gives_the_same(name: str):
+    tensors, is_there = inputs(torch.float32)
+    with torch.no_grad():
+        # Compiling takes seconds; uncompiled it is the same function of the same mask.
+        with (
+            mock.patch.object(flex_kernel, "_compiled", lambda _: flex_kernel.flex_attention),
+            mock.patch.object(flex_kernel, "_compiled_for_cpu", set()),
+        ):
+            result = attention(name, "flex_attention").attend(*tensors, is_there, LAYER)
+        expected = dense_attention(*tensors, dense_mask(attention(name), is_there))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.soak
+@each_layout
+def test_compiled_flex_attention_gives_the_same(name: str):
+    torch._dynamo.reset()
+    with mock.patch.object(flex_kernel, "_compiled_for_cpu", set()):
+        for lengths in ([37, 20, 0], [50, 64, 3], [200, 129, 7]):
+            if name == "bigbird" and max(lengths) > 64:
+                continue
+            tensors, is_there = inputs(torch.float32, lengths)
+            with torch.no_grad():
+                result = attention(name, "flex_attention").attend(*tensors, is_there, LAYER)
+                expected = dense_attention(*tensors, dense_mask(attention(name), is_there))
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def nothing_said():
+    with mock.patch.object(block_sparse_attention, "_said", set()) as said:
+        yield said
+
+
+def test_without_a_compiler_it_says_what_it_falls_back_to(nothing_said, caplog, monkeypatch):
+    tensors, is_there = inputs()
+    flex_kernel._has_compiler.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with torch.no_grad():
+        for _ in range(2):
+            result = attention("fixed", "flex_attention").attend(*tensors, is_there, LAYER)
+    flex_kernel._has_compiler.cache_clear()
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "common operators instead of flex_attention" in record.message
+    assert "no C++ compiler" in record.message
+    expected = dense_attention(*tensors, dense_mask(attention("fixed"), is_there))
+    torch.testing.assert_close(result, expected)
+
+
+def test_for_more_shapes_than_pytorch_compiles_it_falls_back(nothing_said, caplog):
+    tensors, is_there = inputs(torch.float32)
+    with (
+        torch.no_grad(),
+        mock.patch.object(flex_kernel, "_compiled", lambda _: flex_kernel.flex_attention),
+        mock.patch.object(flex_kernel, "_compiled_for_cpu", set()),
+    ):
+        sparse = attention("fixed", "flex_attention")
+        for batch_size in (1, 2, 3, 1):
+            with mock.patch.object(flex_kernel, "_MAX_COMPILED_FOR_CPU", 2):
+                sparse.attend(*(tensor[:batch_size] for tensor in tensors), is_there[:batch_size])
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "it has been compiled for 2 shapes of batches" in record.message
+
+
+def test_on_a_cpu_it_says_that_flex_attention_has_no_backward_pass(nothing_said, caplog):
+    tensors, is_there = inputs()
+    with caplog.at_level(logging.INFO):
+        attention("fixed", "flex_attention").attend(*tensors, is_there)
+        attention("fixed").attend(*tensors, is_there)
+        attention("fixed", "blocks").attend(*tensors, is_there)
+    records = [
+        record for record in caplog.records if record.name == block_sparse_attention.__name__
+    ]
+    assert [record.levelname for record in records] == ["WARNING", "INFO"]
+    assert all("no backward pass" in record.message for record in records)
+
+
+# --- the section
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        ({}, "'attention.mode' is None: write 'bigbird', 'bslongformer'"),
+        ({"mode": "strided"}, "'attention.mode' is 'strided': write 'bigbird'"),
+        ({"mode": "fixed", "block": 24}, "'attention.block' is 24: Input should be 1, 2, 4"),
+        ({"mode": "fixed", "block": "16"}, "'attention.block' is \"16\""),
+        ({"mode": "fixed", "num_local_blocks": 0}, "'attention.num_local_blocks' is 0"),
+        ({"mode": "fixed", "num_global_blocks": 3}, "num_local_blocks must be a multiple"),
+        ({"mode": "fixed", "num_random_blocks": 1}, "'fixed' has no such key; remove it"),
+        ({"mode": "fixed", "num_different_global_patterns": 2}, "different_layout_per_head"),
+        (
+            {
+                "mode": "fixed",
+                "attention": "unidirectional",
+                "horizontal_global_attention": True,
+            },
+            'horizontal_global_attention needs "attention": "bidirectional"',
+        ),
+        ({"mode": "fixed", "attention": "causal"}, "'attention.attention' is \"causal\""),
+        ({"mode": "variable", "local_window_blocks": []}, "'attention.local_window_blocks'"),
+        (
+            {"mode": "bslongformer", "global_block_end_indices": [0]},
+            "global_block_end_indices must have a larger number for each",
+        ),
+        ({"mode": "sliding_window"}, "'attention.window' is missing"),
+        ({"mode": "fixed", "kernel": "triton"}, "'attention.kernel' is 'triton': write one of"),
+        ({"mode": "fixed", "dropout": 0.1}, "'attention.dropout': flex_attention has no dropout"),
+    ],
+)
+def test_what_is_no_section_is_refused(section: Dict[str, Any], message: str):
+    with pytest.raises(ConfigurationError) as refusal:
+        SparseAttention.from_params(Params({"type": "block_sparse", **section}))
+    assert message in str(refusal.value)
+
+
+def test_a_sequence_longer_than_random_blocks_are_drawn_from_is_refused():
+    tensors, is_there = inputs(lengths=[65])
+    with pytest.raises(ConfigurationError, match="has 65 tokens, .* which is 64"):
+        attention("bigbird").attend(*tensors, is_there)
+
+
+# --- the encoder
+
+
+def encoder(kind: str, **more: Any) -> Seq2SeqEncoder:
+    torch.manual_seed(5)
+    parameters = {
+        "type": kind,
+        "input_dim": 32,
+        "num_layers": 2,
+        "feedforward_hidden_dim": 24,
+        "num_attention_heads": NUM_HEADS,
+        "positional_encoding": "embedding",
+        **more,
+    }
+    return Seq2SeqEncoder.from_params(Params(parameters))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+def test_with_a_dense_layout_the_encoder_is_pytorch_transformer(mode: str):
+    dense = encoder("pytorch_transformer", dropout_prob=0)
+    after_dense = torch.rand(1)
+    section = {"type": "block_sparse", "mode": "dense"}
+    sparse = encoder("block_sparse_transformer", dropout_prob=0, attention=section)
+    assert torch.equal(torch.rand(1), after_dense)
+    torch.testing.assert_close(sparse.state_dict(), dense.state_dict(), rtol=0, atol=0)
+    _, is_there = inputs(lengths=[37, 20])
+    texts = torch.randn(2, 37, 32)
+    results = []
+    for module in (dense, sparse):
+        module.train(mode == "train")
+        with torch.set_grad_enabled(mode != "no_grad"):
+            result = module(texts, is_there) * is_there[..., None]
+        if mode != "no_grad":
+            result.square().sum().backward()
+        results.append(result)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    if mode != "no_grad":
+        for actual, expected in zip(sparse.parameters(), dense.parameters()):
+            if expected.grad is not None:
+                torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_dropout_is_that_of_everything_but_attention_weights():
+    section = {"type": "block_sparse", "mode": "dense"}
+    sparse = encoder("block_sparse_transformer", dropout_prob=0.5, attention=section)
+    texts, mask = torch.randn(1, 9, 32), torch.ones(1, 9, dtype=torch.bool)
+    assert not torch.equal(sparse(texts, mask), sparse(texts, mask))
+    # What is left of dropout without attention's own.
+    (layer, _) = sparse._transformer.layers
+    inputs_of_attention = texts.transpose(0, 1)
+    padding = torch.zeros(1, 9, dtype=torch.bool)
+    one, other = (
+        layer.self_attn(*[inputs_of_attention] * 3, key_padding_mask=padding)[0] for _ in range(2)
+    )
+    assert torch.equal(one, other)
