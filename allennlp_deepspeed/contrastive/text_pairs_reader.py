@@ -11,7 +11,7 @@ from allennlp.data.token_indexers import SingleIdTokenIndexer
 from allennlp.data.tokenizers import SpacyTokenizer
 from overrides import overrides
 
-from allennlp_deepspeed.contrastive.text_files import Line, read_lines
+from allennlp_deepspeed.text_files import Line, read_lines
 
 Id = Union[int, str]
 

@@ -11,7 +11,7 @@ from allennlp.predictors import Predictor
 from overrides import overrides
 
 from allennlp_deepspeed.contrastive.text_embedder import TextEmbedderPredictor, checked_text
-from allennlp_deepspeed.contrastive.text_files import Line, read_lines
+from allennlp_deepspeed.text_files import Line, read_lines
 
 
 @Predictor.register("text_search")
