@@ -1,13 +1,13 @@
 """
-Low-rank adapters of a token embedder's transformer, after "LoRA: Low-Rank Adaptation of Large
-Language Models" (Hu et al., 2021, https://arxiv.org/abs/2106.09685), by the library `peft`.
+Low-rank adapters of a transformer, after "LoRA: Low-Rank Adaptation of Large Language Models" (Hu
+et al., 2021, https://arxiv.org/abs/2106.09685), by the library `peft`.
 """
 
 import dataclasses
 import json
 import os
 from types import ModuleType
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import torch
 from allennlp.common import Params
@@ -101,37 +101,47 @@ class LoraEmbedder(TokenEmbedder):
         **extras: Any,
     ) -> TokenEmbedder:
         embedder = TokenEmbedder.from_params(params.pop("embedder"), **extras)
-        return add_adapters(embedder, params.as_dict(quiet=True))
+        settings = params.as_dict(quiet=True)
+        add_adapters(embedder, settings, "A token embedder of type 'lora'", ["embedder"])
+        return embedder
 
 
-def add_adapters(embedder: TokenEmbedder, settings: Dict[str, Any]) -> TokenEmbedder:
+def add_adapters(
+    module: torch.nn.Module, settings: Dict[str, Any], where: str, own_keys: Sequence[str] = ()
+) -> None:
     """
+    Gives the one transformer in a module adapters to train, and freezes all its own weights.
+
     # Parameters
 
-    embedder : `TokenEmbedder`, required.
+    module : `torch.nn.Module`, required.
         It is changed.
     settings : `Dict[str, Any]`, required.
         Arguments of `peft`'s `LoraConfig`.
+    where : `str`, required.
+        Where these are in a config file, for messages.
+    own_keys : `Sequence[str]`, optional (default = `()`)
+        Keys that there are beside those of `peft`, for messages.
 
-    # Returns
+    # Raises
 
-    `TokenEmbedder`
-        The same one.
+    `ConfigurationError`
+        If a key is unknown, or the transformer can't have such adapters.
     """
     peft = _import_peft()
-    _check_settings(settings, peft)
-    transformers = _outermost(embedder, lambda module: isinstance(module, PreTrainedModel))
+    _check_settings(settings, peft, where, own_keys)
+    transformers = _outermost(module, lambda module: isinstance(module, PreTrainedModel))
     if len(transformers) != 1:
         raise ConfigurationError(
-            "The embedder in a token embedder of type 'lora' is of class "
-            f"{type(embedder).__name__}, with {len(transformers)} models of Hugging Face's inside "
-            'instead of one: write one such as {"type": "pretrained_transformer", ...}.'
+            f"{where} is given an object of class {type(module).__name__}, with "
+            f"{len(transformers)} models of Hugging Face's inside instead of one: write one such "
+            'as {"type": "pretrained_transformer", ...}.'
         )
     (transformer,) = transformers.values()
     if "peft_config" in vars(transformer):
         raise ConfigurationError(
-            "A token embedder of type 'lora' is given an embedder that has adapters already: write "
-            "one around the other embedder only."
+            f"{where} is given a transformer that has adapters already: write it once, around the "
+            "one without."
         )
     try:
         config = peft.LoraConfig(
@@ -140,10 +150,8 @@ def add_adapters(embedder: TokenEmbedder, settings: Dict[str, Any]) -> TokenEmbe
         peft.inject_adapter_in_model(config, transformer)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigurationError(
-            f"The token embedder of type 'lora' with {json.dumps(settings)} is refused by peft: "
-            f"{error}"
+            f"{where} with {json.dumps(settings)} is refused by peft: {error}"
         ) from error
-    return embedder
 
 
 def adapted_transformers(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
@@ -158,7 +166,8 @@ def adapted_transformers(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
     transformers = _outermost(model, lambda module: "peft_config" in vars(module))
     if not transformers:
         raise ConfigurationError(
-            "The model has no adapters: none of its token embedders is of type 'lora'."
+            "The model has no adapters: none of its token embedders is of type 'lora', and it has "
+            "no 'model.lora'."
         )
     return transformers
 
@@ -222,14 +231,19 @@ def merge_adapters(model: torch.nn.Module) -> None:
 
 
 def without_adapters(config: Any) -> Any:
-    """A copy of a config, or a part of one, with plain embedders in the place of adapted ones."""
+    """A copy of a config, or a part of one, in which no transformer has adapters."""
     if isinstance(config, list):
         return [without_adapters(value) for value in config]
     if not isinstance(config, dict):
         return config
     if config.get("type") == "lora" and "embedder" in config:
         return without_adapters(config["embedder"])
-    return {key: without_adapters(value) for key, value in config.items()}
+    is_causal_lm = config.get("type") == "causal_lm"
+    return {
+        key: without_adapters(value)
+        for key, value in config.items()
+        if not (is_causal_lm and key == "lora")
+    }
 
 
 def _import_peft() -> ModuleType:
@@ -242,13 +256,15 @@ def _import_peft() -> ModuleType:
         import torch.distributed.tensor  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
-            f"A token embedder of type 'lora' needs the package 'peft' ({error}): install it with "
+            f"Adapters need the package 'peft' ({error}): install it with "
             "`pip install --no-deps peft==0.21.2 accelerate==1.15.0`."
         ) from error
     return peft
 
 
-def _check_settings(settings: Dict[str, Any], peft: ModuleType) -> None:
+def _check_settings(
+    settings: Dict[str, Any], peft: ModuleType, where: str, own_keys: Sequence[str]
+) -> None:
     known = [
         field.name
         for field in dataclasses.fields(peft.LoraConfig)
@@ -257,15 +273,13 @@ def _check_settings(settings: Dict[str, Any], peft: ModuleType) -> None:
     for key in settings:
         if key not in known:
             raise ConfigurationError(
-                f"'{key}' is no key of a token embedder of type 'lora': "
-                f"{did_you_mean(key, ['embedder', *known])}"
+                f"{where} has no key '{key}': {did_you_mean(key, [*own_keys, *known])}"
             )
     initialization = settings.get("init_lora_weights", True)
     if initialization not in _INITIALIZATIONS:
         raise ConfigurationError(
-            f"'init_lora_weights' of a token embedder of type 'lora' is "
-            f"{json.dumps(initialization)}, which changes the weights of the transformer itself or "
-            'needs data: write true, false or "gaussian".'
+            f"{where} has an 'init_lora_weights' of {json.dumps(initialization)}, which changes "
+            'the weights of the transformer itself or needs data: write true, false or "gaussian".'
         )
 
 

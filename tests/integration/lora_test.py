@@ -140,12 +140,12 @@ def test_a_config_without_adapters():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"rank": 4}, "'rank' is no key of a token embedder of type 'lora'"),
+        ({"rank": 4}, "A token embedder of type 'lora' has no key 'rank'"),
         ({"lora_alfa": 4}, 'did you mean "lora_alpha"'),
         ({"r": 0}, "refused by peft: .*r.*positive"),
         ({"target_modules": ["keys"]}, "refused by peft: Target modules .*keys.* not found"),
         ({"init_lora_weights": "pissa"}, "changes the weights of the transformer itself"),
-        ({"eva_config": {}}, "'eva_config' is no key"),
+        ({"eva_config": {}}, "has no key 'eva_config'"),
     ],
 )
 def test_wrong_settings_are_refused(bert: str, settings: Dict[str, Any], message: str):
