@@ -1,4 +1,4 @@
-from typing import Iterator, Optional
+from typing import Iterator, Optional, Protocol, runtime_checkable
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -7,15 +7,34 @@ from allennlp.data.data_loaders import DataLoader, TensorDict
 from allennlp_deepspeed.processes import agreement
 
 
+@runtime_checkable
+class ValidatesWholeSet(Protocol):
+    """A model whose metrics of validation are those of the data of all ranks together."""
+
+    validates_whole_set: bool
+    """Whether they are."""
+
+    def filler(self, batch: TensorDict) -> TensorDict:
+        """
+        For a rank that has seen all of its own data while others haven't: a batch of which nothing
+        counts for the metrics.
+
+        # Parameters
+
+        batch : `Dict[str, Any]`, required.
+            The last one that the rank has seen.
+        """
+
+
 class EvenBatches:
     """
-    Batches for a validation that leaves nothing out: a rank with fewer than others repeats its last
-    one, for a model whose metrics count each example once (`validates_whole_set`). To be iterated
-    over by every rank.
+    Batches for a validation that leaves nothing out: a rank with fewer than others goes on with a
+    filler. To be iterated over by every rank.
 
     # Parameters
 
     data_loader : `DataLoader`, required.
+    model : `ValidatesWholeSet`, required.
     device : `torch.device`, required.
         Where the process group communicates.
 
@@ -25,8 +44,11 @@ class EvenBatches:
         On every rank, if one has no batch at all.
     """
 
-    def __init__(self, data_loader: DataLoader, device: torch.device) -> None:
+    def __init__(
+        self, data_loader: DataLoader, model: ValidatesWholeSet, device: torch.device
+    ) -> None:
         self.data_loader = data_loader
+        self._model = model
         self._device = device
 
     def __len__(self) -> int:
@@ -48,4 +70,4 @@ class EvenBatches:
                     "A worker has no validation data: use fewer workers, or put more instances "
                     "into 'validation_data_path'."
                 )
-            yield last
+            yield self._model.filler(last) if batch is None else batch

@@ -42,7 +42,7 @@ from allennlp_deepspeed.training.callbacks import (
     may_read_metrics,
 )
 from allennlp_deepspeed.training.construction import checked, construct, destroyed_on_failure
-from allennlp_deepspeed.training.even_batches import EvenBatches
+from allennlp_deepspeed.training.even_batches import EvenBatches, ValidatesWholeSet
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.readings import Readings
@@ -127,10 +127,10 @@ class DeepSpeedTrainer(ResumableTrainer):
             ]
             if (
                 self._distributed
-                and isinstance(model, ContrastiveModel)
+                and isinstance(model, ValidatesWholeSet)
                 and model.validates_whole_set
             ):
-                self._validate_whole_set()
+                self._validate_whole_set(model)
             self._interruption = TrainingInterruption(is_worker=self._distributed)
             self._readings = Readings(
                 model,
@@ -405,11 +405,11 @@ class DeepSpeedTrainer(ResumableTrainer):
         self._max_norm.apply()
         return result
 
-    def _validate_whole_set(self) -> None:
+    def _validate_whole_set(self, model: ValidatesWholeSet) -> None:
         """AllenNLP's loop leaves out what one rank has more than another."""
         if self._validation_data_loader is not None:
             self._validation_data_loader = EvenBatches(
-                self._validation_data_loader, self.cuda_device
+                self._validation_data_loader, model, self.cuda_device
             )
 
     @classmethod
