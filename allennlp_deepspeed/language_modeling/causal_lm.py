@@ -1,28 +1,47 @@
+import logging
 from typing import Any, Dict, Optional, Union
 
 import torch
+from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
+from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 from allennlp.nn import RegularizerApplicator
 from overrides import overrides
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from allennlp_deepspeed import lora as adapters
+from allennlp_deepspeed.language_modeling import packing, pretrained
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import (
     IGNORED,
     TokenLosses,
     chunked_cross_entropy,
+    whole_cross_entropy,
 )
+from allennlp_deepspeed.language_modeling.output_head import output_head
 from allennlp_deepspeed.language_modeling.token_loss_model import TokenLossModel
 from allennlp_deepspeed.language_modeling.token_metrics import TokenMetrics
+
+logger = logging.getLogger(__name__)
 
 
 @Model.register("causal_lm")
 class CausalLM(TokenLossModel):
     """
-    Any of transformers' causal language models. For the fields of the "causal_lm" reader. Its loss
-    is the mean over the tokens that are to be predicted; logits are computed for a chunk of them at
-    a time.
+    Any of transformers' causal language models, for the fields of the "causal_lm" reader:
+
+    ```jsonnet
+    "model": {"type": "causal_lm", "model_name": "HuggingFaceTB/SmolLM2-135M"}
+    ```
+
+    Its loss is the mean over the tokens that are to be predicted. Logits are computed for a chunk
+    of positions at a time, so that those of a whole batch are never in memory. Its metrics,
+    "perplexity" and "token_accuracy", count each token alike, those of the data of all workers.
+
+    The transformer's configuration and the tokenizer go into the archive, which can be opened where
+    there is neither.
 
     Registered as a `Model` with name "causal_lm".
 
@@ -30,23 +49,47 @@ class CausalLM(TokenLossModel):
 
     vocab : `Vocabulary`, required.
     model_name : `str`, optional (default = `None`)
-        The name or the directory of a pretrained model.
+        The name of a pretrained model, its directory, or a file that ends in `.gguf`.
     config : `Dict[str, Any]`, optional (default = `None`)
         In the place of `model_name`: the configuration of a model with random weights, such as
         `{"model_type": "llama", "hidden_size": 256}`.
+    tokenizer : `str`, optional (default = `None`)
+        The name, the directory or the GGUF file of the tokenizer that goes into the archive, the
+        reader's. `None` takes that of `model_name`.
+    load_weights : `bool`, optional (default = `True`)
+        Whether the weights of `model_name` are loaded. They aren't if an archive is.
+    lora : `Dict[str, Any]`, optional (default = `None`)
+        Gives the transformer low-rank adapters to train, and freezes its own weights. The keys are
+        those of `peft`'s
+        [`LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora), such as
+        `{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}`.
     transformer_kwargs : `Dict[str, Any]`, optional (default = `None`)
         Further arguments of `AutoModelForCausalLM.from_pretrained`, or with `config` of
-        `from_config`, such as `attn_implementation`.
+        `from_config`, such as `attn_implementation`. `dtype` is a name such as `"bfloat16"`, and
+        fp32 if it isn't given.
     loss_chunk_size : `int`, optional (default = `1024`)
         The number of positions of which there are logits at a time.
     regularizer : `RegularizerApplicator`, optional (default = `None`)
+
+    # Raises
+
+    `ConfigurationError`
+        If there is no such model, if it isn't causal, or if keys contradict each other.
     """
+
+    default_predictor = "causal_lm"
+    validates_whole_set = True
+    # Those of a layer whose weights are another one's.
+    authorized_missing_keys = [r"lm_head\.weight$"]
 
     def __init__(
         self,
         vocab: Vocabulary,
         model_name: Optional[str] = None,
         config: Optional[Dict[str, Any]] = None,
+        tokenizer: Optional[str] = None,
+        load_weights: bool = True,
+        lora: Optional[Dict[str, Any]] = None,
         transformer_kwargs: Optional[Dict[str, Any]] = None,
         loss_chunk_size: int = 1024,
         regularizer: Optional[RegularizerApplicator] = None,
@@ -64,7 +107,27 @@ class CausalLM(TokenLossModel):
                 f"'model.loss_chunk_size' is {loss_chunk_size}: give a number of tokens that is "
                 "at least 1, 1024 for example."
             )
-        self.transformer = _construct(model_name, config, transformer_kwargs or {})
+        self.transformer = pretrained.transformer(
+            model_name, config, transformer_kwargs or {}, load_weights, self.serialization_dir
+        )
+        _check_causal(self.transformer)
+        pretrained.save(
+            self.serialization_dir,
+            self.transformer,
+            _tokenizer(tokenizer, model_name, self.serialization_dir),
+        )
+        self._output_head = output_head(self.transformer)
+        if self._output_head is None:
+            logger.warning(
+                "%s makes logits in a way of its own: they are computed for all positions of a "
+                "batch at once, and 'model.loss_chunk_size' means nothing.",
+                type(self.transformer).__name__,
+            )
+        if lora is not None:
+            adapters.add_adapters(self.transformer, lora, "'model.lora'")
+            _check_output_layer(self.transformer)
+        # As far as it is known.
+        self._keeps_packed_apart = False
         self._loss_chunk_size = loss_chunk_size
         self._metrics = TokenMetrics()
 
@@ -80,6 +143,7 @@ class CausalLM(TokenLossModel):
         input_ids: torch.Tensor,
         labels: Optional[torch.Tensor] = None,
         position_ids: Optional[torch.Tensor] = None,
+        is_filler: bool = False,
     ) -> Dict[str, torch.Tensor]:
         """
         Padding is on the right, where causal attention doesn't look.
@@ -94,6 +158,8 @@ class CausalLM(TokenLossModel):
         position_ids : `torch.Tensor`, optional (default = `None`)
             Of shape (batch_size, length). Examples in the same row that don't attend to each other
             begin where it is 0.
+        is_filler : `bool`, optional (default = `False`)
+            Whether it is a `filler`, which has no loss.
 
         # Returns
 
@@ -101,13 +167,30 @@ class CausalLM(TokenLossModel):
             With labels, a scalar "loss"; without, "logits" of shape
             (batch_size, length, vocabulary_size).
         """
-        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        inputs = {"input_ids": input_ids, "use_cache": False}
+        if position_ids is not None:
+            inputs["position_ids"] = position_ids
         if labels is None:
             return {"logits": self.transformer(**inputs).logits}
-        hidden = self.transformer.base_model(**inputs).last_hidden_state
-        losses = self._token_losses(hidden, _next_tokens(labels))
+        targets = _next_tokens(labels)
+        if self._output_head is None:
+            losses = whole_cross_entropy(self._call(self.transformer, inputs).logits, targets)
+        else:
+            outputs = self._call(self._output_head.backbone(), inputs)
+            losses = self._token_losses(outputs.last_hidden_state, targets)
         self._metrics(losses)
+        if is_filler:
+            return {}
         return {"loss": losses.total / losses.num_targets.clamp(min=1)}
+
+    def _call(self, module: torch.nn.Module, inputs: Dict[str, Any]) -> Any:
+        """The outputs of the transformer, or a part of it, which first are looked at."""
+        if "position_ids" not in inputs or self._keeps_packed_apart:
+            return module(**inputs)
+        with packing.kept_apart(self.transformer):
+            outputs = module(**inputs)
+        self._keeps_packed_apart = True
+        return outputs
 
     def _token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
         """
@@ -119,15 +202,32 @@ class CausalLM(TokenLossModel):
             Of shape (batch_size, length): the token after each position, -100 where it isn't to be
             predicted.
         """
-        output_layer = self.transformer.get_output_embeddings()
+        assert self._output_head is not None
         return chunked_cross_entropy(
-            output_layer, hidden, targets, self._loss_chunk_size, adjust=lambda logits: logits
+            self.transformer.get_output_embeddings(),
+            hidden,
+            targets,
+            self._loss_chunk_size,
+            self._output_head.adjust,
         )
+
+    def filler(self, batch: TensorDict) -> TensorDict:
+        """A batch like this one, of which nothing is counted."""
+        labels = batch["labels"]
+        assert isinstance(labels, torch.Tensor)
+        return {**batch, "labels": torch.full_like(labels, IGNORED), "is_filler": True}  # type: ignore[dict-item]
 
     @overrides
     def get_metrics(self, reset: bool = False) -> Dict[str, float]:
         """With `reset`, to be called by every rank."""
         return self._metrics.get_metric(reset)
+
+    @classmethod
+    @overrides
+    def _load(cls, config: Params, *args: Any, **kwargs: Any) -> "Model":
+        """Without reading pretrained weights, in whose place those of the archive come."""
+        config["model"]["load_weights"] = False
+        return super()._load(config, *args, **kwargs)
 
 
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -135,10 +235,49 @@ def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _construct(
-    model_name: Optional[str], config: Optional[Dict[str, Any]], arguments: Dict[str, Any]
-) -> PreTrainedModel:
-    arguments = {"torch_dtype": torch.float32, **arguments}
-    if config is None:
-        return AutoModelForCausalLM.from_pretrained(model_name, **arguments)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), **arguments)
+def _tokenizer(
+    name: Optional[str], model_name: Optional[str], serialization_dir: Optional[str]
+) -> Optional[PreTrainedTokenizerBase]:
+    """The one to save, if there is one, and if there is where to."""
+    if serialization_dir is None or (name is None and model_name is None):
+        return None
+    try:
+        return pretrained.tokenizer(name or str(model_name), {}, serialization_dir)
+    except ConfigurationError as error:
+        if name is not None:
+            raise
+        logger.warning("The archive will be without a tokenizer: %s", error)
+        return None
+
+
+def _check_causal(transformer: PreTrainedModel) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If it is an encoder, which sees the tokens that it predicts.
+    """
+    config = transformer.config
+    is_causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
+        key = "causal" if hasattr(config, "causal") else "is_decoder"
+        raise ConfigurationError(
+            f"'model.type' is 'causal_lm', but a model of type '{config.model_type}' sees the "
+            f"tokens after each position: write \"{key}\": true into 'model.transformer_kwargs', "
+            "or into 'model.config' if there is one, or use another model."
+        )
+
+
+def _check_output_layer(transformer: PreTrainedModel) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If the output layer has adapters, which at stage 3 are gathered once for each chunk, of
+        which ranks have different numbers.
+    """
+    if any(True for _ in transformer.get_output_embeddings().children()):
+        raise ConfigurationError(
+            "'model.lora' adapts the output layer, whose logits are computed in chunks: leave it "
+            "out of 'target_modules' and 'modules_to_save'."
+        )

@@ -1,46 +1,250 @@
-from typing import Any, Iterator, List, Optional
+import logging
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
-from allennlp.data import DatasetReader, Instance
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import DatasetReader, Field, Instance
 from allennlp.data.dataset_readers.dataset_reader import PathOrStr
 from allennlp.data.fields import TensorField
 from overrides import overrides
-from transformers import AutoTokenizer
 
+from allennlp_deepspeed.language_modeling import packing, pretrained
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
+from allennlp_deepspeed.language_modeling.conversations import ExampleTokenizer, Message
+from allennlp_deepspeed.language_modeling.packing import Example
+from allennlp_deepspeed.text_files import Line, read_lines
+
+logger = logging.getLogger(__name__)
+
+_FORMS = (
+    '{"text": ...}, {"prompt": ..., "response": ...} or {"messages": [{"role": "user", '
+    '"content": ...}, ...]}'
+)
 
 
 @DatasetReader.register("causal_lm")
 class CausalLMReader(DatasetReader):
     """
+    Reads texts, prompts with responses, or conversations for a causal language model, a JSON object
+    a line:
+
+        {"text": "In the beginning God created the heaven and the earth."}
+        {"prompt": "The capital of France is", "response": " Paris."}
+        {"messages": [{"role": "user", "content": "Hello!"},
+                      {"role": "assistant", "content": "Good morning."}]}
+
+    Texts and responses get the tokenizer's end of a sequence, messages what its chat template says.
+    Other keys are passed over.
+
     Registered as a `DatasetReader` with name "causal_lm".
+
+    # Parameters
+
+    tokenizer : `str`, required.
+        The name of a pretrained model or its directory, or a file that ends in `.gguf`. In an
+        archive that has one, it is that one.
+    max_length : `int`, optional (default = `None`)
+        Cuts off what is longer, in tokens. How many examples were cut is logged for each file.
+    loss_on : `str`, optional (default = `"all"`)
+        Which tokens are to be predicted: `"all"`, or `"responses"` only, the messages of the
+        assistant and what the template has at their end.
+    pack : `bool`, optional (default = `False`)
+        Whether short examples come one after another in sequences of up to `max_length` tokens. No
+        example sees another. Each worker tokenizes all examples then, so that the sequences are the
+        same for any number of them, and `max_instances` is a number of sequences.
+    tokenizer_kwargs : `Dict[str, Any]`, optional (default = `None`)
+        Further arguments of `AutoTokenizer.from_pretrained`.
+
+    # Raises
+
+    `ConfigurationError`
+        When it is constructed, if a key has no meaning. When it reads, if a line isn't as
+        described: with the file, the line's number, and what is expected.
     """
 
-    def __init__(self, tokenizer: str, max_length: Optional[int] = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: str,
+        max_length: Optional[int] = None,
+        loss_on: str = "all",
+        pack: bool = False,
+        tokenizer_kwargs: Optional[Dict[str, Any]] = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             manual_distributed_sharding=True, manual_multiprocess_sharding=True, **kwargs
         )
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        if loss_on not in ("all", "responses"):
+            raise ConfigurationError(
+                f"'loss_on' of the reader is {loss_on!r}: write 'all', or 'responses' for these "
+                "only."
+            )
+        if max_length is not None and max_length < 2:
+            raise ConfigurationError(
+                f"'max_length' of the reader is {max_length}: give a number of tokens that is at "
+                "least 2, or leave the key out for no limit."
+            )
+        if pack:
+            packing.check_supported()
+            if max_length is None:
+                raise ConfigurationError(
+                    "'pack' of the reader is true, but 'max_length' isn't given: write how many "
+                    'tokens a sequence is to have, "max_length": 1024 for example.'
+                )
+        self.tokenizer = pretrained.tokenizer(
+            tokenizer, tokenizer_kwargs or {}, self.serialization_dir
+        )
+        self.example_tokenizer = ExampleTokenizer(
+            self.tokenizer, only_responses=loss_on == "responses"
+        )
         self._max_length = max_length
+        self._only_responses = loss_on == "responses"
+        self._pack = pack
 
     @overrides
     def _read(self, file_path: PathOrStr) -> Iterator[Instance]:
-        import json
-
-        with open(file_path) as file:
-            for line in self.shard_iterable(file):
-                yield self.text_to_instance(json.loads(line)["text"])
+        lines = read_lines(file_path)
+        counts = _Counts(str(file_path), self._max_length)
+        if self._pack:
+            assert self._max_length is not None
+            examples = (self._cut(self._parse(line), counts) for line in lines)
+            for sequence in self.shard_iterable(packing.pack(examples, self._max_length)):
+                yield self._instance(
+                    Example(
+                        [token for example in sequence for token in example.input_ids],
+                        [label for example in sequence for label in example.labels],
+                    ),
+                    packing.position_ids(sequence),
+                )
+        else:
+            for line in self.shard_iterable(lines):
+                yield self._instance(self._cut(self._parse(line), counts))
+        counts.log()
 
     @overrides(check_signature=False)
-    def text_to_instance(self, text: str) -> Instance:
-        ids: List[int] = self._tokenizer(text)["input_ids"][: self._max_length]
-        input_ids = torch.tensor(ids)
-        labels = input_ids.clone()
-        labels[0] = IGNORED
-        pad_id = self._tokenizer.pad_token_id or 0
-        return Instance(
-            {
-                "input_ids": TensorField(input_ids, padding_value=pad_id),
-                "labels": TensorField(labels, padding_value=IGNORED),
-            }
+    def text_to_instance(
+        self,
+        text: Optional[str] = None,
+        prompt: Optional[str] = None,
+        response: Optional[str] = None,
+        messages: Optional[List[Message]] = None,
+    ) -> Instance:
+        """
+        # Parameters
+
+        text : `str`, optional (default = `None`)
+        prompt : `str`, optional (default = `None`)
+            With a `response`.
+        response : `str`, optional (default = `None`)
+        messages : `List[Dict[str, Any]]`, optional (default = `None`)
+
+        # Returns
+
+        An `Instance` with these fields:
+
+        input_ids : `TensorField`
+            In a batch: int64 of shape `(batch_size, length)`, padded on the right.
+        labels : `TensorField`
+            Likewise, the same tokens, and -100 for those that aren't to be predicted: the first,
+            padding, and with `loss_on` `"responses"` all but responses.
+        position_ids : `TensorField`
+            Only if examples are packed. Likewise, from 0 in each of them.
+        """
+        example = self._tokenize(text, prompt, response, messages)
+        example = self._cut(example, _Counts("", self._max_length))
+        return self._instance(example, packing.position_ids([example]) if self._pack else None)
+
+    def _parse(self, line: Line) -> Example:
+        record = line.parse_json()
+        given: Dict[str, Any] = {
+            key: record[key] for key in ("text", "prompt", "messages") if key in record
+        }
+        if len(given) != 1:
+            raise line.error(f"Expected one of {_FORMS}, and not {', '.join(record) or 'nothing'}.")
+        for key in given:
+            if key != "messages":
+                line.check_text(record[key], f"'{key}'")
+        if "prompt" in given:
+            given["response"] = line.check_text(record.get("response"), "'response'")
+        if "messages" in given:
+            _check_messages(line, record["messages"])
+        try:
+            example = self._tokenize(**given)
+        except ConfigurationError as error:
+            raise line.error(error.message) from error
+        if len(example.input_ids) < 2:
+            raise line.error("Expected a text of at least two tokens: there is nothing to predict.")
+        if self._only_responses and all(label == IGNORED for label in example.labels):
+            raise line.error(
+                "There is no response in it, and 'loss_on' is 'responses': write 'all', or give "
+                "'prompt' and 'response', or 'messages' of which one is the assistant's."
+            )
+        return example
+
+    def _tokenize(
+        self,
+        text: Optional[str] = None,
+        prompt: Optional[str] = None,
+        response: Optional[str] = None,
+        messages: Optional[List[Message]] = None,
+    ) -> Example:
+        if messages is not None:
+            return self.example_tokenizer.of_messages(messages)
+        if prompt is not None and response is not None:
+            return self.example_tokenizer.of_response(prompt, response)
+        if text is None:
+            raise ConfigurationError(f"Give one of {_FORMS}.")
+        return self.example_tokenizer.of_text(text)
+
+    def _cut(self, example: Example, counts: "_Counts") -> Example:
+        input_ids, labels = (values[: self._max_length] for values in example)
+        counts.add(is_cut=len(input_ids) < len(example.input_ids), labels=labels)
+        return Example(input_ids, labels)
+
+    def _instance(self, example: Example, position_ids: Optional[torch.Tensor] = None) -> Instance:
+        input_ids, labels = (torch.tensor(values, dtype=torch.int64) for values in example)
+        pad_id = self.tokenizer.pad_token_id
+        fields: Dict[str, Field] = {
+            "input_ids": TensorField(input_ids, padding_value=0 if pad_id is None else pad_id),
+            "labels": TensorField(labels, padding_value=IGNORED),
+        }
+        if position_ids is not None:
+            fields["position_ids"] = TensorField(position_ids, padding_value=0)
+        return Instance(fields)
+
+
+class _Counts:
+    """Of a file's examples, those that `max_length` has taken something from."""
+
+    def __init__(self, file_path: str, max_length: Optional[int]) -> None:
+        self._file_path = file_path
+        self._max_length = max_length
+        self._num_examples = 0
+        self._num_cut = 0
+        self._num_without_targets = 0
+
+    def add(self, is_cut: bool, labels: List[int]) -> None:
+        self._num_examples += 1
+        self._num_cut += is_cut
+        self._num_without_targets += is_cut and all(label == IGNORED for label in labels)
+
+    def log(self) -> None:
+        if self._num_cut > 0:
+            logger.warning(
+                "Of the %d examples that were read of %s, %d are longer than 'max_length', %d "
+                "tokens, and were cut; of these %d have nothing left that is to be predicted.",
+                self._num_examples,
+                self._file_path,
+                self._num_cut,
+                self._max_length,
+                self._num_without_targets,
+            )
+
+
+def _check_messages(line: Line, messages: Any) -> None:
+    is_list = isinstance(messages, list) and messages
+    if not is_list or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise line.error(
+            "Expected 'messages' to be a list of objects with 'role' and 'content', and not "
+            f"{messages!r}."
         )

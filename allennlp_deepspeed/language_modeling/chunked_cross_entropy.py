@@ -2,7 +2,8 @@
 Cross entropy of next tokens, without the logits of a whole batch in memory.
 """
 
-from typing import Any, Callable, NamedTuple
+from functools import partial
+from typing import Callable, NamedTuple
 from unittest import mock
 
 import torch
@@ -63,24 +64,36 @@ def chunked_cross_entropy(
     """
     forward = output_layer.forward
 
-    def all_chunks(hidden: torch.Tensor, targets: torch.Tensor) -> Any:
-        pairs = zip(hidden.split(chunk_size), targets.split(chunk_size))
-        if not torch.is_grad_enabled():
-            chunks = [one_chunk(*pair) for pair in pairs]
-        else:
-            chunks = [
-                checkpoint(one_chunk, *pair, use_reentrant=False, preserve_rng_state=False)
-                for pair in pairs
-            ]
-        totals, nums_correct = zip(*chunks)
-        return torch.stack(totals).sum(), torch.stack(nums_correct).sum()
+    def one_chunk(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
+        return whole_cross_entropy(adjust(forward(hidden)), targets)
 
-    def one_chunk(hidden: torch.Tensor, targets: torch.Tensor) -> Any:
-        logits = adjust(forward(hidden)).float()
-        total = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        with torch.no_grad():
-            return total, (logits.argmax(-1) == targets).sum()
+    def all_chunks(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
+        compute = one_chunk
+        if torch.is_grad_enabled():
+            # Nothing in it is random.
+            compute = partial(checkpoint, one_chunk, use_reentrant=False, preserve_rng_state=False)
+        pairs = zip(hidden.split(chunk_size), targets.split(chunk_size))
+        chunks = [compute(*pair) for pair in pairs]
+        return TokenLosses(*(torch.stack(values).sum() for values in zip(*chunks)))
 
     with mock.patch.object(output_layer, "forward", all_chunks):
-        total, num_correct = output_layer(hidden.flatten(0, 1), targets.flatten())
+        return TokenLosses(*output_layer(hidden.flatten(0, 1), targets.flatten()))
+
+
+def whole_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
+    """
+    # Parameters
+
+    logits : `torch.Tensor`, required.
+        Of shape (..., vocabulary_size).
+    targets : `torch.Tensor`, required.
+        Of shape (...), the token that each position is to predict, or `IGNORED`.
+
+    # Returns
+
+    `TokenLosses`
+    """
+    logits, targets = logits.flatten(0, -2), targets.flatten()
+    total = cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+    num_correct = (logits.detach().argmax(-1) == targets).sum()
     return TokenLosses(total, num_correct, (targets != IGNORED).sum())

@@ -36,7 +36,15 @@ def tokenizer(session_directory: Path) -> str:
 def language_model(tokenizer: str, *overrides: Config) -> Config:
     return load_config(
         "causal_lm",
-        {"dataset_reader.tokenizer": tokenizer, "model.config": LLAMA, "trainer.callbacks": []},
+        {
+            "dataset_reader.tokenizer": tokenizer,
+            "validation_dataset_reader.tokenizer": tokenizer,
+            "model.config": LLAMA,
+            "model.tokenizer": tokenizer,
+            # Of which the workers' micro-batches have different numbers.
+            "model.loss_chunk_size": 5,
+            "trainer.callbacks": [],
+        },
         *overrides,
     )
 
@@ -54,4 +62,5 @@ def test_two_workers_train_as_one_batch(
     expected = experiments.run(language_model(tokenizer, ONE_BATCH))
     actual = experiments.run(deepspeed(language_model(tokenizer, MICRO_BATCHES), stage))
     assert_same_weights(actual.weights(), expected.weights(), tolerance=1e-5)
-    assert metrics(actual, "training") == pytest.approx(metrics(expected, "training"), rel=1e-5)
+    kinds = ("training", "validation")
+    assert metrics(actual, *kinds) == pytest.approx(metrics(expected, *kinds), rel=1e-5)

@@ -1,0 +1,124 @@
+"""
+What comes after the layers of a causal language model: how logits are made of hidden states.
+"""
+
+import logging
+from functools import partial
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional
+from unittest import mock
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+logger = logging.getLogger(__name__)
+
+# Logits as they come, around 0 and where a cap makes a difference.
+_PROBES = (-60.0, -7.0, -0.5, 0.0, 1.0, 9.0, 70.0)
+
+
+class OutputHead(NamedTuple):
+    """
+    How logits are made, if they are `adjust(output_layer(hidden))`, position by position.
+
+    # Parameters
+
+    backbone : `Callable[[], torch.nn.Module]`
+        Gives the module that gives hidden states.
+    adjust : `Callable[[torch.Tensor], torch.Tensor]`
+        What the model does to logits, such as a cap.
+    """
+
+    backbone: Callable[[], torch.nn.Module]
+    adjust: Callable[[torch.Tensor], torch.Tensor]
+
+
+class _States(BaseModelOutputWithPast):
+    """What any backbone returns, without what only some do, such as the logits of routers."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def output_head(transformer: PreTrainedModel) -> Optional[OutputHead]:
+    """
+    Finds out what a model does between hidden states and logits by having it do so with other
+    values: no weight is used.
+
+    # Returns
+
+    `Optional[OutputHead]`
+        `None` if it is something else than an output layer, and a factor or a cap.
+    """
+    output_layer = transformer.get_output_embeddings()
+    vocabulary_size = getattr(output_layer, "out_features", None)
+    if vocabulary_size is None:
+        return None
+    probes = torch.tensor(_PROBES, device="cpu")
+    values = probes[None, :, None].expand(1, len(probes), vocabulary_size).clone()
+    for backbone in _backbones(transformer):
+        if backbone() is transformer:
+            continue
+        try:
+            results = _applied(transformer, backbone(), output_layer, values)
+        except Exception as error:
+            # Any that a model raises where it does more with its layers than to call them.
+            logger.debug("%s: %s", type(transformer).__name__, error)
+            continue
+        if results.shape != values.shape or (results != results[..., :1]).any():
+            continue
+        for adjust in _adjustments(transformer, results[0, :, 0], probes):
+            if torch.allclose(adjust(probes), results[0, :, 0], rtol=1e-6, atol=1e-6):
+                return OutputHead(backbone, adjust)
+    return None
+
+
+def _backbones(transformer: PreTrainedModel) -> List[Callable[[], torch.nn.Module]]:
+    """
+    Under the names that there are for it: a model that has an encoder besides, or could have one,
+    calls its decoder.
+    """
+    backbones: List[Callable[[], torch.nn.Module]] = [lambda: transformer.base_model]
+    if hasattr(transformer, "get_decoder"):
+        backbones.append(transformer.get_decoder)
+    if hasattr(transformer, "model"):
+        backbones.append(lambda: transformer.model)
+    return backbones
+
+
+@torch.no_grad()
+def _applied(
+    transformer: PreTrainedModel,
+    backbone: torch.nn.Module,
+    output_layer: torch.nn.Module,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """The model's logits where its output layer gives these values."""
+
+    def states(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return _States(last_hidden_state=values.clone())
+
+    ids = torch.zeros(values.shape[:2], dtype=torch.int64, device=values.device)
+    with (
+        mock.patch.object(backbone, "forward", states),
+        mock.patch.object(output_layer, "forward", lambda hidden: hidden),
+    ):
+        return transformer(input_ids=ids, use_cache=False).logits
+
+
+def _adjustments(
+    transformer: PreTrainedModel, results: torch.Tensor, probes: torch.Tensor
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    factor = float(results[_PROBES.index(1.0)])
+    yield (lambda logits: logits) if factor == 1 else (lambda logits: logits * factor)
+    config = transformer.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        cap = getattr(config, name, None)
+        if cap:
+            yield partial(_capped, cap=cap)
+
+
+def _capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    return torch.tanh(logits / cap) * cap

@@ -1,0 +1,118 @@
+"""
+Examples one after another in the same sequence, none of which sees another.
+"""
+
+from contextlib import contextmanager
+from typing import Iterable, Iterator, List, NamedTuple
+from unittest import mock
+
+import torch
+import transformers
+from allennlp.common.checks import ConfigurationError
+from transformers import PreTrainedModel
+
+try:
+    from transformers import masking_utils
+except ImportError:  # before transformers 4.53
+    masking_utils = None  # type: ignore[assignment]
+
+_FUNCTION = "find_packed_sequence_indices"
+
+# Sequences that wait for an example that fills them.
+_MAX_OPEN = 64
+
+
+class Example(NamedTuple):
+    """
+    # Parameters
+
+    input_ids : `List[int]`
+    labels : `List[int]`
+        As many: the same tokens, and -100 for those that aren't to be predicted.
+    """
+
+    input_ids: List[int]
+    labels: List[int]
+
+
+Sequence = List[Example]
+
+
+def check_supported() -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If this version of transformers makes no masks that keep packed examples apart.
+    """
+    if not hasattr(masking_utils, _FUNCTION):
+        raise ConfigurationError(
+            "'dataset_reader.pack' is true, but with transformers "
+            f"{transformers.__version__} packed examples would see each other: install "
+            'transformers>=5, or write "pack": false.'
+        )
+
+
+@contextmanager
+def kept_apart(transformer: PreTrainedModel) -> Iterator[None]:
+    """
+    Around a forward pass with `position_ids` that begin with 0 in each example.
+
+    # Raises
+
+    `ConfigurationError`
+        If the model has made no mask of them, or has a state that goes from one example to the
+        next.
+    """
+    check_supported()
+    find_packed = getattr(masking_utils, _FUNCTION)
+    with mock.patch.object(masking_utils, _FUNCTION, wraps=find_packed) as finds:
+        yield
+    if not finds.called or getattr(transformer, "_is_stateful", False):
+        raise ConfigurationError(
+            f"'dataset_reader.pack' is true, but in {type(transformer).__name__} packed examples "
+            'see each other: write "pack": false, or use another model.'
+        )
+
+
+def pack(examples: Iterable[Example], max_length: int) -> Iterator[Sequence]:
+    """
+    Puts each example into the fullest of the open sequences that has room for it. The order of what
+    comes out depends on nothing but that of what goes in.
+
+    # Parameters
+
+    examples : `Iterable[Example]`, required.
+        None of them longer than `max_length`.
+    max_length : `int`, required.
+        Of a sequence, in tokens.
+
+    # Returns
+
+    `Iterator[List[Example]]`
+    """
+    room_and_sequences: List[tuple] = []
+    for example in examples:
+        length = len(example.input_ids)
+        fitting = [i for i, (room, _) in enumerate(room_and_sequences) if room >= length]
+        if fitting:
+            i = min(fitting, key=lambda i: room_and_sequences[i][0])
+            room, sequence = room_and_sequences.pop(i)
+        else:
+            room, sequence = max_length, []
+        sequence.append(example)
+        room -= length
+        if room > 0:
+            room_and_sequences.append((room, sequence))
+        else:
+            yield sequence
+        if len(room_and_sequences) > _MAX_OPEN:
+            fullest = min(range(len(room_and_sequences)), key=lambda i: room_and_sequences[i][0])
+            yield room_and_sequences.pop(fullest)[1]
+    for _, sequence in room_and_sequences:
+        yield sequence
+
+
+def position_ids(sequence: Sequence) -> torch.Tensor:
+    """Of shape (length,), from 0 in each example."""
+    return torch.cat([torch.arange(len(example.input_ids)) for example in sequence])
