@@ -31,7 +31,13 @@ def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
     gradients.
     """
     names = ("pre_bwd_fn", "post_bwd_fn")
-    functions = [(m, name, vars(m)[name]) for m in model.modules() for name in names]
+    # A module inside one that is gathered as a whole, by DeepSpeed's "leaf_module", has no hooks.
+    functions = [
+        (module, name, vars(module)[name])
+        for module in model.modules()
+        for name in names
+        if name in vars(module)
+    ]
     for module, name, function in functions:
         setattr(module, name, _OnlyWithGraph(function.apply, _unchanged))
     try:
