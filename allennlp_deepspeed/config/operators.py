@@ -1,8 +1,9 @@
 """
-Whether DeepSpeed's operators can be used on this machine: it compiles them when they are first
-used, and fails in the middle of a training that lacks something for it.
+Whether DeepSpeed's operators, and what PyTorch compiles, can be used on this machine: they are
+compiled when they are first used, and fail in the middle of a training that lacks something for it.
 """
 
+import importlib.util
 import os
 import shutil
 from typing import Optional
@@ -17,6 +18,8 @@ from torch.utils import cpp_extension
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.config.torch_compile_settings import DEFAULT_BACKEND
+from allennlp_deepspeed.config.torch_compile_settings import KEY as TORCH_COMPILE
 
 
 def check_operator(name: str, device_type: str, user: str, advice: str) -> None:
@@ -61,6 +64,31 @@ def check_nvme(config: ResolvedConfig, device_type: str) -> None:
     findings.raise_any()
 
 
+def check_torch_compile(config: ResolvedConfig, device_type: str) -> None:
+    """
+    # Parameters
+
+    config : `ResolvedConfig`, required.
+    device_type : `str`, required.
+        "cpu" or "cuda", what the model trains on.
+
+    # Raises
+
+    `ConfigurationError`
+        If something is missing for the backend that generates code.
+    """
+    if (config.torch_compile or {}).get("backend") != DEFAULT_BACKEND:
+        return
+    missing = _missing_compiler()
+    if missing is None and device_type == "cuda" and importlib.util.find_spec("triton") is None:
+        missing = "triton isn't installed: install PyTorch's build for CUDA"
+    if missing is not None:
+        raise ConfigurationError(
+            f"'{TORCH_COMPILE}' is given, whose backend \"{DEFAULT_BACKEND}\" compiles what it "
+            f'generates, but {missing}, or write {{"backend": "aot_eager"}}, which doesn\'t'
+        )
+
+
 def _is_installed(builder: OpBuilder, device_name: str) -> bool:
     """Whether it has come with DeepSpeed, which can be installed with operators compiled."""
     is_compiled = git_version_info.installed_ops.get(builder.name, False)
@@ -75,13 +103,20 @@ def _missing_for(builder: OpBuilder) -> Optional[str]:
     # For NVMe it compiles a program each time, to see whether libaio is there.
     if not is_for_nvme and _is_built(builder):
         return None
-    compiler = cpp_extension.get_cxx_compiler()
-    if shutil.which(compiler) is None:
-        return f"the C++ compiler '{compiler}' isn't there: install Debian's package g++"
+    compiler = _missing_compiler()
+    if compiler is not None:
+        return compiler
     if isinstance(builder, CUDAOpBuilder) and cpp_extension.CUDA_HOME is None:
         return "CUDA's compiler nvcc isn't there: install the CUDA toolkit of PyTorch's version"
     if is_for_nvme and not builder.is_compatible(verbose=False):
         return "libaio's headers aren't there: install Debian's package libaio-dev"
+    return None
+
+
+def _missing_compiler() -> Optional[str]:
+    compiler = cpp_extension.get_cxx_compiler()
+    if shutil.which(compiler) is None:
+        return f"the C++ compiler '{compiler}' isn't there: install Debian's package g++"
     return None
 
 

@@ -233,6 +233,16 @@ TRAINER_KEYS: Dict[str, Key] = {
         check=_check_patterns,
         may_change=True,
     ),
+    "torch_compile": Key(
+        OBJECT,
+        default=None,
+        doc="`true`, or arguments of [`torch.compile`](https://docs.pytorch.org/docs/stable/"
+        "generated/torch.compile.html): `backend`, `mode`, `dynamic`, `fullgraph`, `options`, "
+        "`recompile_limit`. Compiles the model's forward pass, and what follows from it for the "
+        "backward pass; at ZeRO stage 3 each module that `zero_optimization.leaf_module` names. "
+        "[What stays outside](compile.md).",
+        may_change=True,
+    ),
     "checkpointer": Key(
         OBJECT,
         default={"type": "deepspeed"},

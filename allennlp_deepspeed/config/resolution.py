@@ -38,6 +38,10 @@ from allennlp_deepspeed.config.precision import resolve_precision
 from allennlp_deepspeed.config.schema import scheduler_parameters
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
+from allennlp_deepspeed.config.torch_compile_settings import (
+    check_torch_compile,
+    torch_compile_settings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +106,11 @@ def resolve(
     with findings.collect():
         check_partition_size(zero, settings)
     check_data_types(config, zero, precision, findings)
+    torch_compile: Optional[Dict[str, Any]] = None
+    with findings.collect():
+        torch_compile = torch_compile_settings(settings.torch_compile)
+    if torch_compile is not None:
+        check_torch_compile(torch_compile, config, zero, findings)
     with findings.collect():
         check_with_deepspeed(config, findings)
     return ResolvedConfig(
@@ -115,6 +124,7 @@ def resolve(
         offload_device=_offload_device(zero),
         forces_cpu_optimizer=forces_cpu_optimizer,
         reduce_within=reduce_within,
+        torch_compile=torch_compile,
     )
 
 

@@ -57,6 +57,7 @@ class TrainerSettings:
         "node", "auto" or a number of workers.
     reduce_within : `Union[int, str]`, optional (default = `"auto"`)
         "node", "auto" or a number of workers.
+    torch_compile : `Union[bool, Dict[str, Any]]`, optional (default = `None`)
     workers_per_node : `int`, optional (default = `None`)
         `None` if it is not known, which only matters where one of these is "node" or "auto".
     """
@@ -78,6 +79,7 @@ class TrainerSettings:
     serialization_dir: Optional[str] = None
     shard_within: Union[int, str, None] = None
     reduce_within: Union[int, str, None] = TRAINER_KEYS["reduce_within"].default
+    torch_compile: Union[bool, Dict[str, Any], None] = None
     workers_per_node: Optional[int] = None
 
     @classmethod
@@ -157,9 +159,10 @@ class TrainerSettings:
         """Without the trainer's keys whose values are wrong, for each of which there is a line."""
         wrong = {}
         for name, value in self._keys(vars(self)).items():
-            problem = TRAINER_KEYS[name].problem(value)
+            key = TRAINER_KEYS[name]
+            problem = key.problem(value)
             if problem is not None:
-                wrong[name] = TRAINER_KEYS[name].default
+                wrong[name] = key.default
                 findings.refuse(name, f"{name} is {json.dumps(value, default=repr)}: {problem}")
         return replace(self, **wrong)
 
@@ -193,6 +196,8 @@ class ResolvedConfig:
         What the config says for `zero_force_ds_cpu_optimizer`, `None` if it leaves it open.
     reduce_within : `int`, optional
         How many neighbouring workers reduce before all do, `None` if all do at once.
+    torch_compile : `Dict[str, Any]`, optional
+        Arguments of `torch.compile`, `None` if nothing is compiled.
     """
 
     engine_config: Dict[str, Any]
@@ -205,6 +210,7 @@ class ResolvedConfig:
     offload_device: str
     forces_cpu_optimizer: Optional[bool]
     reduce_within: Optional[int]
+    torch_compile: Optional[Dict[str, Any]]
 
 
 def fixed_size(batch_size: Any) -> Optional[int]:

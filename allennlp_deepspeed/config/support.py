@@ -135,8 +135,9 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
     ),
     "compile": (
         ({}, {"deepcompile": False}),
-        "DeepSpeed compiles only for programs that call its engine's `compile`, so that it would "
-        "do nothing; remove the section",
+        "DeepCompile reduces gradients inside what it compiles, by an operator for NCCL, and takes "
+        "away what reduces those of the parts that stay outside, which AllenNLP's models have; "
+        'remove the section, and write "torch_compile": true in the trainer',
     ),
     "disable_allgather": ((False,), "DeepSpeed reads it nowhere; remove the key"),
     "disable_python_gc": ((False,), "it would be off after the training too; remove the key"),

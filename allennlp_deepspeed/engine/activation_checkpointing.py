@@ -143,7 +143,7 @@ def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.dev
     checkpointing on for the process. Gone when the one keeps them, and the other doesn't.
     """
     settings = config.get("activation_checkpointing", {})
-    if not any(map(_is_recomputed, model.modules())):
+    if not any(map(is_recomputed, model.modules())):
         if settings.get("cpu_checkpointing"):
             logger.warning(
                 "deepspeed_config.activation_checkpointing.cpu_checkpointing is true, but nothing "
@@ -209,7 +209,7 @@ def _has_forward(module: torch.nn.Module) -> bool:
 
 def _recompute(module: torch.nn.Module, name: str) -> None:
     """Puts a forward pass that is computed again in the place of the module's own."""
-    if _is_recomputed(module):
+    if is_recomputed(module):
         raise ConfigurationError(
             f"The activations of {name} are checkpointed twice: by the model's own "
             f"'checkpoint_wrapper' and by '{_TRAINER_KEY}'. Remove one of them."
@@ -226,7 +226,8 @@ def _recompute(module: torch.nn.Module, name: str) -> None:
     )
 
 
-def _is_recomputed(module: torch.nn.Module) -> bool:
+def is_recomputed(module: torch.nn.Module) -> bool:
+    """Whether what a module computes is computed again in the backward pass."""
     forward = vars(module).get("forward")
     return isinstance(forward, partial) and forward.func is _recomputed_forward
 
@@ -235,7 +236,7 @@ def _why_not(module: torch.nn.Module) -> Optional[str]:
     """Why a second forward pass of a module, with the same inputs, is not the first again."""
     if isinstance(module, _EncoderBase) and module.stateful:
         return "is stateful and would go on from its last state"
-    if _is_recomputed(module):
+    if is_recomputed(module):
         return "is checkpointed itself"
     for value in vars(module).values():
         values = value.values() if isinstance(value, dict) else [value]

@@ -24,7 +24,7 @@ from overrides import overrides
 from torch.utils._pytree import tree_map_only
 
 from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
-from allennlp_deepspeed.config.operators import check_nvme
+from allennlp_deepspeed.config.operators import check_nvme, check_torch_compile
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
     bias_correction,
@@ -35,6 +35,7 @@ from allennlp_deepspeed.engine import (
     parameter_layout,
     restoration,
 )
+from allennlp_deepspeed.engine.compilation import Compiler
 from allennlp_deepspeed.engine.engine_mends import (
     allow_plain_backward,
     autocast_of_one_engine,
@@ -108,6 +109,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     ) -> None:
         use_accelerator(device)
         check_nvme(config, device.type)
+        check_torch_compile(config, device.type)
         check_sharding(model, config)
         if find_unused_parameters and config.zero_stage == 3:
             raise ConfigurationError(
@@ -129,6 +131,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo = ExitStack()
         self._autocast: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
+        self._compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
         self._loss_scale: Optional[Dict[str, Any]] = None  # of the engine before
         self.bring_up()
         super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
@@ -169,6 +172,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         optimizer: Optional[torch.optim.Optimizer],
     ) -> None:
         self._undo.enter_context(process_environment(device, local_rank))
+        if self._compiler is not None and config.zero_stage < 3:
+            forward = self._compiler.compiled(model.forward)
+            self._undo.enter_context(mock.patch.object(model, "forward", forward))
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
@@ -212,6 +218,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo.callback(bias_correction.corrected_by_step_count(self.optimizer))
         if config.precision == "fp16":
             self._undo.enter_context(loss_scaling.mended_loss_scale(self.engine))
+        if self._compiler is not None:
+            if config.zero_stage == 3:
+                self._undo.enter_context(self._compiler.leaf_modules(model))
+            self._undo.enter_context(self._compiler.around(model))
         before.hand_over(self.engine, is_alone=dist.get_world_size() == 1)
         if self._loss_scale is not None:
             loss_scaling.load_state_dict(self.engine, self._loss_scale)
@@ -320,6 +330,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         """
         model = self.engine.module
         forward = vars(model).get("forward")
+        if self._compiler is not None and self.config.zero_stage < 3:
+            function = self._compiler.compiled(function)
         model.forward = self._autocast(function)
         try:
             yield

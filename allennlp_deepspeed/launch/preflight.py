@@ -22,7 +22,7 @@ from allennlp.training.trainer import Trainer
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.operators import check_nvme
+from allennlp_deepspeed.config.operators import check_nvme, check_torch_compile
 from allennlp_deepspeed.config.own_keys import (
     CHECKPOINTER_KEYS,
     NEW_TRAINER_KEYS,
@@ -202,6 +202,8 @@ def _check_deepspeed_config(
     resolved = deepspeed_config.resolve_collecting(settings, findings)
     with findings.collect():
         check_nvme(resolved, settings.device_type)
+    with findings.collect():
+        check_torch_compile(resolved, settings.device_type)
     with findings.collect():
         check_optimizer(trainer.get("optimizer"), resolved, settings.device_type)
 

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Callable, List
 
+import torch
 import torch.distributed as dist
 
 from tests.support import processor
@@ -71,6 +72,9 @@ def _work(
     # What trainings have left in the process that was forked isn't to be collected here: it would
     # wait for threads that haven't come along.
     gc.freeze()
+    # A process that was forked makes PyTorch's thread pool anew when it is first asked for, and
+    # aborts if several threads ask at once, as those of a backward pass do on tensors of no device.
+    torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), world_size)  # needs no port
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
