@@ -142,8 +142,8 @@ def check_torch_compile(
     """
     if is_enabled(config, "flops_profiler"):
         findings.add(
-            f"'{KEY}' is given, and {ROOT}.flops_profiler.enabled is true, but DeepSpeed counts the "
-            "operations that Python calls, of which compiling leaves few: remove one of them"
+            f"'{KEY}' is given, and {ROOT}.flops_profiler.enabled is true, but DeepSpeed counts "
+            "the operations that Python calls, of which compiling leaves few: remove one of them"
         )
     if zero.stage != 3:
         return
@@ -156,7 +156,8 @@ def check_torch_compile(
         )
     if settings.get("mode") in _MODES_WITH_CUDA_GRAPHS:
         findings.add(
-            f"'{KEY}.mode' is \"{settings['mode']}\", and {ROOT}.zero_optimization.stage is 3, where "
-            "parameters have another address each time they are gathered, and CUDA graphs need one: "
+            f"'{KEY}.mode' is \"{settings['mode']}\", and {ROOT}.zero_optimization.stage is 3, "
+            "where parameters have another address each time they are gathered, and CUDA graphs "
+            "need one: "
             'write "max-autotune-no-cudagraphs", or "stage": 2'
         )
