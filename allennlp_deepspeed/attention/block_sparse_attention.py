@@ -116,6 +116,11 @@ class BlockSparseAttention(SparseAttention):
         self.layout = layout
         self._kernel = kernel
 
+    @property
+    def section(self) -> Dict[str, Any]:
+        """As `from_section` takes it, and JSON can say it."""
+        return {"kernel": self._kernel, **self.layout.model_dump(mode="json")}
+
     @classmethod
     def from_params(cls, params: Params, **_: Any) -> "BlockSparseAttention":  # type: ignore
         return cls.from_section(params.as_dict(quiet=True))
@@ -134,6 +139,10 @@ class BlockSparseAttention(SparseAttention):
             If it isn't one, with all that is wrong.
         """
         keys = {key: value for key, value in section.items() if key not in ("type", "kernel")}
+        if section.get("type", "block_sparse") != "block_sparse":
+            raise ConfigurationError(
+                f"'attention.type' is {section['type']!r}: write \"block_sparse\"."
+            )
         if keys.get("dropout"):
             raise ConfigurationError(
                 "'attention.dropout': flex_attention has no dropout of attention weights; remove "

@@ -4,6 +4,7 @@ trainer in one process.
 """
 
 import json
+from pathlib import Path
 from typing import Any, Dict
 
 import pytest
@@ -11,6 +12,7 @@ from allennlp.models.archival import load_archive
 
 from tests.end_to_end.precision_test import BF16, EPOCHS, FP16
 from tests.fixtures import dense_attention  # noqa: F401  # registers what it has
+from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
@@ -91,3 +93,29 @@ def test_an_archive_has_the_same_random_blocks(experiments: Experiments) -> None
         outputs = archive.model.forward_on_instances(texts)
         logits.append([output["logits"].tolist() for output in outputs])
     assert logits[0] == [pytest.approx(of_text, rel=1e-4, abs=1e-6) for of_text in logits[1]]
+
+
+def test_a_pretrained_transformer_at_stage_3_with_two_workers(
+    experiments: Experiments, session_directory: Path
+) -> None:
+    bert = tiny_bert(session_directory / "tiny_bert")
+    config = load_config("classifier", TWO_WORKERS, {"trainer.optimizer.eps": 1e-3})
+    tokenizer = {"type": "pretrained_transformer", "model_name": bert}
+    config["dataset_reader"].update(tokenizer=tokenizer, token_indexers={"tokens": tokenizer})
+    embedder = {
+        "type": "block_sparse_pretrained_transformer",
+        "model_name": bert,
+        "attention": {**BIGBIRD, "max_length": 32},
+        "transformer_kwargs": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    }
+    config["model"] = {
+        "type": "basic_classifier",
+        "text_field_embedder": {"token_embedders": {"tokens": embedder}},
+        "seq2vec_encoder": {"type": "bert_pooler", "pretrained_model": bert, "dropout": 0},
+    }
+    # The transformer's own pooler isn't used.
+    ddp = {"type": "torch", "find_unused_parameters": True}
+    distributed = {**config["distributed"], "ddp_accelerator": ddp}
+    expected = experiments.run({**config, "distributed": distributed})
+    config["trainer"]["activation_checkpointing"] = [".*transformer_model.encoder.layer.*"]
+    assert_same_run(experiments.run(deepspeed(config, stage=3)), expected)

@@ -1,0 +1,189 @@
+"""
+AllenNLP's "pretrained_transformer" embedder with block-sparse attention, by the interface through
+which transformers 5 has attention replaced.
+"""
+
+import json
+from typing import Any, Optional, Tuple
+
+import torch
+import transformers
+from allennlp.common.checks import ConfigurationError
+from allennlp.modules.token_embedders import PretrainedTransformerEmbedder, TokenEmbedder
+from overrides import overrides
+
+from allennlp_deepspeed.attention.block_sparse_attention import BlockSparseAttention, attention_of
+
+# By `model_type`. Of these a test compares with dense attention.
+TESTED = ("albert", "bert", "distilbert", "electra", "gpt2", "llama", "qwen3", "roberta")
+
+# As which it is registered with transformers, and where a model's config has the section.
+_NAME = "block_sparse"
+_SECTION = "block_sparse_attention"
+
+# What the dropout of attention weights is called in the configs of models.
+_DROPOUT_KEYS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
+
+# What these models pass to attention functions that has nothing to say here.
+_WITHOUT_EFFECT = {"is_causal", "position_ids", "use_cache", "cache_position"}
+
+
+@TokenEmbedder.register("block_sparse_pretrained_transformer")
+class BlockSparsePretrainedTransformerEmbedder(PretrainedTransformerEmbedder):
+    """
+    AllenNLP's `PretrainedTransformerEmbedder` with block-sparse attention in all layers, and the
+    same weights. Needs transformers 5.
+
+    Registered as a `TokenEmbedder` with name "block_sparse_pretrained_transformer".
+
+    # Parameters
+
+    model_name : `str`, required.
+        A model of one of the types in `TESTED`.
+    attention : `BlockSparseAttention`, required.
+        Such as `{"type": "block_sparse", "mode": "bslongformer", "block": 64}`. For a model that
+        attends to the left only, with `"attention": "unidirectional"`.
+    transformer_kwargs : `Dict[str, Any]`, optional (default = `None`)
+        As that of `PretrainedTransformerEmbedder`. Must turn the dropout of attention weights off,
+        which most models have: `{"attention_probs_dropout_prob": 0}` for a BERT.
+    kwargs : `Any`
+        As those of `PretrainedTransformerEmbedder`.
+    """
+
+    def __init__(self, model_name: str, *, attention: BlockSparseAttention, **kwargs: Any) -> None:
+        super().__init__(model_name, **kwargs)
+        _register()
+        config = self.transformer_model.config
+        _check(config, attention)
+        for module in self.transformer_model.modules():
+            if isinstance(module, transformers.PreTrainedModel):
+                setattr(module.config, _SECTION, attention.section)
+        self.transformer_model.set_attn_implementation(_NAME)
+
+    @overrides(check_signature=False)
+    def train(self, mode: bool = True) -> "BlockSparsePretrainedTransformerEmbedder":
+        return super().train(mode)
+
+
+def _check(config: Any, attention: BlockSparseAttention) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If the model can't attend like that.
+    """
+    if config.model_type not in TESTED:
+        raise ConfigurationError(
+            f"'attention' of a model of the type '{config.model_type}' isn't tested. It is with "
+            f"{', '.join(TESTED)}: write one of these as 'model_name', or use the embedder "
+            '"pretrained_transformer".'
+        )
+    for key in _DROPOUT_KEYS:
+        if getattr(config, key, 0):
+            raise ConfigurationError(
+                f"The model's '{key}' is {getattr(config, key)}, but flex_attention has no dropout "
+                f'of attention weights: write "transformer_kwargs": {{"{key}": 0}}.'
+            )
+
+
+def _register() -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If transformers are too old.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError:
+        raise ConfigurationError(
+            f"'attention' needs transformers 5, and this is {transformers.__version__}: install a "
+            'newer version, or use the embedder "pretrained_transformer".'
+        ) from None
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, _padding_mask)
+
+
+def _padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Any,
+    config: Any,
+    attention_mask: Optional[torch.Tensor] = None,
+    device: Optional[torch.device] = None,
+    **_: Any,
+) -> torch.Tensor:
+    """
+    In the place of the masks that transformers make for attention. The layout says the rest.
+
+    # Returns
+
+    `torch.BoolTensor`
+        Shape (batch_size, kv_length).
+    """
+    from transformers import masking_utils
+
+    is_unidirectional = attention_of(json.dumps(getattr(config, _SECTION))).layout.is_unidirectional
+    if mask_function is masking_utils.causal_mask_function:
+        if not is_unidirectional:
+            raise ConfigurationError(
+                f"A model of the type '{config.model_type}' attends to the left only: write "
+                '"attention": {..., "attention": "unidirectional"}.'
+            )
+    elif mask_function is not masking_utils.bidirectional_mask_function:
+        raise ConfigurationError(
+            f"The model of the type '{config.model_type}' masks more than padding, which "
+            "block-sparse attention would not; remove 'attention'."
+        )
+    if q_length != kv_length:
+        raise ConfigurationError(
+            "Block-sparse attention is that of whole sequences to themselves, without a cache: "
+            'write "transformer_kwargs": {"use_cache": false}.'
+        )
+    if attention_mask is None:
+        return torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    return attention_mask[:, -kv_length:].bool()
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Optional[torch.Tensor],
+    dropout: float = 0.0,
+    scaling: Optional[float] = None,
+    **kwargs: Any,
+) -> Tuple[torch.Tensor, None]:
+    """
+    # Parameters
+
+    query, key, value : `torch.Tensor`
+        Shape (batch_size, heads, length, head_dim), with fewer heads of keys and values if several
+        heads of queries share one.
+    attention_mask : `torch.BoolTensor`
+        As `_padding_mask` returns it.
+
+    # Returns
+
+    `torch.Tensor`
+        Shape (batch_size, length, heads, head_dim).
+    """
+    unknown = [
+        name
+        for name, argument in kwargs.items()
+        if argument is not None and argument is not False and name not in _WITHOUT_EFFECT
+    ]
+    if unknown or dropout or attention_mask is None or attention_mask.dim() != 2:
+        what = ", ".join(unknown) or ("dropout" if dropout else "masks of its own")
+        raise ConfigurationError(
+            f"{type(module).__name__} has its attention do more than block-sparse attention does: "
+            f"{what}. Remove 'attention', or what asks for it."
+        )
+    groups = query.size(1) // key.size(1)
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    attention = attention_of(json.dumps(getattr(module.config, _SECTION)))
+    layer = getattr(module, "layer_idx", None) or 0
+    result = attention.attend(query, key, value, attention_mask, layer, scaling)
+    return result.transpose(1, 2), None
