@@ -21,6 +21,7 @@ from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.engine.activation_checkpointing import DeepSpeedCheckpointWrapper
 from allennlp_deepspeed.launch import find_learning_rate, preflight
 from allennlp_deepspeed.lora import LoraEmbedder
+from allennlp_deepspeed.processes.sequence_groups import reading_by_groups
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
 from allennlp_deepspeed.training.train_model import DeepSpeedTrainModel
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
@@ -37,6 +38,7 @@ __all__ = [
     "attention",
     "contrastive",
     "language_modeling",
+    "reading_by_groups",
 ]
 
 compat.apply()

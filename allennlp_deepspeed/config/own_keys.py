@@ -222,6 +222,16 @@ TRAINER_KEYS: Dict[str, Key] = {
         advice='must be "node", "auto" or a number of workers',
         may_change=True,
     ),
+    "sequence_parallel_size": Key(
+        PositiveInt,
+        default=1,
+        doc="How many neighbouring workers share each sequence, of which each holds a part "
+        "([Ulysses](https://arxiv.org/abs/2309.14509)). They read the same data, and count as one "
+        'worker wherever instances are counted. For models with causal attention, `"causal_lm"` '
+        "([long sequences](long_sequences.md)).",
+        advice="must be an integer, at least 1",
+        may_change=True,
+    ),
     "activation_checkpointing": Key(
         Optional[Annotated[List[str], Field(min_length=1)]],
         default=None,

@@ -10,6 +10,7 @@ import os
 from copy import deepcopy
 from typing import Any, Dict, Optional, Tuple, Union
 
+from allennlp.common.checks import ConfigurationError
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
@@ -82,6 +83,8 @@ def resolve(
         reduce_within = resolve_reduce_within(settings)
     with findings.collect():
         resolve_shard_within(config, settings)
+    with findings.collect():
+        _resolve_sequence_parallel_size(config, settings)
     _resolve_reports(config, settings, findings)
     # AllenNLP's optimizers are subclasses that DeepSpeed has not listed as tested with ZeRO, and
     # offloading works with any optimizer, if slower than with DeepSpeed's own, which take the place
@@ -94,7 +97,7 @@ def resolve(
     config.update(
         gradient_accumulation_steps=1,
         train_micro_batch_size_per_gpu=micro_batch_size,
-        train_batch_size=micro_batch_size * settings.world_size,
+        train_batch_size=micro_batch_size * settings.data_parallel_size,
         # DeepSpeed clips to 1.0 where nothing is said.
         gradient_clipping=0.0 if isinstance(grad_norm, bool) else grad_norm,
     )
@@ -173,18 +176,31 @@ def _resolve_batch_sizes(
         return micro_batch_size or 1, steps or 1
     # As in DeepSpeed, the total says what of its factors is left open.
     if micro_batch_size is None:
-        micro_batch_size = max(1, batch_size // ((steps or 1) * settings.world_size))
+        micro_batch_size = max(1, batch_size // ((steps or 1) * settings.data_parallel_size))
     elif steps is None:
-        steps = max(1, batch_size // (micro_batch_size * settings.world_size))
+        steps = max(1, batch_size // (micro_batch_size * settings.data_parallel_size))
     steps = steps or 1
-    product = micro_batch_size * steps * settings.world_size
+    product = micro_batch_size * steps * settings.data_parallel_size
     if product != batch_size:
         findings.add(
             f"{ROOT}.train_batch_size is {batch_size}, but {micro_batch_size} instances in a "
-            f"micro-batch x {steps} gradient accumulation steps x {settings.world_size} workers "
+            f"micro-batch x {steps} gradient accumulation steps x {settings.data_parallel_size} "
+            f"{'workers' if settings.sequence_parallel_size == 1 else 'groups of workers'} "
             f"are {product}: remove the key, or write {product}"
         )
     return micro_batch_size, steps
+
+
+def _resolve_sequence_parallel_size(config: Dict[str, Any], settings: TrainerSettings) -> None:
+    size = settings.sequence_parallel_size
+    if settings.world_size % size:
+        raise ConfigurationError(
+            f"sequence_parallel_size is {size}, but must divide the number of workers, which is "
+            f"{settings.world_size}: write another number, or remove the key"
+        )
+    if size > 1:
+        # By which DeepSpeed counts batches, too.
+        config["sequence_parallel_size"] = size
 
 
 def _resolve_grad_norm(

@@ -48,6 +48,7 @@ class TrainerSettings:
     batches_per_epoch : `int`, optional (default = `None`)
         In micro-batches.
     world_size : `int`, optional (default = `1`)
+    sequence_parallel_size : `int`, optional (default = `1`)
     device_type : `str`, optional (default = `"cpu"`)
         "cpu" or "cuda".
     bf16_supported : `bool`, optional (default = `True`)
@@ -74,6 +75,7 @@ class TrainerSettings:
     num_epochs: Optional[int] = None
     batches_per_epoch: Optional[int] = None
     world_size: int = 1
+    sequence_parallel_size: int = TRAINER_KEYS["sequence_parallel_size"].default
     device_type: str = "cpu"
     bf16_supported: bool = True
     serialization_dir: Optional[str] = None
@@ -81,6 +83,11 @@ class TrainerSettings:
     reduce_within: Union[int, str, None] = TRAINER_KEYS["reduce_within"].default
     torch_compile: Union[bool, Dict[str, Any], None] = None
     workers_per_node: Optional[int] = None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of workers, or of groups that share sequences, which read different data."""
+        return max(1, self.world_size // self.sequence_parallel_size)
 
     @classmethod
     def of_config(

@@ -87,7 +87,7 @@ _QUANTIZED = (
 UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
     "pipeline": ((), "an AllenNLP model is no sequence of pipeline stages; use ZeRO stage 3"),
     "tensor_parallel.autotp_size": ((0,), "its workers read different instances; use ZeRO stage 3"),
-    "sequence_parallel_size": ((1,), "its workers read different instances; remove the key"),
+    "sequence_parallel_size": ((1,), "it is a key of the trainer; write it there"),
     "data_parallel_size": ((), 'it is the length of "distributed.cuda_devices"; remove the key'),
     "expert_parallel.enabled": ((False,), "its modules don't fit an archive; remove the section"),
     "hybrid_engine.enabled": ((False,), "its modules don't fit an archive; remove the section"),
@@ -156,7 +156,7 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
     ),
     "seq_parallel_communication_data_type": (
         (),
-        "its workers read different instances, and none a part of a sequence; remove the key",
+        "gradients are reduced over all workers alike; write communication_data_type",
     ),
     "tensor_parallel.tp.tp_size": (
         (1,),

@@ -4,7 +4,20 @@ Language modelling: models whose loss is a mean over tokens. Imports no other ro
 
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
 from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
-from allennlp_deepspeed.language_modeling.token_loss_model import TokenLossModel
+from allennlp_deepspeed.language_modeling.token_loss_model import (
+    SequenceSharing,
+    TokenLossModel,
+    can_share,
+    cant_share,
+)
 from allennlp_deepspeed.language_modeling.token_metrics import TokenMetrics
 
-__all__ = ["CausalLM", "CausalLMReader", "TokenLossModel", "TokenMetrics"]
+__all__ = [
+    "CausalLM",
+    "CausalLMReader",
+    "SequenceSharing",
+    "TokenLossModel",
+    "TokenMetrics",
+    "can_share",
+    "cant_share",
+]

@@ -21,7 +21,7 @@ from allennlp_deepspeed.language_modeling.chunked_cross_entropy import (
     whole_cross_entropy,
 )
 from allennlp_deepspeed.language_modeling.output_head import output_head
-from allennlp_deepspeed.language_modeling.token_loss_model import TokenLossModel
+from allennlp_deepspeed.language_modeling.token_loss_model import SequenceSharing, TokenLossModel
 from allennlp_deepspeed.language_modeling.token_metrics import TokenMetrics
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,11 @@ class CausalLM(TokenLossModel):
     def num_loss_tokens(
         self, labels: Optional[torch.Tensor] = None, **inputs: Any
     ) -> Union[int, torch.Tensor]:
-        return 0 if labels is None else (_next_tokens(labels) != IGNORED).sum()
+        return 0 if labels is None else (self._targets(labels) != IGNORED).sum()
+
+    @overrides
+    def transformer_to_share(self) -> PreTrainedModel:
+        return self.transformer
 
     @overrides(check_signature=False)
     def forward(
@@ -172,12 +176,14 @@ class CausalLM(TokenLossModel):
             inputs["position_ids"] = position_ids
         if labels is None:
             return {"logits": self.transformer(**inputs).logits}
-        targets = _next_tokens(labels)
+        targets = self._targets(labels)
         if self._output_head is None:
             losses = whole_cross_entropy(self._call(self.transformer, inputs).logits, targets)
         else:
             outputs = self._call(self._output_head.backbone(), inputs)
             losses = self._token_losses(outputs.last_hidden_state, targets)
+        if self.sequence_sharing is not None and not self.training:
+            losses = TokenLosses(*map(self.sequence_sharing.total, losses))
         self._metrics(losses)
         if is_filler:
             return {}
@@ -185,12 +191,33 @@ class CausalLM(TokenLossModel):
 
     def _call(self, module: torch.nn.Module, inputs: Dict[str, Any]) -> Any:
         """The outputs of the transformer, or a part of it, which first are looked at."""
+        if self.sequence_sharing is not None:
+            return self._call_with_own_part(self.sequence_sharing, module, inputs)
         if "position_ids" not in inputs or self._keeps_packed_apart:
             return module(**inputs)
         with packing.kept_apart(self.transformer):
             outputs = module(**inputs)
         self._keeps_packed_apart = True
         return outputs
+
+    def _call_with_own_part(
+        self, sharing: SequenceSharing, module: torch.nn.Module, inputs: Dict[str, Any]
+    ) -> Any:
+        """The outputs for this worker's part of the sequences."""
+        input_ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
+        is_packed = position_ids is not None
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.size(1), device=input_ids.device)
+            position_ids = position_ids.expand_as(input_ids)
+        with sharing.attending(position_ids, is_packed) as own_positions:
+            own_ids = sharing.part(input_ids, 0)
+            return module(**{**inputs, "input_ids": own_ids, "position_ids": own_positions})
+
+    def _targets(self, labels: torch.Tensor) -> torch.Tensor:
+        """The token after each position, of this worker's part of the sequences."""
+        targets = _next_tokens(labels)
+        sharing = self.sequence_sharing
+        return targets if sharing is None else sharing.part(targets, IGNORED)
 
     def _token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
         """

@@ -1,7 +1,57 @@
-from typing import Any, Union
+from typing import Any, ContextManager, Optional, Protocol, Type, Union
 
 import torch
+from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
+from transformers import PreTrainedModel
+
+
+class SequenceSharing(Protocol):
+    """
+    What a model needs of whoever has several workers share each sequence, of which each computes a
+    part. All of them have the same batch.
+    """
+
+    def part(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
+        """
+        This worker's part.
+
+        # Parameters
+
+        tensor : `torch.Tensor`
+            Of shape (batch_size, length, ...).
+        padding_value : `float`
+            What is appended where the length can't be divided by the number of workers.
+
+        # Returns
+
+        `torch.Tensor`
+            Of shape (batch_size, part_length, ...).
+        """
+
+    def attending(
+        self, position_ids: torch.Tensor, is_packed: bool
+    ) -> ContextManager[torch.Tensor]:
+        """
+        Within it the transformer is to go forward.
+
+        # Parameters
+
+        position_ids : `torch.Tensor`
+            Of shape (batch_size, length), of whole sequences.
+        is_packed : `bool`
+            Whether positions begin anew within sequences, where attention isn't to cross.
+
+        # Returns
+
+        `torch.Tensor`
+            The positions of this worker's part, of shape (batch_size, part_length).
+        """
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        The sum of what each of the workers has. To be called by all of them. Not differentiable.
+        """
 
 
 class TokenLossModel(Model):
@@ -17,6 +67,13 @@ class TokenLossModel(Model):
     As for `Model`.
     """
 
+    sequence_sharing: Optional[SequenceSharing] = None
+    """
+    Set by the trainer where workers share sequences. Then `forward` takes whole sequences as ever,
+    but computes a part, of whose tokens `num_loss_tokens` and the loss are in training; and
+    otherwise what all parts have together.
+    """
+
     def num_loss_tokens(self, **inputs: Any) -> Union[int, torch.Tensor]:
         """
         The number of tokens of which `forward` of the same inputs gives the mean loss. Where there
@@ -29,3 +86,31 @@ class TokenLossModel(Model):
             A number, or a tensor without dimensions.
         """
         raise NotImplementedError
+
+    def transformer_to_share(self) -> PreTrainedModel:
+        """
+        The transformer whose attention is to go over the parts of all workers.
+
+        # Raises
+
+        `ConfigurationError`
+            If the model can't do with a part of a sequence, as none can but those that say so.
+        """
+        raise cant_share(type(self))
+
+
+def can_share(model: Type[Model]) -> bool:
+    """Whether workers may share sequences of models of a class."""
+    return (
+        issubclass(model, TokenLossModel)
+        and model.transformer_to_share is not TokenLossModel.transformer_to_share
+    )
+
+
+def cant_share(model: Type[Model]) -> ConfigurationError:
+    """The error where workers are to share sequences of models of a class that can't."""
+    return ConfigurationError(
+        f"'trainer.sequence_parallel_size' is above 1, but the model is a {model.__name__}: "
+        'only "causal_lm" can have several workers share a sequence. Encoders and other models '
+        "that mask attention can't, because the mask would be dropped. Remove the key."
+    )

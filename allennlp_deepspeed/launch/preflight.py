@@ -17,6 +17,7 @@ from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import int_to_device
+from allennlp.models import Model
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
@@ -31,6 +32,7 @@ from allennlp_deepspeed.config.own_keys import (
 )
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
+from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import fingerprint, nodes, recovery, resumption
 from allennlp_deepspeed.launch import launched as launching
 from allennlp_deepspeed.launch.node_files import NodeFiles
@@ -38,6 +40,7 @@ from allennlp_deepspeed.optimizers import check_optimizer
 from allennlp_deepspeed.processes import launcher
 from allennlp_deepspeed.processes.job import Job
 from allennlp_deepspeed.processes.launcher import Launched
+from allennlp_deepspeed.processes.sequence_groups import read_by_groups
 from allennlp_deepspeed.processes.supervision import supervised_workers
 from allennlp_deepspeed.processes.worker_device import capabilities
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
@@ -86,7 +89,7 @@ def _train(
     params, directory = arguments["params"], arguments["serialization_dir"]
     node_rank = arguments.get("node_rank", 0)
     config = params.as_dict(quiet=True)
-    prepare = worker_preparation(params, directory)
+    prepare = _read_by_groups(config, worker_preparation(params, directory))
     if launched is None:
         local_rank, member = None, nodes.member(config, node_rank)
     else:
@@ -118,6 +121,20 @@ def _train(
             if is_leader:
                 recovery.prepare(params, directory, node_rank)
         return train_model(**arguments)
+
+
+def _read_by_groups(
+    config: Dict[str, Any], prepare: Optional[Callable[[], None]]
+) -> Optional[Callable[[], None]]:
+    """What each worker has to call first, so that those that share sequences read the same data."""
+    size = config["trainer"].get("sequence_parallel_size", 1)
+    return prepare if size == 1 else functools.partial(_prepare_reader, size, prepare)
+
+
+def _prepare_reader(size: int, prepare: Optional[Callable[[], None]]) -> None:
+    read_by_groups(size)
+    if prepare is not None:
+        prepare()
 
 
 def _compare_vocabularies(
@@ -182,12 +199,23 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
             "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
             'them: add "type": "deepspeed" at the top level of the config.'
         )
+    if config["trainer"].get("sequence_parallel_size", 1) != 1:
+        _check_model_to_share(config.get("model"), findings)
     accelerator = _accelerator(config)
     if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch", "deepspeed"):
         findings.add(
             f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
             'DeepSpeed takes its place: write "deepspeed", or leave it out.'
         )
+
+
+def _check_model_to_share(model: Any, findings: Findings) -> None:
+    """That its type is known is for AllenNLP to say."""
+    name = registered_name(model)
+    if name in Model.list_available():
+        model_class = Model.resolve_class_name(name)[0]
+        if not can_share(model_class):
+            findings.add(str(cant_share(model_class)))
 
 
 def _check_deepspeed_config(

@@ -40,6 +40,7 @@ from allennlp_deepspeed.training.callbacks import (
 )
 from allennlp_deepspeed.training.device_transfer import to_device
 from allennlp_deepspeed.training.progress import Progress
+from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
 
 # Which move batches to their `cuda_device`, if they have one.
 _LOADERS_OF_ALLENNLP = (MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader)
@@ -74,6 +75,7 @@ class EngineTrainer(GradientDescentTrainer):
     _buffers: BufferBroadcast
     # The keys 'gradient_synchronization' and 'grad_cache'.
     _gradient_settings: Tuple[str, Optional[Dict[str, Any]]]
+    _sequence_parallelism: SequenceParallelism
     # They come and go with the engine.
     _gradients: GradientSynchronizer
     _gradient_step: GradientStep
@@ -336,6 +338,7 @@ class EngineTrainer(GradientDescentTrainer):
         if self._moving_average is not None:
             self._check_averages(self._moving_average)
             self._moving_average.before_assigning = self._weight_watch.raise_if_changed
+        self._sequence_parallelism.attach(wrapped_model)
         self._inner_gradients = InnerGradients(self.engine)
         self._gradient_step = GradientStep(
             wrapped_model,

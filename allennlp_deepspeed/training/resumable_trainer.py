@@ -94,7 +94,8 @@ class ResumableTrainer(EngineTrainer):
     def instances_per_step(self) -> int:
         """Of all ranks. Micro-batches without a fixed size count as one."""
         size = micro_batch_size(self.data_loader) or 1
-        return size * self._num_gradient_accumulation_steps * self._world_size
+        num_readers = self._sequence_parallelism.num_readers
+        return size * self._num_gradient_accumulation_steps * num_readers
 
     def save_best_weights(self) -> None:
         """

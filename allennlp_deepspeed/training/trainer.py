@@ -48,6 +48,7 @@ from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.readings import Readings
 from allennlp_deepspeed.training.replay import Replay
 from allennlp_deepspeed.training.resumable_trainer import ResumableTrainer
+from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
 from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 
@@ -159,6 +160,11 @@ class DeepSpeedTrainer(ResumableTrainer):
                 arguments["gradient_synchronization"],
                 arguments["grad_cache"],
             )
+            self._sequence_parallelism = SequenceParallelism(
+                model,
+                arguments["sequence_parallel_size"],
+                [data_loader, self._validation_data_loader],
+            )
             if self._moving_average is not None and self.engine.zero_nvme_offload_optimizer():
                 raise ConfigurationError(
                     "'trainer.moving_average' needs the weights that it averages in memory. "
@@ -251,6 +257,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         for callback in self._communication:
             callback.on_step_start()
 
+        self._sequence_parallelism.look_at(group.batches)
         outputs = []
         with self._gradient_step.accumulate(group.batches, group_size):
             for i, batch in enumerate(group.batches, start=1):
@@ -361,6 +368,7 @@ class DeepSpeedTrainer(ResumableTrainer):
             )
         if agreement.has_changed_weights:
             self._weight_watch.raise_error()
+        self._sequence_parallelism.check_batches(self.cuda_device)
         self._weight_watch.request_comparison()
         self._readings.show(agreement.seconds_per_step)
         return agreement

@@ -1,0 +1,300 @@
+import itertools
+import weakref
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from allennlp.common.checks import ConfigurationError
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
+
+KEY = "trainer.sequence_parallel_size"
+
+SUPPORTED_MODEL_TYPES = (
+    "cohere",
+    "ernie4_5",
+    "gemma",
+    "gemma3_text",
+    "glm",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+"""Those whose numbers have been compared with one process, by transformers' names."""
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+# What a model may hand on to its attention. Anything else that isn't empty might mean something for
+# whole sequences, or for heads by their number.
+_HARMLESS = {"dropout", "scaling", "position_ids", "sliding_window", "cache_position"}
+
+_numbers = itertools.count()
+
+
+class UlyssesAttention:
+    """
+    Has the attention of a transformer go over sequences of which each worker of a group has a part:
+    it exchanges parts for heads, attends with its share of the heads over whole sequences, and
+    exchanges them back. DeepSpeed's
+    [`UlyssesSPAttentionHF`](https://arxiv.org/abs/2506.13996) around the attention that the model
+    has, which without a mask is causal.
+
+    To be constructed by every rank; the transformer must go forward by `attending`.
+
+    # Parameters
+
+    transformer : `PreTrainedModel`, required.
+        With causal attention.
+    group : `SequenceGroup`, required.
+
+    # Raises
+
+    `ConfigurationError`
+        If the numbers haven't been shown to be right with such a model.
+    """
+
+    def __init__(self, transformer: PreTrainedModel, group: SequenceGroup) -> None:
+        self._transformer = transformer
+        self.group = group
+        self._implementation: str = transformer.config._attn_implementation
+        _check(transformer, group.size, self._implementation)
+        self._attend = ALL_ATTENTION_FUNCTIONS[self._implementation]
+        self._ulysses: Dict[Tuple[int, ...], UlyssesSPAttentionHF] = {}
+        self._kv_groups: List[Tuple[torch.nn.Module, int]] = []
+        self._positions: Optional[torch.Tensor] = None
+        self._masks: Dict[Optional[int], Optional[torch.Tensor]] = {}
+        self._num_calls = 0
+        self._name = f"ulysses_{next(_numbers)}"
+        # They can't be taken out again, and are to keep nothing alive.
+        attention = weakref.WeakMethod(self._attention)
+        ALL_ATTENTION_FUNCTIONS.register(
+            self._name,
+            lambda *args, **kwargs: attention()(*args, **kwargs),  # type: ignore[misc]
+        )
+        transformer.set_attn_implementation(self._name)
+
+    def part(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
+        """As `SequenceGroup.part`."""
+        return self.group.part(tensor, padding_value)
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        The sum of what each worker of the group has. To be called by all of them. Not
+        differentiable.
+        """
+        tensor = tensor.detach().clone()
+        torch.distributed.all_reduce(tensor, group=self.group.process_group)
+        return tensor
+
+    def remove(self) -> None:
+        """Has the transformer attend as before."""
+        self._transformer.set_attn_implementation(self._implementation)
+        for module, num_groups in self._kv_groups:
+            module.num_key_value_groups = num_groups  # type: ignore[assignment]
+        self._kv_groups.clear()
+        self._ulysses.clear()
+
+    @contextmanager
+    def attending(self, position_ids: torch.Tensor, is_packed: bool) -> Iterator[torch.Tensor]:
+        """
+        The transformer is to go forward within it, with this worker's part of the input. Until it
+        is called again, its backward pass may recompute activations.
+
+        # Parameters
+
+        position_ids : `torch.Tensor`
+            Of shape (batch_size, length), of whole sequences.
+        is_packed : `bool`
+            Whether positions begin anew within sequences, where attention isn't to cross.
+
+        # Returns
+
+        `torch.Tensor`
+            The positions of this worker's part.
+        """
+        own = self.group.part(position_ids, padding_value=0)
+        missing = own.size(1) * self.group.size - position_ids.size(1)
+        self._positions = None
+        if is_packed:
+            self._positions = torch.nn.functional.pad(position_ids, (0, missing))
+        self._length = own.size(1) * self.group.size
+        self._masks.clear()
+        self._num_calls = 0
+        yield own
+        num_layers = self._transformer.config.num_hidden_layers
+        if self._num_calls != num_layers:
+            raise ConfigurationError(
+                f"'{KEY}' is {self.group.size}, but of {num_layers} layers of this "
+                f"{type(self._transformer).__name__} only {self._num_calls} attend in a way that "
+                "can be shared among workers: remove the key."
+            )
+
+    def _attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Optional[torch.Tensor],
+        **kwargs: Any,
+    ) -> Tuple[torch.Tensor, None]:
+        """
+        With this worker's part of each sequence, of shape (batch_size, num_heads, part_length,
+        head_size), in place of transformers' attention functions.
+        """
+        self._check_call(module, key, value, kwargs)
+        self._num_calls += 1
+        batch_size, num_heads, part_length, head_size = query.shape
+        shape = (batch_size, num_heads, head_size, key.size(1))
+        if shape not in self._ulysses:
+            self._ulysses[shape] = self._construct(*shape)
+        if kwargs.get("position_ids") is None:
+            start = self.group.rank * part_length
+            kwargs["position_ids"] = torch.arange(
+                start, start + part_length, device=query.device
+            ).expand(batch_size, -1)
+        num_groups = getattr(module, "num_key_value_groups", None)
+        output, _ = self._ulysses[shape](module, query, key, value, None, **kwargs)
+        if getattr(module, "num_key_value_groups", None) != num_groups:
+            self._kv_groups.append((module, num_groups))  # type: ignore[arg-type]
+        # As other attention functions give it, which is what some models count on.
+        return output.unflatten(-1, (num_heads, head_size)), None
+
+    def _construct(
+        self, batch_size: int, num_heads: int, head_size: int, num_kv_heads: int
+    ) -> UlyssesSPAttentionHF:
+        _check_heads(self.group.size, num_heads, num_kv_heads)
+        return UlyssesSPAttentionHF(
+            attn=self._attend_with_mask,
+            batch_size=batch_size,
+            attn_head_count=num_heads,
+            attn_head_size=head_size,
+            kv_head_count=num_kv_heads,
+            num_hidden_layers=self._transformer.config.num_hidden_layers,
+            process_group=self.group.process_group,
+            seq_length_is_variable=True,
+        )
+
+    def _attend_with_mask(
+        self, module: torch.nn.Module, *args: Any, **kwargs: Any
+    ) -> Tuple[torch.Tensor, Any]:
+        """With a share of the heads over whole sequences."""
+        query, key, value, _ = args
+        mask = None
+        if self._implementation == "sdpa":
+            mask = self._mask(kwargs.get("sliding_window"), query.device)
+        return self._attend(module, query, key, value, mask, **kwargs)
+
+    def _mask(self, window: Optional[int], device: torch.device) -> Optional[torch.Tensor]:
+        """
+        Of shape (batch_size or 1, 1, length, length), true where a row attends to a column. `None`
+        where plain causal attention does, which needs no memory for one.
+        """
+        if window is not None and window >= self._length:
+            window = None
+        if window not in self._masks:
+            self._masks[window] = self._construct_mask(window, device)
+        return self._masks[window]
+
+    def _construct_mask(
+        self, window: Optional[int], device: torch.device
+    ) -> Optional[torch.Tensor]:
+        if window is None and self._positions is None:
+            return None
+        places = torch.arange(self._length, device=device)
+        distances = places[:, None] - places[None, :]
+        mask = (distances >= 0)[None]
+        if window is not None:
+            mask = mask & (distances < window)
+        if self._positions is not None:
+            segments = (self._positions.to(device) == 0).cumsum(dim=1)
+            mask = mask & (segments[:, :, None] == segments[:, None, :])
+        return mask[:, None]
+
+    def _check_call(
+        self,
+        module: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kwargs: Dict[str, Any],
+    ) -> None:
+        unknown = [
+            name
+            for name, argument in kwargs.items()
+            if name not in _HARMLESS
+            and argument is not None
+            and argument is not False
+            and not (name == "is_causal" and argument is True)
+        ]
+        reason = None
+        if unknown:
+            reason = f"hands {', '.join(unknown)} to its attention"
+        elif not getattr(module, "is_causal", True):
+            reason = "has attention that isn't causal"
+        elif key.shape != value.shape:
+            reason = "has keys and values of different sizes"
+        elif _has_window(self._transformer.config) and "sliding_window" not in kwargs:
+            reason = "doesn't say to its attention how long its sliding window is"
+        if reason is not None:
+            raise ConfigurationError(
+                f"'{KEY}' is {self.group.size}, but {type(self._transformer).__name__} {reason}, "
+                "which hasn't been shown to be right over several workers: remove the key."
+            )
+
+
+def _check(transformer: PreTrainedModel, size: int, implementation: str) -> None:
+    config = transformer.config
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ConfigurationError(
+            f"'{KEY}' is {size}, but of the model type {config.model_type!r} it hasn't been shown "
+            f"that the numbers are right then, only of {', '.join(SUPPORTED_MODEL_TYPES)}: remove "
+            "the key."
+        )
+    others = set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES
+    if others:
+        raise ConfigurationError(
+            f"'{KEY}' is {size}, but the model has layers of {', '.join(sorted(others))}, which "
+            "mix what is in different parts of a sequence in another way: remove the key."
+        )
+    if implementation != "sdpa" and not implementation.startswith("flash_attention"):
+        raise ConfigurationError(
+            f"'{KEY}' is {size}, but the model's attn_implementation is {implementation!r}, which "
+            'needs a mask: write "attn_implementation": "sdpa" in its transformer_kwargs, or '
+            '"flash_attention_2" where there is one.'
+        )
+    _check_heads(size, config.num_attention_heads, getattr(config, "num_key_value_heads", None))
+
+
+def _check_heads(size: int, num_heads: int, num_kv_heads: Optional[int]) -> None:
+    num_kv_heads = num_kv_heads or num_heads
+    if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
+        raise ConfigurationError(
+            f"'{KEY}' is {size}, but the model's attention has {num_heads} heads, and "
+            f"{num_kv_heads} for keys and values, which can't be divided among as many workers: "
+            "write a number by which both can be divided."
+        )
+
+
+def _has_window(config: Any) -> bool:
+    return bool(
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    )

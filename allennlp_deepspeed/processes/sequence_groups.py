@@ -1,0 +1,96 @@
+"""
+Neighbouring workers that share each sequence: all of a group read the same data, and each computes
+its part of every sequence.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Iterator, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from allennlp.data.dataset_readers import dataset_reader
+
+
+class SequenceGroup(NamedTuple):
+    """
+    The workers that share a sequence with this one.
+
+    # Parameters
+
+    process_group : `ProcessGroup`, required.
+    size : `int`, required.
+        The number of workers.
+    rank : `int`, required.
+        Of this worker among them.
+    """
+
+    process_group: dist.ProcessGroup
+    size: int
+    rank: int
+
+    @classmethod
+    def of_neighbours(cls, size: int) -> "SequenceGroup":
+        """
+        Makes groups of as many neighbouring ranks. To be called by every rank.
+
+        # Parameters
+
+        size : `int`, required.
+            Divides the number of all ranks.
+        """
+        process_group, _ = dist.new_subgroups(group_size=size)
+        return cls(process_group, size, dist.get_rank() % size)
+
+    def part(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
+        """
+        This worker's part of each sequence.
+
+        # Parameters
+
+        tensor : `torch.Tensor`, required.
+            Of shape (batch_size, length, ...), the same on all workers of the group.
+        padding_value : `float`, required.
+            What is appended where the length can't be divided by the number of workers.
+
+        # Returns
+
+        `torch.Tensor`
+            Of shape (batch_size, ceil(length / size), ...).
+        """
+        missing = -tensor.size(1) % self.size
+        if missing:
+            padding = tensor.new_full((tensor.size(0), missing, *tensor.shape[2:]), padding_value)
+            tensor = torch.cat([tensor, padding], dim=1)
+        return tensor.chunk(self.size, dim=1)[self.rank]
+
+
+class _GroupsAsRanks:
+    """`torch.distributed` with a rank for each group of neighbours."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def get_rank(self) -> int:
+        return dist.get_rank() // self.size
+
+    def get_world_size(self) -> int:
+        return dist.get_world_size() // self.size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
+def read_by_groups(size: int) -> None:
+    """
+    Has AllenNLP's readers of this process, from now on, divide the data among groups of as many
+    neighbouring ranks instead of single ones.
+    """
+    dataset_reader.dist = _GroupsAsRanks(size)  # type: ignore[assignment]
+
+
+@contextmanager
+def reading_by_groups(size: int) -> Iterator[None]:
+    """`read_by_groups`, within it only: data are to be read there, and readers constructed."""
+    with mock.patch.object(dataset_reader, "dist", _GroupsAsRanks(size)):
+        yield

@@ -1,0 +1,121 @@
+from functools import partial
+from typing import Any, Iterable, Iterator, List, Optional
+
+import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+from allennlp.data.data_loaders import DataLoader, TensorDict
+from allennlp.models import Model
+
+from allennlp_deepspeed.engine.ulysses import UlyssesAttention
+from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.language_modeling import TokenLossModel, can_share, cant_share
+from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
+
+
+class SequenceParallelism:
+    """
+    Has neighbouring workers share each sequence of a model's batches. Gradients are reduced over
+    all workers as ever, and each loss is weighed by its tokens (`LossWeights`), so that neither
+    ZeRO nor the engine has to know of the groups.
+
+    # Parameters
+
+    model : `Model`, required.
+    size : `int`, required.
+        The number of workers in a group; with 1 it does nothing.
+    data_loaders : `Iterable[Optional[DataLoader]]`, required.
+        Of which those with a reader must divide data among groups.
+
+    # Raises
+
+    `ConfigurationError`
+        If they don't, or the model can't be shared.
+    """
+
+    def __init__(
+        self, model: Model, size: int, data_loaders: Iterable[Optional[DataLoader]]
+    ) -> None:
+        self.num_readers = dist.get_world_size() // size
+        """The number of workers or groups that read different data."""
+        self._model = model
+        self._size = size
+        self._group: Optional[SequenceGroup] = None
+        # Of all batches so far, on the device that the data loader has left them on.
+        self._checksum = torch.tensor(0)
+        if size == 1:
+            return
+        if not can_share(type(model)):
+            raise cant_share(type(model))
+        for data_loader in data_loaders:
+            _check_reader(data_loader, size)
+
+    def look_at(self, batches: List[TensorDict]) -> None:
+        """Before a step, at its micro-batches. The host doesn't wait for the device."""
+        if self._size > 1:
+            for tensor in _tensors(batches):
+                self._checksum = self._checksum * 31 + _checksum(tensor)
+
+    def check_batches(self, device: torch.device) -> None:
+        """
+        Compares what has been looked at. Waits for the device. To be called by every rank.
+
+        # Raises
+
+        `RuntimeError`
+            On every rank, if those of a group had different batches.
+        """
+        if self._size == 1:
+            return
+        checksums = agreement.numbers_of_all([int(self._checksum)], device)
+        for first in range(0, len(checksums), self._size):
+            group = checksums[first : first + self._size]
+            if any(checksum != group[0] for checksum in group):
+                raise RuntimeError(
+                    f"Ranks {first} to {first + self._size - 1} share sequences, but had different "
+                    "batches: the reader or the data loader gives each process other data. Take "
+                    "what differs out of it, such as a seed of its own or an order by hash()."
+                )
+
+    def attach(self, wrapped_model: DeepSpeedWrappedModel) -> None:
+        """Until the engine is taken down, which has just come up. To be called by every rank."""
+        model = self._model
+        if self._size == 1 or not isinstance(model, TokenLossModel):
+            return
+        transformer = model.transformer_to_share()
+        if self._group is None:
+            self._group = SequenceGroup.of_neighbours(self._size)
+        attention = UlyssesAttention(transformer, self._group)
+        wrapped_model.before_destroying(attention.remove)
+        model.sequence_sharing = attention
+        wrapped_model.before_destroying(partial(setattr, model, "sequence_sharing", None))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Of its elements in their order and of its shape, an int64 without dimensions."""
+    if tensor.is_floating_point():
+        tensor = tensor.double().view(torch.int64)
+    places = torch.arange(1, tensor.numel() + 1, device=tensor.device)
+    total = (tensor.flatten() * places).sum()
+    return total + sum(31**i * size for i, size in enumerate(tensor.shape))
+
+
+def _check_reader(data_loader: Optional[DataLoader], size: int) -> None:
+    reader = getattr(data_loader, "reader", None)
+    info = reader.get_distributed_info() if reader is not None else None
+    if info is not None and info.world_size != dist.get_world_size() // size:
+        raise ConfigurationError(
+            f"'trainer.sequence_parallel_size' is {size}, but a reader divides data among "
+            f"{info.world_size} workers, where those that share sequences have to read the same: "
+            "construct readers and data loaders within "
+            f"`allennlp_deepspeed.reading_by_groups({size})`."
+        )

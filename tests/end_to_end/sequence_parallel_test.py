@@ -1,0 +1,177 @@
+"""
+Workers that share sequences train as a single process does with the same batches.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Tuple
+
+import pytest
+import torch
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import Vocabulary
+from allennlp.data.dataset_readers import BabiReader
+from allennlp.models import Model
+
+from allennlp_deepspeed import reading_by_groups
+from allennlp_deepspeed.language_modeling import CausalLM
+from allennlp_deepspeed.launch.preflight import check
+from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
+from tests.end_to_end.resize_test import (
+    assert_continues,
+    assert_same_state,
+    dumped,
+    on,
+    recover,
+)
+from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
+from tests.support.experiment import (
+    ONE_PROCESS,
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+from tests.support.workers import run_workers
+
+CPU = torch.device("cpu")
+
+FOUR_WORKERS: Config = {"distributed": {"cuda_devices": [-1] * 4}}
+READER = load_config("causal_lm")["dataset_reader"]
+RESIZABLE: Config = {
+    # Whose loss is the mean over batches.
+    "validation_data_loader": {"batch_size": 1},
+    "trainer.callbacks": ["dump_state", "record_loss_curve"],
+    "trainer.checkpointer": {"save_every_num_batches": 2, "keep_most_recent_by_count": None},
+}
+SHARED: Config = {"trainer.sequence_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(session_directory: Path) -> str:
+    return tiny_tokenizer(session_directory / "tiny_lm")
+
+
+def language_model(tokenizer: str, *overrides: Config) -> Config:
+    return load_config(
+        "causal_lm",
+        {"dataset_reader.tokenizer": tokenizer, "model.config": LLAMA, "trainer.callbacks": []},
+        *overrides,
+    )
+
+
+def metrics(result: Result) -> Any:
+    final = result.final_metrics()
+    return {
+        f"{kind}_{name}": final[f"{kind}_{name}"]
+        for kind in ("training", "best_validation")
+        for name in ("perplexity", "token_accuracy")
+    }
+
+
+def assert_same(actual: Result, expected: Result) -> None:
+    assert_same_weights(actual.weights(), expected.weights(), tolerance=1e-5)
+    assert metrics(actual) == pytest.approx(metrics(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
+def test_two_workers_with_a_part_each(experiments: Experiments, tokenizer: str, stage: int) -> None:
+    # Each step of both has the same 6 examples, of different lengths.
+    one = language_model(tokenizer, {**ONE_PROCESS, "data_loader.batch_size": 6})
+    accumulating = {"data_loader.batch_size": 3, "trainer.num_gradient_accumulation_steps": 2}
+    two = language_model(tokenizer, TWO_WORKERS, SHARED, accumulating)
+    assert_same(experiments.run(deepspeed(two, stage)), experiments.run(one))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_groups_of_two_workers(experiments: Experiments, tokenizer: str, stage: int) -> None:
+    one = language_model(tokenizer, {**ONE_PROCESS, "data_loader.batch_size": 6})
+    # The total counts a group once.
+    four = language_model(tokenizer, FOUR_WORKERS, SHARED, {"data_loader.batch_size": 3})
+    assert_same(experiments.run(deepspeed(four, stage, train_batch_size=6)), experiments.run(one))
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.soak), 2, 3])
+@pytest.mark.parametrize(
+    "before, after",
+    [((2, 2), (1, 1)), ((2, 2), (4, 2)), pytest.param((4, 2), (2, 1), marks=pytest.mark.soak)],
+)
+def test_recovery_with_other_groups(
+    experiments: Experiments,
+    tokenizer: str,
+    tmp_path: Path,
+    stage: int,
+    before: Tuple[int, int],
+    after: Tuple[int, int],
+) -> None:
+    def on_workers(num_workers: int, size: int) -> Config:
+        batch_size = {"data_loader.batch_size": 12 // (num_workers // size)}
+        shared = {
+            "trainer.sequence_parallel_size": size,
+            # As many for each of two groups, of which AllenNLP leaves the rest out.
+            "validation_dataset_reader": {**READER, "tokenizer": tokenizer, "max_instances": 8},
+        }
+        return deepspeed(
+            language_model(tokenizer, RESIZABLE, on(num_workers), batch_size, shared), stage
+        )
+
+    uninterrupted = experiments.run(on_workers(*before))
+    recovered = recover(uninterrupted, tmp_path, on_workers(*after))
+    assert_same_state(dumped(recovered, "start"), dumped(uninterrupted, "e1_b2"))
+    assert_continues(recovered, uninterrupted)
+
+
+def test_workers_that_share_sequences_must_have_the_same_batches(tokenizer: str) -> None:
+    def work(rank: int) -> str:
+        sequences = SequenceParallelism(constructed_model(), 2, [])
+        same = {"input_ids": torch.arange(6).view(2, 3)}
+        sequences.look_at([same, {"input_ids": torch.tensor([[1, 2]])}])
+        sequences.check_batches(CPU)
+        # The same tokens, in another order.
+        sequences.look_at([same, {"input_ids": torch.tensor([[1, 2]]).roll(rank // 3, 1)}])
+        with pytest.raises(RuntimeError) as error:
+            sequences.check_batches(CPU)
+        return str(error.value)
+
+    assert all(
+        message.startswith("Ranks 2 to 3 share sequences, but had different batches")
+        for message in run_workers(4, work)
+    )
+
+
+def constructed_model() -> Model:
+    return CausalLM(Vocabulary(), config=LLAMA)
+
+
+def test_what_cant_be_shared_is_refused(tokenizer: str) -> None:
+    """In the parent, before there are workers."""
+
+    def message(config: Config) -> str:
+        with pytest.raises(ConfigurationError) as error:
+            check(Params(deepspeed(config, 2)))
+        return str(error.value)
+
+    two = language_model(tokenizer, TWO_WORKERS)
+    assert "must divide the number of workers, which is 2" in message(
+        {**two, "trainer": {**two["trainer"], "sequence_parallel_size": 3}}
+    )
+    tagger = load_config("tagger", TWO_WORKERS, SHARED)
+    assert 'only "causal_lm" can have several workers share a sequence' in message(tagger)
+
+
+def test_readers_in_python_have_to_read_by_groups() -> None:
+    def work(rank: int) -> Tuple[Any, str]:
+        with reading_by_groups(2):
+            by_groups = BabiReader().get_distributed_info()
+        loader = SimpleNamespace(reader=BabiReader())
+        with pytest.raises(ConfigurationError) as error:
+            SequenceParallelism(constructed_model(), 2, [loader])  # type: ignore[list-item]
+        return (by_groups.global_rank, by_groups.world_size), str(error.value)
+
+    results = run_workers(4, work)
+    assert [info for info, _ in results] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert all("reading_by_groups(2)" in message for _, message in results)
