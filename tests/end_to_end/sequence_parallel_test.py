@@ -41,7 +41,6 @@ from tests.support.workers import run_workers
 CPU = torch.device("cpu")
 
 FOUR_WORKERS: Config = {"distributed": {"cuda_devices": [-1] * 4}}
-READER = load_config("causal_lm")["dataset_reader"]
 RESIZABLE: Config = {
     # Whose loss is the mean over batches.
     "validation_data_loader": {"batch_size": 1},
@@ -59,7 +58,15 @@ def tokenizer(session_directory: Path) -> str:
 def language_model(tokenizer: str, *overrides: Config) -> Config:
     return load_config(
         "causal_lm",
-        {"dataset_reader.tokenizer": tokenizer, "model.config": LLAMA, "trainer.callbacks": []},
+        {
+            "dataset_reader.tokenizer": tokenizer,
+            "validation_dataset_reader.tokenizer": tokenizer,
+            "model.config": LLAMA,
+            "model.tokenizer": tokenizer,
+            "trainer.callbacks": [],
+            # With more, rounding grows tenfold every few steps.
+            "trainer.optimizer.lr": 0.3,
+        },
         *overrides,
     )
 
@@ -84,6 +91,40 @@ def test_two_workers_with_a_part_each(experiments: Experiments, tokenizer: str, 
     one = language_model(tokenizer, {**ONE_PROCESS, "data_loader.batch_size": 6})
     accumulating = {"data_loader.batch_size": 3, "trainer.num_gradient_accumulation_steps": 2}
     two = language_model(tokenizer, TWO_WORKERS, SHARED, accumulating)
+    assert_same(experiments.run(deepspeed(two, stage)), experiments.run(one))
+
+
+PACKED: Config = {
+    "dataset_reader.pack": True,
+    "dataset_reader.max_length": 17,
+    "dataset_reader.max_instances": 12,
+}
+LORA: Config = {
+    "model.lora": {
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": "all-linear",
+        "init_lora_weights": False,
+    }
+}
+
+
+@pytest.mark.parametrize(
+    "changes, stage",
+    [
+        pytest.param(PACKED, 2, id="packed"),
+        pytest.param({**PACKED, **LORA}, 3, id="packed, adapters"),
+        pytest.param({**PACKED, **LORA}, 0, id="packed, adapters", marks=pytest.mark.soak),
+        pytest.param(LORA, 2, id="adapters", marks=pytest.mark.soak),
+    ],
+)
+def test_packed_sequences_and_adapters(
+    experiments: Experiments, tokenizer: str, changes: Config, stage: int
+) -> None:
+    one = language_model(tokenizer, changes, {**ONE_PROCESS, "data_loader.batch_size": 3})
+    checkpointed = {"trainer.activation_checkpointing": ["layers.\\d+$"]}
+    batch_size = {"data_loader.batch_size": 3}
+    two = language_model(tokenizer, changes, TWO_WORKERS, SHARED, batch_size, checkpointed)
     assert_same(experiments.run(deepspeed(two, stage)), experiments.run(one))
 
 
@@ -113,7 +154,7 @@ def test_recovery_with_other_groups(
         shared = {
             "trainer.sequence_parallel_size": size,
             # As many for each of two groups, of which AllenNLP leaves the rest out.
-            "validation_dataset_reader": {**READER, "tokenizer": tokenizer, "max_instances": 8},
+            "validation_dataset_reader.max_instances": 8,
         }
         return deepspeed(
             language_model(tokenizer, RESIZABLE, on(num_workers), batch_size, shared), stage
