@@ -19,6 +19,7 @@ from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.engine.activation_checkpointing import DeepSpeedCheckpointWrapper
+from allennlp_deepspeed.language_modeling import causal_lm_predictor
 from allennlp_deepspeed.launch import find_learning_rate, preflight
 from allennlp_deepspeed.lora import LoraEmbedder
 from allennlp_deepspeed.processes.sequence_groups import reading_by_groups
@@ -44,3 +45,4 @@ __all__ = [
 compat.apply()
 preflight.install()
 find_learning_rate.install()
+causal_lm_predictor.install()

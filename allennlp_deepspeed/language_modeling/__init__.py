@@ -1,8 +1,10 @@
 """
-Language modelling: models whose loss is a mean over tokens. Imports no other room of its row.
+Language modelling: a causal language model with its reader, metrics and predictor, and what models
+are whose loss is a mean over tokens. Imports no other room of its row.
 """
 
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
+from allennlp_deepspeed.language_modeling.causal_lm_predictor import CausalLMPredictor
 from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
 from allennlp_deepspeed.language_modeling.token_loss_model import (
     SequenceSharing,
@@ -14,6 +16,7 @@ from allennlp_deepspeed.language_modeling.token_metrics import TokenMetrics
 
 __all__ = [
     "CausalLM",
+    "CausalLMPredictor",
     "CausalLMReader",
     "SequenceSharing",
     "TokenLossModel",

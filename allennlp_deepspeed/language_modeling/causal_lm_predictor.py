@@ -1,0 +1,224 @@
+import argparse
+import functools
+from typing import Any, Callable, Dict, List, Optional
+
+import torch
+from allennlp.commands import predict as predict_command
+from allennlp.common.checks import ConfigurationError
+from allennlp.common.util import JsonDict
+from allennlp.data import DatasetReader, Instance
+from allennlp.models import Model
+from allennlp.predictors import Predictor
+from overrides import overrides
+from transformers import GenerationConfig, StoppingCriteria, TextStreamer
+
+from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
+from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
+
+_INPUTS = '{"prompt": ...}, {"text": ...} or {"messages": [...]}'
+
+
+@Predictor.register("causal_lm")
+class CausalLMPredictor(Predictor):
+    """
+    Generates responses with a `CausalLM`. Takes `{"prompt": ...}`, `{"text": ...}` or
+    `{"messages": [...]}`, such as the "causal_lm" reader does, whose responses it passes over, and
+    gives `{"response": ..., "finish_reason": ...}`, where the latter is "stop", or "length" after
+    `max_new_tokens`.
+
+    `allennlp predict` prints a response as it comes, unless it is `--silent` or has batches of
+    several.
+
+    Registered as a `Predictor` with name "causal_lm".
+
+    # Parameters
+
+    model : `Model`, required.
+        A `CausalLM`.
+    dataset_reader : `DatasetReader`, required.
+        A `CausalLMReader`.
+    max_new_tokens : `int`, optional (default = `256`)
+    sample : `bool`, optional (default = `False`)
+        Whether tokens are drawn, instead of the most probable one taken.
+    temperature : `float`, optional (default = `1.0`)
+        By which logits are divided before one is drawn.
+    top_k : `int`, optional (default = `None`)
+        Of the most probable tokens, as many are drawn from.
+    top_p : `float`, optional (default = `None`)
+        Of the most probable tokens, as many as have this probability together.
+    seed : `int`, optional (default = `0`)
+        Of what is drawn, for each batch of inputs anew.
+    stop : `List[str]`, optional (default = `None`)
+        Strings at which a response ends. They are no part of it.
+    stream : `bool`, optional (default = `False`)
+        Whether a response is printed as it comes.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        dataset_reader: DatasetReader,
+        max_new_tokens: int = 256,
+        sample: bool = False,
+        temperature: float = 1.0,
+        top_k: Optional[int] = None,
+        top_p: Optional[float] = None,
+        seed: int = 0,
+        stop: Optional[List[str]] = None,
+        stream: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, dataset_reader, **kwargs)
+        if not isinstance(model, CausalLM) or not isinstance(dataset_reader, CausalLMReader):
+            raise ConfigurationError(
+                "The predictor 'causal_lm' is for a model and a reader of type 'causal_lm', and "
+                f"not for {type(model).__name__} and {type(dataset_reader).__name__}."
+            )
+        if max_new_tokens < 1:
+            raise ConfigurationError(
+                f"'max_new_tokens' of the predictor is {max_new_tokens}: write at least 1."
+            )
+        drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        if sample and temperature <= 0:
+            raise ConfigurationError(
+                f"'temperature' of the predictor is {temperature}: write a number above 0, or "
+                '"sample": false for the most probable tokens.'
+            )
+        if not sample and drawing != {"temperature": 1.0, "top_k": None, "top_p": None}:
+            raise ConfigurationError(
+                "The predictor is given 'temperature', 'top_k' or 'top_p', which only mean "
+                'something where tokens are drawn: write "sample": true, or leave them out.'
+            )
+        self.stream = stream
+        self._seed = seed
+        self._stop = stop or []
+        self._tokenizer = dataset_reader.tokenizer
+        self._example_tokenizer = dataset_reader.example_tokenizer
+        self._transformer: Any = model.transformer
+        # Those of a chat model's file, and the one that the reader puts after a text.
+        of_model = getattr(self._transformer.generation_config, "eos_token_id", None)
+        ends = [*(of_model if isinstance(of_model, list) else [of_model])]
+        self._ends = [e for e in {*ends, self._tokenizer.eos_token_id} if e is not None]
+        pad_id = self._tokenizer.pad_token_id
+        self._pad_id = 0 if pad_id is None else pad_id
+        given = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+        # In the place of the model's own, whose values would be taken for what isn't given.
+        self._transformer.generation_config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=sample,
+            eos_token_id=self._ends or None,
+            pad_token_id=self._pad_id,
+            **(given if sample else {}),
+        )
+
+    def predict(self, prompt: str) -> JsonDict:
+        """
+        # Returns
+
+        `Dict[str, Any]`
+            With the "response" to a prompt.
+        """
+        return self.predict_json({"prompt": prompt})
+
+    @overrides
+    def predict_json(self, inputs: JsonDict) -> JsonDict:
+        return self.predict_batch_json([inputs])[0]
+
+    @overrides
+    def predict_batch_json(self, inputs: List[JsonDict]) -> List[JsonDict]:
+        prompts = [self._prompt(each) for each in inputs]
+        length = max(map(len, prompts))
+        device = next(self._transformer.parameters()).device
+        # Padded on the left, so that all go on at the same place.
+        input_ids = [[self._pad_id] * (length - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        arguments: Dict[str, Any] = {}
+        if self._stop:
+            arguments["stopping_criteria"] = [_StopStrings(self._stop, self._text, length)]
+        if self.stream and len(inputs) == 1:
+            arguments["streamer"] = TextStreamer(
+                self._tokenizer, skip_prompt=True, skip_special_tokens=True
+            )
+        devices = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            torch.manual_seed(self._seed)
+            generated = self._transformer.generate(
+                input_ids=torch.tensor(input_ids, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                **arguments,
+            )
+        return [self._response(tokens[length:].tolist()) for tokens in generated]
+
+    def _prompt(self, inputs: JsonDict) -> List[int]:
+        if "messages" in inputs:
+            messages = list(inputs["messages"])
+            while messages and messages[-1].get("role") == "assistant":
+                messages.pop()
+            tokens = self._example_tokenizer.of_conversation(messages)
+        elif "prompt" in inputs or "text" in inputs:
+            prompt = inputs["prompt" if "prompt" in inputs else "text"]
+            tokens = self._example_tokenizer.of_prompt(prompt)
+        else:
+            raise ConfigurationError(f"Expected {_INPUTS}, and not {inputs!r}.")
+        if not tokens:
+            raise ConfigurationError(f"There is no token in {inputs!r} to go on from.")
+        return tokens
+
+    def _response(self, tokens: List[int]) -> JsonDict:
+        end = next((i for i, token in enumerate(tokens) if token in self._ends), None)
+        text = self._text(tokens[:end])
+        stops = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if stops:
+            text = text[: min(stops)]
+        is_stopped = end is not None or bool(stops)
+        return {"response": text, "finish_reason": "stop" if is_stopped else "length"}
+
+    def _text(self, tokens: List[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    @overrides
+    def _json_to_instance(self, json_dict: JsonDict) -> Instance:
+        keys = ("text", "prompt", "response", "messages")
+        return self._dataset_reader.text_to_instance(
+            **{key: json_dict[key] for key in keys if key in json_dict}
+        )
+
+
+class _StopStrings(StoppingCriteria):
+    """
+    Those of transformers have to know how a tokenizer makes strings of tokens, and don't of each.
+
+    # Parameters
+
+    stop : `List[str]`, required.
+    text : `Callable[[List[int]], str]`, required.
+        Of tokens.
+    prompt_length : `int`, required.
+        Where what has been generated begins.
+    """
+
+    def __init__(
+        self, stop: List[str], text: Callable[[List[int]], str], prompt_length: int
+    ) -> None:
+        self._stop = stop
+        self._text = text
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        texts = [self._text(tokens) for tokens in input_ids[:, self._prompt_length :].tolist()]
+        are_stopped = [any(stop in text for stop in self._stop) for text in texts]
+        return torch.tensor(are_stopped, device=input_ids.device)
+
+
+def install() -> None:
+    """Has `allennlp predict` print responses as they come where it prints predictions."""
+    get_predictor = predict_command._get_predictor
+
+    @functools.wraps(get_predictor)
+    def get_streaming_predictor(args: argparse.Namespace) -> Predictor:
+        predictor = get_predictor(args)
+        if isinstance(predictor, CausalLMPredictor):
+            predictor.stream = not args.silent
+        return predictor
+
+    predict_command._get_predictor = get_streaming_predictor
