@@ -32,7 +32,7 @@ class ExampleTokenizer:
 
     def of_text(self, text: str) -> Example:
         """All of it, and that it ends."""
-        return self._example([(self._beginning(text), False), (self._end(), True)])
+        return self._example([(self._beginning(text) + self._end(), False)])
 
     def of_response(self, prompt: str, response: str) -> Example:
         """

@@ -1,0 +1,197 @@
+"""
+The loss of any causal language model is the one that transformers compute, in less memory, and
+packed examples have the losses that they have alone.
+"""
+
+from typing import Any, Dict
+
+import pytest
+import torch
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+
+from allennlp_deepspeed.language_modeling import CausalLM, chunked_cross_entropy
+from tests.fixtures.tiny_lm import LLAMA
+from tests.support.tensor_memory import TensorMemory
+
+SIZES = {
+    key: LLAMA[key]
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+GPT2 = {"model_type": "gpt2", "vocab_size": 57, "n_embd": 16, "n_layer": 2, "n_head": 2}
+BERT = {"model_type": "bert", **SIZES, "num_attention_heads": 2}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 57,
+    "hidden_size": 16,
+    "word_embed_proj_dim": 8,
+    "ffn_dim": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+}
+QWEN3 = {"model_type": "qwen3", **SIZES, **HEADS, "tie_word_embeddings": True}
+GEMMA2 = {"model_type": "gemma2", **SIZES, **HEADS, "final_logit_softcapping": 0.5}
+GEMMA3 = {
+    **GEMMA2,
+    "model_type": "gemma3_text",
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GRANITE = {"model_type": "granite", **SIZES, **HEADS, "logits_scaling": 0.3}
+
+MODELS: Dict[str, Dict[str, Any]] = {
+    "llama": LLAMA,
+    "tied": QWEN3,
+    "gpt2": GPT2,
+    "capped": GEMMA2,
+    "scaled": GRANITE,
+    "projected": OPT,
+    "with_head_of_its_own": {**BERT, "is_decoder": True},
+    "mixture": {"model_type": "mixtral", **SIZES, **HEADS, "num_local_experts": 2},
+}
+
+
+def causal_lm(config: Dict[str, Any], **arguments: Any) -> CausalLM:
+    torch.manual_seed(5)
+    params = Params({"type": "causal_lm", "config": dict(config), **arguments})
+    model = Model.from_params(params, vocab=Vocabulary())
+    assert isinstance(model, CausalLM)
+    for parameter in model.parameters():  # biases begin with zeros, and initial weights are small
+        torch.nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def batch() -> Dict[str, torch.Tensor]:
+    input_ids = torch.randint(5, 57, (3, 11), generator=torch.Generator().manual_seed(1))
+    labels = input_ids.clone()
+    labels[:, 0] = labels[0, 7:] = labels[2, 3:5] = -100
+    return {"input_ids": input_ids, "labels": labels}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
+    model = causal_lm(MODELS[name], loss_chunk_size=4).eval()
+    expected = model.transformer(**batch(), use_cache=False)
+    expected.loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    actual = model(**batch())
+    actual["loss"].backward()
+    assert actual["loss"].item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name in gradients:
+            torch.testing.assert_close(
+                parameter.grad, gradients[parameter_name], rtol=1e-4, atol=1e-6
+            )
+    metrics = model.get_metrics(reset=True)
+    targets = batch()["labels"][:, 1:]
+    correct = (expected.logits[:, :-1].argmax(-1) == targets).sum() / (targets != -100).sum()
+    assert metrics["token_accuracy"] == pytest.approx(correct.item())
+    assert metrics["perplexity"] == pytest.approx(expected.loss.exp().item(), rel=1e-5)
+
+
+def test_only_a_head_of_its_own_is_computed_at_once() -> None:
+    outputs = {name: causal_lm(config)._output_head for name, config in MODELS.items()}
+    assert [name for name, head in outputs.items() if head is None] == ["with_head_of_its_own"]
+
+
+def test_logits_of_a_batch_are_never_in_memory() -> None:
+    vocabulary_size, num_positions, chunk_size = 5000, 64, 8
+    output_layer = torch.nn.Linear(4, vocabulary_size, bias=False)
+    hidden = torch.randn(4, num_positions // 4, 4, requires_grad=True)
+    targets = torch.randint(vocabulary_size, hidden.shape[:2])
+    with TensorMemory() as memory:
+        losses = chunked_cross_entropy.chunked_cross_entropy(
+            output_layer, hidden, targets, chunk_size, adjust=lambda logits: logits
+        )
+        losses.total.backward()
+    assert hidden.grad is not None and hidden.grad.any()
+    # Logits, their gradient and what lies between them, and the weights' gradient twice.
+    chunk_bytes = 4 * vocabulary_size * chunk_size
+    assert memory.peak < 5 * chunk_bytes < 4 * vocabulary_size * num_positions
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_anything_to_predict_the_loss_is_zero(training: bool) -> None:
+    model = causal_lm(LLAMA).train(training)
+    inputs = batch()
+    inputs["labels"][:] = -100
+    assert model(**inputs)["loss"].item() == 0
+    assert model.num_loss_tokens(**inputs) == 0
+    assert model.get_metrics(reset=True) == {}
+
+
+def test_a_filler_counts_for_nothing() -> None:
+    model = causal_lm(LLAMA).eval()
+    model(**batch())
+    expected = model.get_metrics()
+    assert model(**model.filler(batch())) == {}
+    assert model.get_metrics() == expected
+
+
+def test_a_first_token_and_padding_are_never_predicted() -> None:
+    model = causal_lm(LLAMA).eval()
+    inputs = batch()
+    assert model.num_loss_tokens(**inputs) == (inputs["labels"][:, 1:] != -100).sum()
+    longer = {
+        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (0, 3), value=0),
+        "labels": torch.nn.functional.pad(inputs["labels"], (0, 3), value=-100),
+    }
+    longer["labels"][:, 0] = longer["input_ids"][:, 0]
+    torch.testing.assert_close(model(**longer), model(**inputs))
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN3, GEMMA3], ids=lambda c: c["model_type"])
+def test_packed_examples_do_not_see_each_other(config: Dict[str, Any]) -> None:
+    pytest.importorskip("transformers.masking_utils")
+    model = causal_lm(config, loss_chunk_size=4).eval()
+    inputs = batch()
+    inputs["labels"][:] = inputs["input_ids"]
+    inputs["labels"][:, 0] = -100
+    apart = [{key: value[row, None] for key, value in inputs.items()} for row in range(3)]
+    total = sum(model(**example)["loss"] * model.num_loss_tokens(**example) for example in apart)
+    packed = {key: value.view(1, -1) for key, value in inputs.items()}
+    packed["position_ids"] = torch.arange(11).repeat(3)[None]
+    loss = model(**packed)["loss"] * model.num_loss_tokens(**packed)
+    torch.testing.assert_close(loss, total, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OPT,
+        {"model_type": "mamba", **SIZES, "state_size": 4},
+    ],
+    ids=lambda c: c["model_type"],
+)
+def test_models_in_which_packed_examples_see_each_other_are_refused(config: Any) -> None:
+    pytest.importorskip("transformers.masking_utils")
+    model = causal_lm(config)
+    packed = {**batch(), "position_ids": torch.arange(11).expand(3, 11)}
+    with pytest.raises(ConfigurationError, match='packed examples see each other: write "pack"'):
+        model(**packed)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({}, "Give one of 'model.model_name' and 'model.config'"),
+        ({"config": LLAMA, "model_name": "gpt2"}, "Give one of"),
+        ({"config": {"model_type": "lama"}}, "'model.config' is .*lama"),
+        ({"config": BERT}, '"is_decoder": true'),
+        ({"model_name": "/nowhere/at/all"}, "'model.model_name' is '/nowhere/at/all'"),
+        ({"config": LLAMA, "loss_chunk_size": 0}, "'model.loss_chunk_size' is 0"),
+        ({"config": LLAMA, "transformer_kwargs": {"dtype": "fp8"}}, "'fp8': write \"float32\""),
+        ({"config": LLAMA, "tokenizer": "/nowhere"}, "There is no tokenizer at '/nowhere'"),
+        ({"config": LLAMA, "lora": {"rank": 3}}, "'model.lora' has no key 'rank'"),
+        ({"config": LLAMA, "lora": {"target_modules": ["lm_head"]}}, "adapts the output layer"),
+    ],
+)
+def test_wrong_keys_are_refused(arguments: Dict[str, Any], message: str, tmp_path: Any) -> None:
+    params = Params({"type": "causal_lm", **arguments})
+    with pytest.raises(ConfigurationError, match=message):
+        Model.from_params(params, vocab=Vocabulary(), serialization_dir=str(tmp_path))
