@@ -147,9 +147,10 @@ def test_what_the_engine_does(
 def test_half_precision(
     experiments: Experiments, tokenizer: str, precision: Config, stage: int
 ) -> None:
-    expected = experiments.run(language_model(tokenizer, ONE_BATCH))
+    adam = {"trainer.num_epochs": 3, "trainer.optimizer": {"type": "adam", "lr": 0.01}}
+    expected = experiments.run(language_model(tokenizer, ONE_BATCH, adam))
     actual = experiments.run(
-        deepspeed(language_model(tokenizer, MICRO_BATCHES), stage, **precision)
+        deepspeed(language_model(tokenizer, MICRO_BATCHES, adam), stage, **precision)
     )
     # As for losses of other models in `precision_test.py`.
     assert metrics(actual) == pytest.approx(metrics(expected), rel=0.05, abs=0.02)
