@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Dict, Optional
 
 import pytest
+import torch
 from allennlp.models.archival import load_archive
+from filelock import FileLock
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from allennlp_deepspeed.language_modeling import CausalLM
+from tests.end_to_end.checkpoint_test import recover
+from tests.end_to_end.export_test import exported
 from tests.end_to_end.precision_test import BF16, FP16
 from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
 from tests.support.command import allennlp
@@ -190,6 +195,60 @@ def test_an_archive_needs_nothing_else(
     model = load_archive(archive, cuda_device=-1).model
     assert isinstance(model, CausalLM)
     assert_same_weights(model.state_dict(), result.weights(), tolerance=0)
+
+
+@pytest.fixture(scope="module")
+def pretrained(session_directory: Path, tokenizer: str) -> str:
+    """A directory with a model whose output layer is its embedding, and its tokenizer."""
+    directory = session_directory / "tiny_lm_with_weights"
+    with FileLock(f"{directory}.lock"):
+        if not directory.exists():
+            config = AutoConfig.for_model(**{**LLAMA, "tie_word_embeddings": True})
+            with torch.random.fork_rng():
+                torch.manual_seed(4)
+                model = AutoModelForCausalLM.from_config(config)
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.2)
+            model.save_pretrained(directory)
+            AutoTokenizer.from_pretrained(tokenizer).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("stage", [SOAK_2, 3])
+def test_pretrained_weights_with_adapters(
+    experiments: Experiments, pretrained: str, tmp_path: Path, stage: int
+) -> None:
+    changes = {
+        "model.config": None,
+        "model.model_name": pretrained,
+        "model.lora": LORA,
+    }
+    checkpointer = {"trainer.checkpointer": {"exclude_frozen_parameters": True}}
+    result = check(experiments, pretrained, stage, changes, checkpointer)
+    frozen = AutoModelForCausalLM.from_pretrained(pretrained).state_dict()
+    name = "model.layers.0.mlp.gate_proj.weight"
+    torch.testing.assert_close(result.weights()[f"transformer.{name}"], frozen[name])
+
+    weights = exported(result, tmp_path / "merged", "--merge-adapters")
+    assert not any("lora" in name or "base_layer" in name for name in weights)
+    inputs = batch(LLAMA["vocab_size"])
+    models = [
+        load_archive(archive, cuda_device=-1).model.eval()
+        for archive in (result.archive, tmp_path / "merged" / "model.tar.gz")
+    ]
+    adapted, merged = (model(**inputs)["logits"] for model in models)
+    torch.testing.assert_close(merged, adapted)
+    recovered = recover(result, tmp_path, recorded_config(result), "checkpoint_e1_b0")
+    assert_same_weights(recovered.weights(), result.weights(), tolerance=1e-6)
+
+
+def batch(vocabulary_size: int) -> Dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {"input_ids": torch.randint(vocabulary_size, (2, 7), generator=generator)}
+
+
+def recorded_config(result: Result) -> Config:
+    return json.loads((result.serialization_dir / "config.json").read_text())
 
 
 def replace_in_config(source: Path, target: Path, old: str, new: str) -> None:
