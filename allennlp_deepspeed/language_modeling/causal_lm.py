@@ -108,7 +108,11 @@ class CausalLM(TokenLossModel):
                 "at least 1, 1024 for example."
             )
         self.transformer = pretrained.transformer(
-            model_name, config, transformer_kwargs or {}, load_weights, self.serialization_dir
+            model_name,
+            config,
+            transformer_kwargs or {},
+            load_weights=load_weights,
+            serialization_dir=self.serialization_dir,
         )
         _check_causal(self.transformer)
         pretrained.save(

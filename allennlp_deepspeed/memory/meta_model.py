@@ -16,6 +16,8 @@ from allennlp.models.model import Model, remove_weights_related_keys_from_params
 from allennlp.modules.transformer import TransformerModule
 from allennlp.training.util import make_vocab_from_params
 
+from allennlp_deepspeed.language_modeling import pretrained
+
 logger = logging.getLogger(__name__)
 
 
@@ -87,6 +89,7 @@ def _without_pretrained_weights() -> Iterator[None]:
     """AllenNLP's own way, `load_weights=False`, for all pretrained transformers in a model."""
     get = cached_transformers.get
     from_pretrained = TransformerModule.from_pretrained_module.__func__  # type: ignore[attr-defined]
+    transformer = pretrained.transformer
 
     def get_without_weights(*args: Any, **kwargs: Any) -> Any:
         return get(*args, **_without_weights(kwargs))
@@ -103,6 +106,13 @@ def _without_pretrained_weights() -> Iterator[None]:
                 TransformerModule,
                 "from_pretrained_module",
                 classmethod(from_pretrained_without_weights),
+            )
+        )
+        patches.enter_context(
+            mock.patch.object(
+                pretrained,
+                "transformer",
+                lambda *args, **kwargs: transformer(*args, **_without_weights(kwargs)),
             )
         )
         yield
