@@ -2,12 +2,19 @@
 What today's PyTorch breaks in AllenNLP 2.10.1, mended. Importing this package applies it.
 """
 
+import copy
+import functools
+import inspect
 import sys
 import warnings
-from typing import List, Union
+from typing import Any, Callable, Dict, Hashable, List, Union
+from unittest import mock
 
 import numpy as np
 import torch
+from allennlp.common import cached_transformers
+from allennlp.common.cached_transformers import TransformerSpec
+from allennlp.common.util import hash_object
 from allennlp.nn import util as nn_util
 from allennlp.training.learning_rate_schedulers.pytorch_lr_schedulers import (
     ReduceOnPlateauLearningRateScheduler,
@@ -19,6 +26,7 @@ def apply() -> None:
     construct_reduce_on_plateau_without_verbose()
     allow_numpy_scalars_in_training_states()
     support_bf16_in_tiny_value_of_dtype()
+    tell_cached_transformers_apart()
     hide_deprecations_of_renamed_functions()
 
 
@@ -88,6 +96,57 @@ def support_bf16_in_tiny_value_of_dtype() -> None:
         for module in list(sys.modules.values()):  # some have imported the function itself
             if getattr(module, "tiny_value_of_dtype", None) is original:
                 module.tiny_value_of_dtype = tiny_value_of_dtype  # type: ignore[attr-defined]
+
+
+def tell_cached_transformers_apart() -> None:
+    """
+    Transformers are kept by all arguments that they have been loaded with.
+
+    Mends AllenNLP 2.10.1: its cache of transformers ignores `transformer_kwargs` and
+    `load_weights`, so that an embedder gets what another with the same `model_name` has loaded.
+    Gone when two with different `attn_implementation` have these.
+    """
+    get = cached_transformers.get
+    if not hasattr(get, "tells_transformers_apart"):
+        cached_transformers.get = _by_all_arguments(get)
+
+
+def _by_all_arguments(get: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(get)
+
+    @functools.wraps(get)
+    def get_by_all_arguments(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        key: Any = transformer_key(call.arguments)
+        if isinstance(key, TransformerSpec):
+            return get(*args, **kwargs)
+        kept: Dict[Any, Any] = cached_transformers._model_cache
+        if key not in kept:
+            make_copy, call.arguments["make_copy"] = call.arguments["make_copy"], False
+            with mock.patch.object(cached_transformers, "_model_cache", {}):
+                kept[key] = get(*call.args, **call.kwargs)
+            call.arguments["make_copy"] = make_copy
+        return copy.deepcopy(kept[key]) if call.arguments["make_copy"] else kept[key]
+
+    get_by_all_arguments.tells_transformers_apart = True  # type: ignore[attr-defined]
+    return get_by_all_arguments
+
+
+def transformer_key(arguments: Dict[str, Any]) -> Hashable:
+    """
+    What `cached_transformers` keeps a transformer under.
+
+    # Parameters
+
+    arguments : `Dict[str, Any]`, required.
+        All of `cached_transformers.get`, by name, with `kwargs` for the others.
+    """
+    spec = TransformerSpec(*(arguments[field] for field in TransformerSpec._fields))
+    others = arguments["kwargs"]
+    if not others and arguments["load_weights"]:
+        return spec
+    return spec, arguments["load_weights"], hash_object(others)
 
 
 def hide_deprecations_of_renamed_functions() -> None:

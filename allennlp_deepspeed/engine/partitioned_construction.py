@@ -8,19 +8,19 @@ import os
 import zipfile
 from collections import OrderedDict
 from contextlib import ExitStack
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Type
+from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, List, Optional, Tuple, Type
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from allennlp.common import cached_transformers
-from allennlp.common.cached_transformers import TransformerSpec
 from deepspeed import zero
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
+from allennlp_deepspeed.compat import transformer_key
 from allennlp_deepspeed.engine import wrapped_model as engine
 
 # Of the parameters that constructors have looked at, and that stay whole at a time.
@@ -276,25 +276,25 @@ def _transformers_without_copies() -> Callable[..., PreTrainedModel]:
     file.
     """
     get = cached_transformers.get
-    cache = cached_transformers._model_cache
-    first_times: Dict[TransformerSpec, Tuple[torch.Tensor, Callable[[], Any]]] = {}
+    cache: Dict[Any, Any] = cached_transformers._model_cache
+    first_times: Dict[Hashable, Tuple[torch.Tensor, Callable[[], Any]]] = {}
 
     @functools.wraps(get)
     def get_without_copy(*args: Any, **kwargs: Any) -> PreTrainedModel:
         call = inspect.signature(get).bind(*args, **kwargs)
         call.apply_defaults()
-        spec = TransformerSpec(*(call.arguments[field] for field in TransformerSpec._fields))
-        if spec in cache:
+        key = transformer_key(call.arguments)
+        if key in cache:
             return get(*args, **kwargs)
         make_copy, call.arguments["make_copy"] = call.arguments["make_copy"], False
-        is_first = spec not in first_times
+        is_first = key not in first_times
         first_time = (torch.get_rng_state(), functools.partial(get, *call.args, **call.kwargs))
-        random_state, load = first_times.setdefault(spec, first_time)
+        random_state, load = first_times.setdefault(key, first_time)
         with torch.random.fork_rng(devices=[], enabled=not is_first):
             torch.set_rng_state(random_state)
             transformer = load()
         if make_copy:
-            del cache[spec]
+            del cache[key]
         return transformer
 
     return get_without_copy

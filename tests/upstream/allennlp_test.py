@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from allennlp.commands import find_learning_rate
 from allennlp.commands import train as train_command
+from allennlp.common import cached_transformers
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training import GradientDescentTrainer, gradient_descent_trainer
 from allennlp.training.learning_rate_schedulers import ReduceOnPlateauLearningRateScheduler
 from allennlp.training.metric_tracker import MetricTracker
+from transformers import BertConfig
 
 from tests.upstream.unmended import mended_by
 
@@ -36,6 +38,20 @@ def test_training_states_with_numpy_scalars_cannot_be_loaded() -> bool:
 @mended_by("compat.support_bf16_in_tiny_value_of_dtype")
 def test_masks_refuse_bf16() -> bool:
     return _fails(lambda: tiny_value_of_dtype(torch.bfloat16))
+
+
+@mended_by("compat.tell_cached_transformers_apart")
+def test_a_transformer_is_that_of_other_arguments() -> bool:
+    with TemporaryDirectory() as directory:
+        config = BertConfig(hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
+        config.save_pretrained(directory)
+        first, second = [
+            cached_transformers.get(
+                directory, make_copy=True, load_weights=False, attn_implementation=implementation
+            )
+            for implementation in ("eager", "sdpa")
+        ]
+    return second.config._attn_implementation == first.config._attn_implementation
 
 
 @mended_by("compat.hide_deprecations_of_renamed_functions")
