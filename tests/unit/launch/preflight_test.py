@@ -62,3 +62,71 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     assert len(lines) == len(expected), "\n".join(lines)
     for line, start in zip(lines, expected):
         assert line.startswith(start)
+
+
+def embedders(**embedders: Any) -> Dict[str, Any]:
+    return {"type": "basic_classifier", "text_field_embedder": {"token_embedders": embedders}}
+
+
+def pretrained(kind: str = "pretrained_transformer", **arguments: Any) -> Dict[str, Any]:
+    return {"type": kind, "model_name": "bert-base-cased", "transformer_kwargs": arguments}
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"dtype": "bfloat16"}, 'dtype\' is "bfloat16", but layers around it, and model.tar.gz'),
+        ({"torch_dtype": "auto"}, 'torch_dtype\' is "auto", but layers around it'),
+        ({"quantization_config": {"load_in_4bit": True}}, "but what is loaded is quantized"),
+        ({"load_in_8bit": True}, "load_in_8bit' is true, but what is loaded is quantized"),
+        ({"device_map": "auto"}, 'device_map\' is "auto", but the engine itself puts the model'),
+        ({"attn_implementation": "flex_attention"}, "PyTorch has no backward pass of it on the"),
+        ({"attn_implementation": "flash_attention_2"}, 'is for GPUs: train on one, or write "s'),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("deepspeed_config", ["zero_3", {"type": "zero_2", **BF16}], ids=str)
+def test_what_an_engine_cannot_train_is_not_loaded(
+    arguments: Dict[str, Any], message: str, deepspeed_config: Any
+) -> None:
+    adapted = {"type": "lora", "embedder": pretrained("pretrained_transformer_mismatched")}
+    adapted["embedder"]["transformer_kwargs"] = arguments
+    for embedder, path in ((pretrained(**arguments), "tokens"), (adapted, "tokens.embedder")):
+        config = experiment(deepspeed_config=deepspeed_config)
+        (line,) = findings({**config, "model": embedders(tokens=embedder)})
+        path = f"'model.text_field_embedder.token_embedders.{path}.transformer_kwargs."
+        assert line.startswith(path)
+        assert message in line
+
+
+def test_other_arguments_of_transformers_are_taken() -> None:
+    taken = {"attn_implementation": "sdpa", "dtype": "float32", "revision": "v1"}
+    frozen = pretrained(attn_implementation="flex_attention", load_in_4bit=False)
+    frozen["train_parameters"] = False
+    config = experiment(deepspeed_config=BF16)
+    model = embedders(tokens=pretrained(**taken), others=frozen)
+    preflight.check(Params({**config, "model": model}))
+
+
+@pytest.mark.parametrize(
+    "deepspeed_config, dtype, is_adapted, wanted",
+    [
+        ("zero_2", "bfloat16", False, 'has it trained in fp32: write "float32"'),
+        (BF16, "float16", False, 'has it trained in bf16: write "bfloat16"'),
+        (BF16, "bfloat16", False, None),
+        ("zero_2", "bfloat16", True, None),
+        ("zero_2", "auto", False, None),
+    ],
+)
+def test_a_model_that_is_one_transformer_is_in_the_precision_of_the_engine(
+    deepspeed_config: Any, dtype: str, is_adapted: bool, wanted: Any
+) -> None:
+    model = {**pretrained("causal_lm", dtype=dtype), **({"lora": {"r": 2}} if is_adapted else {})}
+    config = {**experiment(deepspeed_config=deepspeed_config), "model": model}
+    if wanted is None:
+        preflight.check(Params(config))
+    else:
+        assert [wanted in line for line in findings(config)] == [True]
