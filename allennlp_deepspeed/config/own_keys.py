@@ -37,6 +37,7 @@ from pydantic import (
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 
 
 def _check_patterns(patterns: Optional[List[str]]) -> None:
@@ -94,6 +95,7 @@ OBJECT = Any
 
 # Of a process that waits. Not infinite, which C++ doesn't take.
 _Seconds = Annotated[PositiveFloat, Field(le=10**9)]
+
 
 TRAINER_KEYS: Dict[str, Key] = {
     "deepspeed_config": Key(
@@ -230,6 +232,17 @@ TRAINER_KEYS: Dict[str, Key] = {
         'worker wherever instances are counted. For models with causal attention, `"causal_lm"` '
         "([long sequences](long_sequences.md)).",
         advice="must be an integer, at least 1",
+        may_change=True,
+    ),
+    "sequence_tiling": Key(
+        Optional[SequenceTiling],
+        default=None,
+        doc='`{"modules": ["mlp$"], "num_tiles": 8}`: the modules whose names match one of the '
+        "regular expressions compute so many parts of a sequence one after the other, and again "
+        "in the backward pass. For modules that compute each position by itself, as feed-forward "
+        "layers do ([long sequences](long_sequences.md)).",
+        advice='must have "modules", regular expressions for the names of modules, such as '
+        '["mlp$"], and "num_tiles", a number',
         may_change=True,
     ),
     "activation_checkpointing": Key(

@@ -253,7 +253,7 @@ def _recomputed_forward(
     leaves, structure = tree_flatten((args, kwargs))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    autocast = _current_autocast()
+    autocast = current_autocast()
     outputs: List[Any] = []
 
     def run(*tensors: torch.Tensor) -> tuple:
@@ -278,7 +278,7 @@ def _recomputed_forward(
     return output
 
 
-def _current_autocast() -> Callable[[], torch.autocast]:
+def current_autocast() -> Callable[[], torch.autocast]:
     """
     What makes the autocast that there is now, for the backward pass, which is outside of it.
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
 from allennlp_deepspeed.config.operators import check_nvme, check_torch_compile
+from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
     bias_correction,
@@ -55,6 +56,7 @@ from allennlp_deepspeed.engine.process_environment import (
 )
 from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, penalty_in_fp32
 from allennlp_deepspeed.engine.restoration import Restoration
+from allennlp_deepspeed.engine.sequence_tiling import tile_modules
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     checkpointed_modules : `List[str]`, optional (default = `None`)
         Regular expressions for the modules whose activations are checkpointed, besides those that
         the model has wrapped itself.
+    sequence_tiling : `SequenceTiling`, optional (default = `None`)
+        The modules that compute sequences tile by tile.
     around : `Callable[[], ContextManager[None]]`, optional (default = `nullcontext`)
         Is entered before an engine is brought up, and left when it has gone.
 
@@ -106,6 +110,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         optimizer: Optional[torch.optim.Optimizer] = None,
         find_unused_parameters: bool = False,
         checkpointed_modules: Optional[List[str]] = None,
+        sequence_tiling: Optional[SequenceTiling] = None,
         around: Callable[[], ContextManager[None]] = nullcontext,
     ) -> None:
         use_accelerator(device)
@@ -127,7 +132,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         # How many are using the engine, which may not be taken from them.
         self.num_users = 0
         self._plain_model = model
-        self._given = (device, local_rank, optimizer, checkpointed_modules)
+        self._given = (device, local_rank, optimizer, checkpointed_modules, sequence_tiling)
         self._around = around
         # Undone in the reverse order, by `destroy` or if anything fails in here.
         self._undo = ExitStack()
@@ -148,7 +153,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         `ConfigurationError`
             If the engine that was destroyed had something that no other can go on with.
         """
-        device, local_rank, optimizer, checkpointed_modules = self._given
+        device, local_rank, optimizer, checkpointed_modules, sequence_tiling = self._given
         model = self._plain_model
         close_engines_of(model)
         with ExitStack() as undo_if_failed:
@@ -156,6 +161,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             self._undo.enter_context(self._around())
             if optimizer is not None:
                 restoration.check_optimizer_is_of(model, optimizer)
+            if sequence_tiling is not None:
+                self._undo.callback(tile_modules(model, sequence_tiling, self.config.zero_stage))
             if checkpointed_modules is not None:
                 self._undo.callback(
                     activation_checkpointing.checkpoint_modules(model, checkpointed_modules)

@@ -117,6 +117,7 @@ def construct(
         local_rank=arguments["local_rank"],
         find_unused_parameters=find_unused_parameters,
         checkpointed_modules=arguments["activation_checkpointing"],
+        sequence_tiling=arguments["sequence_tiling"],
     )
     with destroyed_on_failure(wrapped_model):
         with _with_all_groups(wrapped_model, empty_groups) as all_groups:

@@ -99,6 +99,7 @@ PACKED: Config = {
     "dataset_reader.max_length": 17,
     "dataset_reader.max_instances": 12,
 }
+TILED: Config = {"trainer.sequence_tiling": {"modules": ["mlp$"], "num_tiles": 3}}
 LORA: Config = {
     "model.lora": {
         "r": 2,
@@ -122,9 +123,27 @@ def test_packed_sequences_and_adapters(
     experiments: Experiments, tokenizer: str, changes: Config, stage: int
 ) -> None:
     one = language_model(tokenizer, changes, {**ONE_PROCESS, "data_loader.batch_size": 3})
-    checkpointed = {"trainer.activation_checkpointing": ["layers.\\d+$"]}
+    less_memory = {"trainer.activation_checkpointing": ["layers.\\d+$"], **TILED}
     batch_size = {"data_loader.batch_size": 3}
-    two = language_model(tokenizer, changes, TWO_WORKERS, SHARED, batch_size, checkpointed)
+    two = language_model(tokenizer, changes, TWO_WORKERS, SHARED, batch_size, less_memory)
+    assert_same(experiments.run(deepspeed(two, stage)), experiments.run(one))
+
+
+@pytest.mark.parametrize(
+    "stage, checkpointed",
+    [
+        pytest.param(0, False, marks=pytest.mark.soak),
+        (2, True),
+        pytest.param(3, False, marks=pytest.mark.soak),
+        (3, True),
+    ],
+)
+def test_tiles(experiments: Experiments, tokenizer: str, stage: int, checkpointed: bool) -> None:
+    """Also where some ranks have fewer positions than tiles."""
+    one = language_model(tokenizer, {**ONE_PROCESS, "data_loader.batch_size": 6})
+    two = language_model(tokenizer, TWO_WORKERS, TILED, {"data_loader.batch_size": 3})
+    if checkpointed:
+        two["trainer"]["activation_checkpointing"] = ["layers.\\d+$"]
     assert_same(experiments.run(deepspeed(two, stage)), experiments.run(one))
 
 

@@ -1,0 +1,200 @@
+"""
+Modules that compute each position of a sequence by itself, such as the feed-forward layers of a
+transformer, computed for a part of the positions at a time, so that what they need in between is
+never in memory for a whole sequence: `TiledMLP` of "Arctic Long Sequence Training" (Bekman et al.,
+2025, https://arxiv.org/abs/2506.13996, section 3.2).
+"""
+
+import logging
+import re
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, ContextManager, Iterator, List, Tuple
+
+import torch
+from allennlp.common.checks import ConfigurationError
+from deepspeed.runtime.zero.partition_parameters import (
+    register_external_parameter,
+    unregister_external_parameter,
+)
+
+from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
+from allennlp_deepspeed.engine.activation_checkpointing import current_autocast
+
+logger = logging.getLogger(__name__)
+
+_KEY = "trainer.sequence_tiling"
+
+
+def tile_modules(
+    model: torch.nn.Module, settings: SequenceTiling, zero_stage: int
+) -> Callable[[], None]:
+    """
+    Has the modules whose names match one of the patterns (by `re.search`) compute tile by tile,
+    and again in the backward pass. Lists of modules, which have no forward pass, and modules inside
+    of others that match are left alone. To be called before an engine is brought up.
+
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+    settings : `SequenceTiling`, required.
+    zero_stage : `int`, required.
+        Of the engine.
+
+    # Returns
+
+    `Callable[[], None]`
+        Undoes it.
+
+    # Raises
+
+    `ConfigurationError`
+        If a pattern matches nothing, or a module that may not compute the same a second time.
+    """
+    names: List[str] = []
+    modules = dict(model.named_modules())
+    for pattern in settings["modules"]:
+        matching = [n for n in modules if n and re.search(pattern, n) and _has_forward(modules[n])]
+        if not matching:
+            raise ConfigurationError(
+                f"'{_KEY}.modules' has {pattern!r}, but the name of no module matches it. Write "
+                'regular expressions for the names of feed-forward layers, such as "mlp$".'
+            )
+        names += [n for n in matching if not any(n.startswith(f"{other}.") for other in matching)]
+    with ExitStack() as undo:
+        for name in dict.fromkeys(names):
+            _check(modules[name], name)
+            undo.enter_context(_tiled(modules[name], name, settings["num_tiles"], zero_stage))
+        logger.info("Sequences are tiled in %s", ", ".join(dict.fromkeys(names)))
+        return undo.pop_all().close
+
+
+def _has_forward(module: torch.nn.Module) -> bool:
+    return type(module).forward is not torch.nn.Module.forward
+
+
+def _check(module: torch.nn.Module, name: str) -> None:
+    for inner_name, inner in module.named_modules(prefix=name):
+        if isinstance(inner, torch.nn.modules.dropout._DropoutNd) and inner.p > 0:
+            raise ConfigurationError(
+                f"'{_KEY}' names {name}, but {inner_name} is dropout, which would drop others when "
+                "it is computed again: set it to 0, or name modules without it."
+            )
+        if isinstance(inner, torch.nn.modules.batchnorm._NormBase):
+            raise ConfigurationError(
+                f"'{_KEY}' names {name}, but {inner_name} normalizes over all positions: name "
+                "modules that compute each position by itself."
+            )
+
+
+@contextmanager
+def _tiled(module: torch.nn.Module, name: str, num_tiles: int, zero_stage: int) -> Iterator[None]:
+    # At stage 3 they are to be whole for all tiles, and until gradients come out for all.
+    gathered = list(module.parameters()) if zero_stage == 3 else []
+    for parameter in gathered:
+        register_external_parameter(module, parameter)
+    module.forward = _TiledForward(  # type: ignore[method-assign,assignment]
+        module, name, module.forward, num_tiles
+    )
+    try:
+        yield
+    finally:
+        vars(module).pop("forward", None)
+        for parameter in gathered:
+            unregister_external_parameter(module, parameter)
+
+
+class _TiledForward:
+    """In the place of a module's `forward`."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        num_tiles: int,
+    ) -> None:
+        self._module = module
+        self._name = name
+        self._forward = forward
+        self._num_tiles = num_tiles
+        self._is_checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].dim() < 3:
+            raise ConfigurationError(
+                f"'{_KEY}' names {self._name}, but it takes more than one tensor of shape "
+                "(batch_size, length, ...): name modules that compute each position by itself."
+            )
+        hidden: torch.Tensor = args[0]
+        if not self._is_checked and hidden.size(1) > 1:
+            self._check(hidden)
+            self._is_checked = True
+        if not torch.is_grad_enabled():
+            return _in_tiles(self._forward, hidden, self._num_tiles)
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        return _Tiled.apply(self._forward, self._num_tiles, current_autocast(), hidden, *parameters)
+
+    def _check(self, hidden: torch.Tensor) -> None:
+        """That two positions are computed as each alone."""
+        positions = hidden[:, :2].detach()
+        with torch.no_grad():
+            together = self._forward(positions)
+            is_one_each = (
+                isinstance(together, torch.Tensor) and together.shape[:2] == positions.shape[:2]
+            )
+            alone = _in_tiles(self._forward, positions, 2) if is_one_each else None
+        if alone is None or not torch.allclose(together, alone, rtol=1e-2, atol=1e-3):
+            raise ConfigurationError(
+                f"'{_KEY}' names {self._name}, but it computes two positions otherwise than each "
+                "alone: name modules that compute each position by itself."
+            )
+
+
+def _in_tiles(
+    forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, num_tiles: int
+) -> torch.Tensor:
+    # Always as many, also of fewer positions.
+    return torch.cat([forward(tile) for tile in hidden.tensor_split(num_tiles, dim=1)], dim=1)
+
+
+class _Tiled(torch.autograd.Function):
+    """
+    A forward pass without a graph, and a backward pass that computes tile by tile again. Gradients
+    of parameters are added up in here and come out once, so that whatever reduces them doesn't
+    see the tiles.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        num_tiles: int,
+        autocast: Callable[[], ContextManager],
+        hidden: torch.Tensor,
+        *parameters: torch.nn.Parameter,
+    ) -> torch.Tensor:
+        ctx.function, ctx.num_tiles, ctx.autocast = forward, num_tiles, autocast
+        ctx.parameters = parameters
+        ctx.save_for_backward(hidden)
+        return _in_tiles(forward, hidden, num_tiles)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Tuple:  # type: ignore[override]
+        (hidden,) = ctx.saved_tensors
+        num_tiles, parameters = ctx.num_tiles, ctx.parameters
+        of_hidden: List[torch.Tensor] = []
+        totals: List[Any] = [None] * len(parameters)
+        tiles = zip(hidden.tensor_split(num_tiles, 1), gradient.tensor_split(num_tiles, 1))
+        for tile, of_output in tiles:
+            tile = tile.detach().requires_grad_()
+            with torch.enable_grad(), ctx.autocast():
+                output = ctx.function(tile)
+            own, *others = torch.autograd.grad(
+                output, [tile, *parameters], of_output, allow_unused=True
+            )
+            of_hidden.append(torch.zeros_like(tile) if own is None else own)
+            for i, other in enumerate(others):
+                if other is not None:
+                    totals[i] = other if totals[i] is None else totals[i].add_(other)
+        needs_hidden = ctx.needs_input_grad[3]
+        return (None, None, None, torch.cat(of_hidden, 1) if needs_hidden else None, *totals)

@@ -1,0 +1,104 @@
+"""What computes positions by itself computes the same tile by tile, and nothing else is tiled."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.own_keys import TRAINER_KEYS, check_values
+from allennlp_deepspeed.engine.sequence_tiling import tile_modules
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.unused = torch.nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.mlp(hidden)
+
+
+def feed_forward(*others: torch.nn.Module) -> torch.nn.Module:
+    layers = [torch.nn.Linear(4, 9), torch.nn.GELU(), *others, torch.nn.Linear(9, 4)]
+    return torch.nn.Sequential(*layers)
+
+
+def computed(layer: Layer, hidden: torch.Tensor) -> Any:
+    hidden = hidden.clone().requires_grad_()
+    output = layer(hidden)
+    loss = (output * torch.arange(output.numel()).view_as(output)).sum()
+    gradients = torch.autograd.grad(
+        loss, [hidden, *(p for p in layer.mlp.parameters() if p.requires_grad)]
+    )
+    return [output, *gradients]
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_outputs_and_gradients_are_the_same(length: int) -> None:
+    torch.manual_seed(1)
+    layer, hidden = Layer(feed_forward()), torch.randn(2, length, 4)
+    layer.mlp[0].bias.requires_grad_(False)
+    expected = computed(layer, hidden)
+    undo = tile_modules(layer, {"modules": ["mlp$"], "num_tiles": 4}, zero_stage=0)
+    assert [tuple(t.shape) for t in tiles(layer, hidden)] == [
+        (2, size, 4) for size in [-(-(length - i) // 4) for i in range(4)]
+    ]
+    for actual, value in zip(computed(layer, hidden), expected, strict=True):
+        torch.testing.assert_close(actual, value)
+    undo()
+    assert "forward" not in vars(layer.mlp)
+
+
+def tiles(layer: Layer, hidden: torch.Tensor) -> list:
+    """What the first layer inside is given, after the two positions of the first time."""
+    seen: list = []
+    hook = layer.mlp[0].register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    with torch.no_grad():
+        layer(hidden)
+    hook.remove()
+    return seen[-4:]
+
+
+class Mixing(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.cumsum(dim=1)
+
+
+@pytest.mark.parametrize(
+    "mlp, pattern, expected",
+    [
+        (feed_forward(), "ffn", "has 'ffn', but the name of no module matches it"),
+        (feed_forward(torch.nn.Dropout(0.1)), "mlp$", "mlp.2 is dropout"),
+        (Mixing(), "mlp$", "computes two positions otherwise than each alone"),
+        (torch.nn.GRU(4, 4), "mlp$", "computes two positions otherwise than each alone"),
+        (torch.nn.Bilinear(4, 4, 4), "mlp$", "takes more than one tensor"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(mlp: torch.nn.Module, pattern: str, expected: str) -> None:
+    layer = Layer(mlp)
+    with pytest.raises(ConfigurationError, match=expected) as error:
+        undo = tile_modules(layer, {"modules": [pattern], "num_tiles": 2}, zero_stage=0)
+        hidden = torch.randn(2, 5, 4)
+        layer.mlp(*[hidden] * (2 if isinstance(mlp, torch.nn.Bilinear) else 1))
+        undo()
+    assert "trainer.sequence_tiling" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"modules": ["mlp"]},
+        {"modules": [], "num_tiles": 2},
+        {"modules": ["mlp"], "num_tiles": 0},
+        {"modules": ["mlp"], "num_tiles": 2, "tiles": 2},
+    ],
+)
+def test_settings_are_checked(value: Any) -> None:
+    findings = Findings()
+    check_values("trainer", TRAINER_KEYS, {"sequence_tiling": value}, findings)
+    with pytest.raises(ConfigurationError, match=re.escape('must have "modules"')):
+        findings.raise_any()
