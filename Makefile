@@ -77,6 +77,7 @@ bench: $(VENV)/installed
 	python -m benchmarks model_states
 	python -m benchmarks large_model
 	python -m benchmarks wire
+	python -m benchmarks sparse_attention
 
 lint: $(VENV)/installed
 	ruff check .

@@ -12,8 +12,10 @@ import torch
 
 from allennlp_deepspeed.attention.layouts import Layout
 
-# Of the scores that are in memory at a time. A block of queries that attends to all may have more.
-_MAX_SCORES = 2**21
+# Of the scores that are in memory at a time: few stay in a CPU's cache, many keep a GPU busy. A
+# block of queries that attends to all may have more.
+_MAX_SCORES_ON_CPU = 2**19
+_MAX_SCORES = 2**24
 
 
 class Rows(NamedTuple):
@@ -49,6 +51,7 @@ class Plan:
         self._layout = layout
         counts = blocks.sum(-1).flatten()
         self._rows: List[Rows] = []
+        self._max_scores = _MAX_SCORES_ON_CPU if device.type == "cpu" else _MAX_SCORES
         for count in counts.unique().tolist():
             if count > 0:
                 queries = (counts == count).nonzero().squeeze(-1)
@@ -64,7 +67,7 @@ class Plan:
             How many there are where a block of queries attends to one block of keys.
         """
         for queries, keys in self._rows:
-            size = max(1, _MAX_SCORES // (scores_of_block * keys.size(1)))
+            size = max(1, self._max_scores // (scores_of_block * keys.size(1)))
             yield from map(Rows, queries.split(size), keys.split(size))
 
     def allowed(self, rows: Rows, key_mask: torch.Tensor) -> torch.Tensor:
@@ -93,6 +96,8 @@ class Plan:
         return (blocks.view(len(blocks), -1, 1) * block + within).flatten(1)
 
 
+# Of loops whose lengths depend on the layout there is nothing to gain by compiling.
+@torch.compiler.disable
 def attend_in_blocks(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -19,33 +19,15 @@ from allennlp_deepspeed.attention.flex_kernel import (
     attend_with_flex_attention,
     why_not_flex_attention,
 )
-from allennlp_deepspeed.attention.layouts import (
-    MAX_BLOCK,
-    BigBirdLayout,
-    BSLongformerLayout,
-    DenseLayout,
-    FixedLayout,
-    Layout,
-    SlidingWindowLayout,
-    VariableLayout,
-)
+from allennlp_deepspeed.attention.layouts import LAYOUTS, MAX_BLOCK, Layout
 
 logger = logging.getLogger(__name__)
 
 KERNELS = ("auto", "flex_attention", "blocks")
 
-_AnyLayout = Annotated[
-    Union[
-        BigBirdLayout,
-        BSLongformerLayout,
-        DenseLayout,
-        FixedLayout,
-        SlidingWindowLayout,
-        VariableLayout,
-    ],
-    Field(discriminator="mode"),
-]
-_layouts: TypeAdapter = TypeAdapter(_AnyLayout)
+_any_layout: TypeAdapter = TypeAdapter(
+    Annotated[Union[LAYOUTS], Field(discriminator="mode")]  # type: ignore[arg-type]
+)
 
 # What has been said in this process.
 _said: Set[str] = set()
@@ -150,7 +132,7 @@ class BlockSparseAttention(SparseAttention):
             )
         keys.pop("dropout", None)
         try:
-            layout = _layouts.validate_python(keys)
+            layout = _any_layout.validate_python(keys)
         except ValidationError as errors:
             raise ConfigurationError("\n".join(_explanations(errors, section))) from None
         return cls(layout, section.get("kernel", "auto"))

@@ -356,6 +356,16 @@ class BSLongformerLayout(_HasGlobalIndices):
         return layout
 
 
+LAYOUTS = (
+    BigBirdLayout,
+    BSLongformerLayout,
+    DenseLayout,
+    FixedLayout,
+    SlidingWindowLayout,
+    VariableLayout,
+)
+
+
 def _near(num_blocks: int, distance: int) -> torch.Tensor:
     """Of shape (num_blocks, num_blocks): whether two blocks are that near each other."""
     index = torch.arange(num_blocks)

@@ -34,6 +34,9 @@ _Error = Tuple[List[str], str]
 # `did_you_mean`, and that DeepSpeed ignores in silence.
 RENAMED = {"aio.thread_count": "intra_op_parallelism"}
 
+# What there is here in the place of what DeepSpeed has dropped.
+_INSTEAD = {"sparse_attention": ' Write its keys into the "attention" of an encoder instead.'}
+
 
 def validate(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
     """
@@ -261,7 +264,7 @@ def _explain_unknown(path: str, keys: List[str]) -> str:
         return f'{path} is one key: write "{outer}": {{"{inner}": ...}}'
     removed = _removed(keys)
     if name in removed:
-        return f"{path}: {removed[name]}"
+        return f"{path}: {removed[name]}{_INSTEAD.get(name, '')}"
     known = _names_beside(keys)
     if name in known:
         return f"{path} is given twice: under its name and under an alias"

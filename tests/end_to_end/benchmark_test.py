@@ -96,3 +96,13 @@ def test_counted_model_states_are_those_of_the_paper_and_the_estimate(
         assert len(row["ranks"]) == 2
         assert row["counted_to_theory"] == pytest.approx(1, abs=0.1)
         assert row["estimated_to_counted"] == pytest.approx(1, abs=0.02)
+
+
+def test_block_sparse_attention_is_compared_with_dense_attention(tmp_path: Path) -> None:
+    settings = "--lengths 130 --layouts bigbird --pairs 1".split()
+    (row,) = run_study("sparse_attention", *settings, output=tmp_path)["rows"]
+    assert row["loss_difference"] < 1e-4
+    assert all(seconds > 0 for pair in row["seconds_of_pairs"] for seconds in pair)
+    assert min(row["bytes"], row["dense_bytes"]) > 0
+    assert "| 130 | `bigbird` |" in (tmp_path / "sparse_attention.md").read_text()
+    assert (tmp_path / "sparse_attention.png").exists()

@@ -4,15 +4,19 @@ trainer in one process.
 """
 
 import json
+import re
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
+from _jsonnet import evaluate_snippet
 from allennlp.models.archival import load_archive
 
+from allennlp_deepspeed.attention.layouts import LAYOUTS, Layout
 from tests.end_to_end.precision_test import BF16, EPOCHS, FP16
 from tests.fixtures import dense_attention  # noqa: F401  # registers what it has
 from tests.fixtures.tiny_bert import tiny_bert
+from tests.support.command import REPOSITORY
 from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
@@ -54,10 +58,11 @@ def config_with(encoder: str, attention: Dict[str, Any], world: Config) -> Confi
     "attention, stage, trainer",
     [
         (BIGBIRD, 0, {}),
+        (WINDOW, 1, {}),
         (WINDOW, 3, {"activation_checkpointing": ["_seq2seq_encoder._transformer.layers.*"]}),
         (FIXED, 2, {"num_gradient_accumulation_steps": 2}),
     ],
-    ids=["bigbird", "sliding_window", "fixed"],
+    ids=["bigbird-0", "sliding_window-1", "sliding_window-3", "fixed-2"],
 )
 def test_two_workers_train_what_dense_attention_does(
     experiments: Experiments, attention: Dict[str, Any], stage: int, trainer: Config
@@ -119,3 +124,48 @@ def test_a_pretrained_transformer_at_stage_3_with_two_workers(
     expected = experiments.run({**config, "distributed": distributed})
     config["trainer"]["activation_checkpointing"] = [".*transformer_model.encoder.layer.*"]
     assert_same_run(experiments.run(deepspeed(config, stage=3)), expected)
+
+
+def sections_of_the_page() -> List[Config]:
+    text = (REPOSITORY / "docs" / "sparse_attention.md").read_text()
+    snippets = re.findall(r"^```jsonnet\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return [json.loads(evaluate_snippet("", f"{{{snippet}}}")) for snippet in snippets]
+
+
+def test_what_the_page_writes_trains(experiments: Experiments, session_directory: Path) -> None:
+    encoder, embedders = sections_of_the_page()
+    config = load_config("transformer", ONE_PROCESS)
+    config["model"].update(encoder)
+    experiments.run(deepspeed(config, stage=2))
+
+    bert = tiny_bert(session_directory / "tiny_bert")
+    embedders["token_embedders"]["tokens"]["model_name"] = bert
+    tokenizer = {"type": "pretrained_transformer", "model_name": bert}
+    config = load_config("classifier", ONE_PROCESS)
+    config["dataset_reader"].update(tokenizer=tokenizer, token_indexers={"tokens": tokenizer})
+    config["model"] = {
+        "type": "basic_classifier",
+        "text_field_embedder": embedders,
+        "seq2vec_encoder": {"type": "bag_of_embeddings", "embedding_dim": 32},
+    }
+    experiments.run(deepspeed(config, stage=2))
+
+
+def test_the_page_has_every_key_and_its_default() -> None:
+    text = (REPOSITORY / "docs" / "sparse_attention.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (.*?) ?\|$", text, flags=re.MULTILINE))
+    layouts = {layout.model_fields["mode"].annotation.__args__[0]: layout for layout in LAYOUTS}
+    del rows["mode"]
+    assert rows.keys() == layouts.keys()
+    for mode, layout in layouts.items():
+        told = dict(re.findall(r"`(\w+)`(?: ([^,]+?(?=,|$)))?", rows[mode]))
+        own = layout.model_fields.keys() - Layout.model_fields.keys() - {"mode"}
+        assert told.keys() == own - {"seed", "max_length"}, mode
+        for key, default in told.items():
+            field = layout.model_fields[key]
+            if field.is_required():
+                assert default == ""
+            else:
+                expected = field.default
+                expected = list(expected) if isinstance(expected, tuple) else expected
+                assert json.loads(default) == expected, key

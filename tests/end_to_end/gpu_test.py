@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from allennlp.common.testing import requires_gpu, requires_multi_gpu
 
+from allennlp_deepspeed.attention import BlockSparseAttention
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
 from tests.end_to_end.grad_cache_test import CHUNK_SIZES, EVERYTHING, cached
 from tests.end_to_end.offload_test import OPTIMIZERS as COUNTERPARTS
@@ -29,6 +31,7 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
+from tests.unit.attention.block_sparse_attention_test import LAYOUTS
 
 TWO_GPUS: Config = {"distributed": {"cuda_devices": [0, 1]}}
 ONE_GPU: Config = {"trainer.cuda_device": 0}
@@ -255,6 +258,46 @@ def test_dropout_between_layers_on_one_gpu_is_the_same_when_recomputed(
     config["trainer"]["activation_checkpointing"] = ["^encoder$"]
     result = gpu_experiments.run(deepspeed(config, stage))
     expected = gpu_experiments.run(restarting)
+    assert_same_weights(result.weights(), expected.weights(), TOLERANCE)
+
+
+@requires_gpu
+@pytest.mark.parametrize("kernel", ["flex_attention", "blocks"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_block_sparse_attention_on_a_gpu_is_that_on_a_cpu(kernel: str, name: str) -> None:
+    section = {"block": 16, "kernel": kernel, **LAYOUTS[name], "max_length": 512}
+    if LAYOUTS[name]["mode"] not in ("bigbird", "variable"):
+        del section["max_length"]
+    generator = torch.Generator().manual_seed(1)
+    for length in (300, 128, 41):
+        mask = torch.arange(length) < torch.tensor([length, 30, 0])[:, None]
+        tensors = torch.randn(3, 3, 4, length, 32, generator=generator, requires_grad=True)
+        weights = torch.randn(3, 4, length, 32, generator=generator)
+        results = []
+        for device, section_there in (("cpu", {**section, "kernel": "blocks"}), ("cuda", section)):
+            there = tensors.detach().to(device).requires_grad_()
+            sparse = BlockSparseAttention.from_section(section_there)
+            result = sparse.attend(*there, mask.to(device), layer=1)
+            (result * weights.to(device)).sum().backward()
+            assert there.grad is not None
+            results.append([result.cpu(), there.grad.cpu()])
+        torch.testing.assert_close(results[1], results[0], rtol=2e-2, atol=2e-2)
+
+
+@requires_gpu
+def test_a_block_sparse_encoder_on_one_gpu_trains_what_dense_attention_does(
+    gpu_experiments: Experiments,
+) -> None:
+    attention = {"type": "block_sparse", "mode": "bigbird", "block": 2, "max_length": 16}
+    sizes = {"input_dim": 32, "num_attention_heads": 2}
+    config = load_config("transformer", ONE_GPU, SGD)
+    config["model"]["text_field_embedder"]["token_embedders"]["tokens"]["embedding_dim"] = 32
+    config["model"]["seq2vec_encoder"]["embedding_dim"] = 32
+    encoder = {**config["model"]["seq2seq_encoder"], **sizes, "attention": attention}
+    config["model"]["seq2seq_encoder"] = {**encoder, "type": "masked_pytorch_transformer"}
+    expected = gpu_experiments.run(config)
+    config["model"]["seq2seq_encoder"] = {**encoder, "type": "block_sparse_transformer"}
+    result = gpu_experiments.run(deepspeed(config, stage=3))
     assert_same_weights(result.weights(), expected.weights(), TOLERANCE)
 
 

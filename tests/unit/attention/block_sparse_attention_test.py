@@ -112,7 +112,8 @@ def test_in_other_precisions(dtype: torch.dtype, tolerance: float):
 
 
 def test_in_pieces_of_a_few_blocks():
-    with mock.patch.object(block_kernel, "_MAX_SCORES", 1):
+    block_sparse_attention._plan.cache_clear()
+    with mock.patch.object(block_kernel, "_MAX_SCORES_ON_CPU", 1):
         assert_as_dense(attention("bigbird"))
 
 
@@ -151,11 +152,26 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
         )
         tensors = [torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3)]
         mask = torch.ones(1, length, dtype=torch.bool)
-        with mock.patch.object(block_kernel, "_MAX_SCORES", 2**12), TensorMemory() as memory:
+        block_sparse_attention._plan.cache_clear()
+        few = mock.patch.object(block_kernel, "_MAX_SCORES_ON_CPU", 2**12)
+        with few, TensorMemory() as memory:
             sparse.attend(*tensors, mask).sum().backward()
         return memory.peak
 
     assert peak(4096) < 2.5 * peak(2048)
+
+
+def test_in_a_compiled_encoder():
+    section = {"type": "block_sparse", **LAYOUTS["patterns"], "block": BLOCK}
+    sparse = encoder("block_sparse_transformer", num_layers=1, dropout_prob=0, attention=section)
+    texts, (_, is_there) = torch.randn(3, 37, 32), inputs()
+    results = []
+    for forward in (sparse, torch.compile(sparse, backend="eager")):
+        sparse.zero_grad()
+        result = forward(texts, is_there)
+        (result * torch.linspace(-1, 1, result.numel()).view_as(result)).sum().backward()
+        results.append([result, *(parameter.grad for parameter in sparse.parameters())])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 # --- flex_attention

@@ -324,6 +324,7 @@ class TestUnknownKeys:
             ),
             ({"amp": {"enabled": True}}, "Use DeepSpeed 'fp16', 'bf16', or 'torch_autocast'"),
             ({"sparse_attention": {}}, "deepspeed_config.sparse_attention: DeepSpeed Sparse"),
+            ({"sparse_attention": {}}, 'Write its keys into the "attention" of an encoder'),
             (
                 {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
                 "deepspeed_config.zero_optimization.mics_shard_size: MiCS ZeRO-3 sharding has",
