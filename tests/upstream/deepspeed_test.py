@@ -242,7 +242,7 @@ def test_checkpointing_on_the_cpu_empties_inputs() -> bool:
     return x.numel() < 2
 
 
-@mended_by("engine.activation_checkpointing._current_autocast")
+@mended_by("engine.activation_checkpointing.current_autocast")
 def test_what_is_recomputed_is_so_without_autocast() -> bool:
     checkpointing.configure(None)
     layer, dtypes = linear(), []
