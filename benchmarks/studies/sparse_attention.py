@@ -36,6 +36,9 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 NUM_LOSSES = 3
 DENSE = "pytorch_transformer"
 
+# Relative, of losses. Attention is a small part of them: without a mask they differ by some 1e-4.
+TOLERANCE = 1e-7
+
 LAYOUTS: Dict[str, Dict[str, Any]] = {
     "sliding_window": {"mode": "sliding_window", "block": 64, "window": 64, "num_global_tokens": 1},
     "bigbird": {"mode": "bigbird", "block": 64, "max_length": max(LENGTHS)},
@@ -162,12 +165,18 @@ def _loss_difference(length: int, name: str) -> float:
             {"type": "block_sparse", **section},
         )
     )
-    return losses.largest_difference(
+    difference = losses.largest_difference(
         f"{name} at {length}",
         [[actual.step() for _ in range(NUM_LOSSES)]],
         [[expected.step() for _ in range(NUM_LOSSES)]],
         "dense attention with its mask",
     )
+    if not difference <= TOLERANCE:
+        raise RuntimeError(
+            f"The losses of '{name}' at {length} differ by {difference:.1e} from those of dense "
+            f"attention with its mask, more than {TOLERANCE:.0e}."
+        )
+    return difference
 
 
 def _pairs(length: int, section: Dict[str, Any], number: int) -> List[Tuple[float, float]]:

@@ -101,7 +101,7 @@ def test_counted_model_states_are_those_of_the_paper_and_the_estimate(
 def test_block_sparse_attention_is_compared_with_dense_attention(tmp_path: Path) -> None:
     settings = ["--lengths", "130", "--layouts", "bigbird", "--pairs", "1"]
     (row,) = run_study("sparse_attention", *settings, output=tmp_path)["rows"]
-    assert row["loss_difference"] < 1e-4
+    assert row["loss_difference"] < 1e-7
     assert all(seconds > 0 for pair in row["seconds_of_pairs"] for seconds in pair)
     assert min(row["bytes"], row["dense_bytes"]) > 0
     assert "| 130 | `bigbird` |" in (tmp_path / "sparse_attention.md").read_text()
