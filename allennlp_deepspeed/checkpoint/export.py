@@ -59,7 +59,7 @@ def export(
         `serialization_dir` with the name of the checkpoint.
     merge_adapters : `bool`, optional (default = `False`)
         Whether LoRA's adapters are added to the weights that they adapt. The config in the archive
-        has no token embedder of type "lora" then.
+        has no token embedder of type "lora" and no `model.lora` then.
     parts : `Sequence[str]`, optional (default = `()`)
         The serialization directories of other nodes, where each has a part of the checkpoint.
 

@@ -13,24 +13,26 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 logger = logging.getLogger(__name__)
 
+Adjustment = Callable[[torch.Tensor], torch.Tensor]
+
 # Logits as they come, around 0 and where a cap makes a difference.
 _PROBES = (-60.0, -7.0, -0.5, 0.0, 1.0, 9.0, 70.0)
 
 
 class OutputHead(NamedTuple):
     """
-    How logits are made, if they are `adjust(output_layer(hidden))`, position by position.
+    How logits are made, if they are `adjust(output_layer(hidden))`, number by number.
 
     # Parameters
 
     backbone : `Callable[[], torch.nn.Module]`
         Gives the module that gives hidden states.
     adjust : `Callable[[torch.Tensor], torch.Tensor]`
-        What the model does to logits, such as a cap.
+        What the model does to logits, such as a cap, `None` if that is nothing.
     """
 
     backbone: Callable[[], torch.nn.Module]
-    adjust: Callable[[torch.Tensor], torch.Tensor]
+    adjust: Optional[Adjustment]
 
 
 class _States(BaseModelOutputWithPast):
@@ -69,7 +71,8 @@ def output_head(transformer: PreTrainedModel) -> Optional[OutputHead]:
         if results.shape != values.shape or (results != results[..., :1]).any():
             continue
         for adjust in _adjustments(transformer, results[0, :, 0], probes):
-            if torch.allclose(adjust(probes), results[0, :, 0], rtol=1e-6, atol=1e-6):
+            adjusted = probes if adjust is None else adjust(probes)
+            if torch.allclose(adjusted, results[0, :, 0], rtol=1e-6, atol=1e-6):
                 return OutputHead(backbone, adjust)
     return None
 
@@ -109,9 +112,9 @@ def _applied(
 
 def _adjustments(
     transformer: PreTrainedModel, results: torch.Tensor, probes: torch.Tensor
-) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+) -> Iterator[Optional[Adjustment]]:
     factor = float(results[_PROBES.index(1.0)])
-    yield (lambda logits: logits) if factor == 1 else (lambda logits: logits * factor)
+    yield None if factor == 1 else partial(torch.mul, other=factor)
     config = transformer.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):

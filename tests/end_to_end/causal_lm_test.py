@@ -207,8 +207,8 @@ def pretrained(session_directory: Path, tokenizer: str) -> str:
             with torch.random.fork_rng():
                 torch.manual_seed(4)
                 model = AutoModelForCausalLM.from_config(config)
-            for parameter in model.parameters():
-                torch.nn.init.normal_(parameter, std=0.2)
+                for parameter in model.parameters():
+                    torch.nn.init.normal_(parameter, std=0.2)
             model.save_pretrained(directory)
             AutoTokenizer.from_pretrained(tokenizer).save_pretrained(directory)
     return str(directory)
@@ -229,6 +229,7 @@ def test_pretrained_weights_with_adapters(
     name = "model.layers.0.mlp.gate_proj.weight"
     torch.testing.assert_close(result.weights()[f"transformer.{name}"], frozen[name])
 
+    assert result.final_metrics()["best_epoch"] == 1, "Else another checkpoint is exported."
     weights = exported(result, tmp_path / "merged", "--merge-adapters")
     assert not any("lora" in name or "base_layer" in name for name in weights)
     inputs = batch(LLAMA["vocab_size"])

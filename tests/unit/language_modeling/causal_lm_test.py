@@ -72,8 +72,13 @@ def batch() -> Dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": labels}
 
 
+@pytest.mark.parametrize("library", [True, False], ids=["library", "recomputed"])
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
+def test_loss_and_gradients_are_those_of_transformers(
+    name: str, library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not library:
+        monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy")
     model = causal_lm(MODELS[name], loss_chunk_size=4).eval()
     expected = model.transformer(**batch(), use_cache=False)
     expected.loss.backward()
@@ -99,14 +104,15 @@ def test_only_a_head_of_its_own_is_computed_at_once() -> None:
     assert [name for name, head in outputs.items() if head is None] == ["with_head_of_its_own"]
 
 
-def test_logits_of_a_batch_are_never_in_memory() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_of_a_batch_are_never_in_memory(dtype: torch.dtype) -> None:
     vocabulary_size, num_positions, chunk_size = 5000, 64, 8
-    output_layer = torch.nn.Linear(4, vocabulary_size, bias=False)
-    hidden = torch.randn(4, num_positions // 4, 4, requires_grad=True)
+    output_layer = torch.nn.Linear(4, vocabulary_size, bias=False, dtype=dtype)
+    hidden = torch.randn(4, num_positions // 4, 4, dtype=dtype, requires_grad=True)
     targets = torch.randint(vocabulary_size, hidden.shape[:2])
     with TensorMemory() as memory:
         losses = chunked_cross_entropy.chunked_cross_entropy(
-            output_layer, hidden, targets, chunk_size, adjust=lambda logits: logits
+            output_layer, hidden, targets, chunk_size, adjust=None
         )
         losses.total.backward()
     assert hidden.grad is not None and hidden.grad.any()
