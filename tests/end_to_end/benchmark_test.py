@@ -98,6 +98,7 @@ def test_counted_model_states_are_those_of_the_paper_and_the_estimate(
         assert row["estimated_to_counted"] == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.soak
 def test_block_sparse_attention_is_compared_with_dense_attention(tmp_path: Path) -> None:
     settings = ["--lengths", "130", "--layouts", "bigbird", "--pairs", "1"]
     (row,) = run_study("sparse_attention", *settings, output=tmp_path)["rows"]
