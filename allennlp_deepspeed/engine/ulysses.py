@@ -6,8 +6,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 import torch
 from allennlp.common.checks import ConfigurationError
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel, modeling_utils
 
 from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
 
@@ -77,7 +76,7 @@ class UlyssesAttention:
         self.group = group
         self._implementation: str = transformer.config._attn_implementation
         _check(transformer, group.size, self._implementation)
-        self._attend = ALL_ATTENTION_FUNCTIONS[self._implementation]
+        self._attend = modeling_utils.ALL_ATTENTION_FUNCTIONS[self._implementation]
         self._ulysses: Dict[Tuple[int, ...], UlyssesSPAttentionHF] = {}
         self._kv_groups: List[Tuple[torch.nn.Module, int]] = []
         self._positions: Optional[torch.Tensor] = None
@@ -86,7 +85,7 @@ class UlyssesAttention:
         self._name = f"ulysses_{next(_numbers)}"
         # They can't be taken out again, and are to keep nothing alive.
         attention = weakref.WeakMethod(self._attention)
-        ALL_ATTENTION_FUNCTIONS.register(
+        modeling_utils.ALL_ATTENTION_FUNCTIONS.register(
             self._name,
             lambda *args, **kwargs: attention()(*args, **kwargs),  # type: ignore[misc]
         )
