@@ -38,14 +38,19 @@ class Example(NamedTuple):
 Sequence = List[Example]
 
 
+def is_supported() -> bool:
+    """Whether this version of transformers makes masks that keep packed examples apart."""
+    return hasattr(masking_utils, _FUNCTION)
+
+
 def check_supported() -> None:
     """
     # Raises
 
     `ConfigurationError`
-        If this version of transformers makes no masks that keep packed examples apart.
+        If it isn't.
     """
-    if not hasattr(masking_utils, _FUNCTION):
+    if not is_supported():
         raise ConfigurationError(
             "'dataset_reader.pack' is true, but with transformers "
             f"{transformers.__version__} packed examples would see each other: install "

@@ -6,11 +6,13 @@ import logging
 import os
 from typing import Any, Dict, Optional, Tuple, Union
 
+import huggingface_hub.errors
 import torch
 import transformers
 from allennlp.common.checks import ConfigurationError
 from filelock import FileLock
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,6 +20,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+from allennlp_deepspeed.config.schema import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,11 @@ _SAVED = os.path.join("vocabulary", ".transformer")
 _OF_CONFIG = ("attn_implementation", "dtype", "torch_dtype", "trust_remote_code")
 
 VERSION = transformers.__version__
+
+# What a configuration raises since transformers 5.
+_InvalidConfig = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
+
+_MODELS = "https://huggingface.co/docs/transformers"
 
 Directory = Union[str, os.PathLike, None]
 
@@ -59,6 +68,8 @@ def transformer(
     `ConfigurationError`
         If there is no such model.
     """
+    if config is not None:
+        _check_model_type(config)
     arguments = _with_dtype(arguments)
     saved = saved_files(serialization_dir, "config.json")
     try:
@@ -75,7 +86,7 @@ def transformer(
             loaded = AutoConfig.from_pretrained(name, **of_file, **of_files)
         arguments = {k: v for k, v in arguments.items() if config is not None or k in _OF_CONFIG}
         constructed = AutoModelForCausalLM.from_config(loaded, **arguments)
-    except (ImportError, OSError, TypeError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError, _InvalidConfig) as error:
         key = "config" if model_name is None else "model_name"
         raise ConfigurationError(
             f"'model.{key}' is {model_name if config is None else config!r}, of which "
@@ -146,6 +157,19 @@ def saved_files(serialization_dir: Directory, name: str) -> Optional[str]:
         return None
     directory = os.path.join(serialization_dir, _SAVED)
     return directory if os.path.isfile(os.path.join(directory, name)) else None
+
+
+def _check_model_type(config: Dict[str, Any]) -> None:
+    if "model_type" not in config:
+        raise ConfigurationError(
+            "'model.config' has no 'model_type': write which of transformers' models it is for, "
+            '"llama" for example.'
+        )
+    if config["model_type"] not in CONFIG_MAPPING:
+        raise ConfigurationError(
+            f"'model.config.model_type' is '{config['model_type']}', which transformers {VERSION} "
+            f"don't have: {did_you_mean(config['model_type'], list(CONFIG_MAPPING), _MODELS)}"
+        )
 
 
 def _name_and_file(name: Optional[str]) -> Tuple[str, Dict[str, str]]:

@@ -14,7 +14,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, Instance, Vocabulary
 
-from allennlp_deepspeed.language_modeling import CausalLMReader
+from allennlp_deepspeed.language_modeling import CausalLMReader, packing
 from allennlp_deepspeed.language_modeling.packing import Example, pack
 from tests.fixtures.tiny_lm import VOCABULARY, tiny_tokenizer
 from tests.support.workers import run_workers
@@ -25,6 +25,11 @@ MESSAGES = [
     {"role": "user", "content": "name3"},
     {"role": "assistant", "content": "noun3"},
 ]
+
+
+needs_packing = pytest.mark.skipif(
+    not packing.is_supported(), reason="transformers before 4.53 can't pack"
+)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +134,7 @@ def test_it_is_said_once_a_file_what_is_cut(
     assert "of these 2 have nothing left that is to be predicted" in caplog.text
 
 
+@needs_packing
 def test_packed_examples_begin_anew(tmp_path: Path, tokenizer: str) -> None:
     path = write(tmp_path, TEXT, RESPONSE, {"text": "name4"}, {"text": "name5 name6"})
     instances = list(CausalLMReader(tokenizer, max_length=7, pack=True).read(path))
@@ -152,7 +158,9 @@ def test_packing_loses_nothing_and_wastes_little() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"pack": True, "max_length": 9}], ids=["apart", "packed"]
+    "arguments",
+    [{}, pytest.param({"pack": True, "max_length": 9}, marks=needs_packing)],
+    ids=["apart", "packed"],
 )
 def test_workers_share_what_one_process_reads(
     tmp_path: Path, tokenizer: str, arguments: Dict[str, Any]
@@ -174,7 +182,11 @@ def test_workers_share_what_one_process_reads(
     [
         ({"loss_on": "response"}, "'loss_on' of the reader is 'response'"),
         ({"max_length": 1}, "'max_length' of the reader is 1"),
-        ({"pack": True}, "'pack' of the reader is true, but 'max_length' isn't given"),
+        pytest.param(
+            {"pack": True},
+            "'pack' of the reader is true, but 'max_length' isn't given",
+            marks=needs_packing,
+        ),
         ({"tokenizer": "/nowhere"}, "There is no tokenizer at '/nowhere'"),
     ],
 )
@@ -207,6 +219,15 @@ def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: str) -> None:
         list(reader.read(write(tmp_path, {"messages": MESSAGES})))
 
 
+@needs_packing
 def test_packing_of_one_example(tokenizer: str) -> None:
     instance = CausalLMReader(tokenizer, max_length=3, pack=True).text_to_instance(**RESPONSE)
     assert torch.equal(instance["position_ids"].tensor, torch.arange(3))  # type: ignore[attr-defined]
+
+
+def test_packing_is_refused_where_examples_would_see_each_other(
+    tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "masking_utils", None)
+    with pytest.raises(ConfigurationError, match="'dataset_reader.pack' is true, but with"):
+        CausalLMReader(tokenizer, max_length=9, pack=True)
