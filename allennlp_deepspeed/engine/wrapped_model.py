@@ -220,6 +220,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         )
         if config.zero_stage == 3:
             self._undo.enter_context(module_hooks.only_with_graph(model))
+            self._undo.enter_context(module_hooks.leaf_modules_called_again(self.engine))
         if regularizer is not None:
             regularizer.gather_with_model()
         undo_first_step(self.engine)

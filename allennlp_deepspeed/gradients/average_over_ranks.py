@@ -61,6 +61,6 @@ def set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """Gives a parameter, which may be partitioned, a gradient of its whole shape."""
     # Torch wants a gradient to have the shape of its parameter at the moment when it is set.
     data = parameter.data
-    parameter.data = data.new_zeros(1).expand(gradient.shape)
+    parameter.data = data.new_zeros(()).expand(gradient.shape)
     parameter.grad = gradient
     parameter.data = data

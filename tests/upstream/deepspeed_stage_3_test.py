@@ -116,6 +116,21 @@ def test_a_parameter_that_is_read_is_gone_when_its_module_has_been_called() -> b
     return _fails(lambda: engine(torch.ones(1, 2)))
 
 
+@mended_by("engine.module_hooks.leaf_modules_called_again")
+def test_a_leaf_module_cannot_be_called_twice() -> bool:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(linear(2), nn.Tanh(), linear(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(self.layers(x)).sum()
+
+    zero = {"leaf_module": {"classes": ["Sequential"]}, "stage3_param_persistence_threshold": 0}
+    engine = engine_of(Twice(), 3, zero=zero)
+    return _fails(lambda: engine.backward(engine(torch.ones(1, 2))))
+
+
 @mended_by("engine.inner_gradients.InnerGradients")
 def test_a_model_with_a_gradient_penalty_cannot_be_trained() -> bool:
     class Penalized(nn.Module):
@@ -130,6 +145,21 @@ def test_a_model_with_a_gradient_penalty_cannot_be_trained() -> bool:
             return loss + gradient.square().sum()
 
     engine = engine_of(Penalized(), 3)
+    return _fails(lambda: engine.backward(engine(torch.ones(1, 2))))
+
+
+@mended_by("engine.module_hooks.leaf_modules_called_again")
+def test_a_leaf_module_cannot_be_called_twice() -> bool:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(linear(2), nn.Tanh(), linear(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(self.layers(x)).sum()
+
+    zero = {"leaf_module": {"classes": ["Sequential"]}, "stage3_param_persistence_threshold": 0}
+    engine = engine_of(Twice(), 3, zero=zero)
     return _fails(lambda: engine.backward(engine(torch.ones(1, 2))))
 
 
