@@ -1,13 +1,16 @@
 """The trainer's "torch_compile": numbers are those without, and nothing of it is left behind."""
 
 import re
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any, Dict, List, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo  # once, and not in each forked worker
 import torch._inductor.config  # noqa: F401
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.training.metrics import CategoricalAccuracy
@@ -15,9 +18,10 @@ from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 from torch._dynamo.utils import counters
 
+from allennlp_deepspeed.contrastive import ContrastiveModel
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side, numbers
-from tests.support.workers import run_workers  # noqa: F401  # workers are forked
+from tests.support.workers import run_workers
 
 DIM, NUM_LABELS = 6, 3
 LEAVES = {"leaf_module": {"classes": ["Layer"]}}
@@ -103,13 +107,14 @@ def train(trainer: Any) -> Outcome:
     )
 
 
-def assert_same(actual: Side, expected: List[Outcome]) -> None:
+def assert_same(actual: Side, expected: List[Outcome], tolerance: float = 1e-5) -> None:
     """On each rank."""
     weights = {name: torch.tensor(array) for name, array in expected[0].weights.items()}
     for outcome, expected_outcome in zip(actual.on_all_ranks(train), expected, strict=True):
         assert outcome.num_graphs > 0
-        assert outcome.metrics == pytest.approx(expected_outcome.metrics, rel=1e-5, abs=1e-6)
-        assert_same_weights({k: torch.tensor(v) for k, v in outcome.weights.items()}, weights)
+        assert outcome.metrics == pytest.approx(expected_outcome.metrics, rel=tolerance)
+        trained = {name: torch.tensor(array) for name, array in outcome.weights.items()}
+        assert_same_weights(trained, weights, tolerance)
 
 
 def everything(**arguments: Any) -> Dict[str, Any]:
@@ -138,3 +143,123 @@ def test_numbers_are_those_of_gradient_descent(optimizer: Any) -> None:
     graphs = GRAPHS if optimizer is SGD else FORWARD_GRAPHS
     for stage in range(4):
         assert_same(compiled(stage, torch_compile=graphs, **arguments), expected)
+
+
+def uncompiled(side: Side) -> List[Outcome]:
+    """What the same side trains to without."""
+    side.arguments = {**side.arguments, "torch_compile": None}
+    return side.on_all_ranks(train)
+
+
+BF16 = {"deepspeed_config": {"bf16": {"enabled": True}}}
+OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(
+    "stage, arguments",
+    [
+        pytest.param(stage, arguments, id=f"{name}-{stage}", marks=marks)
+        for name, arguments, quick in [
+            ("recomputed", {"activation_checkpointing": [r"layers\.0$", "1.first"]}, (0, 3)),
+            ("bf16", BF16, (2, 3)),
+            ("fp16", {"deepspeed_config": {"fp16": {"enabled": True}}}, ()),
+            ("autocast", {"deepspeed_config": {"torch_autocast": {"enabled": True}}}, ()),
+            ("offload", OFFLOAD, ()),
+            ("partitioned", {"is_constructed_partitioned": True}, (3,)),
+        ]
+        for stage in range(4)
+        for marks in [() if stage in quick else pytest.mark.soak]
+        if not (name == "partitioned" and stage < 3 or name == "offload" and stage == 0)
+    ],
+)
+def test_numbers_are_those_without(stage: int, arguments: Dict[str, Any]) -> None:
+    arguments = {**arguments, "num_gradient_accumulation_steps": 2}
+    expected = uncompiled(compiled(stage, **arguments))
+    is_rounded = "deepspeed_config" in arguments
+    assert_same(compiled(stage, **arguments), expected, tolerance=2e-3 if is_rounded else 1e-5)
+
+
+class Encoder(ContrastiveModel):
+    """Encodes numbers, with dropout, as layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layers = nn.ModuleList(Layer(i) for i in range(2))
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def encode(self, **inputs: torch.Tensor) -> Dict[str, torch.Tensor]:
+        return {name: self._encode(tensor) for name, tensor in inputs.items()}
+
+    def _encode(self, states: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones_like(states[..., 0])
+        for layer in self.layers:
+            states = layer(states, mask)
+        return states.mean(dim=1)
+
+    def contrastive_loss(self, representations, **inputs: Any) -> Dict[str, torch.Tensor]:
+        similarities = representations["one"] @ representations["other"].T / self.temperature
+        labels = torch.arange(len(similarities))
+        return {"loss": nn.functional.cross_entropy(similarities, labels)}
+
+
+def pair_batches(rank: int) -> List[Dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        {name: torch.randn(6, 3, DIM, generator=generator) for name in ("one", "other")}
+        for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.soak), 3])
+def test_chunks_of_grad_cache_drop_out_the_same_twice(stage: int) -> None:
+    arguments = {"grad_cache": {"chunk_size": 2}}
+    expected = uncompiled(compiled(stage, Encoder, pair_batches, **arguments))
+    assert_same(compiled(stage, Encoder, pair_batches, **arguments), expected)
+
+
+@pytest.mark.parametrize("dynamic, num_graphs", [(None, 2), (True, 1), (False, 3)])
+def test_lengths_that_change_are_compiled_as_asked_for(dynamic: Any, num_graphs: int) -> None:
+    batches = [
+        {**batch, "ids": batch["ids"][:, :length].contiguous()}
+        for batch, length in zip(id_batches(0, 3), (3, 4, 5))
+    ]
+    settings = {**FORWARD_GRAPHS, **({} if dynamic is None else {"dynamic": dynamic})}
+    side = compiled(
+        2, lambda: Classifier(1), lambda rank: batches, world_size=1, torch_compile=settings
+    )
+    # What comes after the metric has no length.
+    assert side.on_all_ranks(train)[0].num_graphs == num_graphs + 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_single_process_has_its_model_back(stage: int) -> None:
+    def train_twice(rank: int) -> None:
+        metric_call = CategoricalAccuracy.__call__
+        with tempfile.TemporaryDirectory() as directory:
+            trainer: Any = side.construct(rank, Path(directory))
+            trainer.train()
+            assert CategoricalAccuracy.__call__ is metric_call
+            assert not any("forward" in vars(module) for module in trainer.model.modules())
+            counters.clear()
+            trainer.model(**id_batches(0)[0])["loss"].backward()
+            assert not counters["stats"]
+            with trainer.session():  # another engine
+                assert any("forward" in vars(module) for module in trainer.model.modules())
+                trainer.go_backward(id_batches(0)[0])
+                trainer.step_optimizer()
+
+    side = compiled(stage, world_size=1, torch_compile=FORWARD_GRAPHS)
+    run_workers(1, train_twice)
+
+
+def test_what_leaves_nothing_to_compile_is_refused() -> None:
+    def construct(rank: int) -> None:
+        message = "nothing can be compiled"
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            pytest.raises(ConfigurationError, match=message),
+        ):
+            side.construct(rank, Path(directory))
+
+    side = compiled(3, world_size=1, activation_checkpointing=[r"layers\.\d$"])
+    run_workers(1, construct)
