@@ -7,6 +7,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers import PreTrainedModel, modeling_utils
+from transformers import __version__ as transformers_version
 
 from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
 
@@ -130,6 +131,13 @@ class UlyssesAttention:
         `torch.Tensor`
             The positions of this worker's part.
         """
+        if is_packed and self._implementation != "sdpa" and position_ids.size(0) > 1:
+            # Whose kernels transformers has look for borders in a single sequence only.
+            raise ConfigurationError(
+                f"'{KEY}' is {self.group.size} and examples are packed, but with "
+                f"{self._implementation} they are kept apart only in batches of one sequence: "
+                'write "attn_implementation": "sdpa", or "batch_size": 1.'
+            )
         own = self.group.part(position_ids, padding_value=0)
         missing = own.size(1) * self.group.size - position_ids.size(1)
         self._positions = None
@@ -261,6 +269,11 @@ class UlyssesAttention:
 
 
 def _check(transformer: PreTrainedModel, size: int, implementation: str) -> None:
+    if int(transformers_version.partition(".")[0]) < 5:
+        raise ConfigurationError(
+            f"'{KEY}' is {size}, which needs transformers 5, and this is {transformers_version}: "
+            "install it, or remove the key."
+        )
     config = transformer.config
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise ConfigurationError(
