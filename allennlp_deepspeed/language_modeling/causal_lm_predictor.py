@@ -38,6 +38,7 @@ class CausalLMPredictor(Predictor):
     dataset_reader : `DatasetReader`, required.
         A `CausalLMReader`.
     max_new_tokens : `int`, optional (default = `256`)
+        After as many a response ends.
     sample : `bool`, optional (default = `False`)
         Whether tokens are drawn, instead of the most probable one taken.
     temperature : `float`, optional (default = `1.0`)

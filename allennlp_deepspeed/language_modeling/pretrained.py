@@ -2,6 +2,8 @@
 Loads transformers and tokenizers, and keeps of them what an archive needs to be opened anywhere.
 """
 
+import functools
+import json
 import logging
 import os
 from typing import Any, Dict, Optional, Tuple, Union
@@ -75,7 +77,8 @@ def transformer(
     try:
         if load_weights and config is None:
             name, of_file = _name_and_file(model_name)
-            return AutoModelForCausalLM.from_pretrained(name, **of_file, **arguments)
+            pretrained = AutoModelForCausalLM.from_pretrained(name, **of_file, **arguments)
+            return _unmarked(pretrained) if of_file else pretrained
         if saved is not None and not load_weights:
             loaded = AutoConfig.from_pretrained(saved)
         elif config is not None:
@@ -118,11 +121,17 @@ def tokenizer(name: str, arguments: Dict[str, Any], saved: Directory) -> PreTrai
         if directory is not None:
             return AutoTokenizer.from_pretrained(directory)
         name, of_file = _name_and_file(name)
-        return AutoTokenizer.from_pretrained(name, **of_file, **arguments)
+        return _loaded(name, json.dumps({**of_file, **arguments}, sort_keys=True))
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"There is no tokenizer at '{name}' that transformers {VERSION} can load: {error}"
         ) from error
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(name: str, arguments: str) -> PreTrainedTokenizerBase:
+    """Once for the reader and the model of a process: from a GGUF file it takes seconds."""
+    return AutoTokenizer.from_pretrained(name, **json.loads(arguments))
 
 
 def save(
@@ -179,6 +188,17 @@ def _name_and_file(name: Optional[str]) -> Tuple[str, Dict[str, str]]:
         return name, {}
     directory, file = os.path.split(name)
     return directory or os.curdir, {"gguf_file": file}
+
+
+def _unmarked(model: PreTrainedModel) -> PreTrainedModel:
+    """
+    The weights of a GGUF file aren't quantized any more once they have been loaded, but the model
+    and its configuration still say so.
+    """
+    for name in ("is_quantized", "quantization_method", "hf_quantizer"):
+        vars(model).pop(name, None)
+    vars(model.config).pop("quantization_config", None)
+    return model
 
 
 def _with_dtype(arguments: Dict[str, Any]) -> Dict[str, Any]:

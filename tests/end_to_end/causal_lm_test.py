@@ -18,6 +18,7 @@ from allennlp_deepspeed.language_modeling import CausalLM
 from tests.end_to_end.checkpoint_test import recover
 from tests.end_to_end.export_test import exported
 from tests.end_to_end.precision_test import BF16, FP16
+from tests.fixtures.tiny_gguf import VOCABULARY, tiny_gguf
 from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
 from tests.support.command import allennlp
 from tests.support.experiment import (
@@ -101,27 +102,38 @@ def check(
     return actual
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_two_workers_train_as_one_batch(
     experiments: Experiments, tokenizer: str, stage: int
 ) -> None:
     check(experiments, tokenizer, stage)
 
 
-@pytest.mark.parametrize("stage", [SOAK_2, 3])
+CHANGES: Dict[str, Config] = {
+    "no_grad": {"trainer.no_grad": ["embed_tokens", r"layers\.0\."]},
+    "tied": {"model.config": {**LLAMA, "tie_word_embeddings": True}},
+    "lora": {"model.lora": LORA},
+    "packed": PACKED,
+}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    "name, stage",
     [
-        pytest.param({"trainer.no_grad": ["embed_tokens", r"layers\.0\."]}, id="no_grad"),
-        pytest.param({"model.config": {**LLAMA, "tie_word_embeddings": True}}, id="tied"),
-        pytest.param({"model.lora": LORA}, id="lora"),
-        pytest.param(PACKED, id="packed"),
+        ("no_grad", 2),
+        pytest.param("no_grad", 3, marks=pytest.mark.soak),
+        pytest.param("tied", 2, marks=pytest.mark.soak),
+        ("tied", 3),
+        pytest.param("lora", 2, marks=pytest.mark.soak),
+        ("lora", 3),
+        ("packed", 2),
+        pytest.param("packed", 3, marks=pytest.mark.soak),
     ],
 )
 def test_keys_of_the_model_and_the_reader(
-    experiments: Experiments, tokenizer: str, changes: Config, stage: int
+    experiments: Experiments, tokenizer: str, name: str, stage: int
 ) -> None:
-    check(experiments, tokenizer, stage, changes)
+    check(experiments, tokenizer, stage, CHANGES[name])
 
 
 @pytest.mark.parametrize(
@@ -241,6 +253,23 @@ def test_pretrained_weights_with_adapters(
     torch.testing.assert_close(merged, adapted)
     recovered = recover(result, tmp_path, recorded_config(result), "checkpoint_e1_b0")
     assert_same_weights(recovered.weights(), result.weights(), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("stage", [SOAK_2, 3])
+def test_a_model_in_a_gguf_file(
+    experiments: Experiments, session_directory: Path, tmp_path: Path, stage: int
+) -> None:
+    pytest.importorskip("gguf")
+    file = tiny_gguf(session_directory)
+    changes = {"model.config": None, "model.model_name": file, "trainer.optimizer.lr": 0.1}
+    result = check(experiments, file, stage, changes)
+    archive = tmp_path / "model.tar.gz"
+    replace_in_config(result.archive, archive, file, "/nowhere/tiny.gguf")
+    loaded = load_archive(archive, cuda_device=-1)
+    assert_same_weights(loaded.model.state_dict(), result.weights(), tolerance=0)
+    instance = loaded.dataset_reader.text_to_instance(text="name1")
+    tokens = [VOCABULARY[i] for i in instance["input_ids"].tensor.tolist()]
+    assert tokens == ["name", "1", "<eos>"]
 
 
 def batch(vocabulary_size: int) -> Dict[str, torch.Tensor]:
