@@ -2,6 +2,7 @@
 Loads transformers and tokenizers, and keeps of them what an archive needs to be opened anywhere.
 """
 
+import copy
 import functools
 import json
 import logging
@@ -121,7 +122,8 @@ def tokenizer(name: str, arguments: Dict[str, Any], saved: Directory) -> PreTrai
         if directory is not None:
             return AutoTokenizer.from_pretrained(directory)
         name, of_file = _name_and_file(name)
-        return _loaded(name, json.dumps({**of_file, **arguments}, sort_keys=True))
+        # One of its own for each, since what is assigned to it is for its owner.
+        return copy.copy(_loaded(name, json.dumps({**of_file, **arguments}, sort_keys=True)))
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"There is no tokenizer at '{name}' that transformers {VERSION} can load: {error}"
