@@ -134,7 +134,6 @@ def test_packed_sequences_and_adapters(
     [
         (0, False),
         (1, True),
-        pytest.param(2, True, marks=pytest.mark.soak),
         pytest.param(3, False, marks=pytest.mark.soak),
         (3, True),
     ],
