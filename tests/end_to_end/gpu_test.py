@@ -26,6 +26,7 @@ from tests.support.experiment import (
     Config,
     Experiments,
     assert_fp32_master_weights,
+    assert_same_metrics,
     assert_same_weights,
     assert_trains_alike,
     deepspeed,
@@ -101,6 +102,22 @@ def test_training_on_two_gpus_is_that_of_gradient_descent(
 ) -> None:
     config = load_config(model, TWO_GPUS, TRAINING[model])
     check_parity(gpu_experiments, config, stage, TOLERANCE)
+
+
+@requires_gpu
+@STAGES
+def test_a_compiled_model_trains_as_with_gradient_descent(
+    gpu_experiments: Experiments, stage: int
+) -> None:
+    config = load_config("transformer", ONE_GPU, TRAINING["transformer"])
+    compiled = deepspeed(config, stage)
+    compiled["trainer"]["torch_compile"] = True
+    if stage == 3:
+        leaves = {"classes": ["PytorchTransformer"]}
+        compiled["trainer"]["deepspeed_config"]["zero_optimization"]["leaf_module"] = leaves
+    actual, expected = gpu_experiments.run(compiled), gpu_experiments.run(config)
+    assert_same_metrics(actual.metrics(), expected.metrics(), TOLERANCE)
+    assert_same_weights(actual.weights(), expected.weights(), TOLERANCE)
 
 
 @requires_gpu

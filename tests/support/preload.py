@@ -21,6 +21,9 @@ from allennlp.common.util import import_module_and_submodules  # noqa: E402
 from tests.support import huge_pages, processor  # noqa: E402
 
 torch.set_num_threads(1)
+# A process that was forked makes PyTorch's thread pool anew when it is first asked for, and aborts
+# if the threads of a backward pass are the first, which ask at once.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 processor.describe_once()
 
 # As AllenNLP's command does before anything else, and each worker again.

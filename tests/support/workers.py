@@ -73,7 +73,7 @@ def _work(
     # wait for threads that haven't come along.
     gc.freeze()
     # A process that was forked makes PyTorch's thread pool anew when it is first asked for, and
-    # aborts if several threads ask at once, as those of a backward pass do on tensors of no device.
+    # aborts if the threads of a backward pass are the first, which ask at once.
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), world_size)  # needs no port
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

@@ -1,0 +1,80 @@
+"""The "torch_compile" of a config file, from the command to the archive."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.checkpoint_test import recover
+from tests.end_to_end.gradient_synchronization_test import (
+    BYTES_OF_NORM,
+    chunked,
+    counted,
+    gradient_bytes,
+    reduced,
+    traffic,
+)
+from tests.support.command import allennlp
+from tests.support.experiment import (
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    assert_same_run,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+# One that needs no compiler, and takes a fraction of the time.
+GRAPHS = {"backend": "eager", "dynamic": True}
+DROPOUT: Config = {
+    **TWO_WORKERS,
+    "model.dropout": 0.2,
+    "trainer.num_gradient_accumulation_steps": 2,
+    "trainer.num_epochs": 1,
+}
+PLAIN = load_config("classifier", DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Config:
+    config = deepspeed(PLAIN, 2)
+    config["trainer"].update(
+        torch_compile=GRAPHS,
+        checkpointer={"save_every_num_batches": 2, "keep_most_recent_by_count": None},
+    )
+    return config
+
+
+def test_the_archive_is_that_of_a_training_without(
+    experiments: Experiments, compiled: Config, tmp_path: Path
+):
+    result, expected = experiments.run(compiled), experiments.run(PLAIN)
+    assert_same_run(result, expected)
+    inputs = tmp_path / "inputs.jsonl"
+    inputs.write_text(json.dumps({"sentence": "name1 verb2 noun3"}))
+    predicted = []
+    for i, archive in enumerate((result.archive, expected.archive)):
+        output = tmp_path / f"{i}.jsonl"
+        allennlp("predict", archive, inputs, "--output-file", output, "--silent").check()
+        predicted.append(json.loads(output.read_text())["probs"])
+    assert predicted[0] == pytest.approx(predicted[1], rel=1e-4)
+
+
+def test_a_training_goes_on_after_an_interruption(
+    experiments: Experiments, compiled: Config, tmp_path: Path
+):
+    result = experiments.run(compiled)
+    continued = recover(result, tmp_path, compiled, "checkpoint_e0_b4")
+    assert_same_weights(continued.weights(), result.weights(), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_are_reduced_once_a_step(experiments: Experiments, stage: int):
+    config = chunked(3)
+    compiled_config = counted(config, stage, "boundary")
+    compiled_config["trainer"]["torch_compile"] = GRAPHS
+    result = experiments.run(compiled_config)
+    whole = gradient_bytes(result, stage) + BYTES_OF_NORM[stage]
+    assert [reduced(step)[1] for step in traffic(result)[:2]] == [whole, whole]
+    assert_same_run(result, experiments.run(config))
