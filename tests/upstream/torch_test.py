@@ -29,7 +29,7 @@ def test_saving_does_not_say_that_the_disk_is_full() -> bool:
     raise AssertionError("Saving to a full disk has succeeded.")
 
 
-@mended_by("memory.meta_model._on_meta_device")
+@mended_by("meta_model._on_meta_device")
 def test_a_float_tensor_is_on_the_cpu_whatever_the_default_device_is() -> bool:
     with torch.device("meta"):
         return torch.FloatTensor(1, 1).device.type == "cpu"

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.memory import optimizer_states
 from allennlp_deepspeed.memory.estimate import PLACEMENTS, Estimate, Estimator, measure
-from allennlp_deepspeed.memory.meta_model import construct_without_weights
+from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.memory.model_states import (
     ModelSize,
     ModelStates,

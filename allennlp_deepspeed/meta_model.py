@@ -5,7 +5,7 @@ Constructs the model of a config without its weights.
 import logging
 import tempfile
 from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator
+from typing import Any, Dict, Iterator, Optional
 from unittest import mock
 
 import torch
@@ -21,7 +21,11 @@ from allennlp_deepspeed.language_modeling import pretrained
 logger = logging.getLogger(__name__)
 
 
-def construct_without_weights(params: Params) -> Model:
+def construct_without_weights(
+    params: Params,
+    vocabulary: Optional[Vocabulary] = None,
+    serialization_dir: Optional[str] = None,
+) -> Model:
     """
     The model of a training configuration, on the meta device, where tensors have shapes and no
     memory. A model whose constructor computes with values can't be there: it is constructed on the
@@ -30,8 +34,13 @@ def construct_without_weights(params: Params) -> Model:
 
     # Parameters
 
-    params : `Params`
-        A whole training configuration. It is not changed. What its vocabulary is made of is read.
+    params : `Params`, required.
+        A whole training configuration. It is not changed.
+    vocabulary : `Vocabulary`, optional (default = `None`)
+        `None` for the one of the configuration. What it is made of is read.
+    serialization_dir : `str`, optional (default = `None`)
+        Of a training that has been, from which the model may take what it has saved there. `None`
+        for an empty one.
 
     # Raises
 
@@ -39,9 +48,11 @@ def construct_without_weights(params: Params) -> Model:
         If there is no model in it.
     """
     if "model" not in params:
-        raise ConfigurationError("The config has no 'model', so there is nothing to estimate.")
-    with tempfile.TemporaryDirectory() as directory:
-        vocabulary = make_vocab_from_params(params.duplicate(), directory)
+        raise ConfigurationError("The config has no 'model', so there is nothing to construct.")
+    with tempfile.TemporaryDirectory() as empty:
+        directory = serialization_dir or empty
+        if vocabulary is None:
+            vocabulary = make_vocab_from_params(params.duplicate(), directory)
         with _without_pretrained_weights():
             try:
                 with _on_meta_device():
