@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 from types import ModuleType
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 from allennlp.common import Params
@@ -130,7 +130,7 @@ def add_adapters(
     """
     peft = _import_peft()
     _check_settings(settings, peft, where, own_keys)
-    transformers = _outermost(module, lambda module: isinstance(module, PreTrainedModel))
+    transformers = transformers_in(module)
     if len(transformers) != 1:
         raise ConfigurationError(
             f"{where} is given an object of class {type(module).__name__}, with "
@@ -138,7 +138,7 @@ def add_adapters(
             'as {"type": "pretrained_transformer", ...}.'
         )
     (transformer,) = transformers.values()
-    if "peft_config" in vars(transformer):
+    if has_adapters(transformer):
         raise ConfigurationError(
             f"{where} is given a transformer that has adapters already: write it once, around the "
             "one without."
@@ -154,6 +154,15 @@ def add_adapters(
         ) from error
 
 
+def transformers_in(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
+    """Those of transformers' models that are no part of another such, by name."""
+    return _outermost(model, lambda module: isinstance(module, PreTrainedModel))
+
+
+def has_adapters(transformer: torch.nn.Module) -> bool:
+    return "peft_config" in vars(transformer)
+
+
 def adapted_transformers(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
     """
     The transformers in `model` that have adapters, by name.
@@ -163,7 +172,7 @@ def adapted_transformers(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
     `ConfigurationError`
         If there are none.
     """
-    transformers = _outermost(model, lambda module: "peft_config" in vars(module))
+    transformers = _outermost(model, has_adapters)
     if not transformers:
         raise ConfigurationError(
             "The model has no adapters: none of its token embedders is of type 'lora', and it has "
@@ -207,7 +216,7 @@ def merge_adapters(model: torch.nn.Module) -> None:
     # Raises
 
     `ConfigurationError`
-        If it has no adapters.
+        If it has no adapters, or if one is of a module whose weights another one has too.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -217,6 +226,7 @@ def merge_adapters(model: torch.nn.Module) -> None:
             transformer,
             lambda module: isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)),
         )
+        _check_not_shared(transformer, list(adapted))
         for name, module in adapted.items():
             if hasattr(module, "unload_and_optionally_merge_module"):
                 merged = module.unload_and_optionally_merge_module(
@@ -228,6 +238,27 @@ def merge_adapters(model: torch.nn.Module) -> None:
             parent, _, attribute = name.rpartition(".")
             setattr(transformer.get_submodule(parent), attribute, merged)
         del transformer.peft_config
+
+
+def _check_not_shared(transformer: torch.nn.Module, adapted: List[str]) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If weights that adapters would be added to are those of another module too.
+    """
+    names: Dict[int, List[str]] = {}
+    for name, parameter in transformer.named_parameters(remove_duplicate=False):
+        if parameter.numel() > 0:
+            names.setdefault(parameter.data_ptr(), []).append(name)
+    for sharing in names.values():
+        modules = {next((a for a in adapted if n.startswith(f"{a}.")), None) for n in sharing}
+        if len(modules) > 1 and len(sharing) > 1:
+            raise ConfigurationError(
+                f"Adapters of '{sharing[0]}' can't be added to weights which are those of "
+                f"'{sharing[-1]}' too: take them out of 'target_modules' or 'modules_to_save', or "
+                "export the adapters alone (--adapters-only)."
+            )
 
 
 def without_adapters(config: Any) -> Any:

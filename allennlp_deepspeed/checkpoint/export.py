@@ -16,7 +16,7 @@ from allennlp.models.archival import CONFIG_NAME, archive_model, load_archive
 
 from allennlp_deepspeed import lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
-from allennlp_deepspeed.checkpoint.parts import find, together
+from allennlp_deepspeed.checkpoint.parts import find, locate, together
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.commit_record import CommitRecord
@@ -50,6 +50,7 @@ def export(
     # Parameters
 
     serialization_dir : `str`, required.
+        Or a checkpoint in one.
     epoch : `int`, optional (default = `None`)
         The number of epochs that the checkpoint has completed. If there are several such, the one
         at the end of the epoch is taken, and the newest if there is none. `None` for the newest of
@@ -75,7 +76,8 @@ def export(
     `ConfigurationError`
         If there are no adapters to merge.
     """
-    found = find([serialization_dir, *parts], epoch)
+    serialization_dir, point = locate(serialization_dir)
+    found = find([serialization_dir, *parts], epoch, point)
     logger.info("Exporting the weights of %s", found.directory)
     output_dir = _prepare(serialization_dir, found.directory, output_dir)
     weights = os.path.join(output_dir, WEIGHTS_NAME)
@@ -144,7 +146,8 @@ def export_adapters(
         output_dir = output_dir or os.path.join(os.path.dirname(source), "adapters")
         files.make_directory(output_dir)
     else:
-        found = find([source, *parts], epoch)
+        source, point = locate(source)
+        found = find([source, *parts], epoch, point)
         logger.info("Exporting the adapters of %s", found.directory)
         with together(found) as checkpoint:
             model = _load_model(source, checkpoint, found.record)

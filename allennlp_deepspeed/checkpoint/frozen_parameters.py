@@ -84,16 +84,28 @@ def construct_model(serialization_dir: str) -> Model:
     """
     params = Params.from_file(os.path.join(serialization_dir, CONFIG_NAME))
     prepare_environment(params)
+    vocab = load_vocabulary(serialization_dir, params)
+    return Model.from_params(params.pop("model"), vocab=vocab, serialization_dir=serialization_dir)
+
+
+def load_vocabulary(serialization_dir: str, params: Params) -> Vocabulary:
+    """
+    # Parameters
+
+    serialization_dir : `str`, required.
+        With the vocabulary of a training.
+    params : `Params`, required.
+        Its whole configuration, from which the section of the vocabulary is taken.
+    """
     vocabulary = params.pop("vocabulary", Params({}))
     vocabulary_class, _ = Vocabulary.resolve_class_name(
         vocabulary.pop_choice("type", Vocabulary.list_available(), default_to_first_choice=True)
     )
-    vocab = vocabulary_class.from_files(  # type: ignore[attr-defined]
+    return vocabulary_class.from_files(  # type: ignore[attr-defined]
         os.path.join(serialization_dir, "vocabulary"),
         vocabulary.get("padding_token"),
         vocabulary.get("oov_token"),
     )
-    return Model.from_params(params.pop("model"), vocab=vocab, serialization_dir=serialization_dir)
 
 
 def complete(

@@ -6,7 +6,7 @@ No process group is needed.
 import os
 import tempfile
 from contextlib import contextmanager
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from allennlp.models.archival import CONFIG_NAME
 
@@ -51,7 +51,24 @@ class Parts(NamedTuple):
         return all(path == os.path.join(self.directory, name) for name, path in self.files.items())
 
 
-def find(serialization_dirs: Sequence[str], epoch: Optional[int] = None) -> Parts:
+def locate(path: str) -> Tuple[str, Optional[PointInTime]]:
+    """
+    The serialization directory that a path is of, and the point in time of the checkpoint if it is
+    that of one.
+    """
+    parent = os.path.dirname(os.path.abspath(path))
+    directory = CheckpointDirectory(parent)
+    for point in directory.find():
+        if directory.path(point) == os.path.abspath(path):
+            return parent, point
+    return path, None
+
+
+def find(
+    serialization_dirs: Sequence[str],
+    epoch: Optional[int] = None,
+    point: Optional[PointInTime] = None,
+) -> Parts:
     """
     Finds the newest checkpoint, or the one that has completed `epoch` epochs. Of several such it is
     the one at the end of the epoch, or the newest if there is none.
@@ -61,6 +78,8 @@ def find(serialization_dirs: Sequence[str], epoch: Optional[int] = None) -> Part
     serialization_dirs : `Sequence[str]`, required.
         In any order. With several those checkpoints count of which all files are there.
     epoch : `int`, optional (default = `None`)
+    point : `PointInTime`, optional (default = `None`)
+        That of the one to find.
 
     # Raises
 
@@ -69,7 +88,7 @@ def find(serialization_dirs: Sequence[str], epoch: Optional[int] = None) -> Part
     """
     directories = [CheckpointDirectory(path) for path in serialization_dirs]
     every = sorted({p for d in directories for p in d.find()}, reverse=True)
-    points = [point for point in every if epoch in (None, point.epochs)]
+    points = [p for p in every if epoch in (None, p.epochs) and point in (None, p)]
     if not points:
         which = "checkpoint" if epoch is None else f"checkpoint of {epoch} epochs"
         found = ", ".join(os.path.basename(directories[0].path(point)) for point in every)
@@ -77,7 +96,7 @@ def find(serialization_dirs: Sequence[str], epoch: Optional[int] = None) -> Part
             f"There is no {which} in {', '.join(serialization_dirs)}. There are: {found or 'none'}."
         )
     if epoch is not None:
-        points.sort(key=lambda point: (point.steps == 0, point), reverse=True)
+        points.sort(key=lambda p: (p.steps == 0, p), reverse=True)
     first_problem: Optional[CheckpointError] = None
     for point in points:
         try:

@@ -82,6 +82,8 @@ def transformer(
             return _unmarked(pretrained) if of_file else pretrained
         if saved is not None and not load_weights:
             loaded = AutoConfig.from_pretrained(saved)
+            # By which adapters know it, and not where it was saved.
+            loaded.name_or_path = model_name or ""
         elif config is not None:
             loaded = AutoConfig.for_model(**config)
         else:

@@ -19,13 +19,13 @@ from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.engine.wrapped_model import check_sharding
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.memory import optimizer_states
-from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.memory.model_states import (
     ModelSize,
     ModelStates,
     OptimizerStates,
     model_states,
 )
+from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.optimizers import check_optimizer, registered_class
 from allennlp_deepspeed.optimizers.offload import counterpart_of
 from allennlp_deepspeed.training.construction import freeze

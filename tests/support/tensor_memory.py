@@ -14,7 +14,7 @@ class TensorMemory(TorchDispatchMode):
     """
     Within it the bytes of all tensors that operations allocate are counted, as long as they live.
     Files that are mapped into memory aren't: their pages are the file's, and the system takes them
-    back when it needs to.
+    back when it needs to. Nor are tensors on the meta device, which have none.
 
     # Attributes
 
@@ -44,5 +44,6 @@ class TensorMemory(TorchDispatchMode):
 
 
 def _storages(values: Any) -> Dict[int, torch.UntypedStorage]:
-    storages = (v.untyped_storage() for v in tree_leaves(values) if isinstance(v, torch.Tensor))
+    tensors = (v for v in tree_leaves(values) if isinstance(v, torch.Tensor))
+    storages = (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
     return {storage._cdata: storage for storage in storages}

@@ -21,13 +21,13 @@ from transformers import AutoConfig
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.memory import optimizer_states
 from allennlp_deepspeed.memory.estimate import PLACEMENTS, Estimate, Estimator, measure
-from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.memory.model_states import (
     ModelSize,
     ModelStates,
     OptimizerStates,
     model_states,
 )
+from allennlp_deepspeed.meta_model import construct_without_weights
 from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
 from tests.support.command import allennlp
 from tests.support.experiment import FIXTURES, ONE_PROCESS, TWO_WORKERS, Config, load_config

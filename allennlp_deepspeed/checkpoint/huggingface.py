@@ -1,0 +1,351 @@
+"""
+Makes of what training leaves a directory that transformers load without AllenNLP.
+"""
+
+import glob
+import json
+import logging
+import os
+import re
+import tarfile
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
+
+import torch
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.models import Model
+from allennlp.models.archival import CONFIG_NAME, extracted_archive, get_weights_path
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from allennlp_deepspeed import lora
+from allennlp_deepspeed.checkpoint import frozen_parameters
+from allennlp_deepspeed.checkpoint.parts import find, locate, together
+from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from allennlp_deepspeed.language_modeling import pretrained
+from allennlp_deepspeed.meta_model import construct_without_weights
+from allennlp_deepspeed.storage import files, serialization
+from allennlp_deepspeed.storage.checkpoint_directory import BEST_WEIGHTS_NAME
+from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
+
+logger = logging.getLogger(__name__)
+
+_DIRECTORY_NAME = "export_huggingface"
+_UNFINISHED = ".unfinished"
+
+# Of an earlier export, which may have had more shards, or been of another kind.
+_REPLACED = ("model*.safetensors", "model.safetensors.index.json", "adapter_*")
+
+_SIZE = re.compile(r"\d+\s*[KMGT]B", re.IGNORECASE)
+
+
+class _Trained(NamedTuple):
+    """
+    What a training has left.
+
+    # Parameters
+
+    serialization_dir : `str`
+        With its config and vocabulary.
+    state_dict : `Dict[str, Any]`
+        Of the plain model, in fp32.
+    default_output_dir : `str`
+    checkpoint : `str`, optional (default = `None`)
+        Where the weights are from, if it is a checkpoint.
+    record : `CommitRecord`, optional (default = `None`)
+        Of that.
+    """
+
+    serialization_dir: str
+    state_dict: Dict[str, Any]
+    default_output_dir: str
+    checkpoint: str = ""
+    record: Optional[CommitRecord] = None
+
+
+def export_huggingface(
+    source: str,
+    output_dir: Optional[str] = None,
+    epoch: Optional[int] = None,
+    best: bool = False,
+    parts: Sequence[str] = (),
+    module: Optional[str] = None,
+    adapters_only: bool = False,
+    max_shard_size: str = "5GB",
+) -> str:
+    """
+    Writes a transformer and its tokenizer, as `AutoModelForCausalLM.from_pretrained` (of a
+    "causal_lm") or `AutoModel.from_pretrained` (of an encoder in a token embedder), and
+    `AutoTokenizer.from_pretrained` read them: weights in fp32 and in safetensors, configurations
+    of the model and of generation, and the tokenizer with its chat template. LoRA's adapters are
+    added to the weights.
+
+    On one CPU, without a process group, and within the memory of the weights; those of an archive
+    stay on disk until they are written. Where a checkpoint lacks frozen parameters, these are read
+    from where training has read them.
+
+    # Parameters
+
+    source : `str`, required.
+        An archive, a serialization directory, or a checkpoint in one.
+    output_dir : `str`, optional (default = `None`)
+        Where to write the files, replacing earlier ones. `None` for a directory beside the archive
+        or in the serialization directory, whose name begins with `export_huggingface`.
+    epoch : `int`, optional (default = `None`)
+        The number of epochs that the checkpoint has completed, as in `export`.
+    best : `bool`, optional (default = `False`)
+        Whether to take the weights of the best epoch, and not those of the newest checkpoint.
+    parts : `Sequence[str]`, optional (default = `()`)
+        The serialization directories of other nodes, where each has a part of the checkpoint.
+    module : `str`, optional (default = `None`)
+        The transformer's name in the model. `None` for the only one.
+    adapters_only : `bool`, optional (default = `False`)
+        Whether to write LoRA's adapters alone, in the files of peft, beside the tokenizer.
+    max_shard_size : `str`, optional (default = `"5GB"`)
+        What a file of weights is at most, in KB, MB, GB or TB.
+
+    # Returns
+
+    `str`
+        The directory with the files.
+
+    # Raises
+
+    `CheckpointError`
+        If there is no such checkpoint, or it is damaged.
+    `ConfigurationError`
+        If there is no such transformer, or it can't be written as is asked for.
+    """
+    if not _SIZE.fullmatch(max_shard_size.strip()):
+        raise ConfigurationError(
+            f"--max-shard-size is '{max_shard_size}': write a whole number and KB, MB, GB or TB, "
+            "such as 500MB."
+        )
+    with _trained(source, epoch, best, parts) as trained:
+        output_dir = os.path.abspath(output_dir or trained.default_output_dir)
+        _check_output(output_dir)
+        model = _model(trained)
+        name, transformer = _transformer(model, module)
+        unfinished = output_dir + _UNFINISHED
+        files.remove(unfinished)
+        files.make_directory(unfinished)
+        if adapters_only:
+            lora.adapted_transformers(transformer)
+            lora.save_adapters(transformer, unfinished)
+        else:
+            _check_loadable(transformer, name)
+            if lora.has_adapters(transformer):
+                lora.merge_adapters(transformer)
+            transformer.save_pretrained(unfinished, max_shard_size=max_shard_size)
+        tokenizer = _tokenizer(trained.serialization_dir, transformer)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+    _put(unfinished, output_dir)
+    return output_dir
+
+
+@contextmanager
+def _trained(
+    source: str, epoch: Optional[int], best: bool, parts: Sequence[str]
+) -> Iterator[_Trained]:
+    if best and (epoch is not None or parts):
+        raise ConfigurationError(
+            "--best takes the weights of the best epoch, which every serialization directory has: "
+            "leave out --epoch and further directories."
+        )
+    if os.path.isfile(source):
+        if best or epoch is not None or parts:
+            raise ConfigurationError(
+                f"{source} is an archive, which has one state of a model: leave out --epoch, "
+                "--best and further directories, or give the serialization directory."
+            )
+        output_dir = os.path.join(os.path.dirname(source), _DIRECTORY_NAME)
+        try:
+            with extracted_archive(source) as directory:
+                weights = serialization.load(get_weights_path(directory), mmap=True)
+                yield _Trained(directory, weights, output_dir)
+        except tarfile.TarError as error:
+            raise ConfigurationError(
+                f"{source} is no archive of AllenNLP's ({error}): give a model.tar.gz, a "
+                "serialization directory or a checkpoint."
+            ) from error
+        return
+    if best:
+        path = os.path.join(source, BEST_WEIGHTS_NAME)
+        if not os.path.isfile(path):
+            raise ConfigurationError(
+                f"There is no {BEST_WEIGHTS_NAME} in {source}: leave out --best for the newest "
+                "checkpoint, or give the archive."
+            )
+        output_dir = os.path.join(source, f"{_DIRECTORY_NAME}_best")
+        yield _Trained(source, serialization.load(path, mmap=True), output_dir)
+        return
+    serialization_dir, point = locate(source)
+    found = find([serialization_dir, *parts], epoch, point)
+    logger.info("Exporting the weights of %s", found.directory)
+    suffix = os.path.basename(found.directory).removeprefix("checkpoint")
+    with together(found) as checkpoint:
+        yield _Trained(
+            serialization_dir,
+            ShardedCheckpoint(checkpoint).state_dict(),
+            os.path.join(serialization_dir, _DIRECTORY_NAME + suffix),
+            checkpoint,
+            found.record,
+        )
+
+
+def _check_output(output_dir: str) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If the files would overwrite those of a training.
+    """
+    path = os.path.join(output_dir, CONFIG_NAME)
+    if os.path.isfile(path):
+        with open(path) as file:
+            try:
+                is_model = "model_type" in json.load(file)
+            except ValueError:
+                is_model = False
+        if not is_model:
+            raise ConfigurationError(
+                f"--output is {output_dir}, where {CONFIG_NAME} is of something else than one of "
+                "transformers' models, and would be overwritten: write another directory."
+            )
+
+
+def _model(trained: _Trained) -> Model:
+    state_dict = trained.state_dict
+    if trained.record is not None and trained.record.frozen:
+        model = frozen_parameters.construct_model(trained.serialization_dir)
+        state_dict = frozen_parameters.complete(
+            state_dict, model, trained.record.frozen, trained.checkpoint
+        )
+    else:
+        params = Params.from_file(os.path.join(trained.serialization_dir, CONFIG_NAME))
+        vocabulary = frozen_parameters.load_vocabulary(trained.serialization_dir, params)
+        model = construct_without_weights(params, vocabulary, trained.serialization_dir)
+    _assign(model, state_dict)
+    return model
+
+
+def _assign(model: Model, state_dict: Dict[str, Any]) -> None:
+    """
+    Puts the tensors of a `state_dict` in the place of the model's. Of tied ones it may have some.
+
+    # Raises
+
+    `CheckpointError`
+        If it isn't of such a model.
+    """
+    own = model.state_dict(keep_vars=True)
+    by_tensor = {id(own[name]): value for name, value in state_dict.items() if name in own}
+    complete = {name: by_tensor.get(id(tensor)) for name, tensor in own.items()}
+    missing = [name for name, tensor in complete.items() if tensor is None]
+    unexpected = [name for name in state_dict if name not in own]
+    if missing or unexpected:
+        raise CheckpointError(
+            "The weights are not those of the model that the config describes: they lack "
+            f"{_listing(missing)}, and have {_listing(unexpected)} besides."
+        )
+    # AllenNLP's own method of this name can't.
+    torch.nn.Module.load_state_dict(model, complete, assign=True)
+
+
+def _listing(names: List[str]) -> str:
+    shown = ", ".join(names[:3]) or "nothing"
+    return f"{shown} and others" if len(names) > 3 else shown
+
+
+def _transformer(model: Model, module: Optional[str]) -> Any:
+    """The name and the transformer."""
+    transformers = lora.transformers_in(model)
+    if not transformers:
+        raise ConfigurationError(
+            f"The model, a {type(model).__name__}, has none of transformers' models inside: "
+            "leave out --format for weights and an archive of AllenNLP's."
+        )
+    if module is None and len(transformers) > 1:
+        raise ConfigurationError(
+            f"The model has {len(transformers)} transformers: write --module and one of "
+            f"{', '.join(transformers)}."
+        )
+    if module is None:
+        ((name, transformer),) = transformers.items()
+        return name, transformer
+    if module not in transformers:
+        raise ConfigurationError(
+            f"The model has no transformer '{module}': write --module and one of "
+            f"{', '.join(transformers)}."
+        )
+    return module, transformers[module]
+
+
+def _check_loadable(transformer: PreTrainedModel, name: str) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If transformers would take what is written for another model.
+    """
+    loaded: List[Any] = []
+    for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        classes: Any = mapping.get(type(transformer.config), ())
+        loaded += classes if isinstance(classes, tuple) else [classes]
+    # Of a configuration that comes with its own code nothing is known.
+    if loaded and type(transformer) not in loaded:
+        raise ConfigurationError(
+            f"'{name}' is a {type(transformer).__name__}, a part of a model that can't be loaded "
+            f"by itself, where a {' or a '.join(c.__name__ for c in loaded)} can. An archive has "
+            "it: leave out --format."
+        )
+
+
+def _tokenizer(
+    serialization_dir: str, transformer: PreTrainedModel
+) -> Optional[PreTrainedTokenizerBase]:
+    """That which the training has saved, or the one of the pretrained model."""
+    if pretrained.saved_files(serialization_dir, "tokenizer_config.json"):
+        return pretrained.tokenizer("", {}, serialization_dir)
+    name = str(transformer.config.name_or_path)
+    config = Params.from_file(os.path.join(serialization_dir, CONFIG_NAME)).as_dict(quiet=True)
+    try:
+        return AutoTokenizer.from_pretrained(name, **_tokenizer_kwargs(config["model"], name))
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        logger.warning("What is written will be without a tokenizer: %s", error)
+        return None
+
+
+def _tokenizer_kwargs(config: Any, model_name: str) -> Dict[str, Any]:
+    """Those that an embedder of this pretrained model is given."""
+    if isinstance(config, dict):
+        if config.get("model_name") == model_name and config.get("tokenizer_kwargs"):
+            return config["tokenizer_kwargs"]
+        config = list(config.values())
+    if isinstance(config, list):
+        found = (_tokenizer_kwargs(value, model_name) for value in config)
+        return next(filter(None, found), {})
+    return {}
+
+
+def _put(unfinished: str, output_dir: str) -> None:
+    """Gives the files their names when all are on disk, last the one without which none is read."""
+    names = sorted(os.listdir(unfinished), key=lambda name: name == CONFIG_NAME)
+    for name in names:
+        files.flush(os.path.join(unfinished, name))
+    files.make_directory(output_dir)
+    files.remove(os.path.join(output_dir, CONFIG_NAME))
+    for pattern in _REPLACED:
+        for path in glob.glob(os.path.join(glob.escape(output_dir), pattern)):
+            files.remove(path)
+    for name in names:
+        files.rename(os.path.join(unfinished, name), os.path.join(output_dir, name))
+    files.flush(output_dir)
+    files.remove(unfinished)

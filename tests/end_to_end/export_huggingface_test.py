@@ -1,0 +1,293 @@
+"""What `allennlp deepspeed export --format huggingface` writes is what transformers load."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Dict, List
+
+import peft
+import pytest
+import torch
+from allennlp.common.checks import ConfigurationError
+from allennlp.models import Model
+from allennlp.models.archival import load_archive
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from allennlp_deepspeed.checkpoint.export import export
+from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
+from allennlp_deepspeed.checkpoint.parts import find
+from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from allennlp_deepspeed.lora import transformers_in
+from allennlp_deepspeed.storage.commit_record import CheckpointError
+from tests.end_to_end.causal_lm_test import LORA, language_model, pretrained, tokenizer
+from tests.end_to_end.lora_test import adapted, bert
+from tests.fixtures.tiny_lm import LLAMA, TEMPLATE
+from tests.support.command import allennlp
+from tests.support.experiment import (
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    deepspeed,
+    load_config,
+)
+from tests.support.tensor_memory import TensorMemory
+
+__all__ = ["bert", "pretrained", "tokenizer"]
+
+IDS = torch.tensor([[7, 8, 9, 30, 21, 5]])
+TIED = {"model.config": {**LLAMA, "tie_word_embeddings": True}}
+EVERY_EPOCH = {"trainer.checkpointer": {"type": "deepspeed", "keep_most_recent_by_count": None}}
+
+
+def trained(
+    experiments: Experiments, tokenizer: str, stage: int, *overrides: Config, **sections: Config
+) -> Result:
+    """A language model that two workers have trained."""
+    config = language_model(tokenizer, TWO_WORKERS, EVERY_EPOCH, *overrides)
+    return experiments.run(deepspeed(config, stage, **sections))
+
+
+def exported(source: Path, output: Path, *arguments: Any) -> List[str]:
+    """The names of the files that the command writes."""
+    run = allennlp(
+        "deepspeed", "export", "--format", "huggingface", source, "--output", output, *arguments
+    ).check()
+    assert run.output.endswith(f"{output}\n")
+    assert not output.with_name(f"{output.name}.unfinished").exists()
+    return sorted(path.name for path in output.iterdir())
+
+
+def archived_model(archive: Path) -> Model:
+    return load_archive(archive, cuda_device=-1).model.eval()
+
+
+def assert_same_logits(actual: PreTrainedModel, archive: Path) -> None:
+    model = archived_model(archive)
+    with torch.no_grad():
+        expected = model(input_ids=IDS)["logits"]
+        torch.testing.assert_close(actual.eval()(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "stage, changes",
+    [
+        pytest.param(0, {}, id="own-0"),
+        pytest.param(2, TIED, id="tied-2", marks=pytest.mark.soak),
+        pytest.param(3, TIED, id="tied-3"),
+        pytest.param(2, {"model.lora": LORA}, id="lora-2", marks=pytest.mark.soak),
+        pytest.param(3, {"model.lora": LORA}, id="lora-3"),
+    ],
+)
+def test_a_language_model_of_a_checkpoint_is_that_of_the_archive(
+    experiments: Experiments, tokenizer: str, tmp_path: Path, stage: int, changes: Config
+) -> None:
+    result = trained(experiments, tokenizer, stage, changes)
+    assert result.final_metrics()["best_epoch"] == 1, "Else it isn't the newest."
+    names = exported(result.serialization_dir, tmp_path / "out")
+    assert {"config.json", "generation_config.json", "model.safetensors"} <= set(names)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.dtype == torch.float32
+    assert_same_logits(model, result.archive)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded.chat_template == TEMPLATE
+    text = "name1 verb2 <eos>"
+    assert loaded(text)["input_ids"] == AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"]
+
+
+@pytest.mark.parametrize("source", ["archive", "checkpoint", "best"])
+def test_what_a_language_model_is_exported_from(
+    experiments: Experiments, tokenizer: str, tmp_path: Path, source: str
+) -> None:
+    result = trained(experiments, tokenizer, 3, {"model.lora": LORA})
+    out = tmp_path / "out"
+    if source == "archive":
+        exported(result.archive, out)
+    elif source == "best":
+        exported(result.serialization_dir, out, "--best")
+    else:
+        exported(result.serialization_dir / "checkpoint_e1_b0", out)
+        expected = tmp_path / "expected"
+        export(str(result.serialization_dir / "checkpoint_e1_b0"), output_dir=str(expected))
+        assert_same_logits(AutoModelForCausalLM.from_pretrained(out), expected / "model.tar.gz")
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same_logits(AutoModelForCausalLM.from_pretrained(out), result.archive)
+        return
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(out), result.archive)
+
+
+def test_weights_are_in_files_of_the_size_that_is_asked_for(
+    experiments: Experiments, tokenizer: str, tmp_path: Path
+) -> None:
+    result = trained(experiments, tokenizer, 0)
+    out = tmp_path / "out"
+    exported(result.archive, out, "--max-shard-size", "4KB")
+    shards = list(out.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    # Of one weight more than that, and a header.
+    assert max(path.stat().st_size for path in shards) < 8_000
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(out), result.archive)
+    # What is left of one export isn't read with another.
+    names = exported(result.archive, out)
+    assert [name for name in names if name.startswith("model")] == ["model.safetensors"]
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(out), result.archive)
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+@pytest.mark.parametrize("source", ["archive", "checkpoint"])
+def test_adapters_of_a_language_model_are_those_of_peft(
+    experiments: Experiments, pretrained: str, tmp_path: Path, source: str, excluded: bool
+) -> None:
+    changes = {
+        "model.config": None,
+        "model.model_name": pretrained,
+        "model.lora": LORA,
+        "trainer.checkpointer": {"exclude_frozen_parameters": excluded},
+    }
+    result = trained(experiments, pretrained, 3, changes)
+    path = result.archive if source == "archive" else result.serialization_dir
+    names = exported(path, tmp_path / "adapters", "--adapters")
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= set(names)
+    assert "config.json" not in names
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == pretrained
+    base = AutoModelForCausalLM.from_pretrained(pretrained)
+    loaded: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    assert_same_logits(loaded, result.archive)
+    exported(path, tmp_path / "merged")
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), result.archive)
+
+
+@pytest.mark.parametrize("adapters_only", [False, True])
+def test_an_encoder_of_an_embedder_is_exported(
+    experiments: Experiments, bert: str, tmp_path: Path, adapters_only: bool
+) -> None:
+    result = experiments.run(deepspeed(adapted(bert), 3))
+    exported(result.archive, tmp_path / "out", *(["--adapters"] if adapters_only else []))
+    if adapters_only:
+        actual: Any = AutoModel.from_pretrained(bert)
+        actual = peft.PeftModel.from_pretrained(actual, tmp_path / "out")
+    else:
+        actual = AutoModel.from_pretrained(tmp_path / "out")
+    (expected,) = transformers_in(archived_model(result.archive)).values()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            actual.eval()(IDS).last_hidden_state,
+            expected(IDS).last_hidden_state,
+            rtol=1e-5,
+            atol=1e-5,
+        )
+    text = "name1 verb2"
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"]
+    assert tokens == AutoTokenizer.from_pretrained(bert)(text)["input_ids"]
+
+
+def test_one_of_several_encoders_is_chosen_by_name(
+    experiments: Experiments, bert: str, tmp_path: Path
+) -> None:
+    transformer = {"type": "pretrained_transformer", "model_name": bert}
+    embedder = {"token_embedders": {"tokens": transformer}}
+    config = load_config(
+        "bi_encoder",
+        {
+            "dataset_reader.tokenizer": transformer,
+            "dataset_reader.token_indexers": {"tokens": transformer},
+            "model.text_field_embedder": embedder,
+            "model.document_text_field_embedder": embedder,
+            "model.seq2vec_encoder": {"type": "bag_of_embeddings", "embedding_dim": 32},
+            "trainer.num_epochs": 1,
+        },
+    )
+    result = experiments.run(deepspeed(config, 0))
+    out = str(tmp_path / "out")
+    name = "_{}_encoder._text_field_embedder.token_embedder_tokens.transformer_model"
+    sides = ("query", "document")
+    choice = "write --module and one of " + ", ".join(map(name.format, sides))
+    with pytest.raises(ConfigurationError, match=f"has 2 transformers: {choice}"):
+        export_huggingface(str(result.archive), out)
+    with pytest.raises(ConfigurationError, match=f"no transformer 'c': {choice}"):
+        export_huggingface(str(result.archive), out, module="c")
+    expected = transformers_in(archived_model(result.archive))
+    weights: Dict[str, torch.Tensor] = {}
+    for which in sides:
+        export_huggingface(str(result.archive), out, module=name.format(which))
+        state_dict = AutoModel.from_pretrained(out).state_dict()
+        weights[which] = state_dict["encoder.layer.0.output.dense.weight"]
+        for key, value in expected[name.format(which)].state_dict().items():
+            torch.testing.assert_close(state_dict[key], value)
+    assert not torch.equal(weights["query"], weights["document"])
+
+
+@pytest.mark.parametrize("changes", [TIED, {"model.lora": LORA}], ids=["tied", "lora"])
+def test_weights_are_in_memory_once(
+    experiments: Experiments, tokenizer: str, tmp_path: Path, changes: Config
+) -> None:
+    result = trained(experiments, tokenizer, 3, changes)
+    weights = ShardedCheckpoint(find([str(result.serialization_dir)]).directory).state_dict()
+    tensors = {weight.data_ptr(): weight.nbytes for weight in weights.values()}
+    with TensorMemory() as memory:
+        export_huggingface(str(result.serialization_dir), str(tmp_path / "of_checkpoint"))
+    # Adapters are multiplied, and the result is added.
+    largest = max(tensors.values())
+    assert memory.peak <= sum(tensors.values()) + 2 * largest
+    with TensorMemory() as memory:
+        export_huggingface(str(result.archive), str(tmp_path / "of_archive"))
+    assert memory.peak <= 2 * largest
+
+
+def test_what_cannot_be_exported_is_refused_by_name(
+    experiments: Experiments, tokenizer: str, tmp_path: Path
+) -> None:
+    result = trained(experiments, tokenizer, 0)
+    source, out = str(result.serialization_dir), str(tmp_path / "out")
+    archive = str(result.archive)
+    with pytest.raises(ConfigurationError, match="--max-shard-size is '5 apples'"):
+        export_huggingface(source, out, max_shard_size="5 apples")
+    with pytest.raises(ConfigurationError, match="has no adapters"):
+        export_huggingface(source, out, adapters_only=True)
+    with pytest.raises(ConfigurationError, match="is an archive, which has one state"):
+        export_huggingface(archive, out, best=True)
+    with pytest.raises(ConfigurationError, match="--best takes the weights of the best epoch"):
+        export_huggingface(source, out, best=True, epoch=1)
+    with pytest.raises(ConfigurationError, match="config.json is of something else"):
+        export_huggingface(archive, source)
+    with pytest.raises(CheckpointError, match="no checkpoint of 7 epochs"):
+        export_huggingface(source, out, epoch=7)
+    (tmp_path / "no_archive").write_text("{}")
+    with pytest.raises(ConfigurationError, match="no_archive is no archive"):
+        export_huggingface(str(tmp_path / "no_archive"), out)
+    with pytest.raises(ConfigurationError, match="no best.th in"):
+        export_huggingface(str(tmp_path), out, best=True)
+    run = allennlp("deepspeed", "export", source, "--max-shard-size", "1GB")
+    assert run.returncode != 0 and "--max-shard-size is for --format huggingface" in run.output
+    assert not Path(out).exists()
+
+
+def test_weights_of_another_model_are_refused(
+    experiments: Experiments, tokenizer: str, tmp_path: Path
+) -> None:
+    result = trained(experiments, tokenizer, 0)
+    copy = tmp_path / "copy"
+    shutil.copytree(result.serialization_dir, copy)
+    config = copy / "config.json"
+    changed = json.loads(config.read_text())
+    changed["model"]["lora"] = LORA
+    config.write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match="they lack .*lora_A.*, and have .*q_proj.weight"):
+        export_huggingface(str(copy))
+
+
+def test_models_without_a_transformer_are_refused(experiments: Experiments, tmp_path: Path) -> None:
+    result = experiments.run(load_config("classifier", {"trainer.num_epochs": 1}))
+    with pytest.raises(ConfigurationError, match="none of transformers' models inside"):
+        export_huggingface(str(result.archive), str(tmp_path / "out"))
+
+
+def test_adapters_of_tied_weights_are_not_merged(
+    experiments: Experiments, tokenizer: str, tmp_path: Path
+) -> None:
+    lora = {"r": 2, "target_modules": ["embed_tokens", "q_proj"]}
+    result = trained(experiments, tokenizer, 0, TIED, {"model.lora": lora})
+    with pytest.raises(ConfigurationError, match="embed_tokens.*lm_head.*--adapters-only"):
+        export_huggingface(str(result.archive), str(tmp_path / "out"))
