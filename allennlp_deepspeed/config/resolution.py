@@ -113,7 +113,7 @@ def resolve(
     with findings.collect():
         torch_compile = torch_compile_settings(settings.torch_compile)
     if torch_compile is not None:
-        check_torch_compile(torch_compile, config, zero, findings)
+        check_torch_compile(torch_compile, settings, config, zero, findings)
     with findings.collect():
         check_with_deepspeed(config, findings)
     return ResolvedConfig(

@@ -58,6 +58,7 @@ class TrainerSettings:
         "node", "auto" or a number of workers.
     reduce_within : `Union[int, str]`, optional (default = `"auto"`)
         "node", "auto" or a number of workers.
+    sequence_tiling : `Dict[str, Any]`, optional (default = `None`)
     torch_compile : `Union[bool, Dict[str, Any]]`, optional (default = `None`)
     workers_per_node : `int`, optional (default = `None`)
         `None` if it is not known, which only matters where one of these is "node" or "auto".
@@ -81,6 +82,7 @@ class TrainerSettings:
     serialization_dir: Optional[str] = None
     shard_within: Union[int, str, None] = None
     reduce_within: Union[int, str, None] = TRAINER_KEYS["reduce_within"].default
+    sequence_tiling: Any = None
     torch_compile: Union[bool, Dict[str, Any], None] = None
     workers_per_node: Optional[int] = None
 

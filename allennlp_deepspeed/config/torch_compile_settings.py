@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.open_values import is_enabled, said
 from allennlp_deepspeed.config.schema_validation import ROOT
+from allennlp_deepspeed.config.settings import TrainerSettings
 
 KEY = "trainer.torch_compile"
 
@@ -123,7 +124,8 @@ def _parameters() -> List[str]:
 
 
 def check_torch_compile(
-    settings: Dict[str, Any],
+    arguments: Dict[str, Any],
+    settings: TrainerSettings,
     config: Dict[str, Any],
     zero: DeepSpeedZeroConfig,
     findings: Findings,
@@ -131,15 +133,25 @@ def check_torch_compile(
     """
     # Parameters
 
-    settings : `Dict[str, Any]`
+    arguments : `Dict[str, Any]`
         As `torch_compile_settings` returns them.
+    settings : `TrainerSettings`
     config : `Dict[str, Any]`
         DeepSpeed's.
     zero : `DeepSpeedZeroConfig`
         Its "zero_optimization".
     findings : `Findings`
-        Gets a line for each of DeepSpeed's keys that doesn't go with them.
+        Gets a line for each key that doesn't go with them.
     """
+    for key, is_used in (
+        ("sequence_parallel_size", settings.sequence_parallel_size > 1),
+        ("sequence_tiling", settings.sequence_tiling is not None),
+    ):
+        if is_used:
+            findings.add(
+                f"'{KEY}' is given, and so is 'trainer.{key}', whose parts of a sequence haven't "
+                "been shown to be computed the same where they are compiled: remove one of them"
+            )
     if is_enabled(config, "flops_profiler"):
         findings.add(
             f"'{KEY}' is given, and {ROOT}.flops_profiler.enabled is true, but DeepSpeed counts "
@@ -154,9 +166,9 @@ def check_torch_compile(
             'are to be gathered, and compiled, as one, such as "leaf_module": {"classes": '
             '["BertLayer"]}, or write "stage": 2'
         )
-    if settings.get("mode") in _MODES_WITH_CUDA_GRAPHS:
+    if arguments.get("mode") in _MODES_WITH_CUDA_GRAPHS:
         findings.add(
-            f"'{KEY}.mode' is \"{settings['mode']}\", and {ROOT}.zero_optimization.stage is 3, "
+            f"'{KEY}.mode' is \"{arguments['mode']}\", and {ROOT}.zero_optimization.stage is 3, "
             "where parameters have another address each time they are gathered, and CUDA graphs "
             "need one: "
             'write "max-autotune-no-cudagraphs", or "stage": 2'

@@ -83,6 +83,20 @@ def test_what_does_not_go_with_it_is_refused(config: Any, value: Any, message: s
     assert message in refusal(config, torch_compile=value)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sequence_parallel_size": 2, "world_size": 2},
+        {"sequence_tiling": {"modules": ["mlp$"], "num_tiles": 2}},
+    ],
+    ids=str,
+)
+def test_parts_of_sequences_are_not_compiled(settings: Dict[str, Any]) -> None:
+    assert f"and so is 'trainer.{next(iter(settings))}'" in refusal(
+        None, torch_compile=True, **settings
+    )
+
+
 def test_at_stage_3_it_goes_with_leaf_modules() -> None:
     assert resolve(LEAVES, torch_compile=True).torch_compile == {"backend": "inductor"}
 
