@@ -33,7 +33,7 @@ from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.engine import nvme_states
 from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
-from allennlp_deepspeed.processes import activity, agreement
+from allennlp_deepspeed.processes import activity, agreement, fingerprints
 from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.background_commit import BackgroundCommit
 from allennlp_deepspeed.storage.checkpoint_directory import (
@@ -427,6 +427,6 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
 
 def _own_version() -> str:
     try:
-        return metadata.version("allennlp-deepspeed")
+        return fingerprints.version("allennlp-deepspeed")
     except metadata.PackageNotFoundError:  # used from a checkout
         return "unknown"

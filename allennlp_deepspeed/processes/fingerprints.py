@@ -2,6 +2,7 @@
 What has to be the same everywhere, and what is said where it isn't.
 """
 
+import functools
 import json
 import platform
 from importlib import metadata
@@ -41,10 +42,23 @@ def versions() -> Dict[str, str]:
     versions = {"version of python": ".".join(platform.python_version_tuple()[:2])}
     for package in _PACKAGES:
         try:
-            versions[f"version of {package}"] = metadata.version(package)
+            versions[f"version of {package}"] = version(package)
         except metadata.PackageNotFoundError:
             versions[f"version of {package}"] = "from its sources"
     return versions
+
+
+@functools.cache
+def version(package: str) -> str:
+    """
+    Of an installed package, from its metadata. These have all of its documentation, and to read
+    them takes milliseconds, which a checkpoint would otherwise take each time.
+
+    # Raises
+
+    `importlib.metadata.PackageNotFoundError`
+    """
+    return metadata.version(package)
 
 
 def _joined(names: List[str]) -> str:

@@ -18,6 +18,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import torch  # noqa: E402
 from allennlp.common.util import import_module_and_submodules  # noqa: E402
 
+from allennlp_deepspeed.processes import fingerprints  # noqa: E402
 from tests.support import huge_pages, processor  # noqa: E402
 
 torch.set_num_threads(1)
@@ -30,6 +31,9 @@ processor.describe_once()
 WHOLE_PACKAGES = ("allennlp", "allennlp_deepspeed", "tests.fixtures")
 for package in WHOLE_PACKAGES:
     import_module_and_submodules(package, exclude={"allennlp.sanity_checks", "allennlp.tools"})
+
+# Each process would read them again.
+fingerprints.versions()
 
 # What is here stays, and a collection in a process forked from it would copy all of it.
 gc.collect()

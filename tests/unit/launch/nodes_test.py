@@ -114,7 +114,7 @@ def test_a_training_that_is_recovered_on_one_node_only_is_named(config: Config) 
 
 def test_other_versions_are_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     first = fingerprint.of_config(config, {})
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.0.1")
+    monkeypatch.setattr("allennlp_deepspeed.processes.fingerprints.version", lambda _: "0.0.1")
     lines = differences([("a", first), ("b", fingerprint.of_config(config, {}))])
     for package in ("torch", "deepspeed", "allennlp", "transformers"):
         assert any(line.startswith(f"'version of {package}' is ") for line in lines)
