@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import functools
 import importlib
+import json
 import multiprocessing
 import os
 import pkgutil
@@ -198,6 +199,7 @@ def _main(
     # Forked workers inherit it.
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
+    import allennlp.common.params
     import allennlp.common.util
     import torch.multiprocessing
     from allennlp.__main__ import run
@@ -207,7 +209,8 @@ def _main(
     imported = mock.patch.object(pkgutil, "walk_packages", _walk_packages)
     forked = mock.patch.object(torch.multiprocessing, "spawn", fork_workers)
     port = mock.patch.object(allennlp.common.util, "find_open_port", _find_port)
-    with unchanged, imported, forked, port:
+    read = mock.patch.object(allennlp.common.params, "evaluate_file", _evaluate_file)
+    with unchanged, imported, forked, port, read:
         run()
 
 
@@ -221,6 +224,20 @@ def _find_port() -> int:
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("", port))
             return port
+
+
+def _evaluate_file(path: str, **kwargs: Any) -> str:
+    """
+    Jsonnet's evaluation of a file, but for one of plain JSON, which is the same after it. To start
+    Jsonnet takes as long as three optimizer steps.
+    """
+    import _jsonnet
+
+    text = Path(path).read_text()
+    with contextlib.suppress(ValueError):
+        json.loads(text)
+        return text
+    return _jsonnet.evaluate_file(path, **kwargs)
 
 
 def _walk_packages(path: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
