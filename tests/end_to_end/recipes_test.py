@@ -31,6 +31,8 @@ def train(
     serialization_dir: Path,
     overrides: Optional[Dict[str, Any]] = None,
     environment: Optional[Dict[str, str]] = None,
+    # DeepSpeed compiles an operator when it is first used.
+    time_limit: float = 300,
 ) -> Dict[str, Any]:
     """Returns the metrics of a short run of the recipe."""
     recipe = RECIPES / f"{name}.jsonnet"
@@ -45,8 +47,7 @@ def train(
         serialization_dir,
         "--overrides",
         json.dumps(short_form),
-        # DeepSpeed compiles an operator when it is first used.
-        time_limit=300,
+        time_limit=time_limit,
         environment=environment,
     ).check()
     assert (serialization_dir / "model.tar.gz").exists()
