@@ -132,16 +132,18 @@ def export_huggingface(
         _check_output(output_dir)
         model = _model(trained)
         name, transformer = _transformer(model, module)
-        unfinished = output_dir + _UNFINISHED
-        files.remove(unfinished)
-        files.make_directory(unfinished)
         if adapters_only:
             lora.adapted_transformers(transformer)
-            lora.save_adapters(transformer, unfinished)
         else:
             _check_loadable(transformer, name)
             if lora.has_adapters(transformer):
                 lora.merge_adapters(transformer)
+        unfinished = output_dir + _UNFINISHED
+        files.remove(unfinished)
+        files.make_directory(unfinished)
+        if adapters_only:
+            lora.save_adapters(transformer, unfinished)
+        else:
             transformer.save_pretrained(unfinished, max_shard_size=max_shard_size)
         tokenizer = _tokenizer(trained.serialization_dir, transformer)
         if tokenizer is not None:

@@ -11,7 +11,15 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
 from allennlp.models.archival import load_archive
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from filelock import FileLock
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    T5Config,
+    T5Model,
+)
 
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
@@ -261,7 +269,7 @@ def test_what_cannot_be_exported_is_refused_by_name(
         export_huggingface(str(tmp_path), out, best=True)
     run = allennlp("deepspeed", "export", source, "--max-shard-size", "1GB")
     assert run.returncode != 0 and "--max-shard-size is for --format huggingface" in run.output
-    assert not Path(out).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["no_archive"]
 
 
 def test_weights_of_another_model_are_refused(
@@ -282,6 +290,34 @@ def test_models_without_a_transformer_are_refused(experiments: Experiments, tmp_
     result = experiments.run(load_config("classifier", {"trainer.num_epochs": 1}))
     with pytest.raises(ConfigurationError, match="none of transformers' models inside"):
         export_huggingface(str(result.archive), str(tmp_path / "out"))
+
+
+def test_parts_of_a_model_are_refused(
+    experiments: Experiments, bert: str, tmp_path: Path, session_directory: Path
+) -> None:
+    directory = session_directory / "tiny_t5"
+    with FileLock(f"{directory}.lock"):
+        if not directory.exists():
+            tokenizer = AutoTokenizer.from_pretrained(bert)
+            sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+            T5Model(T5Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+    transformer = {"type": "pretrained_transformer", "model_name": str(directory)}
+    embedder = {**transformer, "sub_module": "encoder"}
+    config = load_config(
+        "classifier",
+        {
+            "dataset_reader.tokenizer": transformer,
+            "dataset_reader.token_indexers": {"tokens": transformer},
+            "model.text_field_embedder.token_embedders.tokens": embedder,
+            "model.seq2vec_encoder": {"type": "bag_of_embeddings", "embedding_dim": 16},
+            "trainer.num_epochs": 1,
+        },
+    )
+    result = experiments.run(config)
+    with pytest.raises(ConfigurationError, match="is a T5Stack, a part of a model .* T5Model can"):
+        export_huggingface(str(result.archive), str(tmp_path / "out"))
+    assert not any(tmp_path.iterdir())
 
 
 def test_adapters_of_tied_weights_are_not_merged(
