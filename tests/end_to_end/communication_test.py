@@ -30,6 +30,8 @@ COUNTED: Config = {
 MODEL_BYTES = 4 * 2604
 STEPS = 11  # in an epoch of the tagger with two workers
 
+SAVED: Config = {"trainer.checkpointer": {"save_every_num_batches": 1}}
+
 
 def communication(result: Result, epoch: int) -> Dict[str, float]:
     prefix = f"metrics_epoch_{epoch}.json: training_communication_"
@@ -61,8 +63,7 @@ def test_stage_3_gathers_parameters_and_scatters_gradients(experiments: Experime
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_validation_and_saving_are_not_counted(experiments: Experiments, stage: int):
-    config = deepspeed(load_config("tagger", TWO_WORKERS, COUNTED), stage)
-    config["trainer"]["checkpointer"] = {"save_every_num_batches": 1}
+    config = deepspeed(load_config("tagger", TWO_WORKERS, COUNTED, SAVED), stage)
     alone = deepspeed(load_config("tagger", TWO_WORKERS, COUNTED), stage)
     alone["trainer"]["checkpointer"] = None
     del alone["validation_data_path"], alone["trainer"]["validation_metric"]
@@ -73,7 +74,7 @@ def test_validation_and_saving_are_not_counted(experiments: Experiments, stage: 
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_counting_changes_nothing(experiments: Experiments, stage: int):
-    counted = experiments.run(deepspeed(load_config("tagger", TWO_WORKERS, COUNTED), stage))
+    counted = experiments.run(deepspeed(load_config("tagger", TWO_WORKERS, COUNTED, SAVED), stage))
     plain = experiments.run(deepspeed(load_config("tagger", TWO_WORKERS), stage))
     counted.metrics = lambda: {  # type: ignore[method-assign]
         key: value for key, value in Result.metrics(counted).items() if "communication" not in key
