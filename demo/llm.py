@@ -64,11 +64,14 @@ def test_verses() -> List[Dict[str, str]]:
 
 def compare() -> Dict[str, Scores]:
     """The archive's model with its adapters, and without them, which is as it was before."""
+    import torch
     from allennlp.common.util import import_module_and_submodules
     from allennlp.models.archival import load_archive
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     import_module_and_submodules("allennlp_deepspeed")
+    # Here is one process, and not one for each core.
+    torch.set_num_threads(os.cpu_count() or 1)
     archive = load_archive(ARCHIVE)
     adapters = [m for m in archive.model.modules() if isinstance(m, BaseTunerLayer)]
     scores = {}
@@ -134,8 +137,9 @@ def main() -> None:
     logging.disable(logging.INFO)
     scores = compare()
     steps.append(f"{time.monotonic() - start:5.0f} s   comparing the model before and after")
-    export = ("deepspeed", "export", ARCHIVE, "--format", "huggingface", "--output", EXPORTED)
-    steps.append(allennlp(*export))
+    export = ("allennlp", "deepspeed", "export", ARCHIVE, "--format", "huggingface")
+    package = ("--include-package", "allennlp_deepspeed")
+    steps.append(run(*export, "--output", EXPORTED, *package))
     report(scores, steps)
 
 
