@@ -18,7 +18,7 @@ export HF_HUB_OFFLINE := 1
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
-	@echo "make demo-llm  fine-tune a language model and compare it before and after (about 5 minutes)"
+	@echo "make demo-llm  fine-tune a language model and compare it before and after (under 10 minutes)"
 	@echo "make test    run the whole test suite"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
 	@echo "make test-oldest  the same, with the oldest versions of transformers that are supported"
