@@ -82,6 +82,7 @@ bench: $(VENV)/installed
 	python -m benchmarks large_model
 	python -m benchmarks wire
 	python -m benchmarks sparse_attention
+	python -m benchmarks sequence_length
 
 lint: $(VENV)/installed
 	ruff check .
