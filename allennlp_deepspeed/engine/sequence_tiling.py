@@ -8,7 +8,7 @@ never in memory for a whole sequence: `TiledMLP` of "Arctic Long Sequence Traini
 import logging
 import re
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, ContextManager, Iterator, List, Tuple
+from typing import Any, Callable, ContextManager, Iterator, List, Set, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -19,6 +19,9 @@ from deepspeed.runtime.zero.partition_parameters import (
 
 from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 from allennlp_deepspeed.engine.activation_checkpointing import current_autocast
+
+# So many positions that dropout with any probability drops one of their numbers.
+_CHECKED = 16
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +120,8 @@ class _TiledForward:
         self._name = name
         self._forward = forward
         self._num_tiles = num_tiles
-        self._is_checked = False
+        # In training, in evaluation.
+        self._checked: Set[bool] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].dim() < 3:
@@ -126,27 +130,27 @@ class _TiledForward:
                 "(batch_size, length, ...): name modules that compute each position by itself."
             )
         hidden: torch.Tensor = args[0]
-        if not self._is_checked and hidden.size(1) > 1:
+        if self._module.training not in self._checked and hidden.size(1) > 1:
             self._check(hidden)
-            self._is_checked = True
+            self._checked.add(self._module.training)
         if not torch.is_grad_enabled():
             return _in_tiles(self._forward, hidden, self._num_tiles)
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         return _Tiled.apply(self._forward, self._num_tiles, current_autocast(), hidden, *parameters)
 
     def _check(self, hidden: torch.Tensor) -> None:
-        """That two positions are computed as each alone."""
-        positions = hidden[:, :2].detach()
+        """That some positions are computed as each alone, and the same a second time."""
+        positions = hidden[:, :_CHECKED].detach()
         with torch.no_grad():
             together = self._forward(positions)
             is_one_each = (
                 isinstance(together, torch.Tensor) and together.shape[:2] == positions.shape[:2]
             )
-            alone = _in_tiles(self._forward, positions, 2) if is_one_each else None
+            alone = _in_tiles(self._forward, positions, positions.size(1)) if is_one_each else None
         if alone is None or not torch.allclose(together, alone, rtol=1e-2, atol=1e-3):
             raise ConfigurationError(
-                f"'{_KEY}' names {self._name}, but it computes two positions otherwise than each "
-                "alone: name modules that compute each position by itself."
+                f"'{_KEY}' names {self._name}, but it computes positions together otherwise than "
+                "each alone: name modules that compute each position by itself, without dropout."
             )
 
 
@@ -195,6 +199,9 @@ class _Tiled(torch.autograd.Function):
             of_hidden.append(torch.zeros_like(tile) if own is None else own)
             for i, other in enumerate(others):
                 if other is not None:
+                    # A sum of many in bf16 would lose digits.
+                    other = other.to(torch.promote_types(other.dtype, torch.float32))
                     totals[i] = other if totals[i] is None else totals[i].add_(other)
+        of_parameters = [None if t is None else t.to(p.dtype) for t, p in zip(totals, parameters)]
         needs_hidden = ctx.needs_input_grad[3]
-        return (None, None, None, torch.cat(of_hidden, 1) if needs_hidden else None, *totals)
+        return (None, None, None, torch.cat(of_hidden, 1) if needs_hidden else None, *of_parameters)

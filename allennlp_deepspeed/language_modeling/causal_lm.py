@@ -1,5 +1,5 @@
 import logging
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Optional, Set, Union
 
 import torch
 from allennlp.common import Params
@@ -21,6 +21,7 @@ from allennlp_deepspeed.language_modeling.chunked_cross_entropy import (
     whole_cross_entropy,
 )
 from allennlp_deepspeed.language_modeling.output_head import output_head
+from allennlp_deepspeed.language_modeling.probes import check_sight
 from allennlp_deepspeed.language_modeling.token_loss_model import SequenceSharing, TokenLossModel
 from allennlp_deepspeed.language_modeling.token_metrics import TokenMetrics
 
@@ -131,8 +132,8 @@ class CausalLM(TokenLossModel):
         if lora is not None:
             adapters.add_adapters(self.transformer, lora, "'model.lora'")
             _check_output_layer(self.transformer)
-        # As far as it is known.
-        self._keeps_packed_apart = False
+        # Of single examples and of packed ones.
+        self._checked_sights: Set[bool] = set()
         self._loss_chunk_size = loss_chunk_size
         self._metrics = TokenMetrics()
 
@@ -180,12 +181,17 @@ class CausalLM(TokenLossModel):
         if position_ids is not None:
             inputs["position_ids"] = position_ids
         if labels is None:
+            if self.sequence_sharing is not None:
+                raise ConfigurationError(
+                    "Workers share sequences ('trainer.sequence_parallel_size'), of which each has "
+                    "logits of a part: give the model labels, or call it after training."
+                )
             return {"logits": self.transformer(**inputs).logits}
         targets = self._targets(labels)
         if self._output_head is None:
             losses = whole_cross_entropy(self._call(self.transformer, inputs).logits, targets)
         else:
-            outputs = self._call(self._output_head.backbone(), inputs)
+            outputs = self._call(self._output_head.backbone(self.transformer), inputs)
             losses = self._token_losses(outputs.last_hidden_state, targets)
         if self.sequence_sharing is not None and not self.training:
             losses = TokenLosses(*map(self.sequence_sharing.total, losses))
@@ -198,12 +204,13 @@ class CausalLM(TokenLossModel):
         """The outputs of the transformer, or a part of it, which first are looked at."""
         if self.sequence_sharing is not None:
             return self._call_with_own_part(self.sequence_sharing, module, inputs)
-        if "position_ids" not in inputs or self._keeps_packed_apart:
-            return module(**inputs)
-        with packing.kept_apart(self.transformer):
-            outputs = module(**inputs)
-        self._keeps_packed_apart = True
-        return outputs
+        is_packed = "position_ids" in inputs
+        if is_packed:
+            packing.check_batch(self.transformer, inputs["input_ids"].size(0))
+        if is_packed not in self._checked_sights:
+            check_sight(module, self.transformer, is_packed)
+            self._checked_sights.add(is_packed)
+        return module(**inputs)
 
     def _call_with_own_part(
         self, sharing: SequenceSharing, module: torch.nn.Module, inputs: Dict[str, Any]

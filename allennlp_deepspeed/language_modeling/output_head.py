@@ -4,7 +4,7 @@ What comes after the layers of a causal language model: how logits are made of h
 
 import logging
 from functools import partial
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional
+from typing import Any, Callable, Iterator, NamedTuple, Optional
 from unittest import mock
 
 import torch
@@ -25,14 +25,20 @@ class OutputHead(NamedTuple):
 
     # Parameters
 
-    backbone : `Callable[[], torch.nn.Module]`
-        Gives the module that gives hidden states.
+    backbone_name : `str`
+        The attribute, or the method, of the model that gives what gives hidden states. A name, so
+        that a copy of the model goes forward by its own.
     adjust : `Callable[[torch.Tensor], torch.Tensor]`
         What the model does to logits, such as a cap, `None` if that is nothing.
     """
 
-    backbone: Callable[[], torch.nn.Module]
+    backbone_name: str
     adjust: Optional[Adjustment]
+
+    def backbone(self, transformer: PreTrainedModel) -> torch.nn.Module:
+        """That of a model like the one that the head has been found out for."""
+        backbone = getattr(transformer, self.backbone_name)
+        return backbone if isinstance(backbone, torch.nn.Module) else backbone()
 
 
 class _States(BaseModelOutputWithPast):
@@ -59,11 +65,15 @@ def output_head(transformer: PreTrainedModel) -> Optional[OutputHead]:
         return None
     probes = torch.tensor(_PROBES, device="cpu")
     values = probes[None, :, None].expand(1, len(probes), vocabulary_size).clone()
-    for backbone in _backbones(transformer):
-        if backbone() is transformer:
+    # A model that has an encoder besides, or could have one, calls its decoder.
+    for name in ("base_model", "get_decoder", "model"):
+        if not hasattr(transformer, name):
+            continue
+        backbone = OutputHead(name, None).backbone(transformer)
+        if backbone is transformer:
             continue
         try:
-            results = _applied(transformer, backbone(), output_layer, values)
+            results = _applied(transformer, backbone, output_layer, values)
         except Exception as error:
             # Any that a model raises where it does more with its layers than to call them.
             logger.debug("%s: %s", type(transformer).__name__, error)
@@ -73,21 +83,8 @@ def output_head(transformer: PreTrainedModel) -> Optional[OutputHead]:
         for adjust in _adjustments(transformer, results[0, :, 0], probes):
             adjusted = probes if adjust is None else adjust(probes)
             if torch.allclose(adjusted, results[0, :, 0], rtol=1e-6, atol=1e-6):
-                return OutputHead(backbone, adjust)
+                return OutputHead(name, adjust)
     return None
-
-
-def _backbones(transformer: PreTrainedModel) -> List[Callable[[], torch.nn.Module]]:
-    """
-    Under the names that there are for it: a model that has an encoder besides, or could have one,
-    calls its decoder.
-    """
-    backbones: List[Callable[[], torch.nn.Module]] = [lambda: transformer.base_model]
-    if hasattr(transformer, "get_decoder"):
-        backbones.append(transformer.get_decoder)
-    if hasattr(transformer, "model"):
-        backbones.append(lambda: transformer.model)
-    return backbones
 
 
 @torch.no_grad()

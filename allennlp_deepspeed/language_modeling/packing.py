@@ -2,9 +2,7 @@
 Examples one after another in the same sequence, none of which sees another.
 """
 
-from contextlib import contextmanager
 from typing import Iterable, Iterator, List, NamedTuple
-from unittest import mock
 
 import torch
 import transformers
@@ -58,25 +56,27 @@ def check_supported() -> None:
         )
 
 
-@contextmanager
-def kept_apart(transformer: PreTrainedModel) -> Iterator[None]:
+def check_batch(transformer: PreTrainedModel, batch_size: int) -> None:
     """
-    Around a forward pass with `position_ids` that begin with 0 in each example.
+    # Parameters
+
+    transformer : `PreTrainedModel`, required.
+    batch_size : `int`, required.
+        The number of sequences in a packed batch.
 
     # Raises
 
     `ConfigurationError`
-        If the model has made no mask of them, or has a state that goes from one example to the
-        next.
+        If the model's attention doesn't keep examples apart in so many.
     """
     check_supported()
-    find_packed = getattr(masking_utils, _FUNCTION)
-    with mock.patch.object(masking_utils, _FUNCTION, wraps=find_packed) as finds:
-        yield
-    if not finds.called or getattr(transformer, "_is_stateful", False):
+    implementation = str(getattr(transformer.config, "_attn_implementation", None))
+    if batch_size > 1 and "flash" in implementation:
+        # For these transformers look for borders in a single sequence only.
         raise ConfigurationError(
-            f"'dataset_reader.pack' is true, but in {type(transformer).__name__} packed examples "
-            'see each other: write "pack": false, or use another model.'
+            f"'dataset_reader.pack' is true, but {implementation} keeps packed examples apart only "
+            'in batches of one sequence: write "attn_implementation": "sdpa" in '
+            "'model.transformer_kwargs', or \"batch_size\": 1."
         )
 
 

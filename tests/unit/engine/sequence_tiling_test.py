@@ -64,8 +64,25 @@ def tiles(layer: Layer, hidden: torch.Tensor) -> list:
 
 
 class Mixing(torch.nn.Module):
+    """Of positions that aren't neighbours."""
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.cumsum(dim=1)
+        return hidden + hidden.roll(2, dims=1)
+
+
+class FunctionalDropout(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(hidden, 0.2, self.training)
+
+
+def test_dropout_is_found_where_the_first_pass_is_an_evaluation() -> None:
+    torch.manual_seed(1)
+    layer, hidden = Layer(FunctionalDropout()).eval(), torch.randn(2, 16, 4)
+    undo = tile_modules(layer, {"modules": ["mlp$"], "num_tiles": 2}, zero_stage=0)
+    layer(hidden)
+    with pytest.raises(ConfigurationError, match="without dropout"):
+        layer.train()(hidden)
+    undo()
 
 
 @pytest.mark.parametrize(
@@ -73,8 +90,8 @@ class Mixing(torch.nn.Module):
     [
         (feed_forward(), "ffn", "has 'ffn', but the name of no module matches it"),
         (feed_forward(torch.nn.Dropout(0.1)), "mlp$", "mlp.2 is dropout"),
-        (Mixing(), "mlp$", "computes two positions otherwise than each alone"),
-        (torch.nn.GRU(4, 4), "mlp$", "computes two positions otherwise than each alone"),
+        (Mixing(), "mlp$", "computes positions together otherwise"),
+        (torch.nn.GRU(4, 4), "mlp$", "computes positions together otherwise"),
         (torch.nn.Bilinear(4, 4, 4), "mlp$", "takes more than one tensor"),
     ],
 )

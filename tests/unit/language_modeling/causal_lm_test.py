@@ -3,6 +3,7 @@ The loss of any causal language model is the one that transformers compute, in l
 packed examples have the losses that they have alone.
 """
 
+import copy
 from typing import Any, Dict
 
 import pytest
@@ -177,6 +178,9 @@ def test_packed_examples_do_not_see_each_other(config: Dict[str, Any]) -> None:
     [
         OPT,
         {"model_type": "mamba", **SIZES, "state_size": 4},
+        # Beside attention, with a convolution or a linear attention that no flag tells of.
+        {"model_type": "lfm2", **SIZES, **HEADS, "layer_types": ["conv", "full_attention"]},
+        {"model_type": "minimax", **SIZES, **HEADS, "num_local_experts": 2, "block_size": 4},
     ],
     ids=lambda c: c["model_type"],
 )
@@ -185,6 +189,42 @@ def test_models_in_which_packed_examples_see_each_other_are_refused(config: Any)
     packed = {**batch(), "position_ids": torch.arange(11).expand(3, 11)}
     with pytest.raises(ConfigurationError, match='packed examples see each other: write "pack"'):
         model(**packed)
+
+
+@needs_packing
+def test_packed_batches_of_several_sequences_are_refused_with_flash_attention() -> None:
+    model = causal_lm(LLAMA)
+    model.transformer.config._attn_implementation_internal = "flash_attention_2"
+    packed = {**batch(), "position_ids": torch.arange(11).expand(3, 11)}
+    with pytest.raises(ConfigurationError, match="only in batches of one sequence"):
+        model(**packed)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert-generation", **SIZES},
+        {"model_type": "xlnet", "vocab_size": 40, "d_model": 16, "n_layer": 2, "n_head": 2},
+    ],
+    ids=lambda c: c["model_type"],
+)
+def test_models_that_see_what_they_predict_are_refused(config: Any) -> None:
+    model = causal_lm(config)
+    with pytest.raises(ConfigurationError, match="positions see the tokens that they are to"):
+        model(**batch())
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model = causal_lm(LLAMA)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.transformer.model.parameters():
+            parameter.zero_()
+    other(**batch())["loss"].backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    # Nothing comes to the output layer, for which all tokens are alike.
+    vocabulary_size = torch.tensor(float(LLAMA["vocab_size"]))
+    torch.testing.assert_close(other(**batch())["loss"], vocabulary_size.log())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""
+Whether the numbers of a model mean what they say: found out by changing tokens that a position
+mustn't see.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+import torch
+from allennlp.common.checks import ConfigurationError
+from transformers import PreTrainedModel
+
+# Of an example. Longer than the convolutions that some models have beside attention.
+_LENGTH = 6
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def check_sight(module: torch.nn.Module, transformer: PreTrainedModel, is_packed: bool) -> None:
+    """
+    To be called by every rank, because ZeRO stage 3 gathers weights for it.
+
+    # Parameters
+
+    module : `torch.nn.Module`, required.
+        The transformer, or what of it gives hidden states.
+    transformer : `PreTrainedModel`, required.
+    is_packed : `bool`, required.
+        Whether it is given positions that begin anew with each example.
+
+    # Raises
+
+    `ConfigurationError`
+        If a position sees the tokens after it, or those of another example.
+    """
+    with _evaluating(transformer):
+        ids = _tokens(transformer)
+        expected = _states(module, ids, is_packed)
+        changed = ids.clone()
+        changed[:, -1] = ids[:, 0]
+        if not _is_same(_states(module, changed, is_packed)[:, :-1], expected[:, :-1]):
+            raise ConfigurationError(
+                f"'model.type' is 'causal_lm', but in {type(transformer).__name__} positions see "
+                "the tokens that they are to predict: use another model, or a configuration of "
+                'this one that is causal, such as "is_decoder": true where there is that key.'
+            )
+        if is_packed:
+            changed = ids.clone()
+            changed[:, :_LENGTH] = ids[:, _LENGTH:]
+            if not _is_same(_states(module, changed, True)[:, _LENGTH:], expected[:, _LENGTH:]):
+                raise ConfigurationError(
+                    f"'dataset_reader.pack' is true, but in {type(transformer).__name__} packed "
+                    'examples see each other: write "pack": false, or use another model.'
+                )
+
+
+def _tokens(transformer: PreTrainedModel) -> torch.Tensor:
+    """Two examples, of shape (1, 2 * _LENGTH), of tokens that are no special ones."""
+    weight: Any = transformer.get_input_embeddings().weight
+    config = transformer.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary_size = int(config.vocab_size)
+    places = torch.arange(2 * _LENGTH, device=weight.device)
+    return (vocabulary_size // 2 + places)[None] % vocabulary_size
+
+
+def _states(module: torch.nn.Module, ids: torch.Tensor, is_packed: bool) -> torch.Tensor:
+    """Of shape (1, 2 * _LENGTH, ...)."""
+    inputs: Any = {"input_ids": ids, "use_cache": False}
+    if is_packed:
+        inputs["position_ids"] = torch.arange(_LENGTH, device=ids.device).repeat(2)[None]
+    outputs = module(**inputs)
+    states = getattr(outputs, "last_hidden_state", None)
+    return outputs.logits if states is None else states
+
+
+def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    precision = 1e-4 if expected.dtype == torch.float32 else 1e-2
+    difference = (actual.float() - expected.float()).abs().max()
+    return bool(difference <= precision * expected.float().abs().max())
+
+
+@contextmanager
+def _evaluating(transformer: PreTrainedModel) -> Iterator[None]:
+    """Within it there is no dropout."""
+    training = [module for module in transformer.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
