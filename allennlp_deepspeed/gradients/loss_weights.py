@@ -52,4 +52,6 @@ class LossWeights:
         dist.all_reduce(total)
         # Backward divides by the size of the group, and the reduction by the number of ranks.
         divisions = group_size * dist.get_world_size()
-        return list((own * divisions / total.clamp(min=1)).float().unbind())
+        weights = (own * divisions / total.clamp(min=1)).float()
+        # Without any token, losses are 0, but a regularizer's penalty still counts once.
+        return list(torch.where(total > 0, weights, torch.ones_like(weights)).unbind())

@@ -15,7 +15,7 @@ from tests.support.plain_loop import Batch
 from tests.support.side_by_side import Side
 from tests.support.workers import run_workers  # noqa: F401  # for `conftest.py`
 
-NUM_STEPS, NUM_WORKERS, NUM_MICRO_BATCHES, LENGTH = 3, 2, 2, 6
+NUM_STEPS, NUM_WORKERS, NUM_MICRO_BATCHES, LENGTH = 4, 2, 2, 6
 
 
 class Tagger(TokenLossModel):
@@ -40,9 +40,9 @@ class Tagger(TokenLossModel):
 
 
 def micro_batches() -> List[List[List[Batch]]]:
-    """By step, rank and micro-batch, each with its own number of tokens, in one step some none."""
+    """By step, rank and micro-batch, of tokens some have none, and in one step all."""
     generator = torch.Generator().manual_seed(3)
-    lengths = iter([1, 6, 0, 3, 2, 5, 4, 1, 6, 0, 0, 1])
+    lengths = iter([1, 6, 0, 3, 2, 5, 4, 1, 0, 0, 0, 0, 6, 0, 0, 1])
 
     def micro_batch() -> Batch:
         words = torch.randint(9, (2, LENGTH), generator=generator)
