@@ -70,8 +70,8 @@ class TokenLossModel(Model):
     sequence_sharing: Optional[SequenceSharing] = None
     """
     Set by the trainer where workers share sequences. Then `forward` takes whole sequences as ever,
-    but computes a part, of whose tokens `num_loss_tokens` and the loss are in training; and
-    otherwise what all parts have together.
+    but computes a part, of whose tokens `num_loss_tokens` is, and in training the loss, too;
+    otherwise the loss is that of all parts together.
     """
 
     def num_loss_tokens(self, **inputs: Any) -> Union[int, torch.Tensor]:

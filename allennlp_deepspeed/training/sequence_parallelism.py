@@ -52,7 +52,10 @@ class SequenceParallelism:
             _check_reader(data_loader, size)
 
     def look_at(self, batches: List[TensorDict]) -> None:
-        """Before a step, at its micro-batches. The host doesn't wait for the device."""
+        """
+        Before a step at its micro-batches, and in a validation at each batch. The host doesn't wait
+        for the device.
+        """
         if self._size > 1:
             for tensor in _tensors(batches):
                 self._checksum = self._checksum * 31 + _checksum(tensor)

@@ -9,7 +9,6 @@ from allennlp.common import util as common_util
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpAccelerator
-from allennlp.training import util as training_util
 from allennlp.training.trainer import Trainer
 from overrides import overrides
 
@@ -21,6 +20,7 @@ from allennlp_deepspeed.engine.partitioned_construction import (
 from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.processes.one_process import as_one_process
 from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
+from allennlp_deepspeed.training.validation_loss import evaluate
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class DeepSpeedTrainModel(TrainModel):
             # together for each, and any metric is what a single process computes: AllenNLP's own
             # distributed evaluation leaves instances out and averages over other batches.
             with as_one_process():
-                test_metrics = training_util.evaluate(
+                test_metrics = evaluate(
                     self.model,
                     self.evaluation_data_loader,
                     cuda_device=self.trainer.cuda_device,

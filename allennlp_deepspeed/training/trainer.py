@@ -6,10 +6,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import torch
 from allennlp.common import Lazy
 from allennlp.common.checks import ConfigurationError
-from allennlp.data.data_loaders import (
-    DataLoader,
-    TensorDict,
-)
+from allennlp.data.data_loaders import DataLoader, TensorDict
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpAccelerator
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
@@ -33,14 +30,8 @@ from allennlp_deepspeed.processes.interruption import (
     interrupted,
 )
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
-from allennlp_deepspeed.training.batch_groups import (
-    BatchGroup,
-    BatchGroups,
-)
-from allennlp_deepspeed.training.callbacks import (
-    EpochMetricsCallback,
-    may_read_metrics,
-)
+from allennlp_deepspeed.training.batch_groups import BatchGroup, BatchGroups
+from allennlp_deepspeed.training.callbacks import EpochMetricsCallback, may_read_metrics
 from allennlp_deepspeed.training.construction import checked, construct, destroyed_on_failure
 from allennlp_deepspeed.training.even_batches import EvenBatches, ValidatesWholeSet
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
@@ -51,6 +42,7 @@ from allennlp_deepspeed.training.resumable_trainer import ResumableTrainer
 from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
 from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
 from allennlp_deepspeed.training.validation_history import ValidationHistory
+from allennlp_deepspeed.training.validation_loss import ValidationLoss
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +157,7 @@ class DeepSpeedTrainer(ResumableTrainer):
                 arguments["sequence_parallel_size"],
                 [data_loader, self._validation_data_loader],
             )
+            self._loss_of_validation = ValidationLoss(model)
             if self._moving_average is not None and self.engine.zero_nvme_offload_optimizer():
                 raise ConfigurationError(
                     "'trainer.moving_average' needs the weights that it averages in memory. "
@@ -291,11 +284,15 @@ class DeepSpeedTrainer(ResumableTrainer):
         if not for_training:
             self._leave_if_interrupted("in the validation")
             activity.validate()
+            self._sequence_parallelism.look_at([batch])
+            self._loss_of_validation.look_at(batch)
         batch = self._prepare_batch(batch)
         if for_training:
             return super().batch_outputs(batch, for_training)
         with self._inner_gradients.allowed():
-            return super().batch_outputs(batch, for_training)
+            outputs = super().batch_outputs(batch, for_training)
+        self._loss_of_validation.add(outputs)
+        return outputs
 
     def _call_on_batch(
         self,
@@ -398,8 +395,10 @@ class DeepSpeedTrainer(ResumableTrainer):
     def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
         self._replay.start_validation()
         self._buffers.look()
+        self._loss_of_validation.start()
         try:
-            result = super()._validation_loss(epoch)
+            result = self._loss_of_validation.of(super()._validation_loss(epoch))
+            self._sequence_parallelism.check_batches(self.cuda_device)
         except TrainingInterrupted as interruption:
             # Here the moving average has been taken off again.
             if interruption.signal_number == signal.SIGTERM and self._checkpointer is not None:

@@ -4,6 +4,7 @@ everything that its trainer and its keys do to it, and its archive needs nothing
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Dict, Optional
@@ -99,6 +100,10 @@ def check(
     actual = experiments.run(config)
     assert_same_weights(actual.weights(), expected.weights(), tolerance=1e-5)
     assert metrics(actual) == pytest.approx(metrics(expected), rel=1e-5)
+    # Of workers with different numbers of batches, and batches with different numbers of tokens.
+    final = actual.final_metrics()
+    perplexity = final["validation_perplexity"]
+    assert final["validation_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
     return actual
 
 

@@ -2,6 +2,7 @@
 Workers that share sequences train as a single process does with the same batches.
 """
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Tuple
@@ -42,8 +43,6 @@ CPU = torch.device("cpu")
 
 FOUR_WORKERS: Config = {"distributed": {"cuda_devices": [-1] * 4}}
 RESIZABLE: Config = {
-    # Whose loss is the mean over batches.
-    "validation_data_loader": {"batch_size": 1},
     "trainer.callbacks": ["dump_state", "record_loss_curve"],
     "trainer.checkpointer": {"save_every_num_batches": 2, "keep_most_recent_by_count": None},
 }
@@ -83,6 +82,13 @@ def metrics(result: Result) -> Any:
 def assert_same(actual: Result, expected: Result) -> None:
     assert_same_weights(actual.weights(), expected.weights(), tolerance=1e-5)
     assert metrics(actual) == pytest.approx(metrics(expected), rel=1e-5)
+    assert_loss_is_of_all_tokens(actual, "validation")
+
+
+def assert_loss_is_of_all_tokens(result: Result, data: str) -> None:
+    final = result.final_metrics()
+    perplexity = final[f"{data}_perplexity"]
+    assert final[f"{data}_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
@@ -152,7 +158,12 @@ def test_two_groups_of_two_workers(experiments: Experiments, tokenizer: str, sta
     one = language_model(tokenizer, {**ONE_PROCESS, "data_loader.batch_size": 6})
     # The total counts a group once.
     four = language_model(tokenizer, FOUR_WORKERS, SHARED, {"data_loader.batch_size": 3})
-    assert_same(experiments.run(deepspeed(four, stage, train_batch_size=6)), experiments.run(one))
+    four.update(
+        type="deepspeed", evaluate_on_test=True, test_data_path=four["validation_data_path"]
+    )
+    actual = experiments.run(deepspeed(four, stage, train_batch_size=6))
+    assert_same(actual, experiments.run(one))
+    assert_loss_is_of_all_tokens(actual, "test")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.soak), 2, 3])
@@ -172,8 +183,6 @@ def test_recovery_with_other_groups(
         batch_size = {"data_loader.batch_size": 12 // (num_workers // size)}
         shared = {
             "trainer.sequence_parallel_size": size,
-            # As many for each of two groups, of which AllenNLP leaves the rest out.
-            "validation_dataset_reader.max_instances": 8,
         }
         return deepspeed(
             language_model(tokenizer, RESIZABLE, on(num_workers), batch_size, shared), stage

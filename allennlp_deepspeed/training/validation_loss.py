@@ -1,0 +1,110 @@
+from typing import Any, Dict, Optional, Tuple, Union
+
+import torch
+from allennlp.data.data_loaders import DataLoader, TensorDict
+from allennlp.models import Model
+from allennlp.training import util as training_util
+
+from allennlp_deepspeed.language_modeling import TokenLossModel
+
+_WEIGHT_KEY = "num_loss_tokens"
+
+
+class ValidationLoss:
+    """
+    Makes the validation loss of a `TokenLossModel` the mean over all tokens of all workers, as its
+    loss is in training, in the place of AllenNLP's mean over batches; that of any other model stays
+    what it is. So it doesn't depend on how instances are divided into batches and workers.
+
+    Of workers that share sequences each has the loss of the whole, and weighs it by the tokens of
+    its part: together by all of them.
+
+    # Parameters
+
+    model : `Model`, required.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.start()
+
+    def start(self) -> None:
+        """To be called before a validation, also before one that begins anew."""
+        self._total = 0.0
+        self._num_tokens = 0
+        self._num_tokens_of_batch = 0
+
+    def look_at(self, batch: TensorDict) -> None:
+        """To be called before the model goes forward, which may change the batch."""
+        if isinstance(self._model, TokenLossModel):
+            self._num_tokens_of_batch = int(self._model.num_loss_tokens(**batch))
+
+    def add(self, outputs: Dict[str, torch.Tensor]) -> None:
+        """
+        To be called after it. A batch without a loss doesn't count. Waits for the device, as
+        AllenNLP does for each batch.
+        """
+        if isinstance(self._model, TokenLossModel) and outputs.get("loss") is not None:
+            self._total += outputs["loss"].item() * self._num_tokens_of_batch
+            self._num_tokens += self._num_tokens_of_batch
+
+    def of(
+        self, validated: Tuple[float, Optional[float], int]
+    ) -> Tuple[float, Optional[float], int]:
+        """
+        # Parameters
+
+        validated : `Tuple[float, Optional[float], int]`
+            What AllenNLP has added up on this worker: losses, penalties, and the number of batches
+            by which it will divide their sums over all workers.
+
+        # Returns
+
+        `Tuple[float, Optional[float], int]`
+            The same, by tokens.
+        """
+        if not isinstance(self._model, TokenLossModel):
+            return validated
+        _, penalty, num_batches = validated
+        if penalty is not None:
+            penalty *= self._num_tokens / max(num_batches, 1)
+        return self._total, penalty, self._num_tokens
+
+
+def evaluate(
+    model: Model,
+    data_loader: DataLoader,
+    cuda_device: Union[int, torch.device],
+    batch_weight_key: str,
+) -> Dict[str, Any]:
+    """
+    AllenNLP's `evaluate`, with the loss of a `TokenLossModel` as in `ValidationLoss`, unless
+    `batch_weight_key` says otherwise. To be called by every rank that shares sequences, with the
+    same data.
+
+    # Parameters
+
+    As for AllenNLP's.
+    """
+    evaluated: Any = model
+    if isinstance(model, TokenLossModel) and not batch_weight_key:
+        evaluated, batch_weight_key = _WithNumTokens(model), _WEIGHT_KEY
+    return training_util.evaluate(
+        evaluated, data_loader, cuda_device=cuda_device, batch_weight_key=batch_weight_key
+    )
+
+
+class _WithNumTokens:
+    """In the place of a model that is evaluated: its outputs have the number of their tokens."""
+
+    def __init__(self, model: TokenLossModel) -> None:
+        self._model = model
+        self.eval = model.eval
+        self.get_metrics = model.get_metrics
+
+    def __call__(self, **batch: Any) -> Dict[str, Any]:
+        num_tokens = torch.as_tensor(self._model.num_loss_tokens(**batch))
+        if self._model.sequence_sharing is not None:
+            num_tokens = self._model.sequence_sharing.total(num_tokens)
+        # AllenNLP divides by the weights so far, after each batch: they may not be 0.
+        return {**self._model(**batch), _WEIGHT_KEY: num_tokens.double().clamp(min=1e-9)}
