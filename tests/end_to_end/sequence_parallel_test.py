@@ -5,10 +5,11 @@ Workers that share sequences train as a single process does with the same batche
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Tuple
+from typing import Any, Iterator, Tuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
@@ -37,6 +38,7 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
+from tests.support.side_by_side import Batches, Side
 from tests.support.workers import run_workers
 
 CPU = torch.device("cpu")
@@ -210,6 +212,31 @@ def test_workers_that_share_sequences_must_have_the_same_batches(tokenizer: str)
         message.startswith("Ranks 2 to 3 share sequences, but had different batches")
         for message in run_workers(4, work)
     )
+
+
+def test_batches_of_a_validation_are_compared_too() -> None:
+    def batch(last: int) -> Any:
+        tokens = torch.tensor([[1, 2, 3, last]])
+        return {"input_ids": tokens, "labels": tokens}
+
+    class OfRank(Batches):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([batch(4 + dist.get_rank())])
+
+    def message(trainer: Any) -> str:
+        with pytest.raises(RuntimeError) as error:
+            trainer.train()
+        return str(error.value)
+
+    side = Side(
+        constructed_model,
+        lambda rank: [batch(4)],
+        stage=2,
+        world_size=2,
+        validation_data_loader=OfRank([batch(4)]),
+        sequence_parallel_size=2,
+    )
+    assert all("had different batches" in error for error in side.on_all_ranks(message))
 
 
 def constructed_model() -> Model:
