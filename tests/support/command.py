@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Union
 from unittest import mock
 
 import psutil
@@ -235,9 +235,14 @@ def _evaluate_file(path: str, **kwargs: Any) -> str:
 
     text = Path(path).read_text()
     with contextlib.suppress(ValueError):
-        json.loads(text)
-        return text
+        return json.dumps(json.loads(text, parse_float=_number))
     return _jsonnet.evaluate_file(path, **kwargs)
+
+
+def _number(text: str) -> Union[int, float]:
+    """Jsonnet, too, makes an integer of 1.0."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _walk_packages(path: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:

@@ -77,6 +77,8 @@ def _work(
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), world_size)  # needs no port
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    # One that is done at once would leave while others still connect to it.
+    dist.barrier()
     try:
         sender.send(function(rank))
     finally:
