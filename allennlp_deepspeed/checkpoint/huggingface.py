@@ -314,8 +314,9 @@ def _tokenizer(
     serialization_dir: str, transformer: PreTrainedModel
 ) -> Optional[PreTrainedTokenizerBase]:
     """That which the training has saved, or the one of the pretrained model."""
-    if pretrained.saved_files(serialization_dir, "tokenizer_config.json"):
-        return pretrained.tokenizer("", {}, serialization_dir)
+    saved = pretrained.saved_tokenizer(serialization_dir)
+    if saved is not None:
+        return saved
     name = str(transformer.config.name_or_path)
     config = Params.from_file(os.path.join(serialization_dir, CONFIG_NAME)).as_dict(quiet=True)
     try:

@@ -9,7 +9,7 @@ from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 from allennlp.nn import RegularizerApplicator
 from overrides import overrides
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from allennlp_deepspeed import lora as adapters
@@ -55,8 +55,8 @@ class CausalLM(TokenLossModel):
         In the place of `model_name`: the configuration of a model with random weights, such as
         `{"model_type": "llama", "hidden_size": 256}`.
     tokenizer : `str`, optional (default = `None`)
-        The name, the directory or the GGUF file of the tokenizer that goes into the archive, the
-        reader's. `None` takes that of `model_name`.
+        The name, the directory or the GGUF file of the tokenizer that goes into the archive. `None`
+        takes the reader's, and another one is refused. Without a reader it is that of `model_name`.
     load_weights : `bool`, optional (default = `True`)
         Whether the weights of `model_name` are loaded. They aren't if an archive is.
     lora : `Dict[str, Any]`, optional (default = `None`)
@@ -120,7 +120,7 @@ class CausalLM(TokenLossModel):
         pretrained.save(
             self.serialization_dir,
             self.transformer,
-            _tokenizer(tokenizer, model_name, self.serialization_dir),
+            pretrained.tokenizer_to_save(tokenizer, model_name, self.serialization_dir),
         )
         self._output_head = output_head(self.transformer)
         if self._output_head is None:
@@ -272,21 +272,6 @@ class CausalLM(TokenLossModel):
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
     """The token after each position, of the same shape."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-
-
-def _tokenizer(
-    name: Optional[str], model_name: Optional[str], serialization_dir: Optional[str]
-) -> Optional[PreTrainedTokenizerBase]:
-    """The one to save, if there is one, and if there is where to."""
-    if serialization_dir is None or (name is None and model_name is None):
-        return None
-    try:
-        return pretrained.tokenizer(name or str(model_name), {}, serialization_dir)
-    except ConfigurationError as error:
-        if name is not None:
-            raise
-        logger.warning("The archive will be without a tokenizer: %s", error)
-        return None
 
 
 def _check_causal(transformer: PreTrainedModel) -> None:

@@ -41,8 +41,8 @@ class CausalLMReader(DatasetReader):
     # Parameters
 
     tokenizer : `str`, required.
-        The name of a pretrained model or its directory, or a file that ends in `.gguf`. In an
-        archive that has one, it is that one.
+        The name of a pretrained model or its directory, or a file that ends in `.gguf`. It goes
+        into the archive, where it is taken from there.
     max_length : `int`, optional (default = `None`)
         Cuts off what is longer, in tokens. How many examples were cut is logged for each file.
     loss_on : `str`, optional (default = `"all"`)
@@ -58,7 +58,8 @@ class CausalLMReader(DatasetReader):
     # Raises
 
     `ConfigurationError`
-        When it is constructed, if a key has no meaning. When it reads, if a line isn't as
+        When it is constructed, if a key has no meaning, or if the tokenizer isn't the one that the
+        archive has. When it reads, if a line isn't as
         described: with the file, the line's number, and what is expected.
     """
 
@@ -91,7 +92,7 @@ class CausalLMReader(DatasetReader):
                     "'pack' of the reader is true, but 'max_length' isn't given: write how many "
                     'tokens a sequence is to have, "max_length": 1024 for example.'
                 )
-        self.tokenizer = pretrained.tokenizer(
+        self.tokenizer = pretrained.reader_tokenizer(
             tokenizer, tokenizer_kwargs or {}, self.serialization_dir
         )
         self.example_tokenizer = ExampleTokenizer(

@@ -7,7 +7,9 @@ import functools
 import json
 import logging
 import os
-from typing import Any, Dict, Optional, Tuple, Union
+import shutil
+from typing import Any, Dict, MutableMapping, NamedTuple, Optional, Tuple, Union
+from weakref import WeakKeyDictionary
 
 import huggingface_hub.errors
 import torch
@@ -31,6 +33,21 @@ logger = logging.getLogger(__name__)
 # Beside the vocabulary, which AllenNLP archives as a whole. It takes what begins with a dot for no
 # namespace.
 _SAVED = os.path.join("vocabulary", ".transformer")
+
+# Beside a saved tokenizer, what its reader loaded it from.
+_SOURCE = "source.json"
+
+# Arguments that say where a tokenizer's files are, and mean nothing where they have been saved.
+_OF_FILES = (
+    "cache_dir",
+    "force_download",
+    "gguf_file",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
 
 # What `from_config` takes of the arguments of `from_pretrained`; others are about files.
 _OF_CONFIG = ("attn_implementation", "dtype", "torch_dtype", "trust_remote_code")
@@ -103,7 +120,7 @@ def transformer(
     return constructed
 
 
-def tokenizer(name: str, arguments: Dict[str, Any], saved: Directory) -> PreTrainedTokenizerBase:
+def tokenizer(name: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
     """
     # Parameters
 
@@ -111,25 +128,214 @@ def tokenizer(name: str, arguments: Dict[str, Any], saved: Directory) -> PreTrai
         A name, a directory or a GGUF file.
     arguments : `Dict[str, Any]`, required.
         Further ones of `AutoTokenizer.from_pretrained`.
-    saved : `Union[str, PathLike]`, required.
-        The serialization directory: a tokenizer that has been saved there is the one.
 
     # Raises
 
     `ConfigurationError`
         If there is no such tokenizer.
     """
-    directory = saved_files(saved, "tokenizer_config.json")
     try:
-        if directory is not None:
-            return AutoTokenizer.from_pretrained(directory)
-        name, of_file = _name_and_file(name)
+        directory, of_file = _name_and_file(name)
         # One of its own for each, since what is assigned to it is for its owner.
-        return copy.copy(_loaded(name, json.dumps({**of_file, **arguments}, sort_keys=True)))
+        return copy.deepcopy(
+            _loaded(directory, json.dumps({**of_file, **arguments}, sort_keys=True))
+        )
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"There is no tokenizer at '{name}' that transformers {VERSION} can load: {error}"
         ) from error
+
+
+def reader_tokenizer(
+    name: str, arguments: Dict[str, Any], serialization_dir: Directory
+) -> PreTrainedTokenizerBase:
+    """
+    The tokenizer of a reader, which goes into the archive of the model that is constructed after
+    the reader: the one that has been saved, if one has.
+
+    # Parameters
+
+    name : `str`, required.
+        As for `tokenizer`.
+    arguments : `Dict[str, Any]`, required.
+        As for `tokenizer`.
+    serialization_dir : `Union[str, PathLike]`, required.
+
+    # Raises
+
+    `ConfigurationError`
+        If there is no such tokenizer, or if it isn't the one that has been saved or that another
+        reader of the same training has.
+    """
+    source = _Source(name, arguments)
+    if saved_files(serialization_dir, "tokenizer_config.json"):
+        loaded = _saved_for(source, serialization_dir)
+    else:
+        loaded = tokenizer(name, arguments)
+    if serialization_dir is not None:
+        its_directory = os.path.realpath(serialization_dir)
+        other = _of_reader(serialization_dir)
+        if other is not None and _what_tokens_depend_on(other) != _what_tokens_depend_on(loaded):
+            raise ConfigurationError(
+                f"A reader has {source}, and another one {_readers[other][1]}, which are different "
+                "tokenizers, and an archive has one: write the same 'tokenizer' and "
+                "'tokenizer_kwargs' into 'dataset_reader' and 'validation_dataset_reader'."
+            )
+        _readers[loaded] = (its_directory, source)
+    return loaded
+
+
+def tokenizer_to_save(
+    name: Optional[str], model_name: Optional[str], serialization_dir: Directory
+) -> Optional[PreTrainedTokenizerBase]:
+    """
+    # Parameters
+
+    name : `str`, required.
+        The value of `model.tokenizer`, if there is one.
+    model_name : `str`, required.
+        Whose tokenizer it is if there is neither a reader nor a `name`.
+    serialization_dir : `Union[str, PathLike]`, required.
+
+    # Returns
+
+    `Optional[PreTrainedTokenizerBase]`
+        The reader's. `None` if there is nothing to save, or it has been.
+
+    # Raises
+
+    `ConfigurationError`
+        If `model.tokenizer` isn't the reader's.
+    """
+    if serialization_dir is None or saved_files(serialization_dir, "config.json"):
+        return None
+    of_reader = _of_reader(serialization_dir)
+    if of_reader is not None:
+        source = _readers[of_reader][1]
+        if name not in (None, source.name):
+            named = tokenizer(str(name), source.arguments)
+            if _what_tokens_depend_on(named) != _what_tokens_depend_on(of_reader):
+                raise ConfigurationError(
+                    f"'model.tokenizer' is '{name}', which isn't the reader's tokenizer, {source}: "
+                    "leave 'model.tokenizer' out, and the reader's goes into the archive."
+                )
+        return of_reader
+    if name is not None:
+        return tokenizer(name, {})
+    if model_name is None:
+        return None
+    try:
+        return tokenizer(model_name, {})
+    except ConfigurationError as error:
+        logger.warning("The archive will be without a tokenizer: %s", error)
+        return None
+
+
+def saved_tokenizer(serialization_dir: Directory) -> Optional[PreTrainedTokenizerBase]:
+    """The one that has been saved, as its reader had it, or `None`."""
+    directory = saved_files(serialization_dir, "tokenizer_config.json")
+    if directory is None:
+        return None
+    source = _source_of(directory)
+    return _from_directory(directory, {} if source is None else source.arguments)
+
+
+class _Source(NamedTuple):
+    """What a tokenizer is loaded from."""
+
+    name: str
+    arguments: Dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"'{self.name}' with 'tokenizer_kwargs' {json.dumps(self.arguments)}"
+
+
+# Of the tokenizers of this process' readers, the serialization directory and where they are from:
+# a model isn't told of its reader, whose tokenizer is to be in its archive.
+_readers: MutableMapping[PreTrainedTokenizerBase, Tuple[str, _Source]] = WeakKeyDictionary()
+
+
+def _of_reader(serialization_dir: Directory) -> Optional[PreTrainedTokenizerBase]:
+    assert serialization_dir is not None
+    wanted = os.path.realpath(serialization_dir)
+    found = (each for each, (directory, _) in list(_readers.items()) if directory == wanted)
+    return next(found, None)
+
+
+def _saved_for(source: _Source, serialization_dir: Directory) -> PreTrainedTokenizerBase:
+    """The tokenizer that has been saved, if it is what this source gives."""
+    directory = saved_files(serialization_dir, "tokenizer_config.json")
+    assert directory is not None
+    saved_source = _source_of(directory)
+    if saved_source is None or saved_source == source:
+        return _from_directory(directory, source.arguments)
+    saved = _from_directory(directory, saved_source.arguments)
+    try:
+        wanted = tokenizer(*source)
+    except ConfigurationError:
+        # An archive is opened where there is no such tokenizer.
+        wanted = _from_directory(directory, source.arguments)
+    if _what_tokens_depend_on(wanted) != _what_tokens_depend_on(saved):
+        raise ConfigurationError(
+            f"The reader's tokenizer is {source}, but the model was trained with {saved_source}, "
+            "which makes other tokens: write these values as 'tokenizer' and 'tokenizer_kwargs' of "
+            "the reader."
+        )
+    return saved
+
+
+def _from_directory(directory: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
+    arguments = {key: value for key, value in arguments.items() if key not in _OF_FILES}
+    try:
+        return AutoTokenizer.from_pretrained(directory, **arguments)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"The tokenizer of the archive is one that transformers {VERSION} can't load: {error}"
+        ) from error
+
+
+def _source_of(directory: str) -> Optional[_Source]:
+    """`None` if it was saved before there was such a file, or without a reader."""
+    path = os.path.join(directory, _SOURCE)
+    if not os.path.isfile(path):
+        return None
+    with open(path) as file:
+        return _Source(**json.load(file))
+
+
+def _save_tokenizer(directory: str, its_tokenizer: PreTrainedTokenizerBase) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If what is loaded from there would be another tokenizer.
+    """
+    its_tokenizer.save_pretrained(directory)
+    _, source = _readers.get(its_tokenizer, ("", None))
+    if source is None:
+        return
+    with open(os.path.join(directory, _SOURCE), "w") as file:
+        json.dump(source._asdict(), file)
+    loaded = _from_directory(directory, source.arguments)
+    if _what_tokens_depend_on(loaded) != _what_tokens_depend_on(its_tokenizer):
+        raise ConfigurationError(
+            f"The reader's tokenizer, {source}, becomes another one when it is saved and loaded, "
+            "so that the archive would make other tokens: call its 'save_pretrained' with a "
+            "directory, and write that as 'tokenizer' of the reader, without 'tokenizer_kwargs'."
+        )
+
+
+def _what_tokens_depend_on(a_tokenizer: PreTrainedTokenizerBase) -> Dict[str, Any]:
+    """What two tokenizers share that make the same tokens, wherever they are from."""
+    backend = getattr(a_tokenizer, "backend_tokenizer", None)
+    state: Dict[str, Any] = (
+        a_tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    )
+    if backend is not None:
+        # What the last call has asked for.
+        state.update(truncation=None, padding=None)
+    special = json.dumps(a_tokenizer.special_tokens_map, default=str, sort_keys=True)
+    return {"state": state, "special": special, "template": a_tokenizer.chat_template}
 
 
 @functools.lru_cache(maxsize=4)
@@ -146,6 +352,11 @@ def save(
     """
     Saves a model's configuration and tokenizer, unless they have been. To be called by any rank, or
     by all.
+
+    # Raises
+
+    `ConfigurationError`
+        If the tokenizer would be another one when it is loaded.
     """
     if serialization_dir is None:
         return
@@ -155,12 +366,14 @@ def save(
         if os.path.isdir(directory):
             return
         unfinished = f"{directory}.unfinished"
+        # Of a training that has failed here.
+        shutil.rmtree(unfinished, ignore_errors=True)
         model.config.save_pretrained(unfinished)
         if model.generation_config is not None:
             # What a release of transformers has come to refuse may be in the file of a model.
             model.generation_config.save_pretrained(unfinished)
         if its_tokenizer is not None:
-            its_tokenizer.save_pretrained(unfinished)
+            _save_tokenizer(unfinished, its_tokenizer)
         os.rename(unfinished, directory)
 
 

@@ -11,7 +11,9 @@ from typing import Dict, Optional
 
 import pytest
 import torch
+from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.models.archival import load_archive
+from allennlp.training.util import evaluate
 from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -212,6 +214,29 @@ def test_an_archive_needs_nothing_else(
     model = load_archive(archive, cuda_device=-1).model
     assert isinstance(model, CausalLM)
     assert_same_weights(model.state_dict(), result.weights(), tolerance=0)
+
+
+def test_an_archive_tokenizes_as_its_reader_did(
+    experiments: Experiments, tokenizer: str, tmp_path: Path
+) -> None:
+    # Not the end that the tokenizer of `model.tokenizer` has.
+    changes = {
+        f"{reader}.tokenizer_kwargs": {"eos_token": "<unk>"}
+        for reader in ("dataset_reader", "validation_dataset_reader")
+    }
+    result = experiments.run(deepspeed(language_model(tokenizer, MICRO_BATCHES, changes), 2))
+    archive = tmp_path / "moved" / "model.tar.gz"
+    archive.parent.mkdir()
+    replace_in_config(result.archive, archive, tokenizer, "/nowhere")
+    for path in (result.archive, archive):
+        loaded = load_archive(path, cuda_device=-1)
+        loader = MultiProcessDataLoader(
+            loaded.validation_dataset_reader, loaded.config["validation_data_path"], batch_size=5
+        )
+        loader.index_with(loaded.model.vocab)
+        perplexity = evaluate(loaded.model, loader)["perplexity"]
+        expected = result.final_metrics()["best_validation_perplexity"]
+        assert perplexity == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.fixture(scope="module")

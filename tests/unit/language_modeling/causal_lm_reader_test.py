@@ -14,9 +14,9 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, Instance, Vocabulary
 
-from allennlp_deepspeed.language_modeling import CausalLMReader, packing
+from allennlp_deepspeed.language_modeling import CausalLM, CausalLMReader, packing, pretrained
 from allennlp_deepspeed.language_modeling.packing import Example, pack
-from tests.fixtures.tiny_lm import VOCABULARY, tiny_tokenizer
+from tests.fixtures.tiny_lm import LLAMA, VOCABULARY, tiny_tokenizer
 from tests.support.workers import run_workers
 
 MESSAGES = [
@@ -231,3 +231,62 @@ def test_packing_is_refused_where_examples_would_see_each_other(
     monkeypatch.setattr(packing, "masking_utils", None)
     with pytest.raises(ConfigurationError, match="'dataset_reader.pack' is true, but with"):
         CausalLMReader(tokenizer, max_length=9, pack=True)
+
+
+ENDS_OTHERWISE = {"eos_token": "<unk>"}
+
+
+def model(directory: Path, **arguments: Any) -> CausalLM:
+    return CausalLM(Vocabulary(), config=LLAMA, serialization_dir=str(directory), **arguments)
+
+
+def ends(reader: CausalLMReader) -> str:
+    return words(reader.text_to_instance(text="name1")).split()[-1]
+
+
+def test_the_tokenizer_of_the_reader_is_saved(tmp_path: Path, tokenizer: str) -> None:
+    directory = str(tmp_path)
+    reader = CausalLMReader(tokenizer, tokenizer_kwargs=ENDS_OTHERWISE, serialization_dir=directory)
+    model(tmp_path, tokenizer=tokenizer)
+    del reader
+    moved = CausalLMReader("/nowhere", tokenizer_kwargs=ENDS_OTHERWISE, serialization_dir=directory)
+    assert ends(moved) == "<unk>"
+    saved = pretrained.saved_tokenizer(directory)
+    assert saved is not None and saved.eos_token == "<unk>"
+
+
+@pytest.mark.parametrize("name", ["same", "/nowhere"])
+def test_another_tokenizer_than_the_saved_one_is_refused(
+    tmp_path: Path, tokenizer: str, name: str
+) -> None:
+    directory = str(tmp_path)
+    reader = CausalLMReader(tokenizer, serialization_dir=directory)
+    model(tmp_path)
+    del reader
+    name = tokenizer if name == "same" else name
+    with pytest.raises(ConfigurationError, match="was trained with .*'tokenizer_kwargs' {}"):
+        CausalLMReader(name, tokenizer_kwargs=ENDS_OTHERWISE, serialization_dir=directory)
+    assert ends(CausalLMReader("/nowhere", serialization_dir=directory)) == "<eos>"
+
+
+def test_an_archive_has_one_tokenizer(tmp_path: Path, tokenizer: str) -> None:
+    reader = CausalLMReader(tokenizer, serialization_dir=str(tmp_path))
+    with pytest.raises(ConfigurationError, match="'validation_dataset_reader'"):
+        CausalLMReader(tokenizer, tokenizer_kwargs=ENDS_OTHERWISE, serialization_dir=str(tmp_path))
+    other = tmp_path / "other"
+    reader.tokenizer.eos_token = "<pad>"
+    reader.tokenizer.save_pretrained(other)
+    reader.tokenizer.eos_token = "<eos>"
+    with pytest.raises(ConfigurationError, match="'model.tokenizer' is .* isn't the reader's"):
+        model(tmp_path, tokenizer=str(other))
+
+
+def test_a_tokenizer_that_is_another_one_after_saving_is_refused(
+    tmp_path: Path, tokenizer: str
+) -> None:
+    reader = CausalLMReader(tokenizer, serialization_dir=str(tmp_path))
+    # In the place of one whose files don't say all.
+    reader.tokenizer.save_pretrained = CausalLMReader(tokenizer).tokenizer.save_pretrained
+    reader.tokenizer.eos_token = "<pad>"
+    with pytest.raises(ConfigurationError, match="becomes another one when it is saved"):
+        model(tmp_path)
