@@ -117,6 +117,8 @@ class CausalLM(TokenLossModel):
             serialization_dir=self.serialization_dir,
         )
         _check_causal(self.transformer)
+        if load_weights:
+            _check_no_router_loss(self.transformer)
         pretrained.save(
             self.serialization_dir,
             self.transformer,
@@ -289,6 +291,23 @@ def _check_causal(transformer: PreTrainedModel) -> None:
             f"'model.type' is 'causal_lm', but a model of type '{config.model_type}' sees the "
             f"tokens after each position: write \"{key}\": true into 'model.transformer_kwargs', "
             "or into 'model.config' if there is one, or use another model."
+        )
+
+
+def _check_no_router_loss(transformer: PreTrainedModel) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If a mixture of experts is to add a loss that balances their load, which isn't one of
+        tokens.
+    """
+    if getattr(transformer.config, "output_router_logits", False):
+        raise ConfigurationError(
+            "'output_router_logits' is true in the configuration of the model, but the loss of "
+            "'causal_lm' is that of tokens, and none that balances the load of experts is added: "
+            "write \"output_router_logits\": false into 'model.config', or into "
+            "'model.transformer_kwargs'."
         )
 
 

@@ -34,6 +34,13 @@ OPT = {
     "num_attention_heads": 2,
     "pad_token_id": 0,
 }
+MIXTRAL = {
+    "model_type": "mixtral",
+    **SIZES,
+    **HEADS,
+    "num_local_experts": 2,
+    "output_router_logits": True,
+}
 QWEN3 = {"model_type": "qwen3", **SIZES, **HEADS, "tie_word_embeddings": True}
 GEMMA2 = {"model_type": "gemma2", **SIZES, **HEADS, "final_logit_softcapping": 0.5}
 GEMMA3 = {
@@ -236,6 +243,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
         ({"config": {"hidden_size": 8}}, "'model.config' has no 'model_type'"),
         ({"config": {**LLAMA, "hidden_size": "8"}}, "'model.config' is .*can't make"),
         ({"config": BERT}, '"is_decoder": true'),
+        ({"config": MIXTRAL}, '"output_router_logits": false'),
         ({"model_name": "/nowhere/at/all"}, "'model.model_name' is '/nowhere/at/all'"),
         ({"config": LLAMA, "loss_chunk_size": 0}, "'model.loss_chunk_size' is 0"),
         ({"config": LLAMA, "transformer_kwargs": {"dtype": "fp8"}}, "'fp8': write \"float32\""),
