@@ -268,6 +268,12 @@ class CausalLM(TokenLossModel):
     def _load(cls, config: Params, *args: Any, **kwargs: Any) -> "Model":
         """Without reading pretrained weights, in whose place those of the archive come."""
         config["model"]["load_weights"] = False
+        arguments = config["model"].get("transformer_kwargs") or {}
+        # What is in an archive is fp32, which flash attention doesn't take.
+        for key in ("dtype", "torch_dtype"):
+            arguments.pop(key, None)
+        if "flash" in str(arguments.get("attn_implementation")):
+            arguments.pop("attn_implementation")
         return super()._load(config, *args, **kwargs)
 
 

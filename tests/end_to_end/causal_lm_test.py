@@ -211,9 +211,13 @@ def test_an_archive_needs_nothing_else(
         if name == "printed":
             # Once as it comes, and once with the prediction.
             assert run.output.count(predictions[1]["response"]) >= 2
-    model = load_archive(archive, cuda_device=-1).model
+    # What training on a GPU may have had.
+    fast = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"}
+    overrides = json.dumps({"model.transformer_kwargs": fast})
+    model = load_archive(archive, cuda_device=-1, overrides=overrides).model
     assert isinstance(model, CausalLM)
     assert_same_weights(model.state_dict(), result.weights(), tolerance=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_an_archive_tokenizes_as_its_reader_did(
