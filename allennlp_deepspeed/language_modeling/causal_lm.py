@@ -81,8 +81,6 @@ class CausalLM(TokenLossModel):
 
     default_predictor = "causal_lm"
     validates_whole_set = True
-    # Those of a layer whose weights are another one's.
-    authorized_missing_keys = [r"lm_head\.weight$"]
 
     def __init__(
         self,

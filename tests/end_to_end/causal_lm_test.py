@@ -4,7 +4,6 @@ everything that its trainer and its keys do to it, and its archive needs nothing
 """
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Dict, Optional
@@ -22,7 +21,7 @@ from tests.end_to_end.checkpoint_test import recover
 from tests.end_to_end.export_test import exported
 from tests.end_to_end.precision_test import BF16, FP16
 from tests.fixtures.tiny_gguf import VOCABULARY, tiny_gguf
-from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
+from tests.fixtures.tiny_lm import LLAMA
 from tests.support.command import allennlp
 from tests.support.experiment import (
     ONE_PROCESS,
@@ -32,8 +31,12 @@ from tests.support.experiment import (
     Result,
     assert_same_weights,
     deepspeed,
-    load_config,
     on_nvme,
+)
+from tests.support.language_model import (
+    assert_loss_is_of_all_tokens,
+    language_model,
+    token_metrics,
 )
 
 # Of which both a step of one process has 12 examples, and one of two workers.
@@ -55,36 +58,6 @@ PACKED = {
 SOAK_2 = pytest.param(2, marks=pytest.mark.soak)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(session_directory: Path) -> str:
-    return tiny_tokenizer(session_directory / "tiny_lm")
-
-
-def language_model(tokenizer: str, *overrides: Config) -> Config:
-    return load_config(
-        "causal_lm",
-        {
-            "dataset_reader.tokenizer": tokenizer,
-            "validation_dataset_reader.tokenizer": tokenizer,
-            "model.config": LLAMA,
-            "model.tokenizer": tokenizer,
-            # Of which the workers' micro-batches have different numbers.
-            "model.loss_chunk_size": 5,
-            "trainer.callbacks": [],
-        },
-        *overrides,
-    )
-
-
-def metrics(result: Result) -> Dict[str, float]:
-    final = result.final_metrics()
-    return {
-        f"{kind}_{name}": final[f"{kind}_{name}"]
-        for kind in ("training", "validation")
-        for name in ("perplexity", "token_accuracy")
-    }
-
-
 def check(
     experiments: Experiments,
     tokenizer: str,
@@ -101,11 +74,8 @@ def check(
     config["trainer"]["deepspeed_config"]["zero_optimization"].update(zero or {})
     actual = experiments.run(config)
     assert_same_weights(actual.weights(), expected.weights(), tolerance=1e-5)
-    assert metrics(actual) == pytest.approx(metrics(expected), rel=1e-5)
-    # Of workers with different numbers of batches, and batches with different numbers of tokens.
-    final = actual.final_metrics()
-    perplexity = final["validation_perplexity"]
-    assert final["validation_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
+    assert token_metrics(actual) == pytest.approx(token_metrics(expected), rel=1e-5)
+    assert_loss_is_of_all_tokens(actual, "validation")
     return actual
 
 
@@ -177,9 +147,9 @@ def test_half_precision(
         deepspeed(language_model(tokenizer, MICRO_BATCHES, adam), stage, **precision)
     )
     # As for losses of other models in `precision_test.py`.
-    assert metrics(actual) == pytest.approx(metrics(expected), rel=0.05, abs=0.02)
+    assert token_metrics(actual) == pytest.approx(token_metrics(expected), rel=0.05, abs=0.02)
     # Of 57 tokens, of which none is more probable before training.
-    assert metrics(expected)["training_perplexity"] < 0.8 * 57
+    assert token_metrics(expected)["training_perplexity"] < 0.8 * 57
 
 
 def test_an_archive_needs_nothing_else(

@@ -27,7 +27,7 @@ from allennlp_deepspeed.checkpoint.parts import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.lora import transformers_in
 from allennlp_deepspeed.storage.commit_record import CheckpointError
-from tests.end_to_end.causal_lm_test import LORA, language_model, pretrained, tokenizer
+from tests.end_to_end.causal_lm_test import LORA, pretrained
 from tests.end_to_end.lora_test import adapted, bert
 from tests.fixtures.tiny_lm import LLAMA, TEMPLATE
 from tests.support.command import allennlp
@@ -39,6 +39,7 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
+from tests.support.language_model import language_model, tokenizer
 from tests.support.tensor_memory import TensorMemory
 
 __all__ = ["bert", "pretrained", "tokenizer"]

@@ -2,7 +2,6 @@
 Workers that share sequences train as a single process does with the same batches.
 """
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Iterator, Tuple
@@ -27,7 +26,7 @@ from tests.end_to_end.resize_test import (
     on,
     recover,
 )
-from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
+from tests.fixtures.tiny_lm import LLAMA
 from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
@@ -38,6 +37,8 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
+from tests.support.language_model import assert_loss_is_of_all_tokens, token_metrics
+from tests.support.language_model import language_model as tiny_language_model
 from tests.support.side_by_side import Batches, Side
 from tests.support.workers import run_workers
 
@@ -51,46 +52,15 @@ RESIZABLE: Config = {
 SHARED: Config = {"trainer.sequence_parallel_size": 2}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(session_directory: Path) -> str:
-    return tiny_tokenizer(session_directory / "tiny_lm")
-
-
 def language_model(tokenizer: str, *overrides: Config) -> Config:
-    return load_config(
-        "causal_lm",
-        {
-            "dataset_reader.tokenizer": tokenizer,
-            "validation_dataset_reader.tokenizer": tokenizer,
-            "model.config": LLAMA,
-            "model.tokenizer": tokenizer,
-            "trainer.callbacks": [],
-            # With more, rounding grows tenfold every few steps.
-            "trainer.optimizer.lr": 0.3,
-        },
-        *overrides,
-    )
-
-
-def metrics(result: Result) -> Any:
-    final = result.final_metrics()
-    return {
-        f"{kind}_{name}": final[f"{kind}_{name}"]
-        for kind in ("training", "best_validation")
-        for name in ("perplexity", "token_accuracy")
-    }
+    # With a higher one, rounding grows tenfold every few steps.
+    return tiny_language_model(tokenizer, {"trainer.optimizer.lr": 0.3}, *overrides)
 
 
 def assert_same(actual: Result, expected: Result) -> None:
     assert_same_weights(actual.weights(), expected.weights(), tolerance=1e-5)
-    assert metrics(actual) == pytest.approx(metrics(expected), rel=1e-5)
+    assert token_metrics(actual) == pytest.approx(token_metrics(expected), rel=1e-5)
     assert_loss_is_of_all_tokens(actual, "validation")
-
-
-def assert_loss_is_of_all_tokens(result: Result, data: str) -> None:
-    final = result.final_metrics()
-    perplexity = final[f"{data}_perplexity"]
-    assert final[f"{data}_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])

@@ -4,6 +4,8 @@ packed examples have the losses that they have alone.
 """
 
 import copy
+import re
+from pathlib import Path
 from typing import Any, Dict
 
 import pytest
@@ -256,3 +258,22 @@ def test_wrong_keys_are_refused(arguments: Dict[str, Any], message: str, tmp_pat
     params = Params({"type": "causal_lm", **arguments})
     with pytest.raises(ConfigurationError, match=message):
         Model.from_params(params, vocab=Vocabulary(), serialization_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_weights_may_be_missing(tmp_path: Path, tied: bool) -> None:
+    config = {**LLAMA, "tie_word_embeddings": tied}
+
+    def load() -> Model:
+        torch.save(weights, tmp_path / "best.th")
+        params = Params({"model": {"type": "causal_lm", "config": dict(config)}})
+        return Model.load(params, str(tmp_path), str(tmp_path / "best.th"))
+
+    Vocabulary().save_to_files(str(tmp_path / "vocabulary"))
+    weights = causal_lm(config).state_dict()
+    loaded = load().state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
+    (output_layer,) = (name for name in weights if name.endswith("lm_head.weight"))
+    del weights[output_layer]
+    with pytest.raises(RuntimeError, match=re.escape(output_layer)):
+        load()

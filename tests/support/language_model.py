@@ -1,0 +1,49 @@
+"""
+The causal language model that tests train: with a tokenizer of their own and random weights.
+"""
+
+import math
+from pathlib import Path
+from typing import Dict
+
+import pytest
+
+from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
+from tests.support.experiment import Config, Result, load_config
+
+
+@pytest.fixture(scope="module")
+def tokenizer(session_directory: Path) -> str:
+    return tiny_tokenizer(session_directory / "tiny_lm")
+
+
+def language_model(tokenizer: str, *overrides: Config) -> Config:
+    return load_config(
+        "causal_lm",
+        {
+            "dataset_reader.tokenizer": tokenizer,
+            "validation_dataset_reader.tokenizer": tokenizer,
+            "model.config": LLAMA,
+            "model.tokenizer": tokenizer,
+            # Of which the workers' micro-batches have different numbers.
+            "model.loss_chunk_size": 5,
+            "trainer.callbacks": [],
+        },
+        *overrides,
+    )
+
+
+def token_metrics(result: Result) -> Dict[str, float]:
+    final = result.final_metrics()
+    return {
+        f"{kind}_{name}": final[f"{kind}_{name}"]
+        for kind in ("training", "validation", "best_validation")
+        for name in ("perplexity", "token_accuracy")
+    }
+
+
+def assert_loss_is_of_all_tokens(result: Result, data: str) -> None:
+    """Of workers with different numbers of batches, batches with different numbers of tokens."""
+    final = result.final_metrics()
+    perplexity = final[f"{data}_perplexity"]
+    assert final[f"{data}_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
