@@ -39,10 +39,10 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.language_model import language_model, tokenizer
+from tests.support.language_model import language_model
 from tests.support.tensor_memory import TensorMemory
 
-__all__ = ["bert", "pretrained", "tokenizer"]
+__all__ = ["bert", "pretrained"]
 
 IDS = torch.tensor([[7, 8, 9, 30, 21, 5]])
 TIED = {"model.config": {**LLAMA, "tie_word_embeddings": True}}

@@ -16,9 +16,8 @@ from demo.prepare_translations import prepare_translations
 from tests.end_to_end.causal_lm_test import pretrained
 from tests.end_to_end.recipes_test import train
 from tests.support.command import REPOSITORY, allennlp
-from tests.support.language_model import tokenizer
 
-__all__ = ["pretrained", "tokenizer"]
+__all__ = ["pretrained"]
 
 SHORT = {"data_loader.batches_per_epoch": 2}
 

@@ -3,18 +3,12 @@ The causal language model that tests train: with a tokenizer of their own and ra
 """
 
 import math
-from pathlib import Path
 from typing import Dict
 
 import pytest
 
-from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
+from tests.fixtures.tiny_lm import LLAMA
 from tests.support.experiment import Config, Result, load_config
-
-
-@pytest.fixture(scope="module")
-def tokenizer(session_directory: Path) -> str:
-    return tiny_tokenizer(session_directory / "tiny_lm")
 
 
 def language_model(tokenizer: str, *overrides: Config) -> Config:
