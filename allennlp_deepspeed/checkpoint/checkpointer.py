@@ -1,8 +1,9 @@
 import logging
 import os
 import time
+from functools import partial
 from importlib import metadata
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import deepspeed
 import torch
@@ -103,6 +104,11 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
         self._commits: Optional[BackgroundCommit] = None
         self.save_on_preemption = keys["save_on_preemption"]
+        self.on_committed: Optional[Callable[[str, int, float, int, int], None]] = None
+        """
+        Called by a thread after a commit: path, bytes, seconds that it took, and epochs and
+        optimizer steps of the run that had been completed.
+        """
 
     @overrides
     def maybe_save_checkpoint(  # type: ignore[override]
@@ -226,9 +232,17 @@ class DeepSpeedCheckpointer(Checkpointer):
             point,
             record,
             self._write_staged,
-            then=lambda: self._checkpoints.prune(
-                point, self._keep_most_recent_by_count, self._keep_most_recent_by_age
-            ),
+            then=partial(self._finish_commit, point, record, progress["total_batches_completed"]),
+        )
+
+    def _finish_commit(self, point: PointInTime, record: CommitRecord, num_steps: int) -> None:
+        if self.on_committed is not None:
+            num_bytes = sum(file.bytes for file in record.files.values())
+            seconds = time.time() - self._last_save_time
+            path = self._checkpoints.path(point)
+            self.on_committed(path, num_bytes, seconds, point.epochs, num_steps)
+        self._checkpoints.prune(
+            point, self._keep_most_recent_by_count, self._keep_most_recent_by_age
         )
 
     def _write_staged(self) -> List[str]:

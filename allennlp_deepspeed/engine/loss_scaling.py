@@ -129,6 +129,17 @@ def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
+def scale(engine: DeepSpeedEngine) -> Optional[float]:
+    """By what the next losses are multiplied, `None` if they aren't. Waits for the device."""
+    scaler = grad_scaler(engine)
+    if scaler is not None:
+        return scaler.get_scale()
+    loss_scaler = _scale_of(engine)
+    current = getattr(loss_scaler, "cur_scale", 1)
+    is_dynamic = getattr(loss_scaler, "dynamic", False)
+    return None if current == 1 and not is_dynamic else float(current)
+
+
 def state_dict(engine: DeepSpeedEngine) -> Dict[str, Any]:
     """The loss scale and what it is going to be changed by; empty without one."""
     scaler = grad_scaler(engine)

@@ -74,6 +74,7 @@ class GradientStep:
         self._weight_watch = weight_watch
         self._moving_average = moving_average
         self._num_micro_batches = 0
+        self._norm: Norm = None
         self.group_size = wrapped_model.config.num_gradient_accumulation_steps
         """The number of micro-batches by which the losses of the step are divided."""
 
@@ -174,7 +175,20 @@ class GradientStep:
         has_stepped = loss_scaling.step(self._engine)
         if self._reports_norm and norm is None:
             norm = self._engine.get_global_grad_norm()
+        self._norm = norm
         return has_stepped, norm
+
+    def last_norm(self) -> Optional[float]:
+        """
+        The norm of the gradient of the last step before clipping; `None` where nobody has computed
+        it, as at stage 0 in fp32 without `grad_norm`. Waits for the device.
+        """
+        norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
+        return None if norm is None else float(norm)
+
+    def take_num_tokens(self) -> Optional[int]:
+        """As `LossWeights.take_num_tokens`."""
+        return self._loss_weights.take_num_tokens()
 
 
 def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHandle:

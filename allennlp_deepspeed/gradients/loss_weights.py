@@ -1,4 +1,4 @@
-from typing import List
+from typing import List, Optional
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ class LossWeights:
     def __init__(self, model: Model, device: torch.device) -> None:
         self._model = model
         self._device = device
+        # Of all ranks since the last call of `take_num_tokens`, on the device.
+        self._num_tokens: Optional[torch.Tensor] = None
 
     def of(self, batches: List[TensorDict], group_size: int) -> List[torch.Tensor]:
         """
@@ -50,8 +52,17 @@ class LossWeights:
         own = own.to(self._device, non_blocking=True)
         total = own.sum()
         dist.all_reduce(total)
+        self._num_tokens = total if self._num_tokens is None else self._num_tokens + total
         # Backward divides by the size of the group, and the reduction by the number of ranks.
         divisions = group_size * dist.get_world_size()
         weights = (own * divisions / total.clamp(min=1)).float()
         # Without any token, losses are 0, but a regularizer's penalty still counts once.
         return list(torch.where(total > 0, weights, torch.ones_like(weights)).unbind())
+
+    def take_num_tokens(self) -> Optional[int]:
+        """
+        The number of tokens of all ranks that there was a loss of since the last call, `None` for a
+        model that isn't a `TokenLossModel`. Waits for the device.
+        """
+        num_tokens, self._num_tokens = self._num_tokens, None
+        return None if num_tokens is None else int(num_tokens)

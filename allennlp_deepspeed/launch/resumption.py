@@ -26,6 +26,7 @@ _OF_A_START = (
     "out.log",
     "out_worker*.log",
     "out_node*.log",
+    "metrics.jsonl",
     "metrics_epoch_*.json",
     "best.th",
     "*.unfinished*",

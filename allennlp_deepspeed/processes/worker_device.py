@@ -5,6 +5,7 @@ What a worker knows of its device and of its node.
 import os
 from typing import Any, Dict, Optional, Union
 
+import psutil
 import torch
 from allennlp.common.checks import check_for_gpu
 from allennlp.common.util import int_to_device
@@ -24,6 +25,16 @@ def workers_per_node(world_size: int) -> Optional[int]:
         return 1
     names = ("ALLENNLP_PROCS_PER_NODE", "LOCAL_WORLD_SIZE")
     return next((int(os.environ[name]) for name in names if name in os.environ), None)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """
+    The most bytes that this process has had on its GPU since AllenNLP last asked, at the start of
+    an epoch; on the CPU the bytes that it has now. Doesn't wait for the device.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss
 
 
 def capabilities(device: torch.device) -> Dict[str, Any]:

@@ -111,6 +111,13 @@ class CommunicationCallback(TrainerCallback):
                     log_prefix="train",
                 )
 
+    @property
+    def bytes_per_step(self) -> Optional[float]:
+        """Of this rank, in the steps of the epoch so far; `None` before the first."""
+        if self._steps == 0:
+            return None
+        return sum(traffic.bytes for traffic in self._sums.values()) / self._steps
+
     def finish_epoch(self) -> Dict[str, float]:
         """
         Called by the trainer after the last step of an epoch, because what a callback adds in

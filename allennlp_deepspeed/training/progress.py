@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Dict
 
 from allennlp_deepspeed.storage.checkpoint_directory import PointInTime
@@ -20,6 +20,7 @@ class Progress:
     start_after_epochs_completed: int = 0
     start_after_batches_in_epoch_completed: int = 0
     should_validate_this_epoch: bool = True
+    _state_at_start: Dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def point(self) -> PointInTime:
@@ -32,6 +33,11 @@ class Progress:
         return PointInTime(
             self.start_after_epochs_completed, self.start_after_batches_in_epoch_completed
         )
+
+    @property
+    def total_batches_completed_at_start(self) -> int:
+        """Optimizer steps of all epochs, where the training continues from."""
+        return self._state_at_start.get("total_batches_completed", 0)
 
     @property
     def is_replaying(self) -> bool:

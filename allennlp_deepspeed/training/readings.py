@@ -1,14 +1,16 @@
 import logging
 import weakref
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Sequence
 
 from allennlp.common import Tqdm
 from allennlp.common import logging as common_logging
 from allennlp.common import util as common_util
+from allennlp.data import TensorDict
 from allennlp.models.model import Model
 from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
+from allennlp_deepspeed.reports.reading import Reading, num_instances
 from allennlp_deepspeed.training.batch_metrics import BatchMetrics
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reading_pace import ReadingPace
@@ -33,16 +35,25 @@ class Readings:
         a second.
     metrics_are_read : `bool`, required.
         Whether a callback may look into the metrics of a step.
+    report : `Callable[[Reading], None]`, optional (default = `None`)
+        Is given each reading.
     """
 
     def __init__(
-        self, model: Model, progress: Progress, num_steps: Optional[int], metrics_are_read: bool
+        self,
+        model: Model,
+        progress: Progress,
+        num_steps: Optional[int],
+        metrics_are_read: bool,
+        report: Optional[Callable[[Reading], None]] = None,
     ) -> None:
         self._model = model
         self._progress = progress
         self.metrics_are_read = metrics_are_read
         self.pace = ReadingPace(num_steps)
         self.losses = RunningLoss()
+        self._report = report
+        self._num_instances = 0
         self._memory: Dict[str, float] = {}
         # Of the last step, if a callback has kept it.
         self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
@@ -74,14 +85,17 @@ class Readings:
         self._bar = Tqdm.tqdm(total=num_steps, mininterval=interval, disable=not shows_progress)
         return self._bar
 
-    def start_step(self, group_size: int) -> None:
+    def start_step(self, group_size: int, batches: Sequence[TensorDict] = ()) -> None:
         """
         # Parameters
 
         group_size : `int`, required.
             The number of micro-batches by which the losses are divided.
+        batches : `Sequence[TensorDict]`, optional (default = `()`)
+            The micro-batches on this rank.
         """
         self.finish_batch_metrics()
+        self._num_instances += sum(map(num_instances, batches))
         self.losses.start_group(group_size)
 
     def batch_metrics(self) -> BatchMetrics:
@@ -102,15 +116,26 @@ class Readings:
 
     def show(self, seconds_per_step: float) -> None:
         """
-        Brings the progress bar up to date. Waits for the device.
+        Brings the progress bar up to date, and reports. Waits for the device.
 
         # Parameters
 
         seconds_per_step : `float`, required.
             On the slowest rank.
         """
-        description = training_util.description_from_metrics(self._metrics_so_far(self._model))
-        self._bar.set_description(description, refresh=False)
+        metrics = self._metrics_so_far(self._model)
+        self._bar.set_description(training_util.description_from_metrics(metrics), refresh=False)
+        num_steps = self.pace.num_unread
+        reading = Reading(
+            num_steps=num_steps,
+            seconds=num_steps * seconds_per_step,
+            num_instances=self._num_instances,
+            loss=self.losses.take_mean(),
+            metrics=metrics,
+        )
+        if self._report is not None:
+            self._report(reading)
+        self._num_instances = 0
         self.pace.finish_reading(seconds_per_step)
 
     def epoch_metrics(self) -> Dict[str, float]:

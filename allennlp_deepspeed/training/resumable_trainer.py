@@ -8,14 +8,14 @@ from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSIO
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.storage.commit_record import CheckpointError
 from allennlp_deepspeed.training.batch_groups import micro_batch_size
-from allennlp_deepspeed.training.engine_trainer import EngineTrainer
 from allennlp_deepspeed.training.replay import Replay
+from allennlp_deepspeed.training.reported_trainer import ReportedTrainer
 
 # Parts that only find out how to train, and may do so again.
 _MAY_BE_NEW = {"grad_cache", "gradient_synchronization"}
 
 
-class ResumableTrainer(EngineTrainer):
+class ResumableTrainer(ReportedTrainer):
     """
     A trainer whose training can be saved and continued: what the checkpointer asks of it
     ([`Training`](../checkpoint/trainer_protocol.py)), and the best weights.
@@ -96,6 +96,11 @@ class ResumableTrainer(EngineTrainer):
         size = micro_batch_size(self.data_loader) or 1
         num_readers = self._sequence_parallelism.num_readers
         return size * self._num_gradient_accumulation_steps * num_readers
+
+    def _is_step_to_save(self) -> bool:
+        return self._checkpointer is not None and self._checkpointer.is_step_to_save(
+            *self._progress.point
+        )
 
     def save_best_weights(self) -> None:
         """

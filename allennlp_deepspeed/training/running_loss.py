@@ -38,6 +38,8 @@ class RunningLoss:
         self._num_unread = 0
         self._num_steps = 0
         self._nan_step = 0
+        # Of the steps since the last call of `take_mean`.
+        self._losses_since: List[float] = []
 
     def start_group(self, size: int) -> None:
         """
@@ -68,6 +70,14 @@ class RunningLoss:
         num_steps, self._num_steps = self._num_steps, 0
         nan_step, self._nan_step = self._nan_step, 0
         return num_steps + 1 - nan_step if nan_step else 0
+
+    def take_mean(self) -> float:
+        """
+        The mean loss of the steps since the last call, NaN if there was none. Waits for the device.
+        """
+        self.read()
+        losses, self._losses_since = self._losses_since, []
+        return sum(losses) / len(losses) if losses else math.nan
 
     def state_dict(self) -> Dict[str, float]:
         """The losses of the epoch so far. Waits for the device."""
@@ -109,5 +119,6 @@ class RunningLoss:
             train_reg_loss += batch_reg_loss  # type: ignore[operator]
         self._losses = Losses(train_loss + batch_loss, train_reg_loss, batch_loss, batch_reg_loss)
         self._num_steps += 1
+        self._losses_since.append(batch_loss)
         if math.isnan(batch_loss) and not self._nan_step:
             self._nan_step = self._num_steps

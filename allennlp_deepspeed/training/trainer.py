@@ -30,6 +30,7 @@ from allennlp_deepspeed.processes.interruption import (
     interrupted,
 )
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
+from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training.batch_groups import BatchGroup, BatchGroups
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback, may_read_metrics
 from allennlp_deepspeed.training.construction import checked, construct, destroyed_on_failure
@@ -115,6 +116,8 @@ class DeepSpeedTrainer(ResumableTrainer):
             self._callbacks.append(self._epoch_metrics)
             if "comms_logger" in wrapped_model.config.engine_config:
                 self._callbacks.append(CommsSummaryCallback(self._serialization_dir))
+            report = RunReport(self._serialization_dir)
+            self._callbacks.append(report)
             self._communication = [
                 c for c in self._callbacks if isinstance(c, CommunicationCallback)
             ]
@@ -130,6 +133,7 @@ class DeepSpeedTrainer(ResumableTrainer):
                 self._progress,
                 num_steps=arguments["log_every_num_steps"],
                 metrics_are_read=any(map(may_read_metrics, self._callbacks)),
+                report=report.reading,
             )
             self._replay = Replay(
                 self._progress,
@@ -246,7 +250,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         """One optimizer step, from the micro-batches to the checkpoint."""
         # A loss of all ranks they all divide by the same number.
         group_size = len(group.batches) if self._has_global_loss else group.size
-        self._readings.start_step(group_size)
+        self._readings.start_step(group_size, group.batches)
         for callback in self._communication:
             callback.on_step_start()
 
@@ -318,11 +322,6 @@ class DeepSpeedTrainer(ResumableTrainer):
                     batch_grad_norm=grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
                 )
         self._log_writers.finish_step()
-
-    def _is_step_to_save(self) -> bool:
-        return self._checkpointer is not None and self._checkpointer.is_step_to_save(
-            *self._progress.point
-        )
 
     def _agree(self, epoch: int) -> StepAgreement:
         """

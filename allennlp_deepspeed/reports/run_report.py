@@ -1,0 +1,182 @@
+import logging
+import os
+import weakref
+from typing import Any, Callable, Dict, Optional, Set
+
+import torch
+import torch.distributed as dist
+from allennlp.training.callbacks import TrainerCallback
+from overrides import overrides
+
+from allennlp_deepspeed.engine import loss_scaling
+from allennlp_deepspeed.processes import fingerprints
+from allennlp_deepspeed.processes.worker_device import memory_in_use
+from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
+from allennlp_deepspeed.reports.logged_warnings import is_routine
+from allennlp_deepspeed.reports.metrics_file import MetricsFile
+from allennlp_deepspeed.reports.reading import Reading
+from allennlp_deepspeed.reports.reported_training import ReportedTraining
+
+
+class RunReport(TrainerCallback):
+    """
+    Writes what rank 0 gets to know of a training into `metrics.jsonl`. Not registered: each
+    `DeepSpeedTrainer` has one, as the last of its callbacks. It makes no collective, and asks the
+    device for nothing that a reading doesn't wait for anyway.
+
+    # Parameters
+
+    serialization_dir : `str`, optional
+        `None` if nothing is written.
+    """
+
+    def __init__(self, serialization_dir: Optional[str]) -> None:
+        super().__init__(serialization_dir)  # type: ignore[arg-type]
+        self._file: Optional[MetricsFile] = None
+        self._warnings = _Warnings(self._write_warning)
+        self._get_trainer: Callable[[], Optional[ReportedTraining]] = lambda: None
+
+    @overrides
+    def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
+        self._get_trainer = weakref.ref(trainer)
+        if self.serialization_dir is None or dist.get_rank() != 0:
+            return
+        num_epochs, num_steps = trainer.epochs_completed_at_start, trainer.steps_completed_at_start
+        self._file = MetricsFile(self.serialization_dir)
+        self._file.start(num_epochs, num_steps)
+        kind = "start" if num_steps == 0 else "recover"
+        self._file.write(kind, num_steps, num_epochs, **_environment(trainer))
+        self._warnings.start()
+        if trainer.checkpointer is not None:
+            trainer.checkpointer.on_committed = self._write_checkpoint
+
+    def reading(self, reading: Reading) -> None:
+        """To be called by every rank, when the host has waited for the device."""
+        trainer = self._get_trainer()
+        assert trainer is not None
+        figures = trainer.figures_of_steps()
+        if self._file is None:
+            return
+        instances = reading.num_instances * trainer.num_readers
+        tokens = figures.num_tokens
+        seconds = max(reading.seconds, 1e-9)
+        self._file.write(
+            "step",
+            step=trainer.steps_completed,
+            epoch=trainer.epochs_completed,
+            loss=reading.loss,
+            lr=figures.learning_rate,
+            grad_norm=figures.grad_norm,
+            loss_scale=loss_scaling.scale(trainer.engine),
+            seconds_per_step=seconds / max(reading.num_steps, 1),
+            samples_per_second=instances / seconds if instances else None,
+            tokens_per_second=None if tokens is None else tokens / seconds,
+            memory_bytes=memory_in_use(trainer.cuda_device),
+            communication_bytes_per_step=_bytes_per_step(trainer),
+            metrics=reading.metrics,
+        )
+
+    @overrides
+    def on_epoch(
+        self,
+        trainer: Any,
+        metrics: Dict[str, Any],
+        epoch: int,
+        is_primary: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if self._file is not None:
+            step = trainer.steps_completed
+            self._file.write("epoch", step=step, epoch=epoch, metrics=metrics)
+            self._file.flush()
+
+    @overrides
+    def on_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self._warnings.stop()
+        if self._file is not None:
+            self._file.flush()
+
+    def _write_checkpoint(
+        self, path: str, num_bytes: int, seconds: float, num_epochs: int, num_steps: int
+    ) -> None:
+        """Called by a thread."""
+        if self._file is not None:
+            self._file.write(
+                "checkpoint",
+                step=num_steps,
+                epoch=num_epochs,
+                path=os.path.basename(path),
+                bytes=num_bytes,
+                seconds=round(seconds, 3),
+            )
+            # The training may have ended already.
+            self._file.flush()
+
+    def _write_warning(self, record: logging.LogRecord) -> None:
+        trainer = self._get_trainer()
+        if self._file is not None and trainer is not None:
+            self._file.write(
+                "warning",
+                step=max(trainer.steps_completed, trainer.steps_completed_at_start),
+                epoch=max(trainer.epochs_completed, trainer.epochs_completed_at_start),
+                level=record.levelname,
+                logger=record.name,
+                message=record.getMessage(),
+            )
+
+
+class _Warnings(logging.Handler):
+    """
+    Takes the warnings and errors that this process logs, from `start` to `stop`, each text once.
+    """
+
+    def __init__(self, write: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._write = write
+        self._texts: Set[str] = set()
+
+    def start(self) -> None:
+        logging.getLogger().addHandler(self)
+
+    def stop(self) -> None:
+        logging.getLogger().removeHandler(self)
+
+    @overrides
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()
+            if text not in self._texts and not is_routine(record):
+                self._texts.add(text)
+                self._write(record)
+        except Exception:
+            self.handleError(record)
+        if logging.getLogger().handlers == [self] and logging.lastResort is not None:
+            # Which Python has print them where nobody has set up logging.
+            logging.lastResort.handle(record)
+
+
+def _environment(trainer: ReportedTraining) -> Dict[str, Any]:
+    device = trainer.cuda_device
+    is_gpu = device.type == "cuda"
+    config = trainer.resolved_config
+    return {
+        "versions": {
+            name.removeprefix("version of "): version
+            for name, version in fingerprints.versions().items()
+        },
+        "world_size": dist.get_world_size(),
+        "hosts": list(trainer.hosts),
+        "device": torch.cuda.get_device_name(device) if is_gpu else "CPU",
+        "zero_stage": config.zero_stage,
+        "precision": config.precision,
+        "num_epochs": trainer.num_epochs,
+        "config": "config.json",
+        "deepspeed_config": config.engine_config,
+    }
+
+
+def _bytes_per_step(trainer: ReportedTraining) -> Optional[float]:
+    for callback in trainer.callbacks:
+        if isinstance(callback, CommunicationCallback):
+            return callback.bytes_per_step
+    return None

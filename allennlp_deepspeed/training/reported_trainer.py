@@ -1,0 +1,60 @@
+from typing import Optional, Sequence
+
+from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.reports.reported_training import StepFigures
+from allennlp_deepspeed.training.engine_trainer import EngineTrainer
+
+
+class ReportedTrainer(EngineTrainer):
+    """
+    A trainer that says how far it is and what its steps have come to: what a report asks of it
+    ([`ReportedTraining`](../reports/reported_training.py)).
+    """
+
+    @property
+    def resolved_config(self) -> ResolvedConfig:
+        """DeepSpeed's configuration, with nothing left to fill in."""
+        return self._ddp_wrapped_model.config
+
+    @property
+    def checkpointer(self) -> Optional[DeepSpeedCheckpointer]:
+        return self._checkpointer
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """By rank."""
+        return self._directories.hosts
+
+    @property
+    def num_epochs(self) -> int:
+        """That are to be trained in all."""
+        return self._num_epochs
+
+    @property
+    def num_readers(self) -> int:
+        """The number of workers, or of groups that share sequences, which read different data."""
+        return self._sequence_parallelism.num_readers
+
+    @property
+    def epochs_completed(self) -> int:
+        """The number of the epoch that the training is in, from 0."""
+        return self._progress.epochs_completed
+
+    @property
+    def steps_completed_at_start(self) -> int:
+        """Optimizer steps of all epochs, where it continues from; 0 where it begins anew."""
+        return self._progress.total_batches_completed_at_start
+
+    @property
+    def epochs_completed_at_start(self) -> int:
+        """Where it continues from; 0 where it begins anew."""
+        return self._progress.start.epochs
+
+    def figures_of_steps(self) -> StepFigures:
+        """What the last optimizer steps have come to. Waits for the device."""
+        return StepFigures(
+            learning_rate=max(group["lr"] for group in self.optimizer.param_groups),
+            grad_norm=self._gradient_step.last_norm(),
+            num_tokens=self._gradient_step.take_num_tokens(),
+        )
