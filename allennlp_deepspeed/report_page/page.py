@@ -1,0 +1,120 @@
+import json
+import time
+from typing import Any, Dict, List, Optional
+
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.report_page import series
+from allennlp_deepspeed.report_page.charts import COLOURS, draw
+from allennlp_deepspeed.report_page.run import Run, differences, named
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def page(directories: List[str], version: Optional[str] = None) -> str:
+    """
+    # Parameters
+
+    directories : `List[str]`, required.
+        Serialization directories.
+    version : `str`, optional (default = `None`)
+        Of the page, if it is served: then it asks the server for newer ones, and reloads.
+
+    # Returns
+
+    `str`
+        HTML that needs no other file and no network.
+
+    # Raises
+
+    `ConfigurationError`
+        If one of the directories has no metrics, or if a library is missing.
+    """
+    runs = named(directories)
+    drawn = draw(series.charts(runs), [run.name for run in runs])
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise ConfigurationError(
+            "The report needs Jinja2: pip install 'allennlp-deepspeed[report]'"
+        ) from error
+    environment = Environment(
+        loader=PackageLoader("allennlp_deepspeed", "report_page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(size=size, age=age, json=_to_json)
+    return environment.get_template("page.html.jinja").render(
+        title=", ".join(run.name for run in runs),
+        written=time.strftime("%Y-%m-%d %H:%M:%S"),
+        runs=runs,
+        colours=[COLOURS[number % len(COLOURS)] for number in range(len(runs))],
+        summaries=[_summary(run) for run in runs],
+        metrics=_table([_best(run) for run in runs]),
+        drawn=drawn,
+        differences=differences([run.config for run in runs]),
+        environments=_table([_environment(run) for run in runs]),
+        version=version,
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Such as "1.5 MiB"."""
+    exponent = 0
+    while num_bytes >= 1024 and exponent < len(_UNITS) - 1:
+        num_bytes /= 1024
+        exponent += 1
+    return f"{num_bytes:.1f} {_UNITS[exponent]}" if exponent else f"{num_bytes:.0f} B"
+
+
+def age(seconds_since_1970: float) -> str:
+    """Until now, such as "3 h 20 min"."""
+    minutes = max(0, int(time.time() - seconds_since_1970) // 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
+
+
+def _summary(run: Run) -> Dict[str, str]:
+    last = run.lines[-1]
+    environment = run.environment
+    num_epochs = environment.get("num_epochs")
+    summary = {
+        "state": run.state,
+        "steps": str(last.values["step"]),
+        "epochs": str(len(run.of_kind("epoch"))) + (f" of {num_epochs}" if num_epochs else ""),
+        "hours": f"{last.hours:.2f}",
+        "recoveries": str(len(run.of_kind("recover"))),
+    }
+    for name, key in (("workers", "world_size"), ("ZeRO", "zero_stage"), ("precision",) * 2):
+        if key in environment:
+            summary[name] = str(environment[key])
+    return summary
+
+
+def _best(run: Run) -> Dict[str, str]:
+    """Of the best epoch, or the last one if there is no validation."""
+    metrics = {k: v for k, v in run.final_metrics.items() if isinstance(v, (int, float))}
+    best = {key: value for key, value in metrics.items() if key.startswith("best_")}
+    shown = best or {key: v for key, v in metrics.items() if key.startswith("training_")}
+    return {key: f"{value:.6g}" for key, value in shown.items()}
+
+
+def _environment(run: Run) -> Dict[str, str]:
+    environment = run.environment
+    versions = {f"{name} version": v for name, v in (environment.get("versions") or {}).items()}
+    hosts = ", ".join(dict.fromkeys(environment.get("hosts") or []))
+    return {"device": str(environment.get("device", "")), "hosts": hosts, **versions}
+
+
+def _table(columns: List[Dict[str, str]]) -> Dict[str, List[str]]:
+    """Rows by name, with a value for each column."""
+    rows = dict.fromkeys(name for column in columns for name in column)
+    return {row: [column.get(row, "") for column in columns] for row in rows}
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, indent=2)

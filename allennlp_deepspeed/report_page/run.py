@@ -1,0 +1,206 @@
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional
+
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.reports import metrics_file
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+
+# Seconds without a line after which a run without an archive isn't taken for one that trains.
+_SILENCE = 120.0
+
+
+class Line(NamedTuple):
+    """
+    A line of a metrics file.
+
+    # Parameters
+
+    hours : `float`
+        That the run had trained until then, without the time between a crash and a recovery.
+    values : `Dict[str, Any]`
+        As written.
+    """
+
+    hours: float
+    values: Dict[str, Any]
+
+
+class Checkpoint(NamedTuple):
+    """
+    # Parameters
+
+    name : `str`
+    epochs : `int`
+        That had been completed.
+    steps : `int`
+        Of the epoch after them.
+    saved : `float`
+        Seconds since 1970.
+    num_bytes : `int`
+    """
+
+    name: str
+    epochs: int
+    steps: int
+    saved: float
+    num_bytes: int
+
+
+class Run:
+    """
+    What a training has left in its serialization directory, also while it trains.
+
+    # Parameters
+
+    directory : `str`, required.
+
+    # Raises
+
+    `ConfigurationError`
+        If there is no `metrics.jsonl` in it, or nothing in that.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+        path = self.directory / metrics_file.FILE_NAME
+        if not path.is_file():
+            raise ConfigurationError(
+                f"There is no {metrics_file.FILE_NAME} in {directory}: give the serialization "
+                "directory of a training with the 'deepspeed' trainer, which writes it."
+            )
+        self.lines = _with_hours(list(metrics_file.read(str(path))))
+        if not self.lines:
+            raise ConfigurationError(
+                f"{path} has no lines yet. They come with the first optimizer steps."
+            )
+        self.name = self.directory.resolve().name
+        config = self.directory / "config.json"
+        self.config: Dict[str, Any] = (
+            Params.from_file(str(config)).as_dict(quiet=True) if config.is_file() else {}
+        )
+
+    def of_kind(self, *kinds: str) -> List[Line]:
+        """The lines of these kinds, in the order in which they were written."""
+        return [line for line in self.lines if line.values["kind"] in kinds]
+
+    @property
+    def environment(self) -> Dict[str, Any]:
+        """Of the last start or recovery. Empty if its line is lost."""
+        starts = self.of_kind("start", "recover")
+        return starts[-1].values if starts else {}
+
+    @property
+    def deepspeed_config(self) -> Dict[str, Any]:
+        """As it was resolved."""
+        return self.environment.get("deepspeed_config") or {}
+
+    @property
+    def final_metrics(self) -> Dict[str, Any]:
+        """Of the last epoch that was completed, with those of the best one."""
+        epochs = self.of_kind("epoch")
+        return epochs[-1].values.get("metrics") or {} if epochs else {}
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        if (self.directory / "model.tar.gz").exists():
+            return "finished"
+        last: Optional[float] = self.lines[-1].values.get("time")
+        return "training" if last is not None and time.time() - last < _SILENCE else "stopped"
+
+    def checkpoints(self) -> List[Checkpoint]:
+        """Those that are on disk, the newest first. One that is being removed is left out."""
+        directory = CheckpointDirectory(str(self.directory))
+        found = []
+        for point in directory.find():
+            path = Path(directory.path(point))
+            try:
+                size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                saved = path.stat().st_mtime
+            except FileNotFoundError:
+                continue
+            found.append(Checkpoint(path.name, point.epochs, point.steps, saved, size))
+        return found
+
+    def warnings(self) -> Dict[str, int]:
+        """How often each was logged."""
+        counts: Dict[str, int] = {}
+        for line in self.of_kind("warning"):
+            message = f"{line.values.get('logger', '')}: {line.values.get('message', '')}"
+            counts[message] = counts.get(message, 0) + 1
+        return counts
+
+
+def named(directories: List[str]) -> List[Run]:
+    """
+    # Parameters
+
+    directories : `List[str]`, required.
+
+    # Returns
+
+    `List[Run]`
+        With names of their own: the last folder of the path, or the path if another has the same.
+
+    # Raises
+
+    `ConfigurationError`
+        If one has no metrics, or is given twice.
+    """
+    resolved = [os.path.realpath(directory) for directory in directories]
+    if len(set(resolved)) < len(resolved):
+        raise ConfigurationError("A directory is given twice: leave one out.")
+    runs = [Run(directory) for directory in directories]
+    names = [run.name for run in runs]
+    for run, directory in zip(runs, directories):
+        if names.count(run.name) > 1:
+            run.name = directory
+    return runs
+
+
+def flattened(config: Any, path: str = "") -> Dict[str, str]:
+    """The values of a config by their paths, such as "trainer.optimizer.lr", as JSON."""
+    if isinstance(config, dict) and config:
+        parts = [(f"{path}.{key}" if path else str(key), value) for key, value in config.items()]
+    elif isinstance(config, list) and any(isinstance(item, (dict, list)) for item in config):
+        parts = [(f"{path}.{index}", value) for index, value in enumerate(config)]
+    else:
+        return {path: json.dumps(config)}
+    return {name: text for key, value in parts for name, text in flattened(value, key).items()}
+
+
+def differences(configs: List[Dict[str, Any]]) -> Dict[str, List[Optional[str]]]:
+    """
+    # Parameters
+
+    configs : `List[Dict[str, Any]]`, required.
+
+    # Returns
+
+    `Dict[str, List[Optional[str]]]`
+        For each path that isn't the same in all of them, the value in each as JSON, `None` where it
+        isn't given.
+    """
+    flat = [flattened(config) for config in configs]
+    paths = dict.fromkeys(path for config in flat for path in config)
+    values = {path: [config.get(path) for config in flat] for path in paths}
+    return {path: found for path, found in values.items() if len(set(found)) > 1}
+
+
+def _with_hours(lines: List[Dict[str, Any]]) -> List[Line]:
+    result: List[Line] = []
+    hours = 0.0
+    before: Optional[float] = None
+    for line in lines:
+        now = line.get("time")
+        if now is not None:
+            if before is not None and line["kind"] not in ("start", "recover"):
+                hours += max(0.0, now - before) / 3600
+            before = now
+        result.append(Line(hours, line))
+    return result

@@ -1,0 +1,200 @@
+"""
+The page of `allennlp deepspeed report`, of runs whose metrics are written here.
+"""
+
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.report_page import series, watch
+from allennlp_deepspeed.report_page.page import age, page, size
+from allennlp_deepspeed.report_page.run import Run, differences, named
+from allennlp_deepspeed.reports.metrics_file import FILE_NAME
+from tests.support.chromium import requires_chromium, show
+
+EVIL = "</script><script>document.title = 'taken over'</script>"
+BLUE, ORANGE = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)
+
+
+def write_run(directory: Path, num_steps: int = 8, lr: float = 0.5) -> Path:
+    """Of two epochs, with a crash and a recovery in the middle."""
+    directory.mkdir(parents=True)
+    config = {"trainer": {"optimizer": {"lr": lr}, "num_epochs": 2}, "model": {"type": EVIL}}
+    (directory / "config.json").write_text(json.dumps(config))
+    lines: List[Dict[str, Any]] = []
+    time = 1_000_000.0
+    for step in range(1, num_steps + 1):
+        epoch = int(step > num_steps // 2)
+        if step in (1, num_steps // 2 + 1):
+            kind = "start" if step == 1 else "recover"
+            time += 5000
+            environment = {"world_size": 2, "num_epochs": 2, "deepspeed_config": {"a": EVIL}}
+            lines.append({"kind": kind, "time": time, "step": step - 1, "epoch": 0, **environment})
+        time += 36
+        values = {"loss": 4 / step, "lr": lr / step, "grad_norm": 0.5, "memory_bytes": 2**21}
+        lines.append({"kind": "step", "time": time, "step": step, "epoch": epoch, **values})
+        if step in (num_steps // 2, num_steps):
+            metrics = {
+                "training_loss": 5 / step,
+                "validation_loss": 6 / step,
+                "validation_accuracy": step / num_steps,
+                "best_validation_accuracy": step / num_steps,
+                "training_duration": "0:00:01",
+                "worker_0_memory_MB": 100.0,
+            }
+            line = {"kind": "epoch", "time": time, "step": step, "epoch": epoch}
+            lines.append({**line, "metrics": metrics})
+    warning = {"kind": "warning", "time": time, "step": num_steps, "epoch": 1, "logger": "a"}
+    lines += [{**warning, "message": EVIL}] * 2
+    (directory / FILE_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
+
+
+def test_a_run_is_read(tmp_path: Path) -> None:
+    run = Run(str(write_run(tmp_path / "run")))
+    # Without the time between the crash and the recovery.
+    assert run.lines[-1].hours == pytest.approx(8 * 36 / 3600)
+    assert run.final_metrics["validation_loss"] == 0.75
+    assert run.environment["kind"] == "recover"
+    assert run.warnings() == {f"a: {EVIL}": 2}
+    assert run.state == "stopped"
+    checkpoint = tmp_path / "run" / "checkpoint_e1_b2"
+    checkpoint.mkdir()
+    (checkpoint / "state").write_bytes(b"12345")
+    (tmp_path / "run" / "checkpoint_e1_b3.unfinished").mkdir()
+    (found,) = run.checkpoints()
+    assert (found.name, found.epochs, found.steps, found.num_bytes) == (checkpoint.name, 1, 2, 5)
+    (tmp_path / "run" / "model.tar.gz").touch()
+    assert run.state == "finished"
+
+
+def test_charts_have_what_was_written(tmp_path: Path) -> None:
+    directories = [write_run(tmp_path / "a"), write_run(tmp_path / "b", num_steps=4)]
+    charts = {chart.title: chart for chart in series.charts([Run(str(d)) for d in directories])}
+    assert list(charts) == [
+        "Loss",
+        "Accuracy",
+        "Learning rate",
+        "Gradient norm",
+        "Memory of a worker",
+    ]
+    curves = {(curve.run, curve.kind): curve for curve in charts["Loss"].curves}
+    assert len(curves) == 6
+    assert curves[0, "steps"].values == [4 / step for step in range(1, 9)]
+    assert curves[1, "validation"].values == [3, 1.5]
+    assert curves[1, "validation"].steps == [2, 4]
+    assert curves[1, "validation"].hours == pytest.approx([0.02, 0.04])
+    assert {curve.kind for curve in charts["Accuracy"].curves} == {"validation"}
+    assert charts["Memory of a worker"].curves[0].values == [2.0] * 8
+
+
+def test_long_runs_are_thinned(tmp_path: Path) -> None:
+    num_steps = 30_000
+    run = Run(str(write_run(tmp_path / "run", num_steps)))
+    charts = series.charts([run])
+    assert sum(len(curve.values) for chart in charts for curve in chart.curves) <= 20_000
+    curve = charts[0].curves[0]
+    assert curve.steps[-1] == num_steps
+    first = curve.steps[0]
+    assert curve.values[0] == pytest.approx(sum(4 / step for step in range(1, first + 1)) / first)
+    assert len(page([str(tmp_path / "run")])) < 2_000_000
+
+
+def test_runs_have_names_of_their_own(tmp_path: Path) -> None:
+    same = [str(write_run(tmp_path / parent / "run")) for parent in "ab"]
+    other = str(write_run(tmp_path / "other"))
+    assert [run.name for run in named([*same, other])] == [*same, "other"]
+    with pytest.raises(ConfigurationError, match="given twice"):
+        named([other, f"{other}/../other"])
+
+
+def test_differences_name_what_is_not_the_same() -> None:
+    configs: List[Dict[str, Any]] = [
+        {"a": {"b": 1, "c": [1, 2]}, "d": [{"e": 1}], "f": None, "g": {}},
+        {"a": {"b": 1.5, "c": [1, 2]}, "d": [{"e": 2}], "g": {}},
+    ]
+    expected = {"a.b": ["1", "1.5"], "d.0.e": ["1", "2"], "f": ["null", None]}
+    assert differences(configs) == expected
+    assert differences(configs[:1]) == {}
+
+
+def test_units() -> None:
+    assert [size(n) for n in (0, 1023, 1536, 2**50)] == ["0 B", "1023 B", "1.5 KiB", "1024.0 TiB"]
+    assert age(0).endswith(" days")
+
+
+@pytest.mark.parametrize("content", [None, "", "not JSON\n"])
+def test_a_directory_without_metrics_is_refused(tmp_path: Path, content: str) -> None:
+    if content is not None:
+        (tmp_path / FILE_NAME).write_text(content)
+    with pytest.raises(ConfigurationError, match=re.escape(FILE_NAME)):
+        page([str(tmp_path)])
+
+
+def test_what_runs_have_written_is_text(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / EVIL.replace("/", "_"))), str(write_run(tmp_path / "run"))]
+    html = page(runs)
+    assert EVIL not in html
+    assert "<script>document.title" not in html
+    own = html[html.index("</head>") :]
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", own), "It needs the network."
+
+
+@requires_chromium
+@pytest.mark.parametrize("width, is_dark", [(1400, False), (400, True)])
+def test_a_browser_shows_it(tmp_path: Path, width: int, is_dark: bool) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=0.25)]
+    path = tmp_path / "report.html"
+    # Windows of Chromium are 500 wide at least.
+    path.write_text(
+        page([str(run) for run in runs])
+        + f"<style>html {{ width: {width}px }}</style>"
+        + "<script>document.body.dataset.width = document.body.scrollWidth</script>"
+    )
+    shown = show(path, tmp_path, width, 2500, is_dark)
+    assert 'data-drawn="5"' in shown.document, "The page marks itself when it has drawn all."
+    assert re.findall(r'data-width="(\d+)"', shown.document) == [str(width)]
+    assert "taken over</title>" not in shown.document
+    assert [message for message in shown.messages if "[bokeh" not in message] == []
+    assert shown.num_pixels(BLUE) > 300
+    assert shown.num_pixels(ORANGE) > 300
+    ground = shown.picture.convert("L").getpixel((2, 2))
+    assert isinstance(ground, int)
+    assert (ground < 60) == is_dark
+
+
+def test_a_page_is_served_and_follows_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with watch.server([str(run)], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            address = f"http://localhost:{server.server_port}"
+
+            def get(path: str, **headers: str) -> str:
+                request = urllib.request.Request(address + path, headers=headers)
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    return answer.read().decode()
+
+            version = get("/version")
+            assert version in get("/")
+            assert get("/version") == version
+            with open(run / FILE_NAME, "a") as file:
+                line = {"kind": "step", "time": 2e6, "step": 9, "epoch": 1, "loss": 0.123456}
+                file.write(json.dumps(line) + "\n")
+            assert get("/version") != version
+            assert "0.123456" in get("/")
+            for path, headers, status in (("/config.json", {}, 404), ("/", {"Host": "a.b"}, 403)):
+                with pytest.raises(urllib.error.HTTPError) as raised:
+                    get(path, **headers)
+                assert raised.value.code == status
+            with pytest.raises(ConfigurationError, match=f"--port {server.server_port}"):
+                watch.server([str(run)], server.server_port)
+        finally:
+            server.shutdown()
