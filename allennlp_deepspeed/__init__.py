@@ -14,7 +14,13 @@ import allennlp_deepspeed_import_hook  # noqa: F401  # where it isn't installed
 with contextlib.redirect_stdout(sys.stderr):
     import deepspeed  # noqa: F401
 
-from allennlp_deepspeed import attention, compat, contrastive, language_modeling
+from allennlp_deepspeed import (
+    attention,
+    compat,
+    contrastive,
+    distributed_metrics,
+    language_modeling,
+)
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -43,6 +49,7 @@ __all__ = [
 ]
 
 compat.apply()
+distributed_metrics.apply()
 preflight.install()
 find_learning_rate.install()
 causal_lm_predictor.install()

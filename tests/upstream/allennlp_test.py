@@ -12,10 +12,20 @@ import torch
 from allennlp.commands import find_learning_rate
 from allennlp.commands import train as train_command
 from allennlp.common import cached_transformers
+from allennlp.data import Vocabulary
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training import GradientDescentTrainer, gradient_descent_trainer
 from allennlp.training.learning_rate_schedulers import ReduceOnPlateauLearningRateScheduler
 from allennlp.training.metric_tracker import MetricTracker
+from allennlp.training.metrics import (
+    BLEU,
+    AttachmentScores,
+    Auc,
+    Covariance,
+    PearsonCorrelation,
+    SpanBasedF1Measure,
+    SpearmanCorrelation,
+)
 from transformers import BertConfig
 
 from tests.upstream.unmended import mended_by
@@ -60,6 +70,26 @@ def test_validation_enters_a_deprecated_context() -> bool:
         warnings.simplefilter("always")
         gradient_descent_trainer.amp.autocast(False)
     return any("torch.cuda.amp.autocast" in str(warning.message) for warning in caught)
+
+
+@mended_by("distributed_metrics.support_several_workers")
+def test_metrics_refuse_several_workers() -> bool:
+    metrics = (Covariance(), PearsonCorrelation(), SpanBasedF1Measure(Vocabulary()))
+    return any("currently not supported" in _failure(metric.get_metric) for metric in metrics)
+
+
+@mended_by("distributed_metrics.take_batches_of_any_size_once")
+def test_metrics_gather_what_they_have_gathered() -> bool:
+    """By their sources, because it takes several workers."""
+    sources = [inspect.getsource(metric.__call__) for metric in (Auc, SpearmanCorrelation)]
+    return any("dist.all_gather(_" in source for source in sources)
+
+
+@mended_by("distributed_metrics.sum_counts_of_all_workers")
+def test_metrics_reduce_what_is_no_count() -> bool:
+    """By their sources, because it takes several workers."""
+    divides = ") / world_size" in inspect.getsource(BLEU.__call__)
+    return divides or "(correct_indices).sum()" in inspect.getsource(AttachmentScores.__call__)
 
 
 @mended_by("launch.find_learning_rate")
@@ -142,8 +172,13 @@ def _train(trainer: Any) -> Any:
 
 
 def _fails(function: Callable[[], Any]) -> bool:
+    return bool(_failure(function))
+
+
+def _failure(function: Callable[[], Any]) -> str:
+    """What it raises, or nothing."""
     try:
         function()
-    except Exception:
-        return True
-    return False
+    except Exception as error:
+        return repr(error)
+    return ""

@@ -1,0 +1,172 @@
+"""
+Metrics of AllenNLP's that with several workers are refused or wrong, mended. Importing this package
+applies it. As with AllenNLP's others, each batch of a metric has collectives: every worker has to
+give it as many batches.
+"""
+
+import functools
+import sys
+from typing import Any, Callable, Dict, List, Optional, Sequence, Type
+
+import torch
+from allennlp.common.util import is_distributed
+from allennlp.training.metrics import (
+    BLEU,
+    AttachmentScores,
+    Auc,
+    Covariance,
+    Metric,
+    PearsonCorrelation,
+    SpanBasedF1Measure,
+    SpearmanCorrelation,
+)
+
+from allennlp_deepspeed.processes import agreement
+
+State = Dict[str, Any]
+
+
+def apply() -> None:
+    """May be called more than once."""
+    support_several_workers()
+    take_batches_of_any_size_once()
+    sum_counts_of_all_workers()
+
+
+def support_several_workers() -> None:
+    """
+    Mends AllenNLP 2.10.1: with several workers it refuses `SpanBasedF1Measure`,
+    `PearsonCorrelation` and `Covariance` after the first step. Gone when these return a value.
+    """
+    true_and_false = ("_true_positives", "_false_positives", "_false_negatives")
+    _merge_over_workers(SpanBasedF1Measure, true_and_false)
+    moments = ("_total_prediction_mean", "_total_label_mean", "_total_co_moment", "_total_count")
+    _merge_over_workers(Covariance, moments, _merge_moments)
+    # It consists of three of these.
+    _measures_alone(PearsonCorrelation)
+
+
+def take_batches_of_any_size_once() -> None:
+    """
+    Mends AllenNLP 2.10.1: with several workers `Auc` and `SpearmanCorrelation` gather with each
+    batch all that they have gathered before, so that the first batches count most, and refuse
+    batches of different sizes. Gone when both equal those of one worker with all batches.
+    """
+    _merge_over_workers(Auc, ("_all_predictions", "_all_gold_labels"))
+    _merge_over_workers(SpearmanCorrelation, ("total_predictions", "total_gold_labels"))
+
+
+def sum_counts_of_all_workers() -> None:
+    """
+    Mends AllenNLP 2.10.1: with several workers `AttachmentScores` reduces tensors of the shapes of
+    batches, which have to be the same, and `BLEU` divides its counts by the number of workers, so
+    that without any match of a length it is too high. Gone when both equal those of one worker with
+    all batches.
+    """
+    exact = ("_exact_labeled_correct", "_exact_unlabeled_correct")
+    correct = ("_labeled_correct", "_unlabeled_correct", *exact)
+    _merge_over_workers(AttachmentScores, (*correct, "_total_words", "_total_sentences"))
+    lengths = ("_prediction_lengths", "_reference_lengths")
+    _merge_over_workers(BLEU, ("_precision_matches", "_precision_totals", *lengths))
+
+
+def _merge_over_workers(
+    metric_class: Type[Metric],
+    attributes: Sequence[str],
+    merge: Optional[Callable[[State, State], State]] = None,
+) -> None:
+    """
+    Has a metric measure each batch alone, and merge what came out in all workers, in the order of
+    their ranks, so that all have the same. A batch takes one all-gather of numbers or, for those
+    that need all predictions, of these.
+
+    # Parameters
+
+    metric_class : `Type[Metric]`, required.
+    attributes : `Sequence[str]`, required.
+        With all that a metric has measured.
+    merge : `Callable[[State, State], State]`, optional (default = the sum of each)
+        What two have measured together, by the values of their attributes.
+    """
+    merge = merge or _sums
+    measure = metric_class.__call__
+    if hasattr(measure, "merges_over_workers"):
+        return
+    _measures_alone(metric_class)
+
+    def state_of(metric: Metric) -> State:
+        return {name: getattr(metric, name) for name in attributes}
+
+    @functools.wraps(measure)
+    def measure_and_merge(self: Metric, *args: Any, **kwargs: Any) -> None:
+        if not is_distributed():
+            measure(self, *args, **kwargs)
+            return
+        before = state_of(self)
+        self.reset()
+        measure(self, *args, **kwargs)
+        own = state_of(self)
+        device = _device_of(own.values())
+        own = {name: _on(torch.device("cpu"), value) for name, value in own.items()}
+        for batch in agreement.of_all(own):
+            before = merge(before, {name: _on(device, value) for name, value in batch.items()})
+        for name, value in before.items():
+            setattr(self, name, value)
+
+    measure_and_merge.merges_over_workers = True  # type: ignore[attr-defined]
+    metric_class.__call__ = measure_and_merge  # type: ignore[method-assign]
+
+
+def _measures_alone(metric_class: Type[Metric]) -> None:
+    """Has what its module does with several workers be what it does with one."""
+    module = sys.modules[metric_class.__module__]
+    module.is_distributed = lambda: False  # type: ignore[attr-defined]
+    if hasattr(module, "dist_reduce_sum"):
+        module.dist_reduce_sum = lambda value: value  # type: ignore[attr-defined]
+
+
+def _sums(one: State, other: State) -> State:
+    return {name: _sum(value, other[name]) for name, value in one.items()}
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Of numbers and counters; lists of values are put together."""
+    if isinstance(one, dict):
+        result = one.copy()
+        for key, value in other.items():
+            result[key] = result.get(key, 0) + value
+        return result
+    if isinstance(one, torch.Tensor) and one.dim() > 0:
+        return torch.cat([one.to(other.device), other])
+    return one + other
+
+
+def _merge_moments(one: State, other: State) -> State:
+    """
+    Of means and co-moments. Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm
+    for Computing Sample Variances" (1979), section 2.
+    """
+    count, other_count = one["_total_count"], other["_total_count"]
+    total = count + other_count
+    if not other_count:
+        return one
+    share = other_count / total
+    of_prediction = other["_total_prediction_mean"] - one["_total_prediction_mean"]
+    of_label = other["_total_label_mean"] - one["_total_label_mean"]
+    return {
+        "_total_prediction_mean": one["_total_prediction_mean"] + of_prediction * share,
+        "_total_label_mean": one["_total_label_mean"] + of_label * share,
+        "_total_co_moment": one["_total_co_moment"]
+        + other["_total_co_moment"]
+        + of_prediction * of_label * count * share,
+        "_total_count": total,
+    }
+
+
+def _device_of(values: Any) -> torch.device:
+    devices: List[torch.device] = [v.device for v in values if isinstance(v, torch.Tensor)]
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value

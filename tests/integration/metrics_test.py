@@ -1,0 +1,154 @@
+"""
+Every metric of AllenNLP's is that of all workers' instances, whatever the sizes of their batches.
+"""
+
+from typing import Any, Callable, Dict, List, Tuple
+
+import pytest
+import torch
+from allennlp.data import Vocabulary
+from allennlp.training.metrics import Metric
+
+import allennlp_deepspeed  # noqa: F401  # which mends some
+from tests.support.workers import run_workers
+
+TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG"]
+# Of each of two steps, of the first worker and of the second.
+SIZES = [(4, 4), (5, 2)]
+
+Inputs = Tuple[Any, ...]
+
+
+def floats(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator)
+
+
+def integers(generator: torch.Generator, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape, generator=generator)
+
+
+def masked(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    mask = torch.rand(*shape, generator=generator) < 0.8
+    mask[..., 0] = True
+    return mask
+
+
+def classes(generator: torch.Generator, size: int) -> Inputs:
+    logits = floats(generator, size, 5, 3)
+    return logits, integers(generator, 3, size, 5), masked(generator, size, 5)
+
+
+def multi_label(generator: torch.Generator, size: int) -> Inputs:
+    return floats(generator, size, 4), integers(generator, 2, size, 4)
+
+
+def values(generator: torch.Generator, size: int) -> Inputs:
+    predictions = floats(generator, size, 3) + 2
+    return predictions, floats(generator, size, 3), masked(generator, size, 3)
+
+
+def tokens(generator: torch.Generator, size: int) -> Inputs:
+    return integers(generator, 6, size, 7), integers(generator, 6, size, 7)
+
+
+Generate = Callable[[torch.Generator, int], Inputs]
+
+# By registered name: arguments, and inputs for a number of instances.
+METRICS: Dict[str, Tuple[Dict[str, Any], Generate]] = {
+    "attachment_scores": (
+        {},
+        lambda g, n: (
+            *(integers(g, 3, n, 5) for _ in range(4)),
+            masked(g, n, 5),
+        ),
+    ),
+    "auc": ({}, lambda g, n: (floats(g, n), integers(g, 2, n), masked(g, n))),
+    "average": ({}, lambda g, n: (floats(g, 1).item(),)),
+    "bleu": ({"exclude_indices": {0}}, tokens),
+    "boolean_accuracy": ({}, lambda g, n: (integers(g, 2, n, 2), integers(g, 2, n, 2))),
+    "categorical_accuracy": ({"top_k": 2}, classes),
+    "covariance": ({}, values),
+    "entropy": ({}, lambda g, n: (floats(g, n, 3), masked(g, n))),
+    "f1": ({"positive_label": 1}, classes),
+    "fbeta": ({"average": "macro"}, classes),
+    "fbeta_multi_label": ({"average": "micro"}, multi_label),
+    "f1_multi_label": ({"average": "macro"}, multi_label),
+    "fbeta_verbose": ({}, classes),
+    "mean_absolute_error": ({}, values),
+    "pearson_correlation": ({}, values),
+    "perplexity": ({}, lambda g, n: (floats(g, 1).item(),)),
+    "rouge": ({"exclude_indices": {0}}, tokens),
+    "sequence_accuracy": ({}, lambda g, n: (integers(g, 2, n, 3, 2), integers(g, 2, n, 2))),
+    "span_f1": (
+        {"tag_namespace": "labels"},
+        lambda g, n: (floats(g, n, 6, len(TAGS)), integers(g, len(TAGS), n, 6), masked(g, n, 6)),
+    ),
+    "spearman_correlation": ({}, lambda g, n: (floats(g, n, 3), floats(g, n, 3))),
+    "unigram_recall": ({}, lambda g, n: (integers(g, 5, n, 3, 4), integers(g, 5, n, 4))),
+}
+# Needs a C program, which AllenNLP builds from sources that aren't in its wheel.
+NOT_HERE = {"evalb"}
+
+
+def test_no_metric_is_left_out() -> None:
+    of_allennlp = {
+        name
+        for name in Metric.list_available()
+        if Metric.by_name(name).__module__.startswith("allennlp.")
+    }
+    assert of_allennlp == set(METRICS) | NOT_HERE
+
+
+def construct(name: str) -> Metric:
+    arguments = METRICS[name][0]
+    if name == "span_f1":
+        vocabulary = Vocabulary()
+        for tag in TAGS:
+            vocabulary.add_token_to_namespace(tag, "labels")
+        arguments = {**arguments, "vocabulary": vocabulary}
+    return Metric.by_name(name)(**arguments)
+
+
+def inputs(name: str) -> List[List[Inputs]]:
+    """By step and worker."""
+    generator = torch.Generator().manual_seed(3)
+    generate = METRICS[name][1]
+    return [[generate(generator, size) for size in sizes] for sizes in SIZES]
+
+
+def flat(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {f"{key} {k}": v for key, inner in value.items() for k, v in flat(inner).items()}
+    if isinstance(value, (list, tuple)):
+        return flat(dict(enumerate(value)))
+    return {"": float(value)}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_two_workers_measure_what_one_does(name: str) -> None:
+    steps = inputs(name)
+    alone = construct(name)
+    expected = []
+    for step in steps:
+        for batch in step:
+            alone(*batch)
+        expected.append(flat(alone.get_metric()))
+    alone.get_metric(reset=True)
+    alone(*steps[0][0])
+    alone(*steps[0][1])
+    expected.append(flat(alone.get_metric()))
+
+    def measure(rank: int) -> List[Dict[str, float]]:
+        metric = construct(name)
+        found = []
+        for step in steps:
+            metric(*step[rank])
+            # Of which a rank may ask alone, or often.
+            found += [flat(metric.get_metric()) for _ in range(1 + rank)][-1:]
+        metric.get_metric(reset=True)
+        metric(*steps[0][rank])
+        return [*found, flat(metric.get_metric())]
+
+    for measured in run_workers(2, measure):
+        for actual, wanted in zip(measured, expected):
+            assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-6)
