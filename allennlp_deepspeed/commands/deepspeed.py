@@ -3,6 +3,7 @@ import argparse
 from allennlp.commands.subcommand import Subcommand
 from overrides import overrides
 
+from allennlp_deepspeed.commands.check import Check
 from allennlp_deepspeed.commands.estimate import EstimateMemory
 from allennlp_deepspeed.commands.export import Export
 from allennlp_deepspeed.commands.gather import Gather
@@ -22,10 +23,13 @@ class DeepSpeed(Subcommand):
 
     @overrides
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
-        description = "Estimate memory, and work with what the 'deepspeed' trainer leaves on disk."
+        description = (
+            "Check a config, estimate memory, and work with what the 'deepspeed' trainer leaves on "
+            "disk."
+        )
         subparser = parser.add_parser(self.name, description=description, help=description)
         subparsers = subparser.add_subparsers(title="Commands", metavar="", required=True)
-        for command in (EstimateMemory(), Export(), Gather(), Report(), Resize()):
+        for command in (Check(), EstimateMemory(), Export(), Gather(), Report(), Resize()):
             command_parser = command.add_subparser(subparsers)
             # AllenNLP adds it before the name of the command only.
             command_parser.add_argument(

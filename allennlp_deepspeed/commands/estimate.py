@@ -76,7 +76,7 @@ class EstimateMemory:
         return subparser
 
     def run(self, args: argparse.Namespace) -> None:
-        with _only_warnings():
+        with only_warnings():
             estimator = Estimator(Params.from_file(args.param_path, args.overrides), args.workers)
             estimate = estimator.estimate(
                 gpu_memory=args.gpu_memory or _gpu_memory(),
@@ -90,7 +90,7 @@ class EstimateMemory:
 
 
 @contextmanager
-def _only_warnings() -> Iterator[None]:
+def only_warnings() -> Iterator[None]:
     """
     Without the pages that AllenNLP and the resolution of a config, once for each placement, would
     log at level INFO.

@@ -8,9 +8,10 @@ import re
 import time
 import traceback
 from multiprocessing.connection import Connection
-from typing import NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 
@@ -34,6 +35,10 @@ _CONNECTION_LOST = (
 )
 
 
+class ConstructionFailure(ConfigurationError):
+    """Of a worker that couldn't construct a section of the config. Names the section."""
+
+
 class WorkerFailure(NamedTuple):
     """
     An exception in a worker.
@@ -48,6 +53,7 @@ class WorkerFailure(NamedTuple):
     traceback: str
     is_agreed: bool
     is_consequence: bool
+    explanation: Optional[str] = None
 
 
 class _Reporter:
@@ -69,17 +75,39 @@ class _Reporter:
         except OSError:
             logger.warning("The process that supervises this worker is gone.")
         if not self._last.is_agreed:
+            is_explained = self._last.explanation is not None
+            if is_explained and _log_to_files is not None:
+                _log_to_files(error)
             logger.error(
                 "%s failed. It has %d seconds to leave.",
                 self._name,
                 SECONDS_TO_LEAVE,
-                exc_info=error,
+                exc_info=None if is_explained else error,
             )
             # A thread of its own, in C: it needs neither the interpreter nor the main thread.
             faulthandler.dump_traceback_later(SECONDS_TO_LEAVE, exit=True, file=_STANDARD_ERROR)
 
 
 _reporter: Optional[_Reporter] = None
+_explanation: Optional[Callable[[BaseException], Optional[str]]] = None
+_log_to_files: Optional[Callable[[BaseException], Any]] = None
+
+
+def explain_with(
+    explanation: Callable[[BaseException], Optional[str]],
+    log_to_files: Callable[[BaseException], Any],
+) -> None:
+    """
+    # Parameters
+
+    explanation : `Callable[[BaseException], Optional[str]]`, required.
+        What there is to say of an error of this worker's in the place of its traceback, if the
+        config is to blame.
+    log_to_files : `Callable[[BaseException], Any]`, required.
+        Writes the traceback of such an error.
+    """
+    global _explanation, _log_to_files
+    _explanation, _log_to_files = explanation, log_to_files
 
 
 def report_to(connection: Connection, name: str) -> None:
@@ -99,6 +127,7 @@ def report(error: BaseException) -> None:
 
 
 def _describe(error: BaseException) -> WorkerFailure:
+    explanation = None if _explanation is None else _explanation(error)
     return WorkerFailure(
         time=time.monotonic(),
         message=f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_LENGTH]
@@ -108,4 +137,5 @@ def _describe(error: BaseException) -> WorkerFailure:
         is_agreed=isinstance(error, TrainingInterrupted),
         is_consequence=isinstance(error, dist.DistError)
         or re.search(_CONNECTION_LOST, str(error)) is not None,
+        explanation=None if explanation is None else explanation[:_MAX_MESSAGE_LENGTH],
     )

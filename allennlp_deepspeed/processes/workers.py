@@ -14,14 +14,13 @@ from typing import Dict, List, Optional, Sequence, Set
 
 import psutil
 from torch.multiprocessing.spawn import (
-    ProcessException,
     ProcessExitedException,
     ProcessRaisedException,
 )
 
 from allennlp_deepspeed.processes.interruption import Interruption
 from allennlp_deepspeed.processes.watched_job import WatchedJob
-from allennlp_deepspeed.processes.worker_failure import WorkerFailure
+from allennlp_deepspeed.processes.worker_failure import ConstructionFailure, WorkerFailure
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +174,7 @@ class Workers:
         """Why the workers say that they have all left at the same point."""
         return next(failure.message for failure in self._failures.values() if failure.is_agreed)
 
-    def first_failure(self) -> Optional[ProcessException]:
+    def first_failure(self) -> Optional[Exception]:
         """What failed first; `None` if nothing but what all workers had agreed on."""
         times = {rank: failure.time for rank, failure in self._failures.items()}
         for rank in self._exited - self._ended_by_us:
@@ -184,8 +183,11 @@ class Workers:
         failed = [rank for rank in times if not self._has_left_as_agreed(rank)]
         return self._describe(min(failed, key=lambda rank: times[rank])) if failed else None
 
-    def _describe(self, rank: int) -> ProcessException:
-        """As torch says it."""
+    def _describe(self, rank: int) -> Exception:
+        """As torch says it, but for an error in the config."""
+        explanation = self._failures[rank].explanation if rank in self._failures else None
+        if explanation is not None:
+            return ConstructionFailure(explanation)
         process = self._processes[rank]
         pid = process.pid or -1
         exit_code = process.exitcode or 0

@@ -159,8 +159,7 @@ def test_a_config_that_cannot_work_is_refused_before_data_is_read(
     if "optimizer" in config["trainer"].get("deepspeed_config", {}):
         del config["trainer"]["optimizer"]
     run = train(config, tmp_path)
-    assert run.returncode != 0
-    assert "ConfigurationError" in run.output
+    assert run.returncode == 1 and "Traceback" not in run.output
     assert message in run.output.replace('\\"', '"')
 
 
@@ -221,6 +220,5 @@ def test_what_deepspeed_would_get_wrong_is_refused(
     tmp_path: Path, overrides: Dict[str, Any], message: str
 ):
     run = train(deepspeed(load_config("classifier", overrides), 2), tmp_path)
-    assert run.returncode != 0
-    assert "ConfigurationError" in run.output
+    assert run.returncode == 1 and "Traceback" not in run.output
     assert message in run.output

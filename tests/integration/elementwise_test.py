@@ -20,6 +20,7 @@ from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.optimizers import FusedLionOptimizer, LionOptimizer
 from allennlp_deepspeed.optimizers.elementwise import ELEMENTWISE, is_elementwise
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
+from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import assert_same_weights, load_config
 from tests.support.side_by_side import CPU, Side, numbers
 from tests.support.workers import run_workers
@@ -110,7 +111,13 @@ def test_what_is_declared_elementwise_steps_shards_as_it_steps_weights(
         )
 
 
-@pytest.mark.parametrize("name", Optimizer.list_available())
+def registered() -> List[str]:
+    """Without those of the fixtures."""
+    names = Optimizer.list_available()
+    return [n for n in names if not Optimizer.by_name(n).__module__.startswith("tests.")]
+
+
+@pytest.mark.parametrize("name", registered())
 def test_every_registered_optimizer_is_known_or_refused(name: str) -> None:
     optimizer, _ = Optimizer.resolve_class_name(name)
     is_refused = name in ("multi", "sparse_adam", "huggingface_adafactor", "fused_lamb")
@@ -139,7 +146,14 @@ def check(deepspeed_config: Any, optimizer: Any = None) -> None:
         ("huggingface_adafactor", "looks at the shape or the norm of the whole weight"),
         ({"type": "torch.optim.Adafactor"}, "looks at the shape or the norm of the whole weight"),
         ("sparse_adam", "needs sparse gradients"),
-        ({"type": "multi", "optimizers": {}}, "has optimizers of its own inside"),
+        (
+            {
+                "type": "multi",
+                "optimizers": {"default": {"type": "sgd", "lr": 0.1}},
+                "parameter_groups": [[["bias"], {"optimizer_name": "default"}]],
+            },
+            "has optimizers of its own inside",
+        ),
     ],
 )
 def test_one_that_looks_at_whole_weights_is_refused_where_they_are_sharded(

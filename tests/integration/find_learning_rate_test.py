@@ -17,6 +17,7 @@ from allennlp.training.trainer import Trainer
 from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS
 from allennlp_deepspeed.launch import preflight
+from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.integration.trainer_test import Task
 from tests.support.experiment import load_config
 

@@ -11,6 +11,7 @@ from allennlp.nn.parallel import DdpAccelerator
 
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.launch import preflight
+from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import TWO_WORKERS, deepspeed, load_config
 
 

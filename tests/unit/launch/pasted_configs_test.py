@@ -12,6 +12,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.launch import preflight
+from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import TWO_WORKERS, load_config
 
 Config = Dict[str, Any]

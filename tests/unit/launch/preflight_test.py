@@ -7,6 +7,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.launch import preflight
+from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import TWO_WORKERS, load_config
 
 
@@ -65,7 +66,11 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
 
 
 def embedders(**embedders: Any) -> Dict[str, Any]:
-    return {"type": "basic_classifier", "text_field_embedder": {"token_embedders": embedders}}
+    return {
+        "type": "basic_classifier",
+        "text_field_embedder": {"token_embedders": embedders},
+        "seq2vec_encoder": {"type": "boe", "embedding_dim": 768},
+    }
 
 
 def pretrained(kind: str = "pretrained_transformer", **arguments: Any) -> Dict[str, Any]:

@@ -17,6 +17,7 @@ from deepspeed import git_version_info
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.optimizers import for_offload
+from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import load_config
 
 GROUPS = [[["bias"], {"lr": 0.03, "weight_decay": 0.0}], [["nothing"], {}]]
@@ -294,7 +295,7 @@ class TestBeforehand:
         check("adamw", forced)
 
     def test_a_misspelt_name_is_refused(self):
-        assert "did you mean 'cpu_adam'" in refusal({"type": "cpu_adma"})
+        assert 'did you mean "cpu_adam"' in refusal({"type": "cpu_adma"})
 
 
 @pytest.fixture

@@ -1,0 +1,288 @@
+"""
+Checks what can be checked of a config before any data is read or any worker started.
+
+AllenNLP constructs the trainer in the workers only, after it has made the vocabulary.
+"""
+
+import inspect
+import json
+import logging
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional
+
+import torch
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.models import Model
+from allennlp.training.trainer import Trainer
+
+from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.operators import check_nvme, check_torch_compile
+from allennlp_deepspeed.config.own_keys import (
+    CHECKPOINTER_KEYS,
+    NEW_TRAINER_KEYS,
+    check_names,
+    check_values,
+)
+from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
+from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
+from allennlp_deepspeed.language_modeling import can_share, cant_share
+from allennlp_deepspeed.launch import nodes
+from allennlp_deepspeed.optimizers import REMOVED, check_optimizer
+from allennlp_deepspeed.signatures import config_file
+from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def check(params: Params, on_this_machine: bool = True) -> None:
+    """
+    # Parameters
+
+    params : `Params`, required.
+        A whole training configuration. It is not changed.
+    on_this_machine : `bool`, optional (default = `True`)
+        Whether this machine is to train. Otherwise nothing is asked of its devices, compilers and
+        files, nor whether the config is whole and suits a device.
+
+    # Raises
+
+    `ConfigurationError`
+        If the config has a "deepspeed" trainer and can't be trained. With a line for each reason.
+    """
+    config: Dict[str, Any] = params.as_dict(quiet=True)
+    findings = Findings()
+    if on_this_machine:
+        _check_type_of_trainer(config)
+    trainer = config.get("trainer")
+    trainer_type = registered_name(trainer)
+    is_deepspeed = has_deepspeed_trainer(config)
+    if registered_name(accelerator_of(config)) == "deepspeed" and not is_deepspeed:
+        raise ConfigurationError(
+            "'distributed.ddp_accelerator' is 'deepspeed', which only the 'deepspeed' trainer can "
+            'use: add "type": "deepspeed" to the trainer, or leave the accelerator out.'
+        )
+    if config.get("type") == "deepspeed" and not is_deepspeed:
+        raise ConfigurationError(
+            f"The top-level 'type' is 'deepspeed', but 'trainer.type' is {trainer_type}: write "
+            '"deepspeed" for both, or leave out the first.'
+        )
+    if not isinstance(trainer, dict):
+        return
+    if not is_deepspeed:
+        _check_no_own_keys(trainer, trainer_type)
+        return
+    if on_this_machine:
+        config = _check_file(config, findings)
+    with _what_is_wrong_already(findings):
+        _check_sections(config, findings, on_this_machine)
+    findings.raise_any()
+
+
+def _check_type_of_trainer(config: Dict[str, Any]) -> None:
+    """
+    Without a trainer, or with one of no known type, a config can be meant for this one as well as
+    for AllenNLP's, which both can't be constructed from it.
+    """
+    example = '{"type": "deepspeed", "num_epochs": 3}'
+    trainer = config.get("trainer")
+    if trainer is None:
+        if config.get("type") in (None, "default", "deepspeed"):
+            raise ConfigurationError(f"'trainer' is missing: write {example}.")
+        return
+    if not isinstance(trainer, (dict, str)):
+        raise ConfigurationError(
+            f"'trainer' is {json.dumps(trainer)}: must be an object, such as {example}."
+        )
+    name = trainer if isinstance(trainer, str) else trainer.get("type", "gradient_descent")
+    known = Trainer.list_available()
+    if name not in known and not (isinstance(name, str) and "." in name):
+        raise ConfigurationError(
+            f"'trainer.type' is {json.dumps(name)}, which is no registered Trainer: "
+            f"{did_you_mean(str(name), known)}"
+        )
+
+
+def _check_file(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
+    """Returns what can be constructed of it, so that the checks that follow find the rest."""
+    optimizer = config["trainer"].get("optimizer")
+    known = config
+    if registered_name(optimizer) in REMOVED:
+        # What to write instead `check_optimizer` knows.
+        known = {**config, "trainer": {**config["trainer"], "optimizer": None}}
+    try:
+        sound = config_file.check(known, findings)
+        if known is not config:
+            sound["trainer"]["optimizer"] = optimizer
+        return sound
+    except Exception:
+        # A config must not be refused for what isn't known of the classes in it.
+        logger.warning("The config can't be compared with AllenNLP's signatures.", exc_info=True)
+        return config
+
+
+@contextmanager
+def _what_is_wrong_already(findings: Findings) -> Iterator[None]:
+    """Checks that may fail of it."""
+    try:
+        yield
+    except Exception:
+        if not findings.lines:
+            raise
+        logger.debug("A check has failed after others had found something.", exc_info=True)
+
+
+def _check_sections(config: Dict[str, Any], findings: Findings, on_this_machine: bool) -> None:
+    """Those that have keys of this package's."""
+    trainer = config["trainer"]
+    nodes.check(config.get("distributed"), findings)
+    _check_keys(trainer, findings)
+    _check_trainer(config, findings)
+    _check_checkpointer(trainer.get("checkpointer"), findings)
+    with findings.collect():
+        _check_deepspeed_config(config, findings, on_this_machine)
+
+
+def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
+    """What it says itself, whatever DeepSpeed makes of it."""
+    num_workers = len(worker_devices(config))
+    if num_workers > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
+        findings.add(
+            "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
+            'them: add "type": "deepspeed" at the top level of the config.'
+        )
+    if config["trainer"].get("sequence_parallel_size", 1) != 1:
+        _check_model_to_share(config.get("model"), findings)
+    accelerator = accelerator_of(config)
+    if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch", "deepspeed"):
+        findings.add(
+            f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
+            'DeepSpeed takes its place: write "deepspeed", or leave it out.'
+        )
+
+
+def _check_model_to_share(model: Any, findings: Findings) -> None:
+    """That its type is known is for AllenNLP to say."""
+    name = registered_name(model)
+    if name in Model.list_available():
+        model_class = Model.resolve_class_name(name)[0]
+        if not can_share(model_class):
+            findings.add(str(cant_share(model_class)))
+
+
+def _check_deepspeed_config(
+    config: Dict[str, Any], findings: Findings, on_this_machine: bool
+) -> None:
+    trainer = config["trainer"]
+    deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
+    if not on_this_machine:
+        deepspeed_config.check_schema(findings)
+        return
+    settings = settings_of(config, deepspeed_config)
+    resolved = deepspeed_config.resolve_collecting(settings, findings)
+    with findings.collect():
+        check_nvme(resolved, settings.device_type)
+    with findings.collect():
+        check_torch_compile(resolved, settings.device_type)
+    check_transformer_kwargs(config.get("model"), resolved, settings.device_type, findings)
+    with findings.collect():
+        check_optimizer(trainer.get("optimizer"), resolved, settings.device_type)
+
+
+def accelerator_of(config: Dict[str, Any]) -> Any:
+    return (config.get("distributed") or {}).get("ddp_accelerator")
+
+
+def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> None:
+    """AllenNLP's own trainer would drop them in silence."""
+    if trainer_type not in (DEFAULT_TYPE, "gradient_descent"):
+        return
+    for key in NEW_TRAINER_KEYS:
+        if key in trainer:
+            raise ConfigurationError(
+                f"'trainer.{key}' is given, but the trainer is AllenNLP's own: add "
+                '"type": "deepspeed" to the trainer. (With -o, "trainer.num_epochs" changes a key '
+                'of it, and "trainer" replaces all of it.)'
+            )
+
+
+def _check_keys(trainer: Dict[str, Any], findings: Findings) -> None:
+    """AllenNLP drops keys that a trainer doesn't know in silence."""
+    trainer_class, constructor = Trainer.resolve_class_name(trainer["type"])
+    arguments = inspect.signature(getattr(trainer_class, constructor or "__init__")).parameters
+    known = [
+        name
+        for name, argument in arguments.items()
+        if name not in ("self", "model", "data_loader", "validation_data_loader")
+        and argument.kind is not argument.VAR_KEYWORD
+    ]
+    keys = {k: v for k, v in trainer.items() if k not in ("type", "run_sanity_checks")}
+    check_names("trainer", "'deepspeed' trainer", known, keys, findings)
+    # What DeepSpeed's configuration depends on is checked with it.
+    check_values("trainer", TrainerSettings.other_keys(), keys, findings)
+
+
+def _check_checkpointer(checkpointer: Any, findings: Findings) -> None:
+    name = registered_name(checkpointer)
+    if name not in (None, DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available()):
+        findings.add(
+            f"'trainer.checkpointer.type' is '{name}', but the 'deepspeed' trainer needs a "
+            'DeepSpeedCheckpointer: write "deepspeed", or leave out the type.'
+        )
+        return
+    if name not in (DEFAULT_TYPE, "deepspeed") or not isinstance(checkpointer, dict):
+        return
+    keys = {name: value for name, value in checkpointer.items() if name != "type"}
+    check_values("trainer.checkpointer", CHECKPOINTER_KEYS, keys, findings)
+    known = list(CHECKPOINTER_KEYS)
+    check_names("trainer.checkpointer", "checkpointer", known, keys, findings)
+
+
+def worker_devices(config: Dict[str, Any]) -> List[int]:
+    """A device for each worker of the whole training."""
+    distributed = config.get("distributed")
+    if distributed is None:
+        device = config["trainer"].get("cuda_device")
+        default = 0 if torch.cuda.device_count() > 0 else -1
+        return [device if isinstance(device, int) else default]
+    return list(distributed.get("cuda_devices") or []) * distributed.get("num_nodes", 1)
+
+
+def settings_of(
+    config: Dict[str, Any], deepspeed_config: DeepSpeedConfig, serialization_dir: str = ""
+) -> TrainerSettings:
+    """What the GPU can do has a stand-in."""
+    devices = worker_devices(config)
+    return TrainerSettings.of_config(
+        config,
+        deepspeed_config.config,
+        world_size=len(devices),
+        workers_per_node=len(devices) // (config.get("distributed") or {}).get("num_nodes", 1),
+        device_type="cuda" if any(device >= 0 for device in devices) else "cpu",
+        serialization_dir=serialization_dir,
+    )
+
+
+def has_deepspeed_trainer(config: Dict[str, Any]) -> bool:
+    """
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        A whole training configuration.
+
+    # Returns
+
+    `bool`
+        Whether its trainer is the "deepspeed" one or a registered subclass of it.
+    """
+    name = registered_name(config.get("trainer"))
+    if not isinstance(name, str) or name == DEFAULT_TYPE:
+        return False
+    try:
+        trainer_class, _ = Trainer.resolve_class_name(name)
+    except ConfigurationError:
+        return False  # AllenNLP says which there are
+    return issubclass(trainer_class, DeepSpeedTrainer)

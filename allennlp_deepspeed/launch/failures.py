@@ -1,0 +1,120 @@
+"""
+How `allennlp train` ends where a config can't be trained: with a few lines that name its keys, and
+the exit code 1. The traceback is in the log files. Whoever calls `train_model` gets the exception.
+"""
+
+import functools
+import json
+import logging
+import sys
+import traceback
+from typing import Any, List, Optional
+
+from allennlp.commands import train as train_command
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.signatures.section import explanation
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_explanation_for_command"
+
+
+def install() -> None:
+    """Has the command end so. May be called more than once."""
+    train_model_from_file = train_command.train_model_from_file
+    if hasattr(train_model_from_file, "ends_with_explanation"):
+        return
+
+    @functools.wraps(train_model_from_file)
+    def explaining(parameter_filename: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return train_model_from_file(parameter_filename, *args, **kwargs)
+        except Exception as error:
+            message = getattr(error, _ATTRIBUTE, None) or _about_file(parameter_filename, error)
+            if message is None or not _is_called_by_command():
+                raise
+            files = log_to_files(error)
+            print(f"\n{message}", file=sys.stderr)
+            if files:
+                print(f"(The traceback is in {files[0]}.)", file=sys.stderr)
+            sys.exit(1)
+
+    explaining.ends_with_explanation = True  # type: ignore[attr-defined]
+    train_command.train_model_from_file = explaining
+
+
+def read(path: str, overrides: str = "") -> Params:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If the file, or what is to change in it, can't be read, or isn't a config.
+    """
+    try:
+        params = Params.from_file(path, overrides)
+    except Exception as error:
+        raise ConfigurationError(_about_file(path, error) or str(error)) from error
+    check_type(params)
+    return params
+
+
+def _is_called_by_command() -> bool:
+    caller = sys._getframe(2)
+    return caller.f_code is train_command.train_model_from_args.__code__
+
+
+def explain(error: BaseException) -> None:
+    """Has the command end with what this error says of the config, if it says something of it."""
+    message = explanation(error)
+    if message is None and isinstance(error, ConfigurationError):
+        message = error.message
+    if message is not None:
+        setattr(error, _ATTRIBUTE, message)
+
+
+def check_type(params: Params) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If the file has no object in it, of which AllenNLP asks for keys.
+    """
+    if not isinstance(params.params, dict):
+        error = ConfigurationError(
+            f"The config file has {json.dumps(params.params, default=repr)[:80]} in it: it must be "
+            'an object, such as {"dataset_reader": ..., "model": ..., "trainer": ...}.'
+        )
+        explain(error)
+        raise error
+
+
+def log_to_files(error: BaseException) -> List[str]:
+    """
+    Writes a traceback into the log files, and not to the console.
+
+    # Returns
+
+    `List[str]`
+        The paths of the files.
+    """
+    handlers = [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+    exc_info = (type(error), error, error.__traceback__)
+    record = logger.makeRecord(
+        logger.name, logging.ERROR, __file__, 0, "The training ends.", (), exc_info
+    )
+    for handler in handlers:
+        handler.handle(record)
+    return [handler.baseFilename for handler in handlers]
+
+
+def _about_file(path: Any, error: BaseException) -> Optional[str]:
+    """What is wrong with a config file that can't be read, in a line; `None` if that isn't it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(frame.f_code is Params.from_file.__func__.__code__ for frame in frames):  # type: ignore[attr-defined]
+        return None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    where = f" ({lines[1]})" if len(lines) > 1 else ""
+    reason = lines[0].removeprefix("RUNTIME ERROR: ") if lines else type(error).__name__
+    return f"{path} can't be read, with its overrides: {reason}{where}"

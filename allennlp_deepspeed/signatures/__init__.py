@@ -1,0 +1,3 @@
+"""
+A config file against the signatures of the classes that AllenNLP constructs from it.
+"""

@@ -1,0 +1,65 @@
+"""How `allennlp train` ends where the config can't be trained."""
+
+import json
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+
+from tests.support.command import Run, allennlp
+from tests.support.experiment import ONE_PROCESS, TWO_WORKERS, load_config
+
+NAMES = ("allennlp_deepspeed", "tests.fixtures")
+
+
+def train(text: str, tmp_path: Path) -> Run:
+    (tmp_path / "config.json").write_text(text)
+    return allennlp(
+        "train", tmp_path / "config.json", "-s", tmp_path / "out", include_packages=NAMES
+    )
+
+
+def config(*overrides: Dict[str, Any]) -> str:
+    return json.dumps(load_config("classifier", {"trainer.type": "deepspeed"}, *overrides))
+
+
+def assert_ends_with(run: Run, *lines: str) -> None:
+    assert run.returncode == 1, run.output[-3000:]
+    assert "Traceback" not in run.output
+    for said, line in zip(run.output.splitlines()[-len(lines) :], lines, strict=True):
+        assert said.startswith(line), run.output[-3000:]
+
+
+def test_all_findings_are_said_in_one_message(tmp_path: Path) -> None:
+    changes = {"model.seq2vec_encoder.num_filters": "8", "trainer.num_epoch": 3}
+    assert_ends_with(
+        train(config(TWO_WORKERS, changes), tmp_path),
+        "'model.seq2vec_encoder.num_filters' is \"8\": must be an integer, write 8",
+        "'trainer.num_epoch' is no key of the 'deepspeed' trainer: did you mean \"num_epochs\"?",
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("{", "/config.json can't be read, with its overrides: "),
+        ("", "/config.json can't be read, with its overrides: "),
+        ("[]", "The config file has [] in it: it must be an object"),
+        ("{}", "'trainer' is missing: write"),
+        ('{"trainer": {"type": "deepsped"}}', "'trainer.type' is \"deepsped\", which is no regis"),
+    ],
+)
+def test_what_is_no_config_is_told_in_a_line(tmp_path: Path, text: str, line: str) -> None:
+    run = train(text, tmp_path)
+    assert_ends_with(run, str(tmp_path) + line if line.startswith("/") else line)
+
+
+@pytest.mark.parametrize("workers", [ONE_PROCESS, TWO_WORKERS], ids=["one process", "workers"])
+def test_what_only_construction_shows_names_its_section(
+    tmp_path: Path, workers: Dict[str, Any]
+) -> None:
+    changes = {"model.seq2vec_encoder.ngram_filter_sizes": [0, -1]}
+    run = train(config(workers, changes), tmp_path)
+    assert_ends_with(run, "'model.seq2vec_encoder': RuntimeError: ", "(The traceback is in ")
+    assert "Traceback" in (tmp_path / "out" / "out.log").read_text()
