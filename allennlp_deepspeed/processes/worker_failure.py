@@ -45,7 +45,8 @@ class WorkerFailure(NamedTuple):
 
     `time` is in seconds on the clock that all processes of a machine share. `is_agreed` is whether
     every rank raises the same at the same point, in answer to a signal. `is_consequence` is whether
-    it is about a connection to another rank, which may have failed before.
+    it is about a connection to another rank, which may have failed before. `explanation` is what
+    there is to say of it where the config is to blame.
     """
 
     time: float
