@@ -287,7 +287,7 @@ class TestBeforehand:
 
     @pytest.mark.parametrize(
         "optimizer",
-        ["adagrad", "sgd", {"type": "adam", "amsgrad": True}],
+        ["adagrad", {"type": "sgd", "lr": 0.1}, {"type": "adam", "amsgrad": True}],
     )
     def test_deepspeeds_optimizer_is_forced_only_where_there_is_one(self, optimizer: Any):
         forced = {"type": "zero_2_offload", "zero_force_ds_cpu_optimizer": True}
