@@ -9,10 +9,12 @@ import contextlib
 import sys
 
 import allennlp_deepspeed_import_hook  # noqa: F401  # where it isn't installed
+from allennlp_deepspeed.processes.announcements import imported_quietly
 
 # To what is the standard output now it will log.
-with contextlib.redirect_stdout(sys.stderr):
+with imported_quietly("DeepSpeed", "torch"), contextlib.redirect_stdout(sys.stderr):
     import deepspeed  # noqa: F401
+    import torch.utils.cpp_extension  # noqa: F401  # which DeepSpeed does later
 
 from allennlp_deepspeed import (
     attention,

@@ -35,7 +35,8 @@ presets, and which of DeepSpeed's keys these fill.
 With `"type": "deepspeed"`. These are new, or mean more than in AllenNLP; every other key of its
 [trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/) means the same.
 Where it says "yes", or names keys in it, the value may be another with `--recover`; that goes for
-`distributed`, `trainer.cuda_device` and the batch size of a data loader, too.
+`distributed`, `trainer.cuda_device`, `trainer.num_epochs` and the batch size of a data loader, too.
+A schedule that is computed from the number of epochs goes on as it was.
 """
 
 _CHECKPOINTER = """

@@ -35,6 +35,7 @@ from allennlp_deepspeed.engine import nvme_states
 from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
 from allennlp_deepspeed.processes import activity, agreement, fingerprints
+from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.background_commit import BackgroundCommit
 from allennlp_deepspeed.storage.checkpoint_directory import (
@@ -95,6 +96,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             keep_most_recent_by_count=keys["keep_most_recent_by_count"],
             keep_most_recent_by_age=keys["keep_most_recent_by_age"],
         )
+        self.keys = keys
         # Not through the base class, which refuses it in distributed training.
         self._save_every_num_seconds = keys["save_every_num_seconds"]
         self._on_corrupt = keys["on_corrupt"]
@@ -353,7 +355,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         path = self._checkpoints.path(point)
         if record.frozen:
             frozen_parameters.check_same(self._frozen_records(trainer), record.frozen, path)
-        logger.info("Continuing from the checkpoint in %s", path)
+        announce(logger, "Continuing from the checkpoint in %s", path)
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
         check_version(path, record, trainer_state)
         if universal.needs_conversion(record, dist.get_world_size()):

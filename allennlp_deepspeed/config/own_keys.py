@@ -374,7 +374,7 @@ NEW_TRAINER_KEYS: List[str] = [
 
 # How the work is divided among workers and micro-batches. AllenNLP's own.
 _MAY_CHANGE = (
-    r"distributed(\..*)?|trainer\.cuda_device"
+    r"distributed(\..*)?|trainer\.(cuda_device|num_epochs)"
     r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
 )
 

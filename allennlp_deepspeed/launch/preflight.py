@@ -29,13 +29,17 @@ from allennlp_deepspeed.launch.config_check import (
     settings_of,
     worker_devices,
 )
+from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
 from allennlp_deepspeed.launch.node_files import NodeFiles
 from allennlp_deepspeed.processes import launcher, worker_failure
+from allennlp_deepspeed.processes.announcements import wants_whole_log
 from allennlp_deepspeed.processes.job import Job
 from allennlp_deepspeed.processes.launcher import Launched
 from allennlp_deepspeed.processes.sequence_groups import read_by_groups
 from allennlp_deepspeed.processes.supervision import supervised_workers
 from allennlp_deepspeed.processes.worker_device import capabilities
+from allennlp_deepspeed.reports.console import ConsoleSettings
+from allennlp_deepspeed.reports.console_logging import prepare_worker, shown_on_console
 from allennlp_deepspeed.signatures.section import explanation
 
 __all__ = ["check", "has_deepspeed_trainer", "install", "worker_devices", "worker_preparation"]
@@ -56,13 +60,11 @@ def install() -> None:
         _name_trainer(params)
         is_ours = has_deepspeed_trainer(params.as_dict(quiet=True))
         try:
-            arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
-            launched = launcher.detect() if is_ours else None
-            if launched is not None:
-                launching.into_config(params, launched, arguments)
-            check(params)
-            if is_ours:
-                return _train(train_model, arguments, launched)
+            if not is_ours:
+                check(params)
+            else:
+                arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
+                return _train_ours(train_model, arguments)
         except Exception as error:
             failures.explain(error)
             raise
@@ -79,8 +81,33 @@ def _name_trainer(params: Params) -> None:
         params.params["trainer"] = {"type": params.params["trainer"]}
 
 
+def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
+    """Checks, and trains."""
+    launched = launcher.detect()
+    settings = _console_settings(arguments, launched)
+    with shown_on_console(settings):
+        if launched is not None:
+            launching.into_config(arguments["params"], launched, arguments)
+        check(arguments["params"])
+        return _train(train_model, arguments, launched, settings)
+
+
+def _console_settings(
+    arguments: Dict[str, Any], launched: Optional[Launched]
+) -> Optional[ConsoleSettings]:
+    """`None` where the console is to have the whole log."""
+    if wants_whole_log():
+        return None
+    settings = ConsoleSettings.of_this_process(arguments.get("file_friendly_logging", False))
+    # Of the processes of a launcher one shows on each node what they have in common.
+    return settings._replace(is_shown=launched is None or launched.local_rank == 0)
+
+
 def _train(
-    train_model: Callable[..., Any], arguments: Dict[str, Any], launched: Optional[Launched]
+    train_model: Callable[..., Any],
+    arguments: Dict[str, Any],
+    launched: Optional[Launched],
+    settings: Optional[ConsoleSettings],
 ) -> Any:
     """
     Trains with what has been checked.
@@ -93,6 +120,8 @@ def _train(
         Its arguments.
     launched : `Launched`, optional
         What a launcher says of this process.
+    settings : `ConsoleSettings`, optional
+        `None` where the console is to have the whole log.
     """
     params, directory = arguments["params"], arguments["serialization_dir"]
     node_rank = arguments.get("node_rank", 0)
@@ -113,6 +142,8 @@ def _train(
             node_files = NodeFiles(job, directory, local_rank or 0)
             stack.enter_context(node_files.in_parent())
             prepare = node_files.in_worker(prepare)
+        if settings is not None:
+            prepare = functools.partial(prepare_worker, settings, prepare)
         compare = functools.partial(_compare_vocabularies, job, node_files, directory)
         stack.enter_context(supervised_workers(job, prepare, compare, local_rank))
         is_leader = node_files is None or node_files.is_leader
@@ -129,7 +160,9 @@ def _train(
                 node_files.restore_config(params)
             if is_leader:
                 recovery.prepare(params, directory, node_rank)
-        return train_model(**arguments)
+        is_first = node_rank == 0 and (launched is None or launched.rank == 0)
+        with first_and_last_lines(arguments, shows=is_first):
+            return train_model(**arguments)
 
 
 def _explain_failures(prepare: Optional[Callable[[], None]]) -> None:

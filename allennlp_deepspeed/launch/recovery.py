@@ -13,6 +13,7 @@ from allennlp.models.archival import CONFIG_NAME
 
 from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.config.own_keys import may_change
+from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
@@ -84,8 +85,12 @@ def _convert_newest(serialization_dir: str, world_size: int, on_corrupt: Optiona
                 continue
             return
         if universal.needs_conversion(record, world_size) and universal.find(directory) is None:
-            logger.info(
-                "Converting %s from %d workers for %d", directory, record.world_size, world_size
+            announce(
+                logger,
+                "Converting %s from %d workers for %d",
+                directory,
+                record.world_size,
+                world_size,
             )
             universal.convert(directory)
         return
@@ -98,7 +103,7 @@ def _replace_config(
     changes = "; ".join(
         f"{key} was {_value(then, key)} and is {_value(now, key)}" for key in differing
     )
-    logger.info("%s has changed since the training began: %s", path, changes)
+    announce(logger, "%s has changed since the training began: %s", path, changes)
     # Each node writes its own, if several see the same directory.
     temporary_path = f"{path}.n{node_rank}.unfinished"
     files.write(json.dumps(params.as_dict(quiet=True), indent=4), temporary_path)

@@ -13,6 +13,7 @@ from typing import Any, Dict, Union
 
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def has_training(serialization_dir: Union[str, os.PathLike], force: bool) -> boo
         )
     directory = Path(serialization_dir)
     if _has_something(directory):
-        logger.info("%s has a training in it, which is continued.", directory)
+        announce(logger, "%s has a training in it, which is continued.", directory)
         return True
     return False
 
@@ -92,7 +93,9 @@ def begin_anew(serialization_dir: Union[str, os.PathLike]) -> None:
         else:
             path.unlink()
     if names:
-        logger.info("%s has a start in it that hadn't come to a checkpoint. Removed.", directory)
+        announce(
+            logger, "%s has a start in it that hadn't come to a checkpoint. Removed.", directory
+        )
 
 
 def _has_something(directory: Path) -> bool:

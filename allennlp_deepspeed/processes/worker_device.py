@@ -37,6 +37,13 @@ def memory_in_use(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+def memory_size(device: torch.device) -> int:
+    """The bytes of memory that the GPU has, or the machine for all that runs on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
+
+
 def capabilities(device: torch.device) -> Dict[str, Any]:
     """What `TrainerSettings` asks of the device."""
     return {"device_type": device.type, "bf16_supported": _computes_in_bf16(device)}

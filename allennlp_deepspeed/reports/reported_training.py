@@ -1,4 +1,4 @@
-from typing import Any, List, NamedTuple, Optional, Protocol, Sequence
+from typing import Any, List, Mapping, NamedTuple, Optional, Protocol, Sequence
 
 import torch
 from allennlp.training.callbacks import TrainerCallback
@@ -30,6 +30,7 @@ class ReportedTraining(Protocol):
     """All that a report asks of a trainer."""
 
     cuda_device: torch.device
+    optimizer: torch.optim.Optimizer
 
     @property
     def engine(self) -> DeepSpeedEngine:
@@ -46,6 +47,18 @@ class ReportedTraining(Protocol):
     @property
     def checkpointer(self) -> Any:
         """`None` if nothing is saved."""
+
+    @property
+    def schedule_name(self) -> Optional[str]:
+        """Of the learning rate, `None` if there is none."""
+
+    @property
+    def has_fixed_batch_size(self) -> bool:
+        """Whether each micro-batch has as many instances, but for the last."""
+
+    @property
+    def best_epoch_metrics(self) -> Mapping[str, Any]:
+        """Those of the validation of the best epoch so far."""
 
     @property
     def hosts(self) -> Sequence[str]:

@@ -1,7 +1,8 @@
 import logging
 import os
+import time
 import weakref
-from typing import Any, Callable, Dict, Optional, Set
+from typing import Any, Callable, Dict, Mapping, Optional, Set
 
 import torch
 import torch.distributed as dist
@@ -12,26 +13,42 @@ from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.processes import fingerprints
 from allennlp_deepspeed.processes.worker_device import memory_in_use
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
+from allennlp_deepspeed.reports.console_report import ConsoleReport
 from allennlp_deepspeed.reports.logged_warnings import is_routine
 from allennlp_deepspeed.reports.metrics_file import MetricsFile
+from allennlp_deepspeed.reports.progress_line import ProgressLine
 from allennlp_deepspeed.reports.reading import Reading
 from allennlp_deepspeed.reports.reported_training import ReportedTraining
+
+# Of the trainer's arguments, those that are told.
+_KEYS = (
+    "activation_checkpointing",
+    "grad_cache",
+    "gradient_synchronization",
+    "sequence_parallel_size",
+    "sequence_tiling",
+    "torch_compile",
+)
 
 
 class RunReport(TrainerCallback):
     """
-    Writes what rank 0 gets to know of a training into `metrics.jsonl`. Not registered: each
-    `DeepSpeedTrainer` has one, as the last of its callbacks. It makes no collective, and asks the
-    device for nothing that a reading doesn't wait for anyway.
+    Writes what rank 0 gets to know of a training into `metrics.jsonl`, and has it shown on the
+    console. Not registered: each `DeepSpeedTrainer` has one, as the last of its callbacks. It makes
+    no collective, and asks the device for nothing that a reading doesn't wait for anyway.
 
     # Parameters
 
-    serialization_dir : `str`, optional
-        `None` if nothing is written.
+    keys : `Mapping[str, Any]`, required.
+        The trainer's arguments, by name, with its serialization directory, `None` if nothing is
+        written.
     """
 
-    def __init__(self, serialization_dir: Optional[str]) -> None:
-        super().__init__(serialization_dir)  # type: ignore[arg-type]
+    def __init__(self, keys: Mapping[str, Any]) -> None:
+        super().__init__(keys["serialization_dir"])
+        self._keys = {name: keys.get(name) for name in _KEYS}
+        self._shown: Optional[ConsoleReport] = None
+        self._epoch_start_time = time.monotonic()
         self._file: Optional[MetricsFile] = None
         self._warnings = _Warnings(self._write_warning)
         self._get_trainer: Callable[[], Optional[ReportedTraining]] = lambda: None
@@ -39,6 +56,10 @@ class RunReport(TrainerCallback):
     @overrides
     def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
         self._get_trainer = weakref.ref(trainer)
+        if is_primary:
+            self._shown = ConsoleReport(trainer, self._keys, self.serialization_dir)
+        if trainer.checkpointer is not None:
+            trainer.checkpointer.on_committed = self._report_checkpoint
         if self.serialization_dir is None or dist.get_rank() != 0:
             return
         num_epochs, num_steps = trainer.epochs_completed_at_start, trainer.steps_completed_at_start
@@ -47,34 +68,43 @@ class RunReport(TrainerCallback):
         kind = "start" if num_steps == 0 else "recover"
         self._file.write(kind, num_steps, num_epochs, **_environment(trainer))
         self._warnings.start()
-        if trainer.checkpointer is not None:
-            trainer.checkpointer.on_committed = self._write_checkpoint
+
+    def progress_bar(self, num_steps: Optional[int]) -> Optional[ProgressLine]:
+        """
+        For an epoch that begins; `None` if AllenNLP's is to be shown.
+        """
+        self._epoch_start_time = time.monotonic()
+        trainer = self._get_trainer()
+        if self._shown is None or trainer is None:
+            return None
+        return self._shown.progress_line(trainer.epochs_completed, num_steps)
 
     def reading(self, reading: Reading) -> None:
         """To be called by every rank, when the host has waited for the device."""
         trainer = self._get_trainer()
         assert trainer is not None
         figures = trainer.figures_of_steps()
-        if self._file is None:
+        if self._file is None and self._shown is None:
             return
         instances = reading.num_instances * trainer.num_readers
         tokens = figures.num_tokens
         seconds = max(reading.seconds, 1e-9)
-        self._file.write(
-            "step",
-            step=trainer.steps_completed,
-            epoch=trainer.epochs_completed,
-            loss=reading.loss,
-            lr=figures.learning_rate,
-            grad_norm=figures.grad_norm,
-            loss_scale=loss_scaling.scale(trainer.engine),
-            seconds_per_step=seconds / max(reading.num_steps, 1),
-            samples_per_second=instances / seconds if instances else None,
-            tokens_per_second=None if tokens is None else tokens / seconds,
-            memory_bytes=memory_in_use(trainer.cuda_device),
-            communication_bytes_per_step=_bytes_per_step(trainer),
-            metrics=reading.metrics,
-        )
+        values = {
+            "loss": reading.loss,
+            "lr": figures.learning_rate,
+            "grad_norm": figures.grad_norm,
+            "loss_scale": loss_scaling.scale(trainer.engine),
+            "seconds_per_step": seconds / max(reading.num_steps, 1),
+            "samples_per_second": instances / seconds if instances else None,
+            "tokens_per_second": None if tokens is None else tokens / seconds,
+            "memory_bytes": memory_in_use(trainer.cuda_device),
+            "communication_bytes_per_step": _bytes_per_step(trainer),
+            "metrics": reading.metrics,
+        }
+        if self._shown is not None:
+            self._shown.reading(values)
+        if self._file is not None:
+            self._file.write("step", trainer.steps_completed, trainer.epochs_completed, **values)
 
     @overrides
     def on_epoch(
@@ -89,6 +119,8 @@ class RunReport(TrainerCallback):
             step = trainer.steps_completed
             self._file.write("epoch", step=step, epoch=epoch, metrics=metrics)
             self._file.flush()
+        if self._shown is not None and dist.get_rank() == 0:
+            self._shown.epoch(epoch, metrics, time.monotonic() - self._epoch_start_time)
 
     @overrides
     def on_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,10 +128,12 @@ class RunReport(TrainerCallback):
         if self._file is not None:
             self._file.flush()
 
-    def _write_checkpoint(
+    def _report_checkpoint(
         self, path: str, num_bytes: int, seconds: float, num_epochs: int, num_steps: int
     ) -> None:
         """Called by a thread."""
+        if self._shown is not None and dist.get_rank() == 0:
+            self._shown.checkpoint(path, num_bytes, seconds)
         if self._file is not None:
             self._file.write(
                 "checkpoint",

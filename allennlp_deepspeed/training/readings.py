@@ -11,6 +11,7 @@ from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
 from allennlp_deepspeed.reports.reading import Reading, num_instances
+from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training.batch_metrics import BatchMetrics
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reading_pace import ReadingPace
@@ -35,7 +36,7 @@ class Readings:
         a second.
     metrics_are_read : `bool`, required.
         Whether a callback may look into the metrics of a step.
-    report : `Callable[[Reading], None]`, optional (default = `None`)
+    report : `RunReport`, optional (default = `None`)
         Is given each reading.
     """
 
@@ -45,7 +46,7 @@ class Readings:
         progress: Progress,
         num_steps: Optional[int],
         metrics_are_read: bool,
-        report: Optional[Callable[[Reading], None]] = None,
+        report: Optional[RunReport] = None,
     ) -> None:
         self._model = model
         self._progress = progress
@@ -80,6 +81,10 @@ class Readings:
             A progress bar, as AllenNLP's. To be entered, and updated after each step.
         """
         self.pace.start_epoch()
+        if shows_progress and self._report is not None:
+            self._bar = self._report.progress_bar(num_steps)
+            if self._bar is not None:
+                return self._bar
         # Drawn as often as there is news, because drawing takes as long as a small step.
         interval = _PROGRESS_INTERVAL * (2 if common_logging.FILE_FRIENDLY_LOGGING else 1)
         self._bar = Tqdm.tqdm(total=num_steps, mininterval=interval, disable=not shows_progress)
@@ -134,7 +139,7 @@ class Readings:
             metrics=metrics,
         )
         if self._report is not None:
-            self._report(reading)
+            self._report.reading(reading)
         self._num_instances = 0
         self.pace.finish_reading(seconds_per_step)
 

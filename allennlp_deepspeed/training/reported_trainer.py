@@ -1,8 +1,9 @@
-from typing import Optional, Sequence
+from typing import Any, Mapping, Optional, Sequence
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.reports.reported_training import StepFigures
+from allennlp_deepspeed.training.batch_groups import micro_batch_size
 from allennlp_deepspeed.training.engine_trainer import EngineTrainer
 
 
@@ -20,6 +21,24 @@ class ReportedTrainer(EngineTrainer):
     @property
     def checkpointer(self) -> Optional[DeepSpeedCheckpointer]:
         return self._checkpointer
+
+    @property
+    def schedule_name(self) -> Optional[str]:
+        """Of the learning rate, `None` if there is none."""
+        if self._learning_rate_scheduler is not None:
+            return type(self._learning_rate_scheduler).__name__
+        section = self.resolved_config.engine_config.get("scheduler") or {}
+        return section.get("type")
+
+    @property
+    def has_fixed_batch_size(self) -> bool:
+        """Whether each micro-batch has as many instances, but for the last."""
+        return micro_batch_size(self.data_loader) is not None
+
+    @property
+    def best_epoch_metrics(self) -> Mapping[str, Any]:
+        """Those of the validation of the best epoch so far."""
+        return self._metric_tracker.best_epoch_metrics
 
     @property
     def hosts(self) -> Sequence[str]:

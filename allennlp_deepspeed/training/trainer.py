@@ -116,7 +116,7 @@ class DeepSpeedTrainer(ResumableTrainer):
             self._callbacks.append(self._epoch_metrics)
             if "comms_logger" in wrapped_model.config.engine_config:
                 self._callbacks.append(CommsSummaryCallback(self._serialization_dir))
-            report = RunReport(self._serialization_dir)
+            report = RunReport(arguments)
             self._callbacks.append(report)
             self._communication = [
                 c for c in self._callbacks if isinstance(c, CommunicationCallback)
@@ -133,7 +133,7 @@ class DeepSpeedTrainer(ResumableTrainer):
                 self._progress,
                 num_steps=arguments["log_every_num_steps"],
                 metrics_are_read=any(map(may_read_metrics, self._callbacks)),
-                report=report.reading,
+                report=report,
             )
             self._replay = Replay(
                 self._progress,

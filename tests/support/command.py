@@ -35,6 +35,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
 )
+# Tests look for what AllenNLP logs, but for those of the console.
+os.environ.setdefault("ALLENNLP_LOG_LEVEL", "INFO")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
 

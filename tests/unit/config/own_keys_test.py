@@ -69,7 +69,7 @@ def test_a_checkpointer_of_a_config_has_its_keys(tmp_path: Path):
         ("data_loader.batch_sampler.batch_size", True),
         ("data_loader.shuffle", False),
         ("trainer.cuda_device", True),
-        ("trainer.num_epochs", False),
+        ("trainer.num_epochs", True),
         ("trainer.optimizer.lr", False),
         ("trainer.grad_cache", True),
         ("trainer.grad_cache.chunk_size.query", True),

@@ -1,0 +1,98 @@
+"""
+What is said before and after a training, by the process that the user has started.
+"""
+
+import logging
+import os
+import shlex
+import sys
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Dict, Iterator, List, Optional, Type
+
+from allennlp.common.util import SigTermReceived
+
+from allennlp_deepspeed.processes.announcements import announce
+from allennlp_deepspeed.reports import console as consoles
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+
+logger = logging.getLogger(__name__)
+
+_FORCE = ("-f", "--force")
+
+
+@contextmanager
+def first_and_last_lines(arguments: Dict[str, Any], shows: bool) -> Iterator[None]:
+    """
+    Surrounds a training.
+
+    # Parameters
+
+    arguments : `Dict[str, Any]`, required.
+        Those of AllenNLP's `train_model`.
+    shows : `bool`, required.
+        Whether this process is to say what there is to do next.
+    """
+    directory = os.fspath(arguments["serialization_dir"])
+    # Before AllenNLP takes out what it reads.
+    config = arguments["params"].as_dict(quiet=True)
+    logs = os.path.join(directory, "out*.log")
+    if shows and consoles.current() is not None:
+        announce(logger, "Reads the data, and starts the workers. All is logged in %s", logs)
+    try:
+        yield
+    except (KeyboardInterrupt, SigTermReceived) as error:
+        if consoles.current() is not None:
+            _leave_without_traceback(error, _how_to_continue(directory, config))
+        raise
+    if shows and not arguments.get("dry_run"):
+        announce(logger, "%s", "\n".join(_what_next(directory, config, arguments)))
+
+
+def _what_next(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]) -> List[str]:
+    archive = os.path.join(directory, "model.tar.gz")
+    test = config.get("test_data_path") or config.get("validation_data_path") or "DATA"
+    packages = arguments.get("include_package") or []
+    included = [word for package in packages for word in ("--include-package", package)]
+    commands = [
+        ["evaluate", archive, str(test), *included],
+        ["predict", archive, "INPUT.jsonl", *included],
+        ["deepspeed", "report", directory],
+    ]
+    return [
+        f"The model is in {archive}. Next, for example:",
+        *(f"  {shlex.join(['allennlp', *command])}" for command in commands),
+    ]
+
+
+def _how_to_continue(directory: str, config: Dict[str, Any]) -> str:
+    found = CheckpointDirectory(directory).find()
+    if not found:
+        return f"{directory} has no checkpoint: begin anew with --force, or in another directory."
+    name = os.path.basename(CheckpointDirectory(directory).path(found[0]))
+    if config["trainer"].get("resume") == "auto":
+        how = "the same command"
+    elif os.path.basename(sys.argv[0]) == "allennlp" and "train" in sys.argv[1:]:
+        words = [word for word in sys.argv[1:] if word not in (*_FORCE, "-r", "--recover")]
+        how = shlex.join(["allennlp", *words, "--recover"])
+    else:
+        how = "train_model(..., recover=True)"
+    return f"The newest checkpoint is {name}. To continue from it: {how}"
+
+
+def _leave_without_traceback(error: BaseException, message: str) -> None:
+    """If nobody handles the error, Python says no more than the message."""
+    print_error = sys.excepthook
+
+    def print_message(
+        error_type: Type[BaseException],
+        value: BaseException,
+        traceback: Optional[TracebackType],
+    ) -> None:
+        if value is error:
+            sys.stdout.write(f"{message}\n")
+            sys.stdout.flush()
+        else:
+            print_error(error_type, value, traceback)
+
+    sys.excepthook = print_message

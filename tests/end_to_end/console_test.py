@@ -1,0 +1,243 @@
+"""What a training shows on the console, and what it leaves to the log files."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, NamedTuple
+
+import allennlp.__main__ as allennlp_command
+import pytest
+
+from allennlp_deepspeed.reports import metrics_file
+from tests.support.command import Command, Run, allennlp, wait_for_all
+from tests.support.experiment import INCLUDED, TWO_WORKERS, Config, deepspeed, load_config
+
+# Other tests have it say what AllenNLP logs.
+BY_DEFAULT = {"ALLENNLP_LOG_LEVEL": ""}
+
+TIME_LIMIT = 60
+
+
+class Trained(NamedTuple):
+    config: Path
+    directory: Path
+    run: Run
+
+    @property
+    def logs(self) -> str:
+        return "".join(
+            (self.directory / name).read_text() for name in ("out.log", "out_worker0.log")
+        )
+
+
+def write_config(path: Path, *changes: Config) -> Path:
+    config = deepspeed(load_config("classifier", TWO_WORKERS, *changes), stage=2)
+    path.write_text(json.dumps(config))
+    return path
+
+
+def arguments(config: Path, directory: Path, *more: str) -> List[Any]:
+    return ["train", config, "-s", directory, "--include-package", INCLUDED, *more]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two workers and two epochs without a terminal."""
+    root = tmp_path_factory.mktemp("plain")
+    config = write_config(root / "config.json")
+    run = allennlp(
+        *arguments(config, root / "out"), environment=BY_DEFAULT, time_limit=TIME_LIMIT
+    ).check()
+    return Trained(config, root / "out", run)
+
+
+def test_a_training_is_told_in_few_plain_lines(plain: Trained) -> None:
+    lines = plain.run.output.splitlines()
+    assert len(lines) < 40, plain.run.output
+    assert "\x1b" not in plain.run.output and "\r" not in plain.run.output
+    assert "allennlp.common.params" not in plain.run.output
+
+
+def test_it_begins_with_what_is_going_to_be_done(plain: Trained) -> None:
+    told = dict(
+        line.strip().split(maxsplit=1) for line in plain.run.output.splitlines() if line[:1] == " "
+    )
+    assert told["workers"] == "2 on the CPU"
+    assert told["engine"] == "ZeRO stage 2, fp32"
+    assert told["parameters"] == "1,275 trained, 0 frozen"
+    assert told["batch"].endswith("6 × accumulation 1 × workers 2 = 12 instances a step")
+    assert told["optimizer"] == "AdamOptimizer, learning rate 0.01, no schedule"
+    assert told["gradients"].startswith("not clipped, reduced once a step")
+    assert told["saving"] == "memory  nothing offloaded, activations kept"
+    # Adam has two numbers for each parameter beside the weights that it steps, divided by 2.
+    assert "optimizer 7.6 kB" in told["model"]
+    assert f"in {plain.directory}, after each epoch" in told["checkpoints"]
+
+
+def test_each_epoch_is_compared_with_the_best_one_before(plain: Trained) -> None:
+    metrics = [
+        json.loads((plain.directory / f"metrics_epoch_{epoch}.json").read_text())
+        for epoch in range(2)
+    ]
+    before, now = (m["validation_accuracy"] for m in metrics)
+    row = rf"accuracy +{metrics[1]['training_accuracy']:.4g} +{now:.4g} +{before:.4g}"
+    assert re.search(rf"{row} +{re.escape(f'{now - before:+.3g}')}\n", plain.run.output)
+    assert "Epoch 1/1 in " in plain.run.output and ", the best so far" in plain.run.output
+    assert "memory_MB" not in plain.run.output
+
+
+def test_checkpoints_and_what_comes_next_are_told(plain: Trained) -> None:
+    for name in ("checkpoint_e1_b0", "checkpoint_e2_b0"):
+        assert f"Saved {name}, " in plain.run.output
+    commands = [line.split()[1] for line in plain.run.output.splitlines()[-3:]]
+    assert commands == ["evaluate", "predict", "deepspeed"]
+    assert f"allennlp evaluate {plain.directory / 'model.tar.gz'} " in plain.run.output
+
+
+def test_a_warning_is_shown_once(plain: Trained) -> None:
+    warning = "Rank 0 finishes the epoch early"
+    assert plain.run.output.count(warning) == 1
+    assert plain.logs.count(warning) == 2
+    # What each training logs as a warning, and is none.
+    assert plain.run.output.count("Warning: ") == 1, plain.run.output
+    assert plain.logs.count("WARNING - allennlp.training.gradient_descent_trainer") > 2
+
+
+def test_the_log_files_have_everything(plain: Trained) -> None:
+    for text in (
+        "deepspeed_config.zero_optimization.stage is 2",  # before there is a log file
+        "allennlp.common.params - trainer.optimizer.lr = 0.01",
+        "Number of trainable parameters: 1275",
+        "Beginning training.",
+        "tqdm - loading instances",
+        "allennlp.models.archival - archiving weights",
+    ):
+        assert text in plain.logs and text not in plain.run.output
+    for text in ("2 on the CPU", "Saved checkpoint_e1_b0", "Epoch 1/1 in", "allennlp predict"):
+        assert text in plain.logs and text in plain.run.output
+    assert "allennlp.common.params" in (plain.directory / "out_worker1.log").read_text()
+
+
+def test_more_epochs_can_be_trained_after_the_end(plain: Trained, tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    shutil.copytree(plain.directory, directory)
+    more = ["--recover", "-o", '{"trainer.num_epochs": 3}']
+    run = allennlp(
+        *arguments(plain.config, directory, *more), environment=BY_DEFAULT, time_limit=TIME_LIMIT
+    ).check()
+    assert "trainer.num_epochs was 2 and is 3" in run.output
+    assert f"Continuing from the checkpoint in {directory / 'checkpoint_e2_b0'}" in run.output
+    assert "skipping to epoch 2 after 22 steps" in run.output
+    assert "Epoch 2/2 in " in run.output and "best before" in run.output
+    assert (directory / "metrics_epoch_2.json").exists()
+    lines = list(metrics_file.read(str(directory / "metrics.jsonl")))
+    steps = [line["step"] for line in lines if line["kind"] == "step"]
+    assert steps == sorted(set(steps)) and steps[-1] == 33
+    assert [line["epoch"] for line in lines if line["kind"] == "epoch"] == [0, 1, 2]
+
+
+# on a terminal
+
+
+def _onto_terminal(path: str) -> None:
+    """Called in the process of the command, which leads a session."""
+    terminal = os.open(path, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(terminal, descriptor)
+    run = allennlp_command.run
+
+    def run_as_a_script() -> None:
+        try:
+            run()
+        except KeyboardInterrupt:
+            # What Python does; `multiprocessing` prints a traceback in any case.
+            sys.excepthook(*sys.exc_info())
+            sys.exit(128 + signal.SIGINT)
+
+    allennlp_command.run = run_as_a_script
+
+
+class Terminal:
+    """A command on a terminal of its own, of 100 columns."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._master, slave = pty.openpty()
+        os.set_blocking(self._master, True)
+        self._printed = b""
+        self.command = Command(
+            *arguments,
+            environment={**BY_DEFAULT, "COLUMNS": "100", "TERM": "xterm-256color"},
+            enter=partial(_onto_terminal, os.ttyname(slave)),
+        )
+        self._slave = slave
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._printed += os.read(self._master, 65536)
+            except OSError:
+                return
+
+    @property
+    def printed(self) -> str:
+        return self._printed.decode(errors="replace")
+
+    def wait_until_it_prints(self, text: str) -> None:
+        deadline = time.monotonic() + TIME_LIMIT
+        while text not in self.printed:
+            assert self.command.is_running and time.monotonic() < deadline, self.printed[-6000:]
+            time.sleep(0.02)
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._master, b"\x03")
+
+    def end(self) -> Run:
+        (run,) = wait_for_all([self.command], TIME_LIMIT)
+        time.sleep(0.1)
+        os.close(self._slave)
+        return run
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dict[str, Any]]:
+    """A training on a terminal that ends by Ctrl-C in its second epoch or after."""
+    root = tmp_path_factory.mktemp("terminal")
+    config = write_config(root / "config.json", {"trainer.num_epochs": 500})
+    terminal = Terminal(*arguments(config, root / "out"))
+    terminal.wait_until_it_prints("Saved checkpoint_e1_b0")
+    terminal.press_ctrl_c()
+    run = terminal.end()
+    assert not run.processes and not run.timed_out
+    yield {"run": run, "printed": terminal.printed, "directory": root / "out", "config": config}
+
+
+def test_on_a_terminal_there_is_a_bar(interrupted: Dict[str, Any]) -> None:
+    drawings = interrupted["printed"].split("\r\x1b[2K")
+    bars = [re.sub(r"\x1b\[[\d;]*m", "", d).split("\r\n")[-1] for d in drawings if "━" in d]
+    assert any(bar.startswith("Epoch 0/499") for bar in bars), drawings
+    # It never takes a second line.
+    assert max(map(len, bars)) < 100
+    # No cursor is moved up, which two processes couldn't agree on.
+    assert not re.search(r"\x1b\[\d*A", interrupted["printed"])
+
+
+def test_ctrl_c_ends_without_a_traceback_and_says_how_to_continue(
+    interrupted: Dict[str, Any],
+) -> None:
+    run, printed = interrupted["run"], interrupted["printed"]
+    assert run.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in printed and "KeyboardInterrupt" not in printed, printed
+    assert "SIGINT received: training ends " in printed
+    last = re.sub(r"\x1b\[[\d;]*[mK]", "", printed).strip().splitlines()[-1]
+    assert re.match(r"\r?The newest checkpoint is checkpoint_e\d+_b0\. To continue", last), last
+    directory, config = interrupted["directory"], interrupted["config"]
+    assert f"allennlp train {config} -s {directory} " in last and last.endswith("--recover")
