@@ -4,6 +4,7 @@ What today's PyTorch breaks in AllenNLP 2.10.1, mended. Importing this package a
 
 import copy
 import functools
+import importlib.util
 import inspect
 import sys
 import warnings
@@ -13,12 +14,14 @@ from unittest import mock
 import numpy as np
 import torch
 from allennlp.common import cached_transformers
+from allennlp.common import tqdm as allennlp_tqdm
 from allennlp.common.cached_transformers import TransformerSpec
 from allennlp.common.util import hash_object
 from allennlp.nn import util as nn_util
 from allennlp.training.learning_rate_schedulers.pytorch_lr_schedulers import (
     ReduceOnPlateauLearningRateScheduler,
 )
+from tqdm import tqdm
 
 
 def apply() -> None:
@@ -28,6 +31,7 @@ def apply() -> None:
     support_bf16_in_tiny_value_of_dtype()
     tell_cached_transformers_apart()
     hide_deprecations_of_renamed_functions()
+    show_progress_without_widgets()
 
 
 def construct_reduce_on_plateau_without_verbose() -> None:
@@ -159,3 +163,16 @@ def hide_deprecations_of_renamed_functions() -> None:
     """
     for name in (r"torch\.distributed\.", r"torch\.cuda\.amp\."):
         warnings.filterwarnings("ignore", f"`{name}.*` is deprecated", category=FutureWarning)
+
+
+def show_progress_without_widgets() -> None:
+    """
+    In a notebook without ipywidgets a bar is a line of text, as elsewhere.
+
+    Mends AllenNLP 2.10.1: in a notebook it asks tqdm for bars made of widgets, whether ipywidgets
+    are there or not, and ends with an `ImportError` where they aren't. Gone when it asks for
+    `tqdm.auto`.
+    """
+    is_of_notebooks = allennlp_tqdm._tqdm is not tqdm
+    if is_of_notebooks and importlib.util.find_spec("ipywidgets") is None:
+        allennlp_tqdm._tqdm = tqdm

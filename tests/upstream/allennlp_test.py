@@ -12,6 +12,7 @@ import torch
 from allennlp.commands import find_learning_rate
 from allennlp.commands import train as train_command
 from allennlp.common import cached_transformers
+from allennlp.common import tqdm as allennlp_tqdm
 from allennlp.data import Vocabulary
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training import GradientDescentTrainer, gradient_descent_trainer
@@ -62,6 +63,12 @@ def test_a_transformer_is_that_of_other_arguments() -> bool:
             for implementation in ("eager", "sdpa")
         ]
     return second.config._attn_implementation == first.config._attn_implementation
+
+
+@mended_by("compat.show_progress_without_widgets")
+def test_bars_in_notebooks_are_made_of_widgets() -> bool:
+    """By its source, because it takes a notebook."""
+    return "import tqdm_notebook as _tqdm" in inspect.getsource(allennlp_tqdm)
 
 
 @mended_by("compat.hide_deprecations_of_renamed_functions")

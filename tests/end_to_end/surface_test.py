@@ -1,0 +1,164 @@
+"""
+What AllenNLP offers around a training: flags and commands, repeated trainings in one process, a
+notebook, a search of hyperparameters.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.support.command import REPOSITORY, allennlp
+from tests.support.experiment import (
+    INCLUDED,
+    ONE_PROCESS,
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+from tests.support.verses import write_sample
+
+# Both start Python and import all of AllenNLP several times. Seconds.
+TIME_LIMIT = 240
+
+
+def write(config: Config, directory: Path) -> Path:
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def train(config: Path, output: Path, *flags: Any) -> Result:
+    include = ["--include-package", INCLUDED]
+    allennlp("train", config, "-s", output, *include, *flags).check()
+    return Result(output)
+
+
+@pytest.mark.parametrize("world", [ONE_PROCESS, TWO_WORKERS], ids=["one_process", "two_workers"])
+def test_a_dry_run_makes_the_vocabulary_and_trains_nothing(tmp_path: Path, world: Config) -> None:
+    config = write(deepspeed(load_config("tagger", world), 2), tmp_path)
+    result = train(config, tmp_path / "out", "--dry-run")
+    assert (result.serialization_dir / "vocabulary" / "labels.txt").is_file()
+    assert not result.archive.exists()
+    assert not list(result.serialization_dir.glob("checkpoint_*"))
+
+
+def test_overrides_take_the_place_of_keys(experiments: Experiments, tmp_path: Path) -> None:
+    changes = {"trainer.num_epochs": 1, "trainer.optimizer.lr": 0.003}
+    config = write(deepspeed(load_config("tagger", TWO_WORKERS), 2), tmp_path)
+    overridden = train(config, tmp_path / "out", "-o", json.dumps(changes))
+    expected = experiments.run(deepspeed(load_config("tagger", TWO_WORKERS, changes), 2))
+    assert_same_weights(overridden.weights(), expected.weights(), tolerance=0)
+
+
+def test_a_vocabulary_is_built_before_and_used(experiments: Experiments, tmp_path: Path) -> None:
+    config = deepspeed(load_config("tagger", TWO_WORKERS), 2)
+    vocabulary = tmp_path / "vocabulary.tar.gz"
+    allennlp("build-vocab", write(config, tmp_path), vocabulary).check()
+    prepared = {**config, "vocabulary": {"type": "from_files", "directory": str(vocabulary)}}
+    actual = train(write(prepared, tmp_path), tmp_path / "out")
+    assert_same_weights(actual.weights(), experiments.run(config).weights(), tolerance=0)
+
+
+def test_a_training_that_has_ended_is_recovered_as_it_is(
+    experiments: Experiments, tmp_path: Path
+) -> None:
+    config = deepspeed(load_config("tagger", TWO_WORKERS), 2)
+    ended = experiments.run(config)
+    copy = tmp_path / "out"
+    shutil.copytree(ended.serialization_dir, copy)
+    recovered = train(write(config, tmp_path), copy, "--recover")
+    assert_same_weights(recovered.weights(), ended.weights(), tolerance=0)
+    assert recovered.metrics_of_epochs() == ended.metrics_of_epochs()
+
+
+def test_spans_are_measured_over_all_workers(experiments: Experiments, tmp_path: Path) -> None:
+    config = load_config("tagger")
+    changes: Config = {
+        "model.calculate_span_f1": True,
+        "model.label_encoding": "BIO",
+        # As many for each worker. What is measured are the weights that the seed gives.
+        "validation_dataset_reader": {**config["dataset_reader"], "max_instances": 24},
+        "trainer.optimizer": {"type": "sgd", "lr": 0.0},
+        "trainer.num_epochs": 1,
+    }
+    for split in ("train", "validation"):
+        path = tmp_path / f"{split}.tsv"
+        text = Path(config[f"{split}_data_path"]).read_text()
+        path.write_text(text.replace("###", "###B-"))
+        changes[f"{split}_data_path"] = str(path)
+    one, two = (load_config("tagger", changes, world) for world in (ONE_PROCESS, TWO_WORKERS))
+    measured, expected = (
+        {key: value for key, value in result.final_metrics().items() if "validation_f1" in key}
+        for result in (experiments.run(deepspeed(two, 2)), experiments.run(one))
+    )
+    assert measured == pytest.approx(expected)
+    assert 0 < measured["validation_f1-measure-overall"] < 1
+
+
+def run_python(*arguments: Any, cwd: Path) -> str:
+    process = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIME_LIMIT,
+    )
+    assert process.returncode == 0, process.stdout[-6000:]
+    return process.stdout
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """As the repository's root, with a sample of the data."""
+    (tmp_path / "training_configs").symlink_to(REPOSITORY / "training_configs")
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "data" / "verses").mkdir(parents=True)
+    write_sample(tmp_path / "data" / "verses", every=20)
+    return tmp_path
+
+
+def test_the_tutorial_runs(directory: Path) -> None:
+    notebook = nbformat.read(REPOSITORY / "demo" / "tutorial.ipynb", as_version=4)
+    for cell in notebook.cells:
+        # The sample is there.
+        source = cell.source.replace('prepare_verses(Path("data/verses"))', "")
+        cell.source = re.sub(r"(batches_per_epoch|num_epochs)\": \d+", r'\1": 2', source)
+    client = NotebookClient(
+        notebook, timeout=TIME_LIMIT, resources={"metadata": {"path": str(directory / "demo")}}
+    )
+    client.execute(env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    *_, predicted, _, lines, _ = (cell for cell in notebook.cells if cell.cell_type == "code")
+    assert predicted.outputs[-1]["data"]["text/plain"].startswith("'")
+    printed = "".join(output["text"] for output in lines.outputs)
+    assert re.findall(r"(\w+),\s+(\d+) steps", printed) == [
+        ("one", "2"),
+        ("one", "4"),
+        ("two", "2"),
+        ("two", "4"),
+    ]
+    assert (directory / "output" / "tutorial" / "report.html").stat().st_size > 1_000_000
+
+
+def test_hyperparameters_are_searched_in_one_process(directory: Path) -> None:
+    short = json.dumps({"data_loader.batches_per_epoch": 3, "trainer.num_epochs": 3})
+    script = REPOSITORY / "demo" / "search.py"
+    output = run_python(script, "--trials", 5, "--overrides", short, cwd=directory)
+    states = re.findall(r"^\d (COMPLETE|PRUNED) \[", output, re.MULTILINE)
+    assert len(states) == 5
+    assert set(states) == {"COMPLETE", "PRUNED"}
+    assert re.search(r"^Best: accuracy \d", output, re.MULTILINE)

@@ -1,0 +1,97 @@
+"""Every schedule that AllenNLP registers sets in each step what it sets for `gradient_descent`."""
+
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+from allennlp.common import Lazy, Params
+from allennlp.training import Trainer
+from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+from allennlp.training.momentum_schedulers import MomentumScheduler
+
+from tests.integration.trainer_test import Task
+from tests.support.experiment import assert_same_weights
+
+NUM_EPOCHS = 3
+
+SCHEDULES: Dict[str, Dict[str, Any]] = {
+    "combined": {
+        "schedulers": [[1, {"type": "step", "step_size": 1}], [2, {"type": "exponential"}]]
+    },
+    "constant": {},
+    "constant_with_warmup": {"num_warmup_steps": 4},
+    "cosine": {"t_initial": 2},
+    "cosine_hard_restarts_with_warmup": {"num_warmup_steps": 2, "num_training_steps": 9},
+    "cosine_with_warmup": {"num_warmup_steps": 2, "num_training_steps": 9},
+    "exponential": {"gamma": 0.5},
+    "linear_with_warmup": {"warmup_steps": 4},
+    "multi_step": {"milestones": [1, 2]},
+    "noam": {"model_size": 8, "warmup_steps": 4},
+    "polynomial_decay": {"warmup_steps": 3, "power": 2.0, "end_learning_rate": 0.001},
+    "reduce_on_plateau": {"patience": 0, "factor": 0.5, "mode": "max"},
+    "slanted_triangular": {"cut_frac": 0.3},
+    "step": {"step_size": 1, "gamma": 0.5},
+}
+SCHEDULES["combined"]["schedulers"][1][1]["gamma"] = 0.5
+
+
+class _Rates(TrainerCallback):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.seen: List[List[Tuple[float, float]]] = []
+
+    def on_batch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        groups = trainer.optimizer.param_groups
+        self.seen.append([(group["lr"], group["momentum"]) for group in groups])
+
+
+def train(trainer: Dict[str, Any], directory: Path) -> Tuple[Any, Dict[str, torch.Tensor]]:
+    """The rates of each step, and the weights."""
+    task = Task()
+    arguments = task.arguments(directory)
+    del arguments["optimizer"]
+    loaders = {key: arguments.pop(key) for key in ("data_loader", "validation_data_loader")}
+    rates = _Rates()
+    optimizer = {"type": "sgd", "lr": 0.3, "momentum": 0.5}
+    Trainer.from_params(
+        Params({**trainer, "optimizer": optimizer}),
+        **{
+            **arguments,
+            **loaders,
+            "num_epochs": NUM_EPOCHS,
+            "callbacks": [Lazy(lambda serialization_dir: rates)],
+        },
+    ).train()
+    return rates.seen, task.model.state_dict()
+
+
+def check(schedule: Dict[str, Any], stage: int, directory: Path) -> None:
+    expected, expected_weights = train({"type": "gradient_descent", **schedule}, directory / "a")
+    deepspeed_config = {"zero_optimization": {"stage": stage}}
+    ours = {"type": "deepspeed", "deepspeed_config": deepspeed_config, **schedule}
+    actual, weights = train(ours, directory / "b")
+    assert len(actual) == len(expected) > NUM_EPOCHS
+    assert torch.tensor(actual) == pytest.approx(torch.tensor(expected), rel=1e-6)
+    assert_same_weights(weights, expected_weights)
+
+
+def test_no_schedule_is_left_out() -> None:
+    of_allennlp = {
+        name
+        for name in LearningRateScheduler.list_available()
+        if LearningRateScheduler.resolve_class_name(name)[0].__module__.startswith("allennlp.")
+    }
+    assert of_allennlp == set(SCHEDULES)
+    assert MomentumScheduler.list_available() == ["inverted_triangular"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rates_are_those_of_gradient_descent(tmp_path: Path, name: str) -> None:
+    check({"learning_rate_scheduler": {"type": name, **SCHEDULES[name]}}, 2, tmp_path)
+
+
+def test_momenta_are_those_of_gradient_descent(tmp_path: Path) -> None:
+    momentum = {"type": "inverted_triangular", "cool_down": 1, "warm_up": 1}
+    check({"momentum_scheduler": momentum}, 2, tmp_path)
