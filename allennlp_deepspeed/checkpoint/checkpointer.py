@@ -2,7 +2,6 @@ import logging
 import os
 import time
 from functools import partial
-from importlib import metadata
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import deepspeed
@@ -272,7 +271,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             zero_stage=trainer.engine.zero_optimization_stage(),
             parameters=parameter_shapes(trainer.model),
             versions={
-                "allennlp-deepspeed": _own_version(),
+                "allennlp-deepspeed": fingerprints.own_version(),
                 "deepspeed": deepspeed.__version__,
                 "torch": torch.__version__,
             },
@@ -439,10 +438,3 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
     progress["batches_in_epoch_completed"] = now
     if now != before:
         trainer_state["replay"].pop("train_metrics", None)  # some steps may be trained again
-
-
-def _own_version() -> str:
-    try:
-        return fingerprints.version("allennlp-deepspeed")
-    except metadata.PackageNotFoundError:  # used from a checkout
-        return "unknown"

@@ -4,11 +4,13 @@ from allennlp.commands.subcommand import Subcommand
 from overrides import overrides
 
 from allennlp_deepspeed.commands.check import Check
+from allennlp_deepspeed.commands.env import Env
 from allennlp_deepspeed.commands.estimate import EstimateMemory
 from allennlp_deepspeed.commands.export import Export
 from allennlp_deepspeed.commands.gather import Gather
 from allennlp_deepspeed.commands.report import Report
 from allennlp_deepspeed.commands.resize import Resize
+from allennlp_deepspeed.processes.fingerprints import own_version
 
 
 @Subcommand.register("deepspeed")
@@ -28,8 +30,11 @@ class DeepSpeed(Subcommand):
             "disk."
         )
         subparser = parser.add_parser(self.name, description=description, help=description)
+        version = f"allennlp-deepspeed {own_version()}"
+        subparser.add_argument("--version", action="version", version=version)
         subparsers = subparser.add_subparsers(title="Commands", metavar="", required=True)
-        for command in (Check(), EstimateMemory(), Export(), Gather(), Report(), Resize()):
+        commands = (Check(), Env(), EstimateMemory(), Export(), Gather(), Report(), Resize())
+        for command in commands:
             command_parser = command.add_subparser(subparsers)
             # AllenNLP adds it before the name of the command only.
             command_parser.add_argument(

@@ -61,6 +61,14 @@ def version(package: str) -> str:
     return metadata.version(package)
 
 
+def own_version() -> str:
+    """Of this package, or "unknown" if it isn't installed but used from a checkout."""
+    try:
+        return version("allennlp-deepspeed")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def _joined(names: List[str]) -> str:
     shown = names if len(names) < 6 else [*names[:4], f"{len(names) - 4} others"]
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
