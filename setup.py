@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -19,13 +20,36 @@ class InstallBesidePackage(install_headers):
         self.outfiles.append(path)
 
 
+README = Path("README.md").read_text(encoding="utf-8")
+
 setup(
     name="allennlp-deepspeed",
     version="0.1.0",
     description="Train any AllenNLP model on DeepSpeed's engine, from its config file",
-    long_description=Path("README.md").read_text(encoding="utf-8"),
+    # Without links to files of the repository, which lead nowhere from a page of PyPI's.
+    long_description=re.sub(r"\[([^]]+)\]\((?!https?://)[^)]+\)", r"\1", README),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords=[
+        "allennlp",
+        "deepspeed",
+        "zero",
+        "distributed training",
+        "natural language processing",
+    ],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["allennlp_deepspeed*"]),
     package_data={
         "allennlp_deepspeed": ["py.typed"],

@@ -1,0 +1,89 @@
+"""What is built to be installed has all that the package needs, and nothing else."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Set
+
+import pytest
+
+from tests.support.command import REPOSITORY
+
+PACKAGES = ("allennlp_deepspeed", "allennlp_deepspeed_import_hook")
+
+
+# What git ignores, and what is in no package.
+NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "data", "output", "site", "raw")
+
+
+def build(kind: str, source: Path, directory: Path) -> Path:
+    """As pip does it, with the setuptools that is installed."""
+    code = f"from setuptools.build_meta import build_{kind} as build; build({str(directory)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, timeout=120)
+    (built,) = directory.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # setuptools leaves files where it builds, and tests may run beside one another.
+    source = tmp_path_factory.mktemp("source") / "repository"
+    shutil.copytree(REPOSITORY, source, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    return build("sdist", source, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Of the sdist, so that it has to have all that is needed."""
+    directory = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(directory, filter="data")
+    (source,) = directory.iterdir()
+    return zipfile.ZipFile(build("wheel", source, directory))
+
+
+def sources() -> Set[str]:
+    return {
+        str(path.relative_to(REPOSITORY))
+        for package in PACKAGES
+        for path in (REPOSITORY / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_the_wheel_has_the_whole_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names - sources() == {"allennlp_deepspeed.pth"}
+    assert sources() - names == set()
+    for data in ("py.typed", "report_page/page.css", "report_page/page.html.jinja"):
+        assert f"allennlp_deepspeed/{data}" in names
+
+
+def test_the_wheel_has_the_file_that_python_reads_when_it_starts(wheel: zipfile.ZipFile) -> None:
+    assert (
+        wheel.read("allennlp_deepspeed.pth") == (REPOSITORY / "allennlp_deepspeed.pth").read_bytes()
+    )
+
+
+def test_the_metadata_names_what_is_needed(wheel: zipfile.ZipFile) -> None:
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = wheel.read(name).decode()
+    needed = re.findall(r"^Requires-Dist: ([\w-]+)", metadata, re.MULTILINE)
+    assert {"torch", "deepspeed", "transformers", "bokeh"} <= set(needed)
+    # Its last release asks for versions of 2022, which pip would insist on.
+    assert "allennlp" not in needed
+    assert "mkdocs-material" not in needed
+    for version in ("3.10", "3.13"):
+        assert f"Classifier: Programming Language :: Python :: {version}\n" in metadata
+    # PyPI shows the README there, where paths of the repository lead nowhere.
+    assert re.findall(r"\]\((?!https://)[^)#]+\)", metadata) == []
+
+
+def test_the_sdist_has_neither_tests_nor_what_runs_have_left(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
+    assert folders == {*PACKAGES, "allennlp_deepspeed.egg-info", "docs", "training_configs"}
