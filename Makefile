@@ -13,8 +13,10 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(OPS)
 export OMP_NUM_THREADS := 1
 # Nothing here needs a model or a data set from a hub.
 export HF_HUB_OFFLINE := 1
+# Another generator of sites is recommended by the theme, on every build.
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv demo demo-llm test test-unit test-oldest coverage soak cross upstream bench lint reference clean
+.PHONY: help venv demo demo-llm test test-unit test-oldest coverage soak cross upstream bench lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -29,6 +31,8 @@ help:
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
 	@echo "make reference  write docs/reference.md, and the list of mends in docs/architecture.md"
+	@echo "make docs    build the site of the documents in site/ (a minute, without PyTorch)"
+	@echo "make release-check  build the package, and train with it in a clean environment of each Python that there is (15 minutes and 7 GB each)"
 	@echo "make venv    set up .venv, which the above do if needed"
 	@echo "make clean   remove .venv, the demo's data and output, and caches"
 
@@ -94,14 +98,27 @@ reference: $(VENV)/installed
 	PYTHONPATH=. python docs/reference.py
 	python docs/mends.py
 
+# In an environment of its own, because it needs none of the package's.
+docs: $(VENV)/docs/installed
+	$(VENV)/docs/bin/mkdocs build --strict --quiet
+	$(VENV)/docs/bin/python -m docs.site.check site
+
+release-check: $(VENV)/installed
+	python -m tests.release_check
+
 clean:
-	rm -rf $(VENV) data output build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) data output build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/installed: requirements.txt setup.py allennlp_deepspeed.pth
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --no-deps -r requirements.txt
 	$(VENV)/bin/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/docs/installed: requirements-docs.txt
+	test -x $(VENV)/docs/bin/python || $(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/python -m pip install --no-deps -r requirements-docs.txt
 	touch $@
 
 # 93 MB that nothing else needs.
