@@ -2,14 +2,14 @@
 Builds the package, installs what was built into a clean environment of each Python that there is,
 and trains the demo's config there from outside of the repository: `make release-check`.
 
-An environment is made as docs/install.md says, with the versions of `requirements.txt`. It takes
-7 GB and is removed before the next one is made. With `--python` only these Pythons are tried.
+An environment is made as docs/install.md says, with the newest version of everything that the
+metadata allow. It takes 7 GB and is removed before the next one is made. With `--python` only these
+Pythons are tried.
 """
 
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -29,13 +29,6 @@ RUN_LIMIT = 300
 
 # What would let a command find the repository, or what it was started with.
 OF_THIS_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TORCH_EXTENSIONS_DIR")
-
-# In one line, because a constraint of pip's can't say "these and whatever else is right".
-PINS = [
-    line
-    for line in (REPOSITORY / "requirements.txt").read_text().splitlines()
-    if re.match(r"[\w.-]+==", line)
-]
 
 
 def pythons() -> Dict[str, str]:
@@ -98,8 +91,6 @@ class Environment:
         # So that AllenNLP knows the command before it reads its options.
         (self.folder / ".allennlp_plugins").write_text("allennlp_deepspeed\n")
         self._bin = directory / "environment" / "bin"
-        self._constraints = directory / "constraints.txt"
-        self._constraints.write_text("\n".join(PINS) + "\n")
         run([python, "-m", "venv", self._bin.parent], directory)
 
     def install_dependencies(self) -> None:
@@ -111,7 +102,7 @@ class Environment:
         self._pip(*arguments, f"allennlp-deepspeed[report] @ {built.as_uri()}")
 
     def _pip(self, *arguments: str) -> None:
-        pip = [self._bin / "python", "-m", "pip", "install", "--quiet", "-c", self._constraints]
+        pip = [self._bin / "python", "-m", "pip", "install", "--progress-bar", "off"]
         run([*pip, *arguments], self.folder, INSTALL_LIMIT)
 
     def run(self, name: str, *arguments: Any) -> str:
