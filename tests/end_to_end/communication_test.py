@@ -28,7 +28,7 @@ COUNTED: Config = {
 }
 # The tagger's, in fp32, none of which ZeRO pads.
 MODEL_BYTES = 4 * 2604
-STEPS = 11  # in an epoch of the tagger with two workers
+STEPS = 7  # in an epoch of the tagger with two workers
 
 SAVED: Config = {"trainer.checkpointer": {"save_every_num_batches": 1}}
 
@@ -98,7 +98,7 @@ def test_tensorboard_has_every_step_and_every_epoch(
     scalars = events(result.serialization_dir / "log" / "train")
     steps = scalars["train/batch_communication_all_reduce_bytes"]
     # AllenNLP adds one to the number of steps.
-    assert [step for step, _ in steps] == [6, 11, 16, 21]
+    assert [step for step, _ in steps] == [6, 11]
     assert all(MODEL_BYTES < value < MODEL_BYTES + 100 for _, value in steps)
     epochs = scalars["train/communication_all_reduce_bytes"]
     assert epochs == [

@@ -68,9 +68,9 @@ def test_exported_weights_are_those_of_training(
 ):
     result = experiments.run(deepspeed(resizable(4), stage, **sections))
     weights = exported(result, tmp_path / "newest")
-    assert_identical(weights, dumped(result, "e1_b10")["weights"])
+    assert_identical(weights, dumped(result, "e1_b4")["weights"])
     weights = exported(result, tmp_path / "first", "--epoch", 1)
-    assert_identical(weights, dumped(result, "e0_b10")["weights"])
+    assert_identical(weights, dumped(result, "e0_b4")["weights"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -87,7 +87,7 @@ def test_tied_and_frozen_parameters_and_buffers_are_exported(
     config = deepspeed(resizable(4, overrides, fixture="classifier"), stage, **sections)
     config["trainer"]["checkpointer"]["async_save"] = async_save
     result = experiments.run(config)
-    expected = dumped(result, "e1_b10")["weights"]
+    expected = dumped(result, "e1_b4")["weights"]
     assert ["_embedding.weight", "_same_embedding.weight", "_decoder.weight"] in _ties(expected)
     assert_identical(exported(result, tmp_path / "export"), expected)
 
@@ -97,7 +97,7 @@ def test_the_moving_average_is_exported(experiments: Experiments, tmp_path: Path
     config = deepspeed(resizable(4, {"trainer.moving_average": {"decay": 0.9}}), stage)
     result = experiments.run(config)
     weights = exported(result, tmp_path / "export")
-    assert_identical(weights, dumped(result, "e1_b10")["moving_average"])
+    assert_identical(weights, dumped(result, "e1_b4")["moving_average"])
 
 
 def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_path: Path):
@@ -173,7 +173,7 @@ def test_by_default_the_files_are_beside_the_checkpoint(experiments: Experiments
     assert export(str(copy)) == str(copy / "export_e2_b0")
     assert export(str(copy), epoch=1) == str(copy / "export_e1_b0")
     shutil.rmtree(copy / "checkpoint_e1_b0")
-    assert export(str(copy), epoch=1) == str(copy / "export_e1_b10")
+    assert export(str(copy), epoch=1) == str(copy / "export_e1_b4")
 
 
 def test_what_cannot_be_exported_is_refused_by_name(experiments: Experiments, tmp_path: Path):

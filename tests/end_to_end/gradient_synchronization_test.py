@@ -26,8 +26,8 @@ from tests.support.experiment import (
 MODES = [(0, "boundary"), (1, "boundary")] + [
     (stage, mode) for stage in (2, 3) for mode in ("boundary", "micro_batch")
 ]
-# Without metrics, so that only training communicates. One worker has 12 micro-batches and the other
-# 11, so that three make a group and the last group is short.
+# Without metrics, so that only training communicates. One worker has 8 micro-batches and the other
+# 7, so that three make a group and the last group is short.
 CHUNKED: Config = {
     **TWO_WORKERS,
     "model": {"type": "chunked_classifier", "embedding_dim": 11},

@@ -29,7 +29,7 @@ from tests.support.experiment import (
 )
 from tests.support.tensorboard import events
 
-# Of 2 epochs with 4 optimizer steps each.
+# Of 2 epochs with 3 optimizer steps each.
 SUMMARY_INTERVAL, DISTRIBUTION_INTERVAL = 2, 3
 LOGGED: Config = {
     "model.type": "activation_logging_tagger",

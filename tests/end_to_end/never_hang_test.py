@@ -90,7 +90,7 @@ IN_VALIDATION_BATCH = "validation batch 2 of epoch 0"
         ),
         (0, callback("fail", point="on_epoch 0", rank=1), "in on_epoch 0"),
         # Of the checkpoint, which each rank writes its part of, and of the best weights.
-        (2, callback("fill_disk", point="step 11 of epoch 0", rank=1), "[Errno 28]"),
+        (2, callback("fill_disk", point="step 7 of epoch 0", rank=1), "[Errno 28]"),
         (
             3,
             {
@@ -238,8 +238,8 @@ def test_a_signal_to_a_single_process(tmp_path: Path, signal_name: str, point: s
         (1, TRAINING, "checkpoint_e1_b4"),
         (2, TRAINING, "checkpoint_e1_b4"),
         (3, TRAINING, "checkpoint_e1_b4"),
-        (0, VALIDATION, "checkpoint_e1_b11"),
-        (3, VALIDATION, "checkpoint_e1_b11"),
+        (0, VALIDATION, "checkpoint_e1_b7"),
+        (3, VALIDATION, "checkpoint_e1_b7"),
     ],
 )
 def test_a_preempted_run_ends_as_an_uninterrupted_one(

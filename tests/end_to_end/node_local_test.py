@@ -20,7 +20,7 @@ from tests.support.experiment import (
 )
 
 CHECKPOINTS = {
-    "trainer.checkpointer": {"save_every_num_batches": 4, "keep_most_recent_by_count": None},
+    "trainer.checkpointer": {"save_every_num_batches": 3, "keep_most_recent_by_count": None},
     "trainer.moving_average": {"decay": 0.9},
 }
 NODES = range(2)
@@ -64,12 +64,12 @@ def test_nodes_without_a_shared_directory_recover_from_what_all_of_them_hold(
     results = [Result(tmp_path / f"node_{node}") for node in NODES]
     for node, result in zip(NODES, results):
         assert_same_weights(result.weights(), expected, tolerance=0)
-        # As if both had died, the first after it had committed e1_b8 and the second before.
+        # As if both had died, the first after it had committed e1_b6 and the second before.
         result.archive.unlink()
-        for newer in ("checkpoint_e2_b0", "checkpoint_e1_b8")[: 1 + node]:
+        for newer in ("checkpoint_e2_b0", "checkpoint_e1_b6")[: 1 + node]:
             shutil.rmtree(result.serialization_dir / newer)
 
     for result, run in zip(results, train_on_two_nodes(config, tmp_path, "--recover")):
-        common = result.serialization_dir / "checkpoint_e1_b4"
+        common = result.serialization_dir / "checkpoint_e1_b3"
         assert f"Continuing from the checkpoint in {common}" in run.output
         assert_same_weights(result.weights(), expected, tolerance=0)

@@ -30,9 +30,9 @@ REPORTS: Dict[str, Any] = {
     "flops_profiler": {"enabled": True, "profile_step": 2},
     "csv_monitor": {"enabled": True},
 }
-# Of 11 or 12 micro-batches in an epoch of the tagger, in steps of 2.
+# Of 7 or 8 micro-batches in an epoch of the tagger, in steps of 2.
 ACCUMULATION: Config = {"trainer.num_gradient_accumulation_steps": 2}
-STEPS = 6
+STEPS = 4
 
 
 def log(result: Result, rank: int = 0) -> str:
@@ -59,7 +59,7 @@ def test_each_record_is_logged_once_with_the_rank_that_allennlp_gives_it(result:
         r"^0 \| .* - INFO - DeepSpeed - .* step=(\d+), skipped=0", log(result), re.MULTILINE
     )
     # The number 0 is of before training, at a level that isn't asked for.
-    assert steps == ["2", "4", "6", "8", "10", "12"]
+    assert steps == ["2", "4", "6", "8"]
 
 
 def test_every_worker_logs_its_own_records(experiments: Experiments):
@@ -98,15 +98,15 @@ def test_samples_are_those_of_all_micro_batches(result: Result):
     assert header == ["step", "lr"]
     # Two workers have micro-batches of 6. The last step of an epoch has one, the others have two.
     assert [int(samples) for samples, _ in rows] == [
-        24, 48, 72, 96, 120, 132, 156, 180, 204, 228, 252, 264,
+        24, 48, 72, 84, 108, 132, 156, 168,
     ]  # fmt: skip
 
 
 def test_throughput_is_that_of_whole_steps(result: Result):
     rates: List[str] = re.findall(r"CurrSamplesPerSec=([\d.]+)", log(result))
-    assert len(rates) == 5  # the first two steps aren't timed
+    assert len(rates) == 3  # the first two steps aren't timed
     times = re.findall(r"fwd: ([\d.]+) \| bwd: ([\d.]+) .*\| step: ([\d.]+)", log(result))
-    for step, rate in zip((4, 6, 8, 10, 12), rates):
+    for step, rate in zip((4, 6, 8), rates):
         samples = 12 if step % STEPS == 0 else 24
         seconds = sum(map(float, times[step - 1])) / 1000
         # What is between the passes is in it too.

@@ -34,8 +34,8 @@ def resizable(workers: int, *overrides: Config, fixture: str = "tagger") -> Conf
     return load_config(
         fixture,
         {
-            "dataset_reader": {**reader, "max_instances": 120},
-            "validation_dataset_reader": {**reader, "max_instances": 32},
+            "dataset_reader": {**reader, "max_instances": 48},
+            "validation_dataset_reader": {**reader, "max_instances": 16},
             "data_loader": {"batch_size": 12 // workers},
             "validation_data_loader": {"batch_size": 1},
             "trainer.callbacks": ["dump_state", "record_loss_curve", "record_steps"],

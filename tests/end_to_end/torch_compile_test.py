@@ -65,7 +65,7 @@ def test_a_training_goes_on_after_an_interruption(
     experiments: Experiments, compiled: Config, tmp_path: Path
 ):
     result = experiments.run(compiled)
-    continued = recover(result, tmp_path, compiled, "checkpoint_e0_b4")
+    continued = recover(result, tmp_path, compiled, "checkpoint_e0_b2")
     assert_same_weights(continued.weights(), result.weights(), tolerance=1e-6)
 
 

@@ -29,13 +29,13 @@ CHECKPOINTS = {
     "trainer.checkpointer": {"save_every_num_batches": 2, "keep_most_recent_by_count": None},
     "trainer.moving_average": {"decay": 0.9},
 }
-NEWEST = "checkpoint_e1_b4"
+NEWEST = "checkpoint_e1_b2"
 INCLUDED_PACKAGES = ("allennlp_deepspeed", INCLUDED)
 
 
 class Training:
     """
-    A training on two hosts that has ended after `checkpoint_e1_b4`, and the weights with which one
+    A training on two hosts that has ended after `checkpoint_e1_b2`, and the weights with which one
     that nothing has ended does.
     """
 
@@ -71,7 +71,7 @@ def train_on(hosts: Hosts, config: Config, root: Path, weights: Any) -> None:
     for directory in directories:
         assert_same_weights(Result(directory).weights(), weights, tolerance=0)
         Result(directory).archive.unlink()
-        for name in ("checkpoint_e1_b6", "checkpoint_e2_b0"):
+        for name in ("checkpoint_e1_b4", "checkpoint_e2_b0"):
             shutil.rmtree(directory / name, ignore_errors=True)
 
 

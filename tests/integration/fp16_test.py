@@ -143,7 +143,7 @@ class Task:
         return DeepSpeedTrainer(**arguments, deepspeed_config=precision)
 
     def with_schedules(self) -> Dict[str, Any]:
-        schedule = {"optimizer": self.optimizer, "num_epochs": 2, "num_steps_per_epoch": 23}
+        schedule = {"optimizer": self.optimizer, "num_epochs": 2, "num_steps_per_epoch": 15}
         return {
             "learning_rate_scheduler": SlantedTriangular(**schedule),
             "momentum_scheduler": InvertedTriangular(self.optimizer, cool_down=10, warm_up=20),
@@ -164,8 +164,8 @@ def assert_trains_as_fp32(task: Task, reference: Task, losses: Any, expected: An
 
 SETTINGS = {
     "clipping_of_the_norm": {"grad_norm": 0.1},
-    # Of 23 batches, so that some steps have fewer.
-    "clipping_of_elements": {"grad_clipping": 0.01, "num_gradient_accumulation_steps": 3},
+    # Of 15 batches, so that some steps have fewer.
+    "clipping_of_elements": {"grad_clipping": 0.01, "num_gradient_accumulation_steps": 2},
 }
 
 
