@@ -34,7 +34,7 @@ CHUNKED: Config = {
     "trainer.validation_metric": "-loss",
     "trainer.num_epochs": 2,
 }
-GROUP_SIZES = [3, 3, 3, 2]
+GROUP_SIZES = [3, 3, 1]
 
 # What a step reduces besides gradients: their norm, and whether one is infinite.
 BYTES_OF_NORM = {0: 0, 1: 4, 2: 4, 3: 8}

@@ -12,14 +12,11 @@ import allennlp.commands  # noqa: E402, F401
 import allennlp.modules.seq2seq_encoders  # noqa: E402, F401
 import deepspeed  # noqa: E402, F401
 
-# Imported when an engine is brought up. It brings PyTorch's compiler with it, and takes longer than
-# anything else that a worker does.
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import torch  # noqa: E402
 from allennlp.common.util import import_module_and_submodules  # noqa: E402
 
 from allennlp_deepspeed.processes import fingerprints  # noqa: E402
-from tests.support import huge_pages, processor  # noqa: E402
+from tests.support import engine_imports, huge_pages, processor  # noqa: E402, F401
 
 torch.set_num_threads(1)
 # A process that was forked makes PyTorch's thread pool anew when it is first asked for, and aborts

@@ -14,7 +14,7 @@ from typing import Any, Callable, List
 import torch
 import torch.distributed as dist
 
-from tests.support import processor
+from tests.support import engine_imports, processor  # noqa: F401
 
 TIME_LIMIT = 50  # seconds
 
