@@ -43,7 +43,7 @@ LOGGED: Config = {
             "type": "measured_tensorboard",
             "summary_interval": SUMMARY_INTERVAL,
             "distribution_interval": DISTRIBUTION_INTERVAL,
-            "batch_size_interval": 3,  # not 4: the last has an instance that is never trained on
+            "batch_size_interval": 2,  # not 3: the last has an instance that is never trained on
             "should_log_parameter_statistics": True,
             "should_log_learning_rate": True,
         },

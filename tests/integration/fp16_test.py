@@ -298,7 +298,7 @@ def test_the_loss_scale_is_recovered(tmp_path: Path, stage: int, precision: Dict
         )
 
     with pytest.raises(KeyError, match="on purpose"):
-        train(interrupted, interrupted_at=17)
+        train(interrupted, interrupted_at=12)
     train(recovered)
     steps = len(uninterrupted.record.settings)
     after = steps - len(recovered.record.settings)
