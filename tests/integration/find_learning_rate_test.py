@@ -37,7 +37,7 @@ def search(directory: Path, trainer_class: Type[GradientDescentTrainer], **kwarg
     task.optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1, momentum=0.5)  # type: ignore[assignment]
     trainer = trainer_class(**task.arguments(directory), grad_norm=0.5, **kwargs)
     return find_learning_rate.search_learning_rate(
-        trainer, start_lr=0.01, end_lr=3, num_batches=25, stopping_factor=20.0
+        trainer, start_lr=0.01, end_lr=10, num_batches=25, stopping_factor=20.0
     )
 
 

@@ -349,7 +349,7 @@ def test_the_host_waits_for_the_device_only_where_it_reads_the_losses(
 
     trainer = DeepSpeedTrainer(
         **{**task.arguments(tmp_path), "num_epochs": 1, "validation_data_loader": None},
-        num_gradient_accumulation_steps=4,
+        num_gradient_accumulation_steps=3,
         log_every_num_steps=log_every_num_steps,
         callbacks=[CountWaits(str(tmp_path))],
         deepspeed_config={"zero_optimization": {"stage": stage}},
