@@ -48,9 +48,9 @@ def experiments(session_directory: Path) -> Experiments:
 @pytest.hookimpl(tryfirst=True)  # before those with the mark are left out
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
     """
-    Leaves trainings at ZeRO stage 1 to `make soak`, where the same test has them at stage 2:
-    DeepSpeed has one optimizer for both, and the two differ in when gradients are reduced, which
-    `gradient_synchronization_test.py` is about.
+    Leaves to `make soak` the cases of tests that `soak_cases` names, and trainings at ZeRO stage 1
+    where the same test has them at stage 2: DeepSpeed has one optimizer for both, and the two
+    differ in when gradients are reduced, which `gradient_synchronization_test.py` is about.
 
     Tests that fork workers come first: a fork doesn't take along the threads that an engine has
     started in this process, and can wait for what they held.
@@ -58,6 +58,9 @@ def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
     items.sort(key=lambda item: not hasattr(item.module, "run_workers"))  # type: ignore[attr-defined]
     names = {(item.path, item.name) for item in items}
     for item in items:
+        long = item.get_closest_marker("soak_cases")
+        if long is not None and item.callspec.id in long.args:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.soak)
         is_training = item.path.parent.name == "end_to_end" and "synchron" not in item.path.name
         stage = item.callspec.params.get("stage") if hasattr(item, "callspec") else None
         if is_training and stage == 1 and (item.path, item.name.replace("1", "2")) in names:

@@ -32,6 +32,7 @@ def config(session_directory: Path, worker_id: str) -> Dict[str, Any]:
     ).as_dict(quiet=True)
 
 
+@pytest.mark.soak_cases("2")
 @pytest.mark.parametrize(
     "stage", [*(pytest.param(s, marks=pytest.mark.soak) for s in (0, 1)), 2, 3]
 )

@@ -147,6 +147,12 @@ VALIDATION = "validation batch 2 of epoch 1"
 NO_EPOCH = "step 3 of epoch 0"
 
 
+@pytest.mark.soak_cases(
+    "1-step 3 of epoch 1-SIGTERM-worker",
+    "3-step 3 of epoch 1-SIGTERM-session",
+    "1-validation batch 2 of epoch 1-SIGTERM-parent",
+    "2-validation batch 2 of epoch 1-SIGINT-worker",
+)
 @pytest.mark.parametrize(
     "stage, point, signal_name, to",
     [
@@ -230,6 +236,11 @@ def test_a_signal_to_a_single_process(tmp_path: Path, signal_name: str, point: s
     assert len(checkpoints) == (2 if signal_name == "SIGTERM" else 1)
 
 
+@pytest.mark.soak_cases(
+    "0-step 3 of epoch 1-checkpoint_e1_b4",
+    "1-step 3 of epoch 1-checkpoint_e1_b4",
+    "3-validation batch 2 of epoch 1-checkpoint_e1_b7",
+)
 @pytest.mark.parametrize(
     "stage, point, checkpoint",
     [

@@ -12,7 +12,7 @@ from allennlp.common import Params
 from allennlp.models.archival import CONFIG_NAME
 
 from tests.end_to_end.parity_test import TRAINING
-from tests.end_to_end.precision_test import BF16, EPOCHS
+from tests.end_to_end.precision_test import BF16
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import (
     ONE_PROCESS,
@@ -53,7 +53,7 @@ def test_pretrained_weights_initializers_and_a_regularizer(
 
 
 def test_bf16_is_that_of_the_engine_alone(experiments: Experiments) -> None:
-    config = deepspeed(load_config("transformer", TWO_WORKERS, EPOCHS), 3, **BF16)
+    config = deepspeed(load_config("transformer", TWO_WORKERS), 3, **BF16)
     expected = experiments.run({**config, "type": "default"})
     assert_same_run(experiments.run(config), expected, tolerance=0)
 
@@ -75,6 +75,7 @@ def test_an_archive_whose_vocabulary_grows(experiments: Experiments) -> None:
     assert_same_run(experiments.run(deepspeed(config, stage=3)), expected)
 
 
+@pytest.mark.soak_cases("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_modules_that_a_model_wraps_with_the_accelerator(
     experiments: Experiments, precision: str

@@ -138,6 +138,7 @@ def test_two_groups_of_two_workers(experiments: Experiments, tokenizer: str, sta
     assert_loss_is_of_all_tokens(actual, "test")
 
 
+@pytest.mark.soak_cases("before0-after0-3", "before1-after1-2")
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.soak), 2, 3])
 @pytest.mark.parametrize(
     "before, after",
