@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any, Dict, List
 from unittest import mock
 
+# Imported when an engine is brought up. It brings PyTorch's compiler with it, and takes longer than
+# anything else that a worker does.
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import torch
 from allennlp.commands.train import train_model
 from allennlp.common import Params

@@ -88,8 +88,8 @@ def test_wandb_and_predictions_between_steps_in_bf16_with_offload(
     bf16 = load_config("classifier", TWO_WORKERS, OBSERVED)
     bf16["trainer"].update(type="deepspeed", deepspeed_config=BF16_OFFLOADED)
     actual, expected = experiments.run(bf16), experiments.run(config)
-    # An instance more or less, which rounding decides, is 0.024 of the validation accuracy.
-    assert_same_metrics(observed(actual), observed(expected), tolerance=0.025)
+    # An instance more or less, which rounding decides, is 0.042 of the accuracy after two batches.
+    assert_same_metrics(observed(actual), observed(expected), tolerance=0.045)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])

@@ -150,6 +150,7 @@ def test_a_conversion_takes_the_memory_of_one_parameter(experiments: Experiments
     assert memory.peak == largest < sum(weight.nbytes for weight in weights.values()) / 2
 
 
+@pytest.mark.soak_cases("home")
 @pytest.mark.parametrize("plugins", ["working directory", "home"])
 def test_the_installed_command_finds_the_commands_of_this_package(
     experiments: Experiments, tmp_path: Path, plugins: str

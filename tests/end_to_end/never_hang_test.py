@@ -132,12 +132,17 @@ def test_a_rank_that_is_killed_ends_all_with_their_data_loaders(tmp_path: Path):
     assert "process 1 terminated with signal SIGKILL" in fails(config, tmp_path)
 
 
-def test_the_log_has_the_traceback_of_a_rank_that_fails(tmp_path: Path):
-    # With workers that are spawned, as a user's are. Most of the time is for imports.
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(allennlp, id="forked"),
+        # As a user's are. Most of the time is for imports.
+        pytest.param(subprocess_allennlp, id="spawned", marks=pytest.mark.soak),
+    ],
+)
+def test_the_log_has_the_traceback_of_a_rank_that_fails(tmp_path: Path, command: Any):
     config = tagger(3, callback("fail", point="step 2 of epoch 0", rank=1))
-    assert f"{MESSAGE} in step 2" in fails(
-        config, tmp_path, time_limit=120, command=subprocess_allennlp
-    )
+    assert f"{MESSAGE} in step 2" in fails(config, tmp_path, time_limit=120, command=command)
     for log in ("out.log", "out_worker1.log"):
         assert f"{MESSAGE} in step 2" in (tmp_path / "out" / log).read_text()
 
@@ -185,6 +190,7 @@ def test_a_signal_leaves_an_archive_of_the_best_weights(
 
 
 def test_ctrl_c_with_spawned_workers(tmp_path: Path):
+    # As a user's are. Most of the time is for imports.
     signal = callback("send_signal", point=TRAINING, signal_name="SIGINT", to="session")
     run = train(tagger(2, signal), tmp_path, command=subprocess_allennlp)
     assert run.returncode != 0
