@@ -2,6 +2,7 @@
 What is shown of a training on a terminal, or as plain lines where there is none.
 """
 
+import io
 import logging
 import re
 import shutil
@@ -94,7 +95,7 @@ class Console:
             # One less: after the last column some terminals are in the next line.
             width = shutil.get_terminal_size().columns - 1
         console = RichConsole(
-            file=sys.stdout,
+            file=io.StringIO(),
             force_terminal=self.settings.is_terminal,
             force_jupyter=False,
             color_system="auto" if self.settings.is_terminal else None,

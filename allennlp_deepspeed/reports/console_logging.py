@@ -41,14 +41,11 @@ def shown_on_console(settings: Optional[ConsoleSettings]) -> Iterator[None]:
     if settings is None:
         yield
         return
-    root = logging.getLogger()
     console = Console(settings)
     with ExitStack() as stack:
         stack.callback(consoles.set_current, None)
         stack.enter_context(_Routing(console, shows_at_once=True).entered())
         stack.enter_context(with_quiet_imports())
-        stack.callback(root.setLevel, root.level)
-        root.setLevel(min(root.level, logging.INFO))
         stack.callback(console.draw, "")
         yield
 
@@ -93,6 +90,8 @@ class _Routing:
         self._held = _HeldRecords()
         # AllenNLP's for the console, in whose place is ours.
         self._replaced: List[logging.Handler] = []
+        # Until AllenNLP has set up logging.
+        self._level: Optional[int] = None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -101,11 +100,14 @@ class _Routing:
 
         def prepare(serialization_dir: Any, rank: int = 0, world_size: int = 1) -> None:
             prepare_global_logging(serialization_dir, rank, world_size)
+            self._level = None
             self._replace(shows=any(map(_is_for_console, root.handlers)))
             self._held.give_to(root.handlers)
 
         with ExitStack() as stack:
             stack.callback(self._put_back)
+            self._level = root.level
+            root.setLevel(min(root.level, logging.INFO))
             self._replace(shows=self._shows_at_once)
             root.addHandler(self._held)
             stack.callback(root.removeHandler, self._held)
@@ -139,6 +141,8 @@ class _Routing:
                 root.removeHandler(handler)
         for handler in self._replaced:
             root.addHandler(handler)
+        if self._level is not None:
+            root.setLevel(self._level)
 
 
 def _is_for_console(handler: logging.Handler) -> bool:

@@ -1,10 +1,7 @@
 import logging
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
 
-from rich.console import RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from allennlp_deepspeed.processes.announcements import announce
@@ -100,22 +97,14 @@ class ProgressLine:
         values = "".join(f", {name} {value}" for name, value in self._values.items())
         return f"{self._title}: {percent}step {self._steps()}, {self._times()}{values}"
 
-    def _drawn(self) -> Table:
-        line = Table.grid(padding=(0, 1))
-        values = Text(overflow="ellipsis", no_wrap=True)
+    def _drawn(self) -> Text:
+        line = Text.assemble((self._title, "bold"), " ")
+        if self._total is not None:
+            done = min(_BAR_WIDTH, _BAR_WIDTH * self._completed // self._total)
+            line.append("━" * done, "bar.complete").append("━" * (_BAR_WIDTH - done), "bar.back")
+        line.append(f" {self._steps()} {self._times()}")
         for name, value in self._values.items():
-            values.append(f" {name} ", style="dim").append(value)
-        bar = ProgressBar(self._total, self._completed, width=_BAR_WIDTH, pulse=self._total is None)
-        cells: List[RenderableType] = [
-            Text(self._title, style="bold"),
-            bar,
-            Text(self._steps()),
-            Text(self._times()),
-        ]
-        for _ in cells:
-            line.add_column(no_wrap=True)
-        line.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-        line.add_row(*cells, values)
+            line.append(f"  {name} ", "dim").append(value)
         return line
 
 

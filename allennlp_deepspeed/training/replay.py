@@ -11,6 +11,7 @@ from allennlp_deepspeed.checkpoint.module_states import (
     load_module_states,
     module_states,
 )
+from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.processes.random_states import (
     RandomHistory,
     dropout_between_layers,
@@ -118,6 +119,12 @@ class Replay:
             )
         load_module_states(self._model, state["modules"])
         self._progress.arrive()
+        announce(
+            logger,
+            "Has come to step %d of epoch %d again, and goes on training there.",
+            self._progress.start.steps,
+            self._progress.start.epochs,
+        )
         if state["running_loss"] is not None:
             # It will be divided by the number of steps, which may be another now.
             ratio = self._progress.batches_in_epoch_completed / state["steps_of_running_loss"]

@@ -1,6 +1,6 @@
 import logging
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 from unittest import mock
 
 from allennlp.commands.train import TrainModel
@@ -18,6 +18,7 @@ from allennlp_deepspeed.engine.partitioned_construction import (
     is_partitioned,
 )
 from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.processes.one_process import as_one_process
 from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.training.validation_loss import evaluate
@@ -60,6 +61,11 @@ class DeepSpeedTrainModel(TrainModel):
                     cuda_device=self.trainer.cuda_device,
                     batch_weight_key=self.batch_weight_key,
                 )
+        announce(
+            logger,
+            "On the test set: %s",
+            ", ".join(f"{name} {value:.4g}" for name, value in _numbers(test_metrics)),
+        )
         metrics.update({f"test_{key}": value for key, value in test_metrics.items()})
         return metrics
 
@@ -134,6 +140,10 @@ class DeepSpeedTrainModel(TrainModel):
             test_data_loader.index_with(train_loop.model.vocab)
             train_loop.evaluation_data_loader = test_data_loader
         return train_loop
+
+
+def _numbers(metrics: Dict[str, Any]) -> List[Tuple[str, float]]:
+    return [(name, v) for name, v in sorted(metrics.items()) if isinstance(v, (int, float))]
 
 
 @contextmanager

@@ -136,6 +136,7 @@ def test_more_epochs_can_be_trained_after_the_end(plain: Trained, tmp_path: Path
     assert "trainer.num_epochs was 2 and is 3" in run.output
     assert f"Continuing from the checkpoint in {directory / 'checkpoint_e2_b0'}" in run.output
     assert "skipping to epoch 2 after 22 steps" in run.output
+    assert "Has come to step 0 of epoch 2 again" in run.output
     assert "Epoch 2/2 in " in run.output and "best before" in run.output
     assert (directory / "metrics_epoch_2.json").exists()
     lines = list(metrics_file.read(str(directory / "metrics.jsonl")))

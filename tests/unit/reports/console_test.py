@@ -1,0 +1,236 @@
+"""What reaches the console, and how it is drawn."""
+
+import io
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Iterator, List
+
+import pytest
+from allennlp.common import Tqdm
+from allennlp.common import logging as common_logging
+
+from allennlp_deepspeed.processes.announcements import announce, wants_whole_log
+from allennlp_deepspeed.reports import console as consoles
+from allennlp_deepspeed.reports import progress_line
+from allennlp_deepspeed.reports.console import Console, ConsoleSettings
+from allennlp_deepspeed.reports.console_logging import shown_on_console
+from allennlp_deepspeed.reports.epoch_table import EpochTable
+from allennlp_deepspeed.reports.progress_line import ProgressLine, duration
+
+PLAIN = ConsoleSettings(is_terminal=False, is_file_friendly=False)
+TERMINAL = ConsoleSettings(is_terminal=True, is_file_friendly=False)
+
+logger = logging.getLogger("some.library")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    hook = sys.excepthook
+    tqdm_handlers = list(logging.getLogger("tqdm").handlers)
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.getLogger("tqdm").handlers[:] = tqdm_handlers
+    sys.excepthook = hook
+
+
+def log_something() -> None:
+    logger.info("of no interest")
+    announce(logger, "%d checkpoints", 2)
+    for _ in range(2):
+        logger.warning("It warns.")
+        warnings.warn("An old function.", UserWarning, stacklevel=1)
+    logging.getLogger("DeepSpeed").warning("DeepSpeed warns.")
+    try:
+        raise ValueError("on purpose")
+    except ValueError:
+        logger.exception("It fails.")
+
+
+def test_announcements_and_warnings_are_shown_and_all_is_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with shown_on_console(PLAIN):
+        logger.info("before there is a file")
+        common_logging.prepare_global_logging(str(tmp_path))
+        capsys.readouterr()
+        log_something()
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "2 checkpoints",
+        "Warning: It warns.",
+        "Warning: UserWarning: An old function.",
+        "Warning: DeepSpeed warns.",
+    ]
+    assert err.startswith("Error: It fails.\nTraceback") and "ValueError: on purpose" in err
+    log = (tmp_path / "out.log").read_text()
+    for text in ("before there is a file", "of no interest", "2 checkpoints", "ValueError"):
+        assert text in log
+    assert log.count("It warns.") == 2
+
+
+def test_afterwards_logging_is_as_allennlp_leaves_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with shown_on_console(PLAIN):
+        common_logging.prepare_global_logging(str(tmp_path))
+    assert consoles.current() is None
+    capsys.readouterr()
+    logger.info("of interest again")
+    assert "some.library - of interest again" in capsys.readouterr().out
+    assert logging.getLogger("DeepSpeed").handlers
+
+
+def test_without_settings_everything_is_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with shown_on_console(None):
+        common_logging.prepare_global_logging(str(tmp_path))
+        logger.info("of interest")
+        assert consoles.current() is None
+    assert "some.library - of interest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        ("ALLENNLP_LOG_LEVEL", "", False),
+        ("ALLENNLP_LOG_LEVEL", "WARNING", True),
+        ("ALLENNLP_DEBUG", "1", True),
+    ],
+)
+def test_who_says_what_to_log_has_it_on_the_console(
+    name: str, value: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ALLENNLP_LOG_LEVEL", raising=False)
+    monkeypatch.delenv("ALLENNLP_DEBUG", raising=False)
+    monkeypatch.setenv(name, value)
+    assert wants_whole_log() is expected
+
+
+@pytest.mark.parametrize("settings", [PLAIN, TERMINAL])
+def test_bars_of_allennlp_are_lines_that_are_drawn_again(
+    settings: ConsoleSettings, capsys: pytest.CaptureFixture
+) -> None:
+    with shown_on_console(settings):
+        for _ in Tqdm.tqdm(range(3), desc="loading instances"):
+            pass
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert ("loading instances" in out) is settings.is_terminal
+    # Nothing of it stays.
+    assert not out or out.endswith("\r\x1b[2K")
+
+
+def test_a_line_that_is_printed_leaves_the_bar_below_it(capsys: pytest.CaptureFixture) -> None:
+    console = Console(TERMINAL)
+    console.draw("45%")
+    console.print("Saved.")
+    assert capsys.readouterr().out == "\r\x1b[2K45%\r\x1b[2KSaved.\n45%"
+
+
+def test_a_line_is_never_longer_than_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    line = ProgressLine(Console(TERMINAL), "Epoch 0/4", total=100)
+    line.show(dict.fromkeys(("loss", "lr", "norm", "samples/s", "memory"), "0.123"))
+    with line:
+        pass
+    drawn = capsys.readouterr().out.split("\r\x1b[2K")[1]
+    text = "".join(part.split("m", 1)[-1] for part in drawn.split("\x1b["))
+    assert text.startswith("Epoch 0/4") and len(text) < 60
+
+
+def test_a_console_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    Console(PLAIN).print("Saved.")
+
+
+class Clock:
+    """Each step takes as long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(progress_line.time, "monotonic", lambda: self.now)
+
+
+@pytest.mark.parametrize(
+    "is_file_friendly, seconds_per_step, num_lines",
+    [
+        (False, 0.001, 0),  # an epoch of 0.2 s
+        (False, 1.0, 20),  # each 5%
+        (True, 1.0, 20),  # each 10 s
+        (True, 4.0, 66),
+        (False, 60.0, 40),  # each 5 minutes
+    ],
+)
+def test_without_a_terminal_there_is_a_line_from_time_to_time(
+    is_file_friendly: bool,
+    seconds_per_step: float,
+    num_lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock(monkeypatch)
+    console = Console(ConsoleSettings(False, is_file_friendly))
+    with caplog.at_level(logging.INFO), ProgressLine(console, "Epoch 0/4", total=200) as line:
+        line.show({"loss": "1.25"})
+        for _ in range(200):
+            clock.now += seconds_per_step
+            line.update()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == num_lines
+    if seconds_per_step == 1.0:
+        assert messages[1] == "Epoch 0/4: 10%, step 20/200, 0:20<3:00, loss 1.25"
+
+
+def test_a_table_has_the_change_against_the_best() -> None:
+    metrics = {
+        "epoch": 3,
+        "training_accuracy": 0.5,
+        "training_worker_0_memory_MB": 1000.0,
+        "training_duration": "0:01:00",
+        "validation_accuracy": 0.625,
+        "validation_loss": 1.5,
+        "best_validation_accuracy": 0.625,
+    }
+    table = EpochTable(metrics, {"accuracy": 0.75, "loss": 1.25})
+    assert table.as_text("Epoch 3/4") == (
+        "Epoch 3/4\n"
+        "            training  validation  best before  change\n"
+        "  accuracy       0.5       0.625         0.75  -0.125\n"
+        "  loss                       1.5         1.25   +0.25"
+    )
+
+
+def test_a_table_of_a_training_without_validation_has_one_column() -> None:
+    text = EpochTable({"training_loss": 2.0}, {}).as_text("Epoch 0/1")
+    assert text == "Epoch 0/1\n        training\n  loss         2"
+
+
+@pytest.mark.parametrize("seconds, expected", [(3.21, "3.2 s"), (65, "1:05"), (7389, "2:03:09")])
+def test_durations(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected
+
+
+def handlers_for_console() -> List[Any]:
+    return [h for h in logging.getLogger().handlers if isinstance(h, consoles.ConsoleHandler)]
+
+
+def test_trainings_in_one_process_leave_no_handlers(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        with shown_on_console(PLAIN):
+            common_logging.prepare_global_logging(str(tmp_path / name))
+            assert len(handlers_for_console()) == 1
+        assert handlers_for_console() == []
