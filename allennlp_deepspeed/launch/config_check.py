@@ -33,6 +33,7 @@ from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import nodes
 from allennlp_deepspeed.optimizers import REMOVED, check_optimizer
 from allennlp_deepspeed.signatures import config_file
+from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 logger = logging.getLogger(__name__)
@@ -156,6 +157,11 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
         )
     if config["trainer"].get("sequence_parallel_size", 1) != 1:
         _check_model_to_share(config.get("model"), findings)
+    callbacks = config["trainer"].get("callbacks")
+    if isinstance(callbacks, list) and "mixed_precision_backward" in map(
+        registered_name, callbacks
+    ):
+        findings.add(NO_SCALING_CALLBACK)
     accelerator = accelerator_of(config)
     if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch", "deepspeed"):
         findings.add(

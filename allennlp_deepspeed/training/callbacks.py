@@ -1,10 +1,12 @@
-from typing import Any, Dict
+from typing import Any, Dict, Sequence
 
+from allennlp.common.checks import ConfigurationError
 from allennlp.training.callbacks import (
     ConfidenceChecksCallback,
     ConsoleLoggerCallback,
     TrainerCallback,
 )
+from allennlp.training.callbacks.backward import MixedPrecisionBackwardCallback
 from overrides import overrides
 
 
@@ -49,3 +51,22 @@ def goes_backward(callback: TrainerCallback) -> bool:
 def reads_gradients(callback: TrainerCallback) -> bool:
     """Whether it wants to find gradients averaged over the ranks after each backward pass."""
     return goes_backward(callback) and getattr(callback, "reads_gradients", True)
+
+
+# What is to be done instead of giving AllenNLP's callback that goes backward.
+NO_SCALING_CALLBACK = (
+    "'trainer.callbacks' has 'mixed_precision_backward', which scales losses as AllenNLP does. "
+    "Here the engine does that: leave it out, and write 'trainer.use_amp', or a precision in "
+    "'trainer.deepspeed_config'."
+)
+
+
+def check(callbacks: Sequence[TrainerCallback]) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If one can't be had together with an engine.
+    """
+    if any(isinstance(callback, MixedPrecisionBackwardCallback) for callback in callbacks):
+        raise ConfigurationError(NO_SCALING_CALLBACK)

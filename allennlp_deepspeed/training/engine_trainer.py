@@ -34,10 +34,8 @@ from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.gradients.loss_weights import LossWeights
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 from allennlp_deepspeed.reports.log_writers import LogWriters
-from allennlp_deepspeed.training.callbacks import (
-    goes_backward,
-    reads_gradients,
-)
+from allennlp_deepspeed.training import callbacks as callback_kinds
+from allennlp_deepspeed.training.callbacks import goes_backward, reads_gradients
 from allennlp_deepspeed.training.device_transfer import to_device
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
@@ -374,6 +372,7 @@ class EngineTrainer(GradientDescentTrainer):
     def _construct_gradients(
         self, gradient_synchronization: str, grad_cache: Optional[Dict[str, Any]]
     ) -> Tuple[GradientSynchronizer, Optional[GradCache]]:
+        callback_kinds.check(self._callbacks)
         settings = self._grad_cache_settings(grad_cache)
         gradients = GradientSynchronizer(
             self.engine,

@@ -16,6 +16,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.end_to_end.parity_test import check_parity
 from tests.support.command import REPOSITORY, allennlp
 from tests.support.experiment import (
     INCLUDED,
@@ -162,3 +163,37 @@ def test_hyperparameters_are_searched_in_one_process(directory: Path) -> None:
     assert len(states) == 5
     assert set(states) == {"COMPLETE", "PRUNED"}
     assert re.search(r"^Best: accuracy \d", output, re.MULTILINE)
+
+
+BUILT_IN: Config = {
+    "trainer.num_epochs": 3,
+    "trainer.callbacks": [
+        {"type": "console_logger", "should_log_inputs": True},
+        {"type": "should_validate_callback", "validation_start": 1, "validation_interval": 2},
+        "track_epoch_callback",
+        "confidence_checks",
+        {"type": "tensorboard", "summary_interval": 2, "distribution_interval": 3},
+        "record_steps",
+    ],
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_callbacks_of_allennlp_do_what_they_do(experiments: Experiments, stage: int) -> None:
+    config = load_config("tagger", TWO_WORKERS, BUILT_IN)
+    check_parity(experiments, config, stage)
+    epochs = experiments.run(deepspeed(config, stage)).epochs()
+    assert ["validation_loss" in epoch for epoch in epochs] == [False, False, True]
+
+
+def test_a_callback_that_scales_losses_is_refused(tmp_path: Path) -> None:
+    callback = {"trainer.callbacks": ["mixed_precision_backward"]}
+    config = write(deepspeed(load_config("tagger", ONE_PROCESS, callback), 2), tmp_path)
+    run = allennlp("train", config, "-s", tmp_path / "out")
+    assert run.returncode != 0
+    assert "leave it out, and write 'trainer.use_amp'" in run.output
+
+
+def test_a_loader_without_workers_trains_the_same(experiments: Experiments) -> None:
+    loader = {"data_loader": {"type": "simple", "batch_size": 6, "shuffle": True}}
+    check_parity(experiments, load_config("tagger", ONE_PROCESS, loader), stage=2)
