@@ -34,11 +34,16 @@ def first_and_last_lines(arguments: Dict[str, Any], shows: bool) -> Iterator[Non
         Whether this process is to say what there is to do next.
     """
     directory = os.fspath(arguments["serialization_dir"])
-    # Before AllenNLP takes out what it reads.
-    config = arguments["params"].as_dict(quiet=True)
+    # A copy, of which AllenNLP doesn't take out what it reads.
+    config = arguments["params"].duplicate().as_dict(quiet=True)
     logs = os.path.join(directory, "out*.log")
     if shows and consoles.current() is not None:
-        announce(logger, "Reads the data, and starts the workers. All is logged in %s", logs)
+        does = (
+            "Reads the data, and starts the workers"
+            if "distributed" in config
+            else "Reads the data"
+        )
+        announce(logger, "%s. All is logged in %s", does, logs)
     try:
         yield
     except (KeyboardInterrupt, SigTermReceived) as error:

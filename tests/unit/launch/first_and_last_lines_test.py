@@ -1,0 +1,108 @@
+"""What is said after a training: what could be next, or how to continue."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+from allennlp.common import Params
+from allennlp.common.util import SigTermReceived
+
+from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
+from allennlp_deepspeed.reports import console as consoles
+from allennlp_deepspeed.reports.console import Console, ConsoleSettings
+
+
+@pytest.fixture(autouse=True)
+def on_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(consoles, "_current", Console(ConsoleSettings(False, False)))
+
+
+def arguments(directory: Path, **trainer: Any) -> Dict[str, Any]:
+    config = {"test_data_path": "test data.jsonl", "trainer": {"type": "deepspeed", **trainer}}
+    return {
+        "params": Params(config),
+        "serialization_dir": directory,
+        "include_package": ["my_package"],
+    }
+
+
+def test_the_next_commands_are_of_this_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = arguments(tmp_path)
+    with caplog.at_level(logging.INFO), first_and_last_lines(given, shows=True):
+        given["params"].pop("test_data_path")  # as AllenNLP does
+    archive = tmp_path / "model.tar.gz"
+    assert caplog.messages[-1].splitlines()[1:] == [
+        f"  allennlp evaluate {archive} 'test data.jsonl' --include-package my_package",
+        f"  allennlp predict {archive} INPUT.jsonl --include-package my_package",
+        f"  allennlp deepspeed report {tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize("shows, more", [(False, {}), (True, {"dry_run": True})])
+def test_nothing_comes_next_after_a_dry_run_or_on_another_node(
+    shows: bool, more: Dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {**arguments(tmp_path), **more}
+    with caplog.at_level(logging.INFO), first_and_last_lines(given, shows=shows):
+        pass
+    assert "allennlp" not in "".join(caplog.messages)
+
+
+@pytest.mark.parametrize("error_type", [KeyboardInterrupt, SigTermReceived])
+@pytest.mark.parametrize(
+    "command, trainer, how",
+    [
+        (
+            ["/bin/allennlp", "train", "a b.jsonnet", "-s", "out", "-f"],
+            {},
+            "allennlp train 'a b.jsonnet' -s out --recover",
+        ),
+        (
+            ["/bin/allennlp", "train", "c.jsonnet", "-s", "out", "--recover"],
+            {},
+            "allennlp train c.jsonnet -s out --recover",
+        ),
+        (["/bin/allennlp", "train", "c.jsonnet"], {"resume": "auto"}, "the same command"),
+        (["script.py"], {}, "train_model(..., recover=True)"),
+    ],
+)
+def test_an_interrupted_training_says_how_to_continue(
+    error_type: Any,
+    command: List[str],
+    trainer: Dict[str, Any],
+    how: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    (tmp_path / "checkpoint_e1_b4").mkdir()
+    monkeypatch.setattr(sys, "argv", command)
+    given = arguments(tmp_path, **trainer)
+    with pytest.raises(error_type) as raised, first_and_last_lines(given, shows=True):
+        raise error_type
+    # As Python does where nobody handles it.
+    sys.excepthook(error_type, raised.value, None)
+    assert capsys.readouterr() == (
+        f"The newest checkpoint is checkpoint_e1_b4. To continue from it: {how}\n",
+        "",
+    )
+
+
+def test_other_errors_are_printed_as_ever(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: List[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: printed.append(args))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        first_and_last_lines(arguments(tmp_path), shows=True),
+    ):
+        raise KeyboardInterrupt
+    error = ValueError("of something else")
+    sys.excepthook(ValueError, error, None)
+    assert printed == [(ValueError, error, None)] and not capsys.readouterr().out
