@@ -126,9 +126,9 @@ def check(environment: Environment, out: str) -> Iterator[str]:
     verses.mkdir(parents=True)
     write_sample(verses, every=40)
     packages = ("--include-package", "allennlp_deepspeed")
-    environment.run("allennlp", "train", config, "-s", out, *packages)
+    environment.run("allennlp", "train", config.name, "-s", out, *packages)
     metrics = json.loads((environment.folder / out / "metrics.json").read_text())
-    assert metrics["training_epochs"] == 4, metrics
+    assert metrics["best_validation_accuracy"] > 0.2, metrics  # near 0.1 by chance
     yield "train"
     environment.run("allennlp", "evaluate", f"{out}/model.tar.gz", verses / "test.jsonl", *packages)
     yield "evaluate"
