@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
 
-from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.reports import metrics_file
@@ -79,10 +78,7 @@ class Run:
                 f"{path} has no lines yet. They come with the first optimizer steps."
             )
         self.name = self.directory.resolve().name
-        config = self.directory / "config.json"
-        self.config: Dict[str, Any] = (
-            Params.from_file(str(config)).as_dict(quiet=True) if config.is_file() else {}
-        )
+        self.config = _config(self.directory / "config.json")
 
     def of_kind(self, *kinds: str) -> List[Line]:
         """The lines of these kinds, in the order in which they were written."""
@@ -204,3 +200,16 @@ def _with_hours(lines: List[Dict[str, Any]]) -> List[Line]:
             before = now
         result.append(Line(hours, line))
     return result
+
+
+def _config(path: Path) -> Dict[str, Any]:
+    """As AllenNLP has written it. Not as Jsonnet, which could put secrets into the page."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{path} is not JSON ({error}): it isn't as training has written it. Put it back, or "
+            "remove it, and the report is without the config."
+        ) from error

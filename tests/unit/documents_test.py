@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Iterator, List, Set
 
 import pytest
+import yaml
 
 from allennlp_deepspeed.commands import DeepSpeed
 from tests.support.command import REPOSITORY
 
 PAGES = [
-    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")),
+    *(
+        REPOSITORY / name
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/NOTES.md")
+    ),
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
 
@@ -135,3 +139,15 @@ def test_the_table_of_rooms_has_every_folder_of_the_package():
     page = (REPOSITORY / "docs" / "architecture.md").read_text()
     table = re.findall(r"^\| \d \| (.+?) \|", page, flags=re.MULTILINE)
     assert {name for row in table for name in re.findall(r"`(\w+)/`", row)} == folders
+
+
+def test_issue_templates_are_forms_that_ask_for_the_environment():
+    folder = REPOSITORY / ".github" / "ISSUE_TEMPLATE"
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yml")}
+    assert set(forms) == {"bug", "feature", "config"}
+    for form in (forms["bug"], forms["feature"]):
+        assert form["name"] and form["description"]
+        ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+        assert len(ids) == len(set(ids)) and ids
+        assert all(field["attributes"] for field in form["body"])
+    assert "allennlp deepspeed env" in str(forms["bug"])
