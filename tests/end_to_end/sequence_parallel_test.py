@@ -19,6 +19,7 @@ from allennlp_deepspeed import reading_by_groups
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.launch.preflight import check
 from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
+from tests.end_to_end.precision_test import BF16, FP16
 from tests.end_to_end.resize_test import (
     assert_continues,
     assert_same_state,
@@ -123,6 +124,44 @@ def test_tiles(experiments: Experiments, tokenizer: str, stage: int, checkpointe
     if checkpointed:
         two["trainer"]["activation_checkpointing"] = ["layers.\\d+$"]
     assert_same(experiments.run(deepspeed(two, stage)), experiments.run(one))
+
+
+@pytest.mark.parametrize(
+    "preset", ["zero_3_offload", pytest.param("zero_2_offload", marks=pytest.mark.soak)]
+)
+def test_with_offload_and_a_short_group(
+    experiments: Experiments, tokenizer: str, preset: str
+) -> None:
+    short = {"dataset_reader.max_instances": 21}  # the last step has one micro-batch of two
+    one = language_model(tokenizer, short, {**ONE_PROCESS, "data_loader.batch_size": 6})
+    accumulating = {"data_loader.batch_size": 3, "trainer.num_gradient_accumulation_steps": 2}
+    two = language_model(tokenizer, short, TWO_WORKERS, SHARED, accumulating)
+    two = deepspeed(two, 3 if preset == "zero_3_offload" else 2)
+    two["trainer"]["deepspeed_config"]["type"] = preset
+    assert_same(experiments.run(two), experiments.run(one))
+
+
+@pytest.mark.parametrize(
+    "precision, stage",
+    [
+        pytest.param(BF16, 3, id="bf16-3"),
+        pytest.param(FP16, 2, id="fp16-2", marks=pytest.mark.soak),
+        pytest.param(BF16, 2, id="bf16-2", marks=pytest.mark.soak),
+        pytest.param(FP16, 3, id="fp16-3", marks=pytest.mark.soak),
+    ],
+)
+def test_in_half_precision(
+    experiments: Experiments, tokenizer: str, precision: Config, stage: int
+) -> None:
+    # Both round, at other places, which further epochs would make larger.
+    short = {"trainer.num_epochs": 1, "data_loader.batch_size": 3}
+    one = language_model(tokenizer, short, ONE_PROCESS)
+    two = language_model(tokenizer, short, TWO_WORKERS, SHARED)
+    expected = experiments.run(deepspeed(one, stage, **precision))
+    actual = experiments.run(deepspeed(two, stage, **precision))
+    tolerance = 0.02 if "bf16" in precision else 0.005
+    assert_same_weights(actual.weights(), expected.weights(), tolerance)
+    assert token_metrics(actual) == pytest.approx(token_metrics(expected), rel=0.01, abs=0.02)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
