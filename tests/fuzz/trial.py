@@ -1,0 +1,115 @@
+"""
+What becomes of a config: checked in a process forked from this one, and trained by the command if that lets it pass.
+"""
+
+import json
+import multiprocessing
+import re
+import time
+from pathlib import Path
+from typing import Any, Dict, NamedTuple, Optional
+
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.launch.config_check import check
+from tests.support.command import Run, allennlp
+
+TRAINED = "trained"
+REFUSED = "refused before data are read"
+CONSTRUCTION = "refused when a section is constructed"
+FAULT = "fault"
+
+PACKAGES = ("allennlp_deepspeed", "tests.fixtures")
+
+# Seconds. A training takes 3 of them.
+_LIMIT_OF_CHECK, _LIMIT_OF_TRAINING = 20, 90
+
+_MAX_LINES = 25
+_MAX_LENGTH = 700  # of a line
+
+
+class Outcome(NamedTuple):
+    """
+    # Parameters
+
+    name : `str`
+        What has become of the config.
+    text : `str`
+        The message, or what of the output shows the fault.
+    """
+
+    name: str
+    text: str
+
+
+def checked(config: Dict[str, Any]) -> Optional[Outcome]:
+    """What the check says of a config. `None` if it lets it pass."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_check, args=(config, writer))
+    process.start()
+    writer.close()
+    outcome: Optional[Outcome] = Outcome(FAULT, "the check hangs")
+    if reader.poll(_LIMIT_OF_CHECK):
+        try:
+            outcome = reader.recv()
+        except EOFError:
+            outcome = Outcome(FAULT, "the process of the check has died")
+    process.kill()
+    process.join()
+    return outcome
+
+
+def _check(config: Dict[str, Any], writer: Any) -> None:
+    try:
+        check(Params(json.loads(json.dumps(config))))
+    except ConfigurationError as error:
+        writer.send(_judged(error.message))
+    except BaseException as error:
+        writer.send(Outcome(FAULT, f"the check fails: {type(error).__name__}: {error}"))
+    else:
+        writer.send(None)
+    writer.close()
+
+
+def _judged(message: str) -> Outcome:
+    lines = message.splitlines()
+    is_short = 0 < len(lines) <= _MAX_LINES and all(len(line) <= _MAX_LENGTH for line in lines)
+    names_key = re.search(r"['\"\w]", message) is not None
+    if not is_short or not names_key or "Traceback" in message:
+        return Outcome(FAULT, f"the message isn't short: {message}")
+    return Outcome(REFUSED, message)
+
+
+def trained(config: Dict[str, Any], directory: Path) -> Outcome:
+    """What becomes of a config that the check lets pass."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    started = time.monotonic()
+    run = allennlp(
+        "train",
+        directory / "config.json",
+        "-s",
+        directory / "out",
+        include_packages=PACKAGES,
+        time_limit=_LIMIT_OF_TRAINING,
+    )
+    return _of_run(run, directory / "out", time.monotonic() - started)
+
+
+def _of_run(run: Run, out: Path, seconds: float) -> Outcome:
+    if run.timed_out:
+        if list(out.glob("metrics_epoch_*.json")):
+            return Outcome(TRAINED, "for as many epochs as there was time")
+        return Outcome(FAULT, f"no epoch within {seconds:.0f} s: {run.output[-1500:]}")
+    if run.returncode == 0:
+        return Outcome(TRAINED, "")
+    output = "\n".join(line for line in run.output.splitlines() if not line.startswith("20"))
+    if "Traceback" in run.output:
+        # A loss that becomes NaN is what training has made of it.
+        if "nan loss encountered" in run.output:
+            return Outcome(TRAINED, "until the loss was NaN")
+        return Outcome(FAULT, output[-2500:])
+    has_read = "Reading training data" in run.output
+    return Outcome(CONSTRUCTION if has_read else REFUSED, output[-1200:])
