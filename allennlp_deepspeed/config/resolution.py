@@ -11,6 +11,7 @@ from copy import deepcopy
 from typing import Any, Dict, Optional, Tuple, Union
 
 from allennlp.common.checks import ConfigurationError
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
@@ -38,6 +39,7 @@ from allennlp_deepspeed.config.open_values import (
 from allennlp_deepspeed.config.precision import resolve_precision
 from allennlp_deepspeed.config.schema import scheduler_parameters
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
+from allennlp_deepspeed.config.section_params import optimizer_problems, scheduler_problem
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
 from allennlp_deepspeed.config.torch_compile_settings import (
     check_torch_compile,
@@ -102,6 +104,7 @@ def resolve(
         gradient_clipping=0.0 if isinstance(grad_norm, bool) else grad_norm,
     )
     _drop_remaining_autos(config, findings)
+    _check_section_params(config, findings)
     zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
     check_zero(zero, grad_norm, findings)
     with findings.collect():
@@ -338,6 +341,29 @@ def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings
         # Nothing else reports it, and DeepSpeed waits for the device to time it.
         reports = said(config, "steps_per_print") is not None
         fill(config, "timers.throughput.enabled", reports, "from steps_per_print")
+
+
+def _check_section_params(config: Dict[str, Any], findings: Findings) -> None:
+    optimizer, scheduler = config.get("optimizer"), config.get("scheduler")
+    path = f"{ROOT}.optimizer.params"
+    if optimizer is not None and not findings.has_refused(f"{ROOT}.optimizer.type"):
+        for line in optimizer_problems(optimizer["type"], optimizer.get("params", {})):
+            findings.refuse(f"{path}.{line.partition(' ')[0]}", f"{path}.{line}")
+    path = f"{ROOT}.scheduler"
+    # What is missing or open has a line already.
+    if scheduler is not None and not any(path in line for line in findings.lines):
+        name = scheduler["type"]
+        stage = said(config, STAGE)
+        if name not in lr_schedules.VALID_LR_SCHEDULES and stage != 0:
+            findings.add(
+                f'{path}.type is "{name}", which is PyTorch\'s: it takes no optimizer that '
+                f"DeepSpeed has sharded, as at ZeRO stage {stage}; write it as "
+                "'trainer.learning_rate_scheduler'"
+            )
+            return
+        problem = scheduler_problem(scheduler["type"], scheduler.get("params", {}))
+        if problem is not None:
+            findings.add(f'{path} "{scheduler["type"]}" can\'t be constructed: {problem}')
 
 
 # What DeepSpeed imports for each of its monitors.

@@ -31,6 +31,7 @@ from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
 from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import nodes
+from allennlp_deepspeed.launch.trial import check_parts
 from allennlp_deepspeed.optimizers import REMOVED, check_optimizer
 from allennlp_deepspeed.signatures import config_file
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
@@ -78,6 +79,10 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         return
     if on_this_machine:
         config = _check_file(config, findings)
+        try:
+            check_parts(config, findings)
+        except Exception:
+            logger.warning("Parts of the config can't be tried out.", exc_info=True)
     with _what_is_wrong_already(findings):
         _check_sections(config, findings, on_this_machine)
     findings.raise_any()
@@ -100,7 +105,9 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
         )
     name = trainer if isinstance(trainer, str) else trainer.get("type", "gradient_descent")
     known = Trainer.list_available()
-    if name not in known and not (isinstance(name, str) and "." in name):
+    if isinstance(name, str) and "." in name and name not in known:
+        Trainer.resolve_class_name(name)  # raises
+    elif name not in known:
         raise ConfigurationError(
             f"'trainer.type' is {json.dumps(name)}, which is no registered Trainer: "
             f"{did_you_mean(str(name), known)}"
@@ -111,7 +118,8 @@ def _check_file(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
     """Returns what can be constructed of it, so that the checks that follow find the rest."""
     optimizer = config["trainer"].get("optimizer")
     known = config
-    if registered_name(optimizer) in REMOVED:
+    name = registered_name(optimizer)
+    if isinstance(name, str) and name in REMOVED:
         # What to write instead `check_optimizer` knows.
         known = {**config, "trainer": {**config["trainer"], "optimizer": None}}
     try:

@@ -72,6 +72,7 @@ def _remove(config: Dict[str, Any], keys: List[str]) -> None:
 
 
 def _problems(config: Dict[str, Any]) -> Problems:
+    walk.import_named_classes(config)
     yield from _of_seeds(config)
     yield from _of_archive(config)
     yield from _of_distributed(config.get("distributed"))

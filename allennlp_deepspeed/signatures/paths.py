@@ -2,6 +2,7 @@
 Files that a config names and that aren't there.
 """
 
+import json
 import os
 import re
 from typing import Any, Dict, Iterator, Tuple
@@ -38,8 +39,18 @@ def missing_files(config: Dict[str, Any]) -> Problems:
         ("validation_data_path", other_reader),
         ("test_data_path", other_reader),
     ):
-        if _reads_one_file(its_reader) and _is_missing(config.get(key)):
-            yield _missing(key, config[key])
+        path = config.get(key)
+        if path is None or not _reads_one_file(its_reader):
+            continue
+        if not isinstance(path, str) or not path:
+            yield Problem(key, f" is {json.dumps(path)}: must be the path of a file")
+        elif _is_missing(path):
+            yield _missing(key, path)
+    for key in ("dataset_reader", "validation_dataset_reader"):
+        reader = config.get(key)
+        number = reader.get("max_instances") if isinstance(reader, dict) else None
+        if isinstance(number, int) and number < 1 and _reads_one_file(reader):
+            yield Problem(f"{key}.max_instances", f" is {number}: must be at least 1")
     vocabulary = config.get("vocabulary")
     for path, value in _values({"vocabulary": vocabulary, "model": config.get("model")}, ""):
         section, _, key = path.rpartition(".")

@@ -136,6 +136,8 @@ _PARTS = (
 
 def _in_short(error: BaseException) -> str:
     text = error.message if isinstance(error, ConfigurationError) else str(error)
+    # Without the stack that an error of C++'s comes with.
+    text = text.partition("\nException raised from")[0]
     lines = [line for line in text.splitlines() if line.strip()]
     text = "\n".join(lines[:_MAX_LINES])[:_MAX_LENGTH]
     return text if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {text}"

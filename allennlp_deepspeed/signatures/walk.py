@@ -90,6 +90,20 @@ def problems(value: Any, annotation: Any, path: str, given: Given) -> Problems:
             yield from _of_item(item, type_, joined(path, index), given)
 
 
+def import_named_classes(value: Any) -> None:
+    """
+    Imports what a "type" names by its path, as AllenNLP does when it comes to it: a module may
+    register what another section names.
+    """
+    if isinstance(value, dict):
+        name = value.get("type")
+        if isinstance(name, str) and "." in name:
+            _imported(name, "")
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, (dict, list)):
+            import_named_classes(inner)
+
+
 def _of_item(value: Any, annotation: Any, path: str, given: Given) -> Problems:
     """Of a list or a dict, where AllenNLP takes no `None` for an object."""
     if value is None and kind(annotation) == "object":

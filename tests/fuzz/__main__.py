@@ -1,6 +1,7 @@
 """
-Changes recipes and pasted configurations at random, and writes what has become of them to `benchmarks/results/fuzz.md`,
-and all of it to `raw/fuzz.json` there. `--case 17` does one of them and says all of it.
+Changes recipes and pasted configurations at random, and writes what has become of them to
+`benchmarks/results/fuzz.md`, and all of it to `raw/fuzz.json` there. `--case 17` does one of them
+and says all of it.
 """
 
 import argparse
@@ -112,14 +113,14 @@ def main() -> None:
     seconds = time.monotonic() - started
     text = f"""# Configs changed at random
 
-{len(judged)} changes, drawn with seed {arguments.seed}, of {len(recipes.NAMES)} configs: the recipes, the tests' \
-and {len(recipes.PASTED)} DeepSpeed configurations as they are pasted. Each that the check lets pass is trained by two \
-workers with `allennlp train`.
+{len(judged)} changes, drawn with seed {arguments.seed}, of {len(recipes.NAMES)} configs: the \
+recipes, the tests' and {len(recipes.PASTED)} DeepSpeed configurations as they are pasted. Each \
+that the check lets pass is trained by two workers with `allennlp train`.
 
 {_table(judged)}
 
-`python -m tests.fuzz --cases {arguments.cases} --seed {arguments.seed}`, in {seconds / 60:.0f} minutes on \
-{platform.machine()} with Python {platform.python_version()}.
+`python -m tests.fuzz --cases {arguments.cases} --seed {arguments.seed}`, in {seconds / 60:.0f} \
+minutes on {platform.machine()} with Python {platform.python_version()}.
 """
     (_RESULTS / "fuzz.md").write_text(text)
     print(text)

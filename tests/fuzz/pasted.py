@@ -1,6 +1,7 @@
 """
-DeepSpeed configurations as they are pasted: the kinds that Hugging Face's Trainer, Lightning, Accelerate and
-DeepSpeed's own examples come with. Written anew; each trains beside the classifier of the fixtures.
+DeepSpeed configurations as they are pasted: the kinds that Hugging Face's Trainer, Lightning,
+Accelerate and DeepSpeed's own examples come with. Each trains beside the classifier of the
+fixtures.
 """
 
 from typing import Any, Dict
@@ -119,7 +120,10 @@ PASTED: Dict[str, Dict[str, Any]] = {
     },
     "lightning, with its optimizer": {
         "optimizer": {"type": "Adam", "params": {"lr": 0.005, "weight_decay": 0}},
-        "scheduler": {"type": "StepLR", "params": {"step_size": 4, "gamma": 0.5}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": 100, "warmup_num_steps": 4},
+        },
         "zero_optimization": {"stage": 2},
     },
     "deepspeed, getting started": {

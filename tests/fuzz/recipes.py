@@ -1,6 +1,6 @@
 """
-The configs that are changed, made small: every recipe of `training_configs/`, the fixtures, and the classifier of the
-fixtures with each of the pasted DeepSpeed configurations.
+The configs that are changed, made small: every recipe of `training_configs/`, the fixtures, and the
+classifier of the fixtures with each of the pasted DeepSpeed configurations.
 """
 
 import functools

@@ -1,5 +1,6 @@
 """
-What becomes of a config: checked in a process forked from this one, and trained by the command if that lets it pass.
+What becomes of a config: checked in a process forked from this one, and trained by the command if
+that lets it pass.
 """
 
 import json
@@ -8,10 +9,12 @@ import re
 import time
 from pathlib import Path
 from typing import Any, Dict, NamedTuple, Optional
+from unittest import mock
 
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed.launch import config_check
 from allennlp_deepspeed.launch.config_check import check
 from tests.support.command import Run, allennlp
 
@@ -62,14 +65,19 @@ def checked(config: Dict[str, Any]) -> Optional[Outcome]:
 
 
 def _check(config: Dict[str, Any], writer: Any) -> None:
-    try:
-        check(Params(json.loads(json.dumps(config))))
-    except ConfigurationError as error:
-        writer.send(_judged(error.message))
-    except BaseException as error:
-        writer.send(Outcome(FAULT, f"the check fails: {type(error).__name__}: {error}"))
-    else:
-        writer.send(None)
+    # What the check says where it couldn't go on.
+    with mock.patch.object(config_check, "logger") as logger:
+        try:
+            check(Params(json.loads(json.dumps(config))))
+        except ConfigurationError as error:
+            outcome: Optional[Outcome] = _judged(error.message)
+        except BaseException as error:
+            outcome = Outcome(FAULT, f"the check fails: {type(error).__name__}: {error}")
+        else:
+            outcome = None
+        if logger.warning.called:
+            outcome = Outcome(FAULT, f"the check has warned: {logger.warning.call_args}")
+    writer.send(outcome)
     writer.close()
 
 
@@ -111,5 +119,5 @@ def _of_run(run: Run, out: Path, seconds: float) -> Outcome:
         if "nan loss encountered" in run.output:
             return Outcome(TRAINED, "until the loss was NaN")
         return Outcome(FAULT, output[-2500:])
-    has_read = "Reading training data" in run.output
+    has_read = "loading instances" in run.output
     return Outcome(CONSTRUCTION if has_read else REFUSED, output[-1200:])

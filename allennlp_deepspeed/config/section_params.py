@@ -1,0 +1,105 @@
+"""
+What `params` of the sections "optimizer" and "scheduler" can be, of which DeepSpeed's schema says
+nothing: they are the arguments of a class.
+"""
+
+import inspect
+import warnings
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.runtime import lr_schedules
+
+from allennlp_deepspeed.config.schema import did_you_mean
+
+_AUTO = "auto"
+
+# Beside the arguments of its classes, what DeepSpeed's engine takes out itself.
+_OF_ENGINE = ("torch_adam", "adam_w_mode", "adamw_mode", "fp32_optimizer_states", "foreach")
+
+_CLASSES: Dict[str, List[Callable]] = {
+    "adam": [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW],
+    "adamw": [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW],
+    "lion": [FusedLion, DeepSpeedCPULion],
+    "lamb": [FusedLamb],
+    "adagrad": [torch.optim.Adagrad],
+}
+
+_NUMBERS = ("lr", "eps", "weight_decay", "momentum", "max_coeff", "min_coeff", "lr_decay")
+
+
+def optimizer_problems(name: str, params: Dict[str, Any]) -> Iterator[str]:
+    """
+    # Parameters
+
+    name : `str`, required.
+        The section's "type", one that there is.
+    params : `Dict[str, Any]`, required.
+
+    # Returns
+
+    `Iterator[str]`
+        A line for each of the params that the optimizer can't have, which starts with its name.
+    """
+    params = {key: value for key, value in params.items() if value != _AUTO}
+    known = _known_of(name)
+    for key, value in params.items():
+        if known is not None and key not in known:
+            yield f"{key} is no parameter of {name}: {did_you_mean(key, sorted(known))}"
+        elif key in _NUMBERS and not _is_number(value):
+            yield f"{key} is {value!r}: must be a number{_unquoted(value)}"
+        elif key == "betas" and not (
+            isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+        ):
+            yield f"betas is {value!r}: must be two numbers, such as [0.9, 0.999]"
+
+
+def _known_of(name: str) -> Optional[List[str]]:
+    """`None` if it isn't known."""
+    classes = _CLASSES.get(name.lower(), [])
+    if not classes and hasattr(torch.optim, name):
+        classes = [getattr(torch.optim, name)]
+    if not classes:
+        return None
+    names = [key for each in classes for key in inspect.signature(each).parameters]
+    return [key for key in {*names, *_OF_ENGINE} if key not in ("params", "model_params")]
+
+
+def scheduler_problem(name: str, params: Dict[str, Any]) -> Optional[str]:
+    """
+    # Parameters
+
+    name : `str`, required.
+        The section's "type", one that there is.
+    params : `Dict[str, Any]`, required.
+        With nothing left to fill in.
+
+    # Returns
+
+    `Optional[str]`
+        What the schedule itself says of its params, if it can't be constructed of them.
+    """
+    scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scheduler(optimizer, **params).step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _unquoted(value: Any) -> str:
+    try:
+        return f", {float(value)} without quotes" if isinstance(value, str) else ""
+    except ValueError:
+        return ""
