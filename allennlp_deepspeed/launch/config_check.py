@@ -116,16 +116,18 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
 
 def _check_file(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
     """Returns what can be constructed of it, so that the checks that follow find the rest."""
-    optimizer = config["trainer"].get("optimizer")
-    known = config
-    name = registered_name(optimizer)
-    if isinstance(name, str) and name in REMOVED:
-        # What to write instead `check_optimizer` knows.
-        known = {**config, "trainer": {**config["trainer"], "optimizer": None}}
+    trainer = config["trainer"]
+    explained = {}
+    # What to write instead of these, the checks that follow know.
+    optimizer = registered_name(trainer.get("optimizer"))
+    if isinstance(optimizer, str) and optimizer in REMOVED:
+        explained["optimizer"] = trainer["optimizer"]
+    if not _is_own_checkpointer(trainer.get("checkpointer")):
+        explained["checkpointer"] = trainer["checkpointer"]
+    others = {key: value for key, value in trainer.items() if key not in explained}
     try:
-        sound = config_file.check(known, findings)
-        if known is not config:
-            sound["trainer"]["optimizer"] = optimizer
+        sound = config_file.check({**config, "trainer": others}, findings)
+        sound["trainer"].update(explained)
         return sound
     except Exception:
         # A config must not be refused for what isn't known of the classes in it.
@@ -239,9 +241,16 @@ def _check_keys(trainer: Dict[str, Any], findings: Findings) -> None:
     check_values("trainer", TrainerSettings.other_keys(), keys, findings)
 
 
+def _is_own_checkpointer(checkpointer: Any) -> bool:
+    """Whether there is nothing wrong with its type, if it is one of a name."""
+    name = registered_name(checkpointer)
+    is_name = isinstance(name, str) and "." not in name
+    return not is_name or name in (DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available())
+
+
 def _check_checkpointer(checkpointer: Any, findings: Findings) -> None:
     name = registered_name(checkpointer)
-    if name not in (None, DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available()):
+    if not _is_own_checkpointer(checkpointer):
         findings.add(
             f"'trainer.checkpointer.type' is '{name}', but the 'deepspeed' trainer needs a "
             'DeepSpeedCheckpointer: write "deepspeed", or leave out the type.'

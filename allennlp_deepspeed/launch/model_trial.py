@@ -14,6 +14,7 @@ from allennlp.data import Vocabulary
 from allennlp.models import BasicClassifier, Model, SimpleTagger
 
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.schema import did_you_mean
 from allennlp_deepspeed.contrastive import BiEncoder, ContrastiveModel
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.meta_model import construct_on_meta_device
@@ -118,12 +119,35 @@ def _check_indexers(config: Dict[str, Any], findings: Findings) -> None:
         return
     if embedder.get("type", "basic") != "basic" or "empty" in json.dumps(embedders):
         return
+    _check_vocabulary(config, findings)
     if embedders.keys() != indexers.keys():
         findings.add(
             "'model.text_field_embedder.token_embedders' has "
             f"{_listed(embedders)}, but 'dataset_reader.token_indexers' has {_listed(indexers)}"
             f"{'' if 'token_indexers' in reader else ' if it says nothing'}: give both the same"
         )
+
+
+def _check_vocabulary(config: Dict[str, Any], findings: Findings) -> None:
+    """Namespaces that there will be none of, which AllenNLP refuses when it has read the data."""
+    vocabulary, reader = config.get("vocabulary"), config["dataset_reader"]
+    if not isinstance(vocabulary, dict) or vocabulary.get("type", "from_instances") != (
+        "from_instances"
+    ):
+        return
+    indexers = list((reader.get("token_indexers") or {"tokens": "single_id"}).values())
+    # Those of one word each, into the namespace of its default.
+    if all(indexer in ("single_id", {"type": "single_id"}) for indexer in indexers):
+        known = ["tokens", "labels"]
+        for name in vocabulary.get("min_count") or {}:
+            if name not in known:
+                findings.add(
+                    f"'vocabulary.min_count.{name}' is for words of a namespace that no token "
+                    f"indexer has: {did_you_mean(name, known)}"
+                )
+    size = vocabulary.get("max_vocab_size")
+    if isinstance(size, int) and size < 0:
+        findings.add(f"'vocabulary.max_vocab_size' is {size}: must be at least 1, or null")
 
 
 def _listed(names: Any) -> str:

@@ -59,7 +59,10 @@ def test_what_is_no_config_is_told_in_a_line(tmp_path: Path, text: str, line: st
 def test_what_only_construction_shows_names_its_section(
     tmp_path: Path, workers: Dict[str, Any]
 ) -> None:
-    changes = {"model.seq2vec_encoder.ngram_filter_sizes": [0, -1]}
+    # It needs a matrix.
+    changes = {"model.initializer": {"regexes": [["_classification_layer.bias", "xavier_uniform"]]}}
     run = train(config(workers, changes), tmp_path)
-    assert_ends_with(run, "'model.seq2vec_encoder': RuntimeError: ", "(The traceback is in ")
+    assert_ends_with(
+        run, "'model': ValueError: Fan in and fan out can not", "(The traceback is in "
+    )
     assert "Traceback" in (tmp_path / "out" / "out.log").read_text()

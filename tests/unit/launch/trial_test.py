@@ -95,6 +95,12 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
             "'dataset_reader.token_indexers' has \"words\": give both the same",
         ),
         (
+            {"vocabulary": {"min_count": {"tokeens": 2}}},
+            "'vocabulary.min_count.tokeens' is for words of a namespace that no token indexer has: "
+            'did you mean "tokens"?',
+        ),
+        ({"vocabulary": {"max_vocab_size": -1}}, "'vocabulary.max_vocab_size' is -1: must be"),
+        (
             of_deepspeed(optimizer={"type": "AdamW", "params": {"lr": "0.1"}}),
             "deepspeed_config.optimizer.params.lr is '0.1': must be a number, 0.1 without quotes",
         ),
