@@ -146,7 +146,8 @@ def _check_vocabulary(config: Dict[str, Any], findings: Findings) -> None:
                     f"indexer has: {did_you_mean(name, known)}"
                 )
     size = vocabulary.get("max_vocab_size")
-    if isinstance(size, int) and size < 0:
+    has_labels = reader["type"] != "text_pairs" and not reader.get("skip_label_indexing")
+    if has_labels and isinstance(size, int) and size < 0:
         findings.add(f"'vocabulary.max_vocab_size' is {size}: must be at least 1, or null")
 
 
