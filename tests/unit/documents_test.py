@@ -10,14 +10,7 @@ import yaml
 
 from allennlp_deepspeed.commands import DeepSpeed
 from tests.support.command import REPOSITORY
-
-PAGES = [
-    *(
-        REPOSITORY / name
-        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/NOTES.md")
-    ),
-    *sorted((REPOSITORY / "docs").glob("*.md")),
-]
+from tests.support.documents import PAGES
 
 # From where paths are written.
 FOLDERS = [

@@ -1,0 +1,236 @@
+"""
+The blocks of code in the documents: configs are checked as `allennlp train` does, commands are
+parsed as their programs do, and what can't be has the reason above it, as a comment.
+
+`tests/end_to_end/recipes_test.py` and `language_recipes_test.py` run commands of the pages.
+"""
+
+import argparse
+import ast
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+from allennlp import commands as allennlp_commands
+from allennlp.common import Params
+from allennlp.training import GradientDescentTrainer
+from packaging.requirements import Requirement
+
+from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS
+from allennlp_deepspeed.launch.config_check import check
+from tests.support.command import REPOSITORY
+from tests.support.documents import Block, after, blocks, commands, config_in
+from tests.support.experiment import FIXTURES
+
+BLOCKS = [block for block in blocks() if not block.reason]
+
+
+def each(*languages: str) -> Any:
+    return pytest.mark.parametrize(
+        "block", [block for block in BLOCKS if block.language in languages], ids=str
+    )
+
+
+def test_there_is_no_language_that_nothing_is_known_of() -> None:
+    known = {"console", "output", "jsonnet", "json", "diff", "python"}
+    assert {"console", "jsonnet", "python"} <= {block.language for block in BLOCKS} <= known
+
+
+def test_what_is_not_run_has_its_reason() -> None:
+    pages = (block.page.read_text() for block in blocks())
+    assert "<!-- not run: -->" not in "".join(pages)
+    assert all(len(block.reason.split()) > 2 for block in blocks() if block.reason)
+
+
+# configs
+
+# Where the keys of a part are that doesn't begin at the top.
+SECTIONS: Dict[str, List[str]] = {
+    "token_embedders": ["model", "text_field_embedder"],
+    "seq2seq_encoder": ["model"],
+}
+
+
+def merged(config: Any, changes: Any) -> Any:
+    """As a section is read that names only some keys, or another type."""
+    if not isinstance(config, dict) or not isinstance(changes, dict):
+        return changes
+    if changes.get("type", config.get("type")) != config.get("type"):
+        return changes
+    return {**config, **{key: merged(config.get(key), value) for key, value in changes.items()}}
+
+
+def base_of(text: str) -> Dict[str, Any]:
+    """The recipe of the same kind, for what a part of a config leaves out."""
+    if "causal_lm" in text:
+        recipe = "finetune_llm"
+    else:
+        recipe = "verse_retrieval" if "bi_encoder" in text else "verse_classifier"
+    path = REPOSITORY / "training_configs" / f"{recipe}.jsonnet"
+    return Params.from_file(path, ext_vars={"MODEL": "a-model"}).as_dict(quiet=True)
+
+
+def on_this_machine(config: Dict[str, Any]) -> Dict[str, Any]:
+    """With CPUs for GPUs, and data that are there."""
+    distributed = config.get("distributed") or {}
+    if "cuda_devices" in distributed:
+        distributed["cuda_devices"] = [-1] * len(distributed["cuda_devices"])
+    for key in config:
+        if key.endswith("_data_path"):
+            config[key] = str(FIXTURES / "data" / "classification_train.jsonl")
+    return config
+
+
+def whole(text: str) -> Dict[str, Any]:
+    """A config that has what the block says."""
+    config, changes = base_of(text), config_in(text)
+    for key, value in changes.items():
+        if key in SECTIONS:
+            path = SECTIONS[key]
+        elif key in TRAINER_KEYS and key not in config:
+            path = ["trainer"]
+        else:
+            path = []
+        for section in reversed([*path, key]):
+            value = {section: value}
+        (top, section), *_ = value.items()
+        config[top] = merged(config.get(top), section)
+    return on_this_machine(config)
+
+
+TRAINER_KEYS = {
+    *NEW_TRAINER_KEYS,
+    *GradientDescentTrainer.__init__.__annotations__,
+    "deepspeed_config",
+}
+
+
+@each("jsonnet", "json")
+def test_a_config_is_accepted(block: Block) -> None:
+    check(Params(whole(block.text)))
+
+
+@each("diff")
+def test_a_config_is_accepted_after_its_change(block: Block) -> None:
+    check(Params(whole(after(block.text))))
+
+
+def test_a_block_with_a_wrong_key_is_refused() -> None:
+    with pytest.raises(Exception, match="gradient_acumulation_steps"):
+        check(Params(whole('"trainer": {"gradient_acumulation_steps": 8, ...}')))
+
+
+# commands
+
+
+def parse(program: str, words: List[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the program wouldn't take these arguments."""
+    if program == "allennlp":
+        parse_allennlp(words, monkeypatch)
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        assert [word for word in words if "=" not in word and word not in targets] == []
+    elif program == "python":
+        parse_python(words, monkeypatch)
+    elif program == "pip":
+        assert words[0] == "install"
+        for word in words[1:]:
+            if word != "." and not word.startswith("-"):
+                Requirement(word.split(">")[0] if "://" in word else word)
+    elif program == "pytest":
+        for path in (word for word in words if word.endswith(".py")):
+            assert (REPOSITORY / path).is_file(), path
+    elif program in ("torchrun", "accelerate", "deepspeed", "srun", "mpirun"):
+        # What they start. Their own options `tests/end_to_end/launchers_test.py` runs.
+        parse_allennlp(words[words.index("allennlp") + 1 :], monkeypatch)
+    else:
+        assert program in ("source", "export", "echo", "pre-commit"), program
+
+
+def parse_python(words: List[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if words[0] == "-c":
+        ast.parse(words[1])
+    elif words[0] == "-m" and words[1] == "allennlp":
+        parse_allennlp(words[2:], monkeypatch)
+    elif words[0] == "-m":
+        path = REPOSITORY / words[1].replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), words[1]
+    else:
+        assert (REPOSITORY / words[0]).is_file(), words[0]
+
+
+def parse_allennlp(words: List[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["allennlp", *words])
+    # Which has been done, and takes seconds.
+    monkeypatch.setattr(allennlp_commands, "import_plugins", lambda: None)
+    _, arguments = allennlp_commands.parse_args("allennlp")
+    path = getattr(arguments, "param_path", None)
+    if path is not None and (REPOSITORY / path).is_file():
+        check_recipe(arguments)
+    elif path is not None:
+        assert path == "config.jsonnet", f"there is no {path}"
+
+
+def check_recipe(arguments: argparse.Namespace) -> None:
+    path = REPOSITORY / arguments.param_path
+    overrides = getattr(arguments, "overrides", "") or ""
+    params = Params.from_file(path, overrides, ext_vars={"MODEL": "a-model", "MINILM": "b"})
+    check(Params(on_this_machine(params.as_dict(quiet=True))))
+
+
+@each("console")
+def test_commands_are_taken(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    for program, *words in commands(block.text):
+        parse(Path(program).name, words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "allennlp train config.jsonnet",
+        "allennlp deepspeed exprot output",
+        "allennlp train training_configs/there_is_no_such_recipe.jsonnet -s out",
+        "make coffee",
+        "python demo/nothing.py",
+        "sudo reboot",
+    ],
+)
+def test_a_wrong_command_is_found(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block(REPOSITORY / "README.md", "console", text, "")
+    with pytest.raises((AssertionError, SystemExit)):
+        test_commands_are_taken(block, monkeypatch)
+
+
+# Python
+
+
+@each("python")
+def test_what_python_imports_is_there(block: Block) -> None:
+    tree = ast.parse(block.text)
+    imported: Dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                imported[name.asname or name.name] = importlib.import_module(name.name)
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                module = importlib.import_module(node.module or "")
+                imported[name.name] = getattr(module, name.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = imported.get(node.value.id)
+            assert owner is None or hasattr(owner, node.attr), ast.unparse(node)
+
+
+# what is printed
+
+
+@each("output")
+def test_json_that_is_shown_is_json(block: Block) -> None:
+    for line in block.text.splitlines():
+        if line.startswith("{") and line.endswith("}"):
+            json.loads(line)
