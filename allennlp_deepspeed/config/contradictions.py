@@ -63,9 +63,12 @@ def check_data_types(
         )
     parameters = said(config, "data_types.param_dtype")
     if parameters is not None and DtypeEnum(parameters) is not model:
+        wanted = DtypeEnum(parameters).name
+        # Where one is turned on already, another would be too many.
+        others = f', or turn on "{wanted}"' if precision == "fp32" and wanted != "int8" else ""
         findings.add(
             f'{ROOT}.data_types.param_dtype is "{parameters}", but the model trains in '
-            f'{model.name}: remove the key, or turn on "bf16" or "fp16"'
+            f"{model.name}: remove the key{others}"
         )
 
 

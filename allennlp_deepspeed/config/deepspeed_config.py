@@ -8,7 +8,7 @@ from overrides import overrides
 from allennlp_deepspeed.config import resolution as config_resolution
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.schema import did_you_mean
-from allennlp_deepspeed.config.schema_validation import ROOT, validate
+from allennlp_deepspeed.config.schema_validation import ROOT, validate, without_former_sections
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
 
 __all__ = ["DeepSpeedConfig", "ResolvedConfig", "TrainerSettings"]
@@ -53,6 +53,7 @@ class DeepSpeedConfig(Registrable):
         if "bfloat16" in self.config and "bf16" not in self.config:
             # DeepSpeed's old name for the section, in configurations pasted from older models
             self.config["bf16"] = self.config.pop("bfloat16")
+        self.config = without_former_sections(self.config)
         self._findings = Findings()
         self.config = validate(self.config, self._findings)
 

@@ -101,9 +101,10 @@ def _precision_of_amp(config: Dict[str, Any], settings: TrainerSettings) -> str:
     if needs_fp16 and is_enabled(config, "fp16") is not False:
         return "fp16"
     if is_enabled(config, "torch_autocast") is False:
+        instead = "bf16" if settings.bf16_supported else "fp16"
         raise ConfigurationError(
             f"use_amp is true, but {ROOT}.torch_autocast.enabled is false and no other precision "
-            'is turned on: remove one of the two, or write "bf16": {"enabled": true}'
+            f'is turned on: remove one of the two, or write "{instead}": {{"enabled": true}}'
         )
     return "torch_autocast"
 

@@ -109,8 +109,17 @@ def optimizer_types() -> List[str]:
     return [*ds_config.DEEPSPEED_OPTIMIZERS, *_classes(torch.optim, torch.optim.Optimizer)]
 
 
+# What DeepSpeed used to have, and what does the same without compressing what it communicates.
+_FORMER_OPTIMIZERS = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
+
+
 def _check_optimizer_type(name: str) -> str:
     known = optimizer_types()
+    if name.lower() in _FORMER_OPTIMIZERS:
+        raise ValueError(
+            "DeepSpeed no longer has optimizers that compress gradients; write "
+            f'"{_FORMER_OPTIMIZERS[name.lower()]}"'
+        )
     if name.lower() in ds_config.DEEPSPEED_OPTIMIZERS or name in known:
         return name
     raise ValueError(f"must be an optimizer of DeepSpeed's or torch's; {did_you_mean(name, known)}")

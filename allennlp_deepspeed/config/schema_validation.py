@@ -4,17 +4,20 @@ key, what it holds, what is wrong and what to write. Keys of the trainer and the
 checked by `own_keys`.
 """
 
+import inspect
 import json
 import re
 from copy import deepcopy
 from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, Union, get_args
 
+from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from deepspeed.runtime import config as ds_config
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.config.schema import (
     Schema,
     did_you_mean,
@@ -33,6 +36,8 @@ _Error = Tuple[List[str], str]
 # Keys that pasted configurations still hold under an earlier name, too far from today's for
 # `did_you_mean`, and that DeepSpeed ignores in silence.
 RENAMED = {"aio.thread_count": "intra_op_parallelism"}
+
+_KEYS_OF_TRAINER = {*TRAINER_KEYS, *inspect.signature(GradientDescentTrainer.__init__).parameters}
 
 # What there is here in the place of what DeepSpeed has dropped.
 _INSTEAD = {"sparse_attention": ' Write its keys into the "attention" of an encoder instead.'}
@@ -271,6 +276,8 @@ def _explain_unknown(path: str, keys: List[str]) -> str:
     places = _places(keys)
     if places:
         return f"{path} is unknown here: it belongs to {' or '.join(_json(key) for key in places)}"
+    if len(keys) == 1 and name in _KEYS_OF_TRAINER:
+        return f'{path} is unknown here: it is a key of the trainer, beside "{ROOT}"'
     if ".".join(keys) in RENAMED:
         return f'{path} is unknown: it is "{RENAMED[".".join(keys)]}" today'
     return f"{path} is unknown: {did_you_mean(name, known)}"
@@ -284,8 +291,23 @@ def _meant(keys: List[str]) -> Optional[List[str]]:
     places = _places(keys)
     if places:
         return [places[0], name]
+    if len(keys) == 1 and name in _KEYS_OF_TRAINER:
+        return None
     renamed = RENAMED.get(".".join(keys)) or nearest(name, known)
     return [*keys[:-1], renamed] if renamed else None
+
+
+def without_former_sections(config: Dict[str, Any]) -> Dict[str, Any]:
+    """
+    Without those that DeepSpeed no longer has, and refuses also where they are turned off, as they
+    are in many pasted configurations.
+    """
+    removed = ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS
+
+    def is_off(value: Any) -> bool:
+        return value is False or (isinstance(value, dict) and value.get("enabled") is False)
+
+    return {k: v for k, v in config.items() if k not in removed or not is_off(v)}
 
 
 def _removed(keys: List[str]) -> Dict[str, str]:

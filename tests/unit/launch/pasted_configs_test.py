@@ -220,7 +220,6 @@ CONFIGS: Dict[str, Tuple[Config, Dict[str, List[Tuple[str, Any]]]]] = {
             "deepspeed_config.zero_optimization.stage3_max_live_params is unknown": [
                 ("zero_optimization.stage3_max_live_params", None)
             ],
-            "deepspeed_config.amp": [("amp", None)],
             "deepspeed_config.train_batch_size is 16": [("train_batch_size", 12)],
         },
     ),

@@ -1,0 +1,54 @@
+"""What a message says to write is right."""
+
+from typing import Any, Dict, List
+
+import pytest
+
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.config.findings import Findings
+
+
+def lines(config: Dict[str, Any], **settings: Any) -> List[str]:
+    findings = Findings()
+    DeepSpeedConfig.of(config).resolve_collecting(TrainerSettings(**settings), findings)
+    return findings.lines
+
+
+@pytest.mark.parametrize(
+    "name, instead", [("OneBitAdam", "Adam"), ("ZeroOneAdam", "Adam"), ("OneBitLamb", "Lamb")]
+)
+def test_a_former_optimizer_has_the_one_that_does_the_same(name: str, instead: str) -> None:
+    said = lines({"optimizer": {"type": name, "params": {"lr": 0.1}}})
+    assert said[0].endswith(f'no longer has optimizers that compress gradients; write "{instead}"')
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"amp": {"enabled": False, "opt_level": "O1"}}, {"eigenvalue": {"enabled": False}}],
+    ids=str,
+)
+def test_a_former_section_that_is_turned_off_is_left_out(section: Dict[str, Any]) -> None:
+    (key,) = section
+    assert lines(section) == []
+    (said,) = lines({key: {**section[key], "enabled": True}})
+    assert said.startswith(f"deepspeed_config.{key}: ")
+
+
+@pytest.mark.parametrize("key", ["num_epochs", "patience", "use_amp", "activation_tiling"])
+def test_a_key_of_the_trainer_is_sent_there(key: str) -> None:
+    (said,) = lines({key: 3})
+    is_sent = said.endswith(
+        'is unknown here: it is a key of the trainer, beside "deepspeed_config"'
+    )
+    assert is_sent == (key != "activation_tiling")
+
+
+def test_advice_about_a_precision_makes_no_next_conflict() -> None:
+    types = {"data_types": {"param_dtype": "fp16"}}
+    (said,) = lines({**types, "bf16": {"enabled": True}})
+    assert said.endswith("the model trains in bf16: remove the key")
+    (said,) = lines(types)
+    assert said.endswith('remove the key, or turn on "fp16"')
+    off = {"torch_autocast": {"enabled": False}, "fp16": {"enabled": False}}
+    (said,) = lines(off, use_amp=True, bf16_supported=False)
+    assert said.endswith('write "fp16": {"enabled": true}')
