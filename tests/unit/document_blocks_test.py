@@ -71,7 +71,15 @@ def base_of(text: str) -> Dict[str, Any]:
     else:
         recipe = "verse_retrieval" if "bi_encoder" in text else "verse_classifier"
     path = REPOSITORY / "training_configs" / f"{recipe}.jsonnet"
-    return Params.from_file(path, ext_vars={"MODEL": "a-model"}).as_dict(quiet=True)
+    config = Params.from_file(path, ext_vars={"MODEL": "a-model"}).as_dict(quiet=True)
+    if "transformer_model" in text:
+        embedder = {"type": "pretrained_transformer", "model_name": "a-model"}
+        config["model"]["text_field_embedder"]["token_embedders"]["tokens"] = embedder
+    if "seq2seq_encoder" in text:
+        config["model"]["seq2vec_encoder"]["embedding_dim"] = 16
+        embedder = config["model"]["text_field_embedder"]["token_embedders"]["tokens"]
+        embedder["embedding_dim"] = 16
+    return config
 
 
 def on_this_machine(config: Dict[str, Any]) -> Dict[str, Any]:
