@@ -48,7 +48,11 @@ def first_and_last_lines(arguments: Dict[str, Any], shows: bool) -> Iterator[Non
         yield
     except (KeyboardInterrupt, SigTermReceived) as error:
         if consoles.current() is not None:
-            _leave_without_traceback(error, _how_to_continue(directory, config))
+            try:
+                _leave_without_traceback(error, _how_to_continue(directory, config))
+            except Exception:
+                # Whoever has ended the training is to get that end.
+                logger.debug("How to continue isn't known.", exc_info=True)
         raise
     if shows and not arguments.get("dry_run"):
         announce(logger, "%s", "\n".join(_what_next(directory, config, arguments)))

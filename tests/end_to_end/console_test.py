@@ -11,14 +11,21 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple
+from typing import Any, List, NamedTuple
 
 import allennlp.__main__ as allennlp_command
 import pytest
 
 from allennlp_deepspeed.reports import metrics_file
 from tests.support.command import Command, Run, allennlp, wait_for_all
-from tests.support.experiment import INCLUDED, TWO_WORKERS, Config, deepspeed, load_config
+from tests.support.experiment import (
+    INCLUDED,
+    ONE_PROCESS,
+    TWO_WORKERS,
+    Config,
+    deepspeed,
+    load_config,
+)
 
 # Other tests have it say what AllenNLP logs.
 BY_DEFAULT = {"ALLENNLP_LOG_LEVEL": ""}
@@ -38,8 +45,8 @@ class Trained(NamedTuple):
         )
 
 
-def write_config(path: Path, *changes: Config) -> Path:
-    config = deepspeed(load_config("classifier", TWO_WORKERS, *changes), stage=2)
+def write_config(path: Path, *changes: Config, workers: Config = TWO_WORKERS) -> Path:
+    config = deepspeed(load_config("classifier", workers, *changes), stage=2)
     path.write_text(json.dumps(config))
     return path
 
@@ -208,37 +215,59 @@ class Terminal:
         return run
 
 
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dict[str, Any]]:
+class Interrupted(NamedTuple):
+    config: Path
+    directory: Path
+    run: Run
+    printed: str
+
+    @property
+    def last_line(self) -> str:
+        return re.sub(r"\x1b\[[\d;]*[mK]", "", self.printed).strip().splitlines()[-1]
+
+
+def interrupt(root: Path, workers: Config) -> Interrupted:
     """A training on a terminal that ends by Ctrl-C in its second epoch or after."""
-    root = tmp_path_factory.mktemp("terminal")
-    config = write_config(root / "config.json", {"trainer.num_epochs": 500})
+    config = write_config(root / "config.json", {"trainer.num_epochs": 500}, workers=workers)
     terminal = Terminal(*arguments(config, root / "out"))
     terminal.wait_until_it_prints("Saved checkpoint_e1_b0")
     terminal.press_ctrl_c()
     run = terminal.end()
     assert not run.processes and not run.timed_out
-    yield {"run": run, "printed": terminal.printed, "directory": root / "out", "config": config}
+    return Interrupted(config, root / "out", run, terminal.printed)
 
 
-def test_on_a_terminal_there_is_a_bar(interrupted: Dict[str, Any]) -> None:
-    drawings = interrupted["printed"].split("\r\x1b[2K")
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    return interrupt(tmp_path_factory.mktemp("terminal"), TWO_WORKERS)
+
+
+def test_on_a_terminal_there_is_a_bar(interrupted: Interrupted) -> None:
+    drawings = interrupted.printed.split("\r\x1b[2K")
     bars = [re.sub(r"\x1b\[[\d;]*m", "", d).split("\r\n")[-1] for d in drawings if "━" in d]
     assert any(bar.startswith("Epoch 0/499") for bar in bars), drawings
     # It never takes a second line.
     assert max(map(len, bars)) < 100
     # No cursor is moved up, which two processes couldn't agree on.
-    assert not re.search(r"\x1b\[\d*A", interrupted["printed"])
+    assert not re.search(r"\x1b\[\d*A", interrupted.printed)
 
 
 def test_ctrl_c_ends_without_a_traceback_and_says_how_to_continue(
-    interrupted: Dict[str, Any],
+    interrupted: Interrupted,
 ) -> None:
-    run, printed = interrupted["run"], interrupted["printed"]
-    assert run.returncode == 128 + signal.SIGINT
-    assert "Traceback" not in printed and "KeyboardInterrupt" not in printed, printed
-    assert "SIGINT received: training ends " in printed
-    last = re.sub(r"\x1b\[[\d;]*[mK]", "", printed).strip().splitlines()[-1]
-    assert re.match(r"\r?The newest checkpoint is checkpoint_e\d+_b0\. To continue", last), last
-    directory, config = interrupted["directory"], interrupted["config"]
-    assert f"allennlp train {config} -s {directory} " in last and last.endswith("--recover")
+    assert_ends_with_how_to_continue(interrupted)
+    assert "SIGINT received: training ends " in interrupted.printed
+
+
+def test_ctrl_c_in_one_process_ends_so_too(tmp_path: Path) -> None:
+    assert_ends_with_how_to_continue(interrupt(tmp_path, ONE_PROCESS))
+
+
+def assert_ends_with_how_to_continue(interrupted: Interrupted) -> None:
+    printed, last = interrupted.printed, interrupted.last_line
+    assert interrupted.run.returncode == 128 + signal.SIGINT
+    for text in ("Traceback", "KeyboardInterrupt", "KeyError"):
+        assert text not in printed, printed
+    assert re.match(r"\r?The newest checkpoint is checkpoint_e\d+_b\d+\. To continue", last), last
+    command = f"allennlp train {interrupted.config} -s {interrupted.directory} "
+    assert command in last and last.endswith("--recover")

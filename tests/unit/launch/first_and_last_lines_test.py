@@ -12,6 +12,7 @@ from allennlp.common.util import SigTermReceived
 from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
 from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed.reports.console import Console, ConsoleSettings
+from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +92,25 @@ def test_an_interrupted_training_says_how_to_continue(
         f"The newest checkpoint is checkpoint_e1_b4. To continue from it: {how}\n",
         "",
     )
+
+
+def test_what_cannot_be_said_leaves_the_end_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_error = sys.excepthook
+    (tmp_path / "checkpoint_e1_b4").mkdir()
+
+    def find(*args: Any) -> Any:
+        raise PermissionError("The disk is gone.")
+
+    monkeypatch.setattr(CheckpointDirectory, "find", find)
+    with (
+        pytest.raises(KeyboardInterrupt) as raised,
+        first_and_last_lines(arguments(tmp_path), shows=True),
+    ):
+        raise KeyboardInterrupt
+    assert raised.value.__context__ is None
+    assert sys.excepthook is print_error
 
 
 def test_other_errors_are_printed_as_ever(
