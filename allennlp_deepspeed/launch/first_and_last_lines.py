@@ -6,6 +6,7 @@ import logging
 import os
 import shlex
 import sys
+import weakref
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Dict, Iterator, List, Optional, Type
@@ -19,6 +20,8 @@ from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 logger = logging.getLogger(__name__)
 
 _FORCE = ("-f", "--force")
+
+_LAST_WORDS = "_allennlp_deepspeed_last_words"
 
 
 @contextmanager
@@ -89,19 +92,36 @@ def _how_to_continue(directory: str, config: Dict[str, Any]) -> str:
     return f"The newest checkpoint is {name}. To continue from it: {how}"
 
 
+class _LastWords:
+    """What is printed in the place of an error's traceback. An attribute of the error."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
 def _leave_without_traceback(error: BaseException, message: str) -> None:
     """If nobody handles the error, Python says no more than the message."""
     print_error = sys.excepthook
 
+    # It must not have the error, which has the frames of the training, and so the model.
     def print_message(
         error_type: Type[BaseException],
         value: BaseException,
         traceback: Optional[TracebackType],
     ) -> None:
-        if value is error:
-            sys.stdout.write(f"{message}\n")
+        words = getattr(value, _LAST_WORDS, None)
+        if words is not None:
+            sys.stdout.write(f"{words.message}\n")
             sys.stdout.flush()
         else:
             print_error(error_type, value, traceback)
 
+    def put_back() -> None:
+        if sys.excepthook is print_message:
+            sys.excepthook = print_error
+
+    words = _LastWords(message)
+    setattr(error, _LAST_WORDS, words)
     sys.excepthook = print_message
+    # Somebody has handled the error. At Python's end it is printed first.
+    weakref.finalize(words, put_back).atexit = False

@@ -1,11 +1,14 @@
 """What is said after a training: what could be next, or how to continue."""
 
+import gc
 import logging
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+import torch
 from allennlp.common import Params
 from allennlp.common.util import SigTermReceived
 
@@ -119,10 +122,30 @@ def test_other_errors_are_printed_as_ever(
     printed: List[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: printed.append(args))
     with (
-        pytest.raises(KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt) as raised,
         first_and_last_lines(arguments(tmp_path), shows=True),
     ):
         raise KeyboardInterrupt
     error = ValueError("of something else")
     sys.excepthook(ValueError, error, None)
     assert printed == [(ValueError, error, None)] and not capsys.readouterr().out
+    assert raised.type is KeyboardInterrupt
+
+
+def test_who_handles_the_interrupt_has_the_hook_back_and_the_model_gone(tmp_path: Path) -> None:
+    print_error = sys.excepthook
+    models = []
+
+    def train() -> None:
+        model = torch.nn.Linear(2, 2)
+        models.append(weakref.ref(model))
+        raise KeyboardInterrupt
+
+    try:
+        with first_and_last_lines(arguments(tmp_path), shows=True):
+            train()
+    except KeyboardInterrupt:
+        assert sys.excepthook is not print_error
+    gc.collect()
+    assert models[0]() is None
+    assert sys.excepthook is print_error
