@@ -103,7 +103,8 @@ def _merge_over_workers(
             measure(self, *args, **kwargs)
             return
         before = state_of(self)
-        self.reset()
+        # Not what a subclass counts besides.
+        metric_class.reset(self)
         measure(self, *args, **kwargs)
         own = state_of(self)
         device = _device_of(own.values())

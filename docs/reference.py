@@ -36,7 +36,7 @@ With `"type": "deepspeed"`. These are new, or mean more than in AllenNLP; every 
 [trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/) means the same.
 Where it says "yes", or names keys in it, the value may be another with `--recover`; that goes for
 `distributed`, `trainer.cuda_device`, `trainer.num_epochs` and the batch size of a data loader, too.
-A schedule that is computed from the number of epochs goes on as it was.
+A schedule that is computed from the number of epochs goes on as one of the new number.
 """
 
 _CHECKPOINTER = """

@@ -1,6 +1,9 @@
 import argparse
+import sys
 from contextlib import suppress
 from pathlib import Path
+
+from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.report_page import watch
 from allennlp_deepspeed.report_page.page import page
@@ -42,6 +45,12 @@ class Report:
         return subparser
 
     def run(self, args: argparse.Namespace) -> None:
+        try:
+            self._run(args)
+        except ConfigurationError as error:
+            sys.exit(error.message)
+
+    def _run(self, args: argparse.Namespace) -> None:
         directories = args.serialization_dirs
         if not args.watch:
             html = page(directories)

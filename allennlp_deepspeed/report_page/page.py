@@ -84,7 +84,7 @@ def _summary(run: Run) -> Dict[str, str]:
     num_epochs = environment.get("num_epochs")
     summary = {
         "state": run.state,
-        "steps": str(last.values["step"]),
+        "steps": str(run.num_steps),
         "epochs": str(len(run.of_kind("epoch"))) + (f" of {num_epochs}" if num_epochs else ""),
         "hours": f"{last.hours:.2f}",
         "recoveries": str(len(run.of_kind("recover"))),

@@ -102,6 +102,11 @@ class Run:
         return epochs[-1].values.get("metrics") or {} if epochs else {}
 
     @property
+    def num_steps(self) -> int:
+        """That have been completed, also where a checkpoint of before was the last to be told."""
+        return max(line.values["step"] for line in self.lines)
+
+    @property
     def state(self) -> str:
         """In a word."""
         if (self.directory / "model.tar.gz").exists():

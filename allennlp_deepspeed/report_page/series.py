@@ -117,7 +117,11 @@ def _of_epochs(runs: List[Run], name: str) -> List[Curve]:
 
 
 def _of_metrics(key: str, values: Dict[str, Any]) -> Optional[float]:
-    return values["metrics"].get(key)
+    return _metrics(values).get(key)
+
+
+def _metrics(values: Dict[str, Any]) -> Dict[str, Any]:
+    return values.get("metrics") or {}
 
 
 def _curve(
@@ -139,7 +143,7 @@ def _curve(
 def _metric_names(run: Run) -> List[str]:
     names: Dict[str, None] = {}
     for line in run.of_kind("epoch"):
-        for key, value in line.values["metrics"].items():
+        for key, value in _metrics(line.values).items():
             kind, _, name = key.partition("_")
             is_of_model = not any(part in key for part in _NOT_OF_A_MODEL)
             if kind in ("training", "validation") and is_of_model and _is_number(value):
@@ -165,4 +169,9 @@ def _scaled(value: Optional[float], unit: int) -> Optional[float]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is no float
+        return False

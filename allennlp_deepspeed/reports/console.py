@@ -4,6 +4,7 @@ What is shown of a training on a terminal, or as plain lines where there is none
 
 import io
 import logging
+import os
 import re
 import shutil
 import sys
@@ -61,6 +62,7 @@ class Console:
 
     def __init__(self, settings: ConsoleSettings) -> None:
         self.settings = settings
+        self._process = os.getpid()
         self._lock = threading.RLock()
         self._drawn = ""
 
@@ -74,7 +76,7 @@ class Console:
             Whether it is for the standard error.
         """
         text = self._render(renderable, soft_wrap=isinstance(renderable, (str, Text)))
-        with self._lock:
+        with self._own_lock():
             if self.settings.is_terminal:
                 text = f"{_ERASE_LINE}{text}{self._drawn}"
             _write(sys.stderr if is_error else sys.stdout, text)
@@ -84,10 +86,17 @@ class Console:
         if not self.settings.is_terminal:
             return
         line = self._render(renderable, no_wrap=True, overflow="ellipsis").split("\n")[0]
-        with self._lock:
+        with self._own_lock():
             if line or self._drawn:
                 self._drawn = line
                 _write(sys.stdout, _ERASE_LINE + line)
+
+    def _own_lock(self) -> Any:
+        """Of this process: where it was forked, another thread of its parent may have it."""
+        if os.getpid() != self._process:
+            self._process = os.getpid()
+            self._lock = threading.RLock()
+        return self._lock
 
     def _render(self, renderable: Any, **options: Any) -> str:
         width = _PLAIN_WIDTH

@@ -26,7 +26,8 @@ class MetricsFile:
     """
     Writes a JSON object a line. A line is whole or it isn't there, but for one that a full disk or
     a crash has cut, which is the last. For one process, which may have several threads; nothing in
-    it waits for a device or another process.
+    it waits for a device or another process. What is forked from it, such as a data loader's
+    worker, has it too and writes nothing.
 
     # Parameters
 
@@ -35,6 +36,7 @@ class MetricsFile:
 
     def __init__(self, serialization_dir: str) -> None:
         self.path = os.path.join(serialization_dir, FILE_NAME)
+        self._process = os.getpid()
         self._lock = threading.RLock()
         self._buffer = b""
         self._flush_time = -math.inf
@@ -81,6 +83,8 @@ class MetricsFile:
         values : `Any`
             Those that are `None` are left out.
         """
+        if os.getpid() != self._process:
+            return
         line = {"kind": kind, "time": round(time.time(), 3), "step": step, "epoch": epoch}
         line.update({name: value for name, value in values.items() if value is not None})
         text = _to_json(line) + "\n"
@@ -91,6 +95,8 @@ class MetricsFile:
 
     def flush(self) -> None:
         """Writes the lines that are in memory. What can't be written is kept for the next time."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._flush_time = time.monotonic()
             if not self._buffer:

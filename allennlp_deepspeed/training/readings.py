@@ -2,6 +2,7 @@ import logging
 import weakref
 from typing import Any, Callable, Dict, Optional, Sequence
 
+import torch
 from allennlp.common import Tqdm
 from allennlp.common import logging as common_logging
 from allennlp.common import util as common_util
@@ -10,6 +11,8 @@ from allennlp.models.model import Model
 from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
+from allennlp_deepspeed.language_modeling import TokenLossModel
+from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.reports.reading import Reading, num_instances
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training.batch_metrics import BatchMetrics
@@ -121,21 +124,24 @@ class Readings:
 
     def show(self, seconds_per_step: float) -> None:
         """
-        Brings the progress bar up to date, and reports. Waits for the device.
+        Brings the progress bar up to date, and reports. Waits for the device. To be called by every
+        rank.
 
         # Parameters
 
         seconds_per_step : `float`, required.
             On the slowest rank.
         """
-        metrics = self._metrics_so_far(self._model)
+        metrics, loss = self._metrics_so_far(self._model), self.losses.take_mean()
+        if isinstance(self._model, TokenLossModel):
+            loss = self._over_all_ranks(metrics, loss)
         self._bar.set_description(training_util.description_from_metrics(metrics), refresh=False)
         num_steps = self.pace.num_unread
         reading = Reading(
             num_steps=num_steps,
             seconds=num_steps * seconds_per_step,
             num_instances=self._num_instances,
-            loss=self.losses.take_mean(),
+            loss=loss,
             metrics=metrics,
         )
         if self._report is not None:
@@ -161,6 +167,30 @@ class Readings:
             reset=True,
         )
         return {**metrics, **self._memory}
+
+    def _over_all_ranks(self, metrics: Dict[str, Any], loss: float) -> float:
+        """
+        The losses of a rank are weighed by its share of the tokens: their mean over the ranks is
+        the mean over tokens.
+
+        # Parameters
+
+        metrics : `Dict[str, Any]`
+            Its losses are changed.
+        loss : `float`
+
+        # Returns
+
+        `float`
+            The loss, over all ranks.
+        """
+        names = [name for name in ("loss", "batch_loss") if name in metrics]
+        sums = dist_reduce_sum(
+            torch.tensor([loss, *(metrics[name] for name in names)], dtype=torch.float64)
+        )
+        mean, *others = (sums / agreement.world_size()).tolist()
+        metrics.update(zip(names, others))
+        return mean
 
     def _metrics_so_far(self, model: Any) -> Dict[str, Any]:
         return training_util.get_metrics(

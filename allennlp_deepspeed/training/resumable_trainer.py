@@ -1,5 +1,6 @@
-from typing import Dict, Optional
+from typing import Any, Dict, Optional
 
+from allennlp.training.scheduler import Scheduler
 from allennlp.training.trainer import TrainerCheckpoint
 from overrides import overrides
 
@@ -10,6 +11,9 @@ from allennlp_deepspeed.storage.commit_record import CheckpointError
 from allennlp_deepspeed.training.batch_groups import micro_batch_size
 from allennlp_deepspeed.training.replay import Replay
 from allennlp_deepspeed.training.reported_trainer import ReportedTrainer
+
+# What a schedule of AllenNLP's has computed from "num_epochs" and the data.
+_LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
 
 # Parts that only find out how to train, and may do so again.
 _MAY_BE_NEW = {"grad_cache", "gradient_synchronization"}
@@ -53,6 +57,7 @@ class ResumableTrainer(ReportedTrainer):
             {
                 "version": TRAINING_STATE_VERSION,
                 "instances_per_step": self.instances_per_step(),
+                "num_epochs": self._num_epochs,
                 **states,
             },
         )
@@ -81,9 +86,12 @@ class ResumableTrainer(ReportedTrainer):
                 f"The checkpoint has nothing of 'trainer.{lacking[0]}', which the training was "
                 "begun without: leave it out, or start anew with another serialization directory."
             )
+        num_epochs = state.trainer_state.get("num_epochs", self._num_epochs)
         for name, part in parts.items():
             if name in state.trainer_state:
+                length = {} if num_epochs == self._num_epochs else _length(part)
                 part.load_state_dict(state.trainer_state[name])
+                vars(part).update(length)
         if self.best_weights.exist:
             self._best_model_filename = self.best_weights.path
         start = self._progress.start
@@ -143,3 +151,13 @@ class ResumableTrainer(ReportedTrainer):
     @overrides
     def _finalize_best_model_state(self) -> None:
         """Nothing is left to do: `_save_model_state` has already written one file."""
+
+
+def _length(part: Part) -> Dict[str, Any]:
+    """
+    Of a schedule that is as long as the training: one that is trained for more epochs than it was
+    begun with has the schedule of these, and not that of the former, which has come to its end.
+    """
+    if not isinstance(part, Scheduler):
+        return {}
+    return {name: value for name, value in vars(part).items() if name in _LENGTHS}

@@ -35,6 +35,7 @@ from tests.support.experiment import (
 )
 from tests.support.language_model import (
     assert_loss_is_of_all_tokens,
+    assert_readings_are_of_all_tokens,
     language_model,
     token_metrics,
 )
@@ -76,6 +77,7 @@ def check(
     assert_same_weights(actual.weights(), expected.weights(), tolerance=1e-5)
     assert token_metrics(actual) == pytest.approx(token_metrics(expected), rel=1e-5)
     assert_loss_is_of_all_tokens(actual, "validation")
+    assert_readings_are_of_all_tokens(actual)
     return actual
 
 

@@ -45,6 +45,13 @@ def test_runs_are_compared(results: List[Result], tmp_path: Path) -> None:
     assert "train_micro_batch_size_per_gpu" in own, "Of the resolved configuration"
 
 
+def test_a_directory_without_metrics_is_refused_in_a_line(tmp_path: Path) -> None:
+    run = allennlp("deepspeed", "report", tmp_path)
+    assert run.returncode == 1
+    assert "There is no metrics.jsonl" in run.output
+    assert "Traceback" not in run.output
+
+
 def test_a_run_is_served_until_it_is_interrupted(results: List[Result]) -> None:
     command = [sys.executable, "-m", "allennlp", "deepspeed", "report", "--watch"]
     process = subprocess.Popen(

@@ -38,7 +38,11 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.language_model import assert_loss_is_of_all_tokens, token_metrics
+from tests.support.language_model import (
+    assert_loss_is_of_all_tokens,
+    assert_readings_are_of_all_tokens,
+    token_metrics,
+)
 from tests.support.language_model import language_model as tiny_language_model
 from tests.support.side_by_side import Batches, Side
 from tests.support.workers import run_workers
@@ -62,6 +66,7 @@ def assert_same(actual: Result, expected: Result) -> None:
     assert_same_weights(actual.weights(), expected.weights(), tolerance=1e-5)
     assert token_metrics(actual) == pytest.approx(token_metrics(expected), rel=1e-5)
     assert_loss_is_of_all_tokens(actual, "validation")
+    assert_readings_are_of_all_tokens(actual)
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])

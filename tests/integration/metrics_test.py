@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import pytest
 import torch
 from allennlp.data import Vocabulary
-from allennlp.training.metrics import Metric
+from allennlp.training.metrics import Metric, SpearmanCorrelation
 
 import allennlp_deepspeed  # noqa: F401  # which mends some
 from tests.support.workers import run_workers
@@ -114,6 +114,30 @@ def inputs(name: str) -> List[List[Inputs]]:
     generator = torch.Generator().manual_seed(3)
     generate = METRICS[name][1]
     return [[generate(generator, size) for size in sizes] for sizes in SIZES]
+
+
+class _Counting(SpearmanCorrelation):
+    num_batches = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        super().__call__(*args, **kwargs)
+        self.num_batches += 1
+
+    def reset(self) -> None:
+        super().reset()
+        self.num_batches = 0
+
+
+def test_what_a_subclass_counts_is_kept() -> None:
+    steps = inputs("spearman_correlation")
+
+    def measure(rank: int) -> int:
+        metric = _Counting()
+        for step in steps:
+            metric(*step[rank])
+        return metric.num_batches
+
+    assert run_workers(2, measure) == [len(steps)] * 2
 
 
 def flat(value: Any) -> Any:

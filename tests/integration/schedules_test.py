@@ -47,7 +47,9 @@ class _Rates(TrainerCallback):
         self.seen.append([(group["lr"], group["momentum"]) for group in groups])
 
 
-def train(trainer: Dict[str, Any], directory: Path) -> Tuple[Any, Dict[str, torch.Tensor]]:
+def train(
+    trainer: Dict[str, Any], directory: Path, num_epochs: int = NUM_EPOCHS
+) -> Tuple[Any, Dict[str, torch.Tensor]]:
     """The rates of each step, and the weights."""
     task = Task()
     arguments = task.arguments(directory)
@@ -60,7 +62,7 @@ def train(trainer: Dict[str, Any], directory: Path) -> Tuple[Any, Dict[str, torc
         **{
             **arguments,
             **loaders,
-            "num_epochs": NUM_EPOCHS,
+            "num_epochs": num_epochs,
             "callbacks": [Lazy(lambda serialization_dir: rates)],
         },
     ).train()
@@ -95,3 +97,17 @@ def test_learning_rates_are_those_of_gradient_descent(tmp_path: Path, name: str)
 def test_momenta_are_those_of_gradient_descent(tmp_path: Path) -> None:
     momentum = {"type": "inverted_triangular", "cool_down": 1, "warm_up": 1}
     check({"momentum_scheduler": momentum}, 2, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["polynomial_decay", "slanted_triangular"])
+def test_more_epochs_have_the_schedule_of_all_of_them(tmp_path: Path, name: str) -> None:
+    trainer = {
+        "type": "deepspeed",
+        "checkpointer": {"type": "deepspeed"},
+        "learning_rate_scheduler": {"type": name, **SCHEDULES[name]},
+    }
+    expected, _ = train(trainer, tmp_path / "a", num_epochs=4)
+    begun, _ = train(trainer, tmp_path / "b", num_epochs=2)
+    continued, _ = train(trainer, tmp_path / "b", num_epochs=4)
+    assert len(begun) + len(continued) == len(expected)
+    assert continued == expected[len(begun) :]

@@ -7,6 +7,7 @@ from typing import Dict
 
 import pytest
 
+from allennlp_deepspeed.reports import metrics_file
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.experiment import Config, Result, load_config
 
@@ -41,3 +42,18 @@ def assert_loss_is_of_all_tokens(result: Result, data: str) -> None:
     final = result.final_metrics()
     perplexity = final[f"{data}_perplexity"]
     assert final[f"{data}_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
+
+
+def assert_readings_are_of_all_tokens(result: Result) -> None:
+    """The means of the readings of an epoch are its loss, that of all workers."""
+    path = result.serialization_dir / metrics_file.FILE_NAME
+    total, num_steps, last = 0.0, 0, 0
+    for line in metrics_file.read(str(path)):
+        if line["kind"] == "step":
+            total += line["loss"] * (line["step"] - last)
+            num_steps += line["step"] - last
+            last = line["step"]
+        elif line["kind"] == "epoch":
+            loss = line["metrics"]["training_loss"]
+            assert total / num_steps == pytest.approx(loss, rel=1e-5)
+            total, num_steps = 0.0, 0

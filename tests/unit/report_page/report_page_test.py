@@ -130,6 +130,20 @@ def test_units() -> None:
     assert age(0).endswith(" days")
 
 
+def test_lines_of_other_versions_are_passed_over(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    with open(directory / FILE_NAME, "a") as file:
+        for line in (
+            {"kind": "checkpoint", "step": 2, "epoch": 0},
+            {"kind": "epoch", "step": 8, "epoch": 1},
+            {"kind": "epoch", "step": 8, "epoch": 1, "metrics": {"training_loss": 10**400}},
+            {"kind": "new", "step": 8, "epoch": 1, "time": None},
+        ):
+            file.write(json.dumps(line) + "\n")
+    assert Run(str(directory)).num_steps == 8
+    assert "<td>8</td>" in page([str(directory)])
+
+
 @pytest.mark.parametrize("content", [None, "", "not JSON\n"])
 def test_a_directory_without_metrics_is_refused(tmp_path: Path, content: str) -> None:
     if content is not None:

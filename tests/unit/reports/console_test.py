@@ -2,6 +2,7 @@
 
 import io
 import logging
+import multiprocessing
 import sys
 import warnings
 from pathlib import Path
@@ -234,3 +235,13 @@ def test_trainings_in_one_process_leave_no_handlers(tmp_path: Path) -> None:
             common_logging.prepare_global_logging(str(tmp_path / name))
             assert len(handlers_for_console()) == 1
         assert handlers_for_console() == []
+
+
+def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
+    console = Console(ConsoleSettings(is_terminal=False, is_file_friendly=False))
+    with console._own_lock():  # as another thread may have it
+        process = multiprocessing.get_context("fork").Process(target=console.print, args=("a",))
+        process.start()
+        process.join(30)
+        process.kill()
+    assert process.exitcode == 0
