@@ -97,7 +97,7 @@ def _summary(run: Run) -> Dict[str, str]:
 
 def _best(run: Run) -> Dict[str, str]:
     """Of the best epoch, or the last one if there is no validation."""
-    metrics = {k: v for k, v in run.final_metrics.items() if isinstance(v, (int, float))}
+    metrics = {k: v for k, v in run.final_metrics.items() if series.is_number(v)}
     best = {key: value for key, value in metrics.items() if key.startswith("best_")}
     shown = best or {key: v for key, v in metrics.items() if key.startswith("training_")}
     return {key: f"{value:.6g}" for key, value in shown.items()}

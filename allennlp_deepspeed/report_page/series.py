@@ -133,7 +133,7 @@ def _curve(
     curve = Curve(run, kind, [], [], [])
     for line in lines:
         found = value(line.values)
-        if _is_number(found):
+        if is_number(found):
             curve.steps.append(line.values["step"])
             curve.hours.append(line.hours)
             curve.values.append(float(found))  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def _metric_names(run: Run) -> List[str]:
         for key, value in _metrics(line.values).items():
             kind, _, name = key.partition("_")
             is_of_model = not any(part in key for part in _NOT_OF_A_MODEL)
-            if kind in ("training", "validation") and is_of_model and _is_number(value):
+            if kind in ("training", "validation") and is_of_model and is_number(value):
                 names[name] = None
     return list(names)
 
@@ -168,7 +168,8 @@ def _scaled(value: Optional[float], unit: int) -> Optional[float]:
     return None if value is None else value / unit
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it can be drawn."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
