@@ -4,6 +4,7 @@ What is said before and after a training, by the process that the user has start
 
 import logging
 import os
+import re
 import shlex
 import sys
 import weakref
@@ -19,7 +20,8 @@ from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 
 logger = logging.getLogger(__name__)
 
-_FORCE = ("-f", "--force")
+# With neither a training is continued, but for the one that is added.
+_FLAGS = ("--force", "--recover")
 
 _LAST_WORDS = "_allennlp_deepspeed_last_words"
 
@@ -63,11 +65,13 @@ def first_and_last_lines(arguments: Dict[str, Any], shows: bool) -> Iterator[Non
 
 def _what_next(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]) -> List[str]:
     archive = os.path.join(directory, "model.tar.gz")
-    test = config.get("test_data_path") or config.get("validation_data_path") or "DATA"
+    test = config.get("test_data_path") or config.get("validation_data_path")
+    if not isinstance(test, str):  # none, or one for each task
+        test = "DATA"
     packages = arguments.get("include_package") or []
     included = [word for package in packages for word in ("--include-package", package)]
     commands = [
-        ["evaluate", archive, str(test), *included],
+        ["evaluate", archive, test, *included],
         ["predict", archive, "INPUT.jsonl", *included],
         ["deepspeed", "report", directory],
     ]
@@ -84,12 +88,34 @@ def _how_to_continue(directory: str, config: Dict[str, Any]) -> str:
     name = os.path.basename(CheckpointDirectory(directory).path(found[0]))
     if config["trainer"].get("resume") == "auto":
         how = "the same command"
-    elif os.path.basename(sys.argv[0]) == "allennlp" and "train" in sys.argv[1:]:
-        words = [word for word in sys.argv[1:] if word not in (*_FORCE, "-r", "--recover")]
-        how = shlex.join(["allennlp", *words, "--recover"])
+    elif (command := _command()) and "train" in sys.argv[1:]:
+        words = [kept for word in sys.argv[1:] if (kept := _without_flags(word))]
+        how = shlex.join([*command, *words, "--recover"])
     else:
         how = "train_model(..., recover=True)"
     return f"The newest checkpoint is {name}. To continue from it: {how}"
+
+
+def _command() -> List[str]:
+    """As which AllenNLP's command was started here, by a launcher too; empty if it wasn't."""
+    path = sys.argv[0]
+    if os.path.basename(path) == "allennlp":
+        return ["allennlp"]
+    is_module = path.endswith(os.path.join("allennlp", "__main__.py"))
+    return ["python", "-m", "allennlp"] if is_module else []
+
+
+def _without_flags(word: str) -> str:
+    """
+    A word of the command without `--force` and `--recover`, which can be abbreviated, or `-f` and
+    `-r`, which can be in a word with others. No value of an option can begin with a dash.
+    """
+    if any(word.startswith(flag[:3]) and flag.startswith(word) for flag in _FLAGS):
+        return ""
+    if found := re.match("-[fr]+", word):
+        rest = word[found.end() :]
+        return f"-{rest}" if rest else ""
+    return word
 
 
 class _LastWords:

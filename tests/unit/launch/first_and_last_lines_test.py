@@ -47,6 +47,16 @@ def test_the_next_commands_are_of_this_training(
     ]
 
 
+def test_data_of_several_tasks_are_no_word_of_a_command(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = arguments(tmp_path)
+    given["params"]["test_data_path"] = {"tagging": "a.jsonl", "parsing": "b.jsonl"}
+    with caplog.at_level(logging.INFO), first_and_last_lines(given, shows=True):
+        pass
+    assert f"evaluate {tmp_path / 'model.tar.gz'} DATA --include" in caplog.messages[-1]
+
+
 @pytest.mark.parametrize("shows, more", [(False, {}), (True, {"dry_run": True})])
 def test_nothing_comes_next_after_a_dry_run_or_on_another_node(
     shows: bool, more: Dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -70,6 +80,16 @@ def test_nothing_comes_next_after_a_dry_run_or_on_another_node(
             ["/bin/allennlp", "train", "c.jsonnet", "-s", "out", "--recover"],
             {},
             "allennlp train c.jsonnet -s out --recover",
+        ),
+        (
+            ["/bin/allennlp", "train", "c.jsonnet", "-rfs", "out", "--forc", "--file-f", "-r"],
+            {},
+            "allennlp train c.jsonnet -s out --file-f --recover",
+        ),
+        (
+            ["/lib/allennlp/__main__.py", "train", "c.jsonnet", "-s", "out", "--rec"],
+            {},
+            "python -m allennlp train c.jsonnet -s out --recover",
         ),
         (["/bin/allennlp", "train", "c.jsonnet"], {"resume": "auto"}, "the same command"),
         (["script.py"], {}, "train_model(..., recover=True)"),
