@@ -184,20 +184,23 @@ class Workers:
         return self._describe(min(failed, key=lambda rank: times[rank])) if failed else None
 
     def _describe(self, rank: int) -> Exception:
-        """As torch says it, but for an error in the config."""
-        explanation = self._failures[rank].explanation if rank in self._failures else None
-        if explanation is not None:
-            return ConstructionFailure(explanation)
+        """As torch says it, or as an error in the config of which that is the cause."""
         process = self._processes[rank]
         pid = process.pid or -1
         exit_code = process.exitcode or 0
         if rank in self._failures:
-            return ProcessRaisedException(
+            error = ProcessRaisedException(
                 f"\n\n-- Process {self._ranks[rank]} terminated with the following error:\n"
                 f"{self._failures[rank].traceback}",
                 rank,
                 pid,
             )
+            explanation = self._failures[rank].explanation
+            if explanation is None:
+                return error
+            failure = ConstructionFailure(explanation)
+            failure.__cause__ = error
+            return failure
         signal_name = signal.Signals(-exit_code).name if exit_code < 0 else None
         reason = f"exit code {exit_code}" if signal_name is None else f"signal {signal_name}"
         return ProcessExitedException(

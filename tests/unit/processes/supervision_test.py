@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch.multiprocessing
 from allennlp.commands import train as train_command
+from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import SigTermReceived
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from allennlp_deepspeed.processes import supervision, workers
+from allennlp_deepspeed.processes import supervision, worker_failure, workers
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 from allennlp_deepspeed.processes.job import Job
 from allennlp_deepspeed.processes.membership import Member
@@ -90,6 +91,20 @@ def test_the_others_end_when_one_fails(
     with pytest.raises(error, match=message):
         supervision.spawn(None, _work, (str(tmp_path), behaviour), nprocs=2)
     assert are_gone(tmp_path)
+
+
+def _explain() -> None:
+    worker_failure.explain_with(lambda error: "'model': it is wrong", lambda error: [])
+
+
+def test_an_error_in_the_config_has_the_traceback_of_the_worker_as_its_cause(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigurationError, match="'model': it is wrong") as raised:
+        supervision.spawn(_explain, _work, (str(tmp_path), "raises"), nprocs=2)
+    assert isinstance(raised.value.__cause__, ProcessRaisedException)
+    assert "ValueError: what failed first" in str(raised.value.__cause__)
+    assert "in _work" in str(raised.value.__cause__)
 
 
 def test_what_all_have_agreed_on_is_no_failure(tmp_path: Path) -> None:
