@@ -5,6 +5,8 @@ AllenNLP's train command logs to files and to the console alike, set up anew in 
 its `prepare_global_logging`, and has no seam there. So what is in here puts itself around that.
 """
 
+import functools
+import io
 import logging
 import warnings
 from contextlib import ExitStack, contextmanager
@@ -22,6 +24,9 @@ from allennlp_deepspeed.reports.console import Console, ConsoleHandler, ConsoleS
 
 # Loggers with a handler of their own for the console.
 _LIBRARIES = ("DeepSpeed", "huggingface_hub", "torch", "transformers")
+
+# Where Python's own function that shows warnings is.
+_OF_WARNINGS = ("warnings", "_py_warnings")
 
 # Records from before there is a log file.
 _MOST_HELD = 10_000
@@ -119,8 +124,8 @@ class _Routing:
                 stack.enter_context(patch(library, "handlers", []))
                 stack.enter_context(patch(library, "propagate", True))
             if getattr(warnings.showwarning, "__module__", "") != "logging":
-                logging.captureWarnings(True)
-                stack.callback(logging.captureWarnings, False)
+                show = functools.partial(_log_warning, warnings.showwarning)
+                stack.enter_context(patch(warnings, "showwarning", show))
             yield
 
     def _replace(self, shows: bool) -> None:
@@ -143,6 +148,33 @@ class _Routing:
             root.addHandler(handler)
         if self._level is not None:
             root.setLevel(self._level)
+
+
+def _log_warning(
+    former: Callable[..., None],
+    message: Any,
+    category: Any,
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: Optional[str] = None,
+) -> None:
+    """
+    Logs one of Python's warnings, as `logging.captureWarnings` does, which keeps it from those that
+    record warnings.
+
+    # Parameters
+
+    former : `Callable[..., None]`
+        What showed warnings before; the rest is what it is called with.
+    """
+    if file is None:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        logging.getLogger("py.warnings").warning("%s", text)
+        if getattr(former, "__module__", "") in _OF_WARNINGS:
+            # Prints, or has `warnings.catch_warnings` record it.
+            file = io.StringIO()
+    former(message, category, filename, lineno, file, line)
 
 
 def _is_for_console(handler: logging.Handler) -> bool:

@@ -89,6 +89,21 @@ def test_afterwards_logging_is_as_allennlp_leaves_it(
     assert logging.getLogger("DeepSpeed").handlers
 
 
+def test_who_records_warnings_has_those_of_python_too(
+    capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(UserWarning, match="An old function."), shown_on_console(PLAIN):
+        log_something()
+    shown: List[Any] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *args: shown.append(args))
+    with shown_on_console(PLAIN):
+        warnings.warn("Another.", UserWarning, stacklevel=1)
+    assert [str(args[0]) for args in shown] == ["Another."]
+    out, err = capfd.readouterr()
+    assert out.count("Warning: UserWarning: An old function.") == 1
+    assert "Warning: UserWarning: Another." in out and "UserWarning" not in err
+
+
 def test_without_settings_everything_is_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
