@@ -160,7 +160,8 @@ def _check_sections(config: Dict[str, Any], findings: Findings, on_this_machine:
 def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
     """What it says itself, whatever DeepSpeed makes of it."""
     num_workers = len(worker_devices(config))
-    if num_workers > 1 and config.get("evaluate_on_test") and config.get("type") != "deepspeed":
+    evaluates = config.get("evaluate_on_test") and config.get("test_data_path") is not None
+    if num_workers > 1 and evaluates and config.get("type") != "deepspeed":
         findings.add(
             "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
             'them: add "type": "deepspeed" at the top level of the config.'

@@ -98,13 +98,12 @@ def _of_archive(config: Dict[str, Any]) -> Problems:
     names = config.get("include_in_archive")
     if names is None:
         return
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        yield Problem("include_in_archive", f" is {_json(names)}: must be a list of file names")
-        return
     try:
         verify_include_in_archive(names)
     except ConfigurationError as error:
         yield Problem("include_in_archive", f": {error.message}")
+    except TypeError:
+        yield Problem("include_in_archive", f" is {_json(names)}: must be a list of file names")
 
 
 def _of_distributed(section: Any) -> Problems:

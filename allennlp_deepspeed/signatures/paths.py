@@ -16,6 +16,9 @@ from allennlp_deepspeed.signatures.walk import Problem, Problems, joined
 # Readers of AllenNLP's that read one file, which is what the path says.
 _NOT_ONE_FILE = ("interleaving", "multitask", "sharded", "fake")
 
+# For models whose metrics are of the instances that there are, and without one aren't.
+_OF_OUR_METRICS = ("causal_lm", "text_pairs")
+
 _FILES_OF_MODELS = ("archive_file", "pretrained_file", "weights_file_path")
 
 
@@ -46,11 +49,11 @@ def missing_files(config: Dict[str, Any]) -> Problems:
             yield Problem(key, f" is {json.dumps(path)}: must be the path of a file")
         elif _is_missing(path):
             yield _missing(key, path)
-    for key in ("dataset_reader", "validation_dataset_reader"):
-        reader = config.get(key)
-        number = reader.get("max_instances") if isinstance(reader, dict) else None
-        if isinstance(number, int) and number < 1 and _reads_one_file(reader):
-            yield Problem(f"{key}.max_instances", f" is {number}: must be at least 1")
+    last = other_reader if isinstance(other_reader, dict) else {}
+    number = last.get("max_instances")
+    if isinstance(number, int) and number < 1 and last.get("type") in _OF_OUR_METRICS:
+        name = "dataset_reader" if other_reader is reader else "validation_dataset_reader"
+        yield Problem(f"{name}.max_instances", f" is {number}: must be at least 1")
     vocabulary = config.get("vocabulary")
     for path, value in _values({"vocabulary": vocabulary, "model": config.get("model")}, ""):
         section, _, key = path.rpartition(".")

@@ -140,6 +140,8 @@ def test_nothing_is_wrong_with_the_configs_of_this_repository(path: Path) -> Non
         {"trainer": {"type": "deepspeed"}},
         {"dataset_reader": "text_classification_json"},
         {"vocabulary": {"type": "empty"}},
+        {"dataset_reader__max_instances": 0, "include_in_archive": "notes.txt"},
+        {"evaluate_on_test": True},
         {"evaluation": {"whatever": 1}},
         {"random_seed": "12", "numpy_seed": None},
         {"model__seq2vec_encoder__type": "allennlp.modules.seq2vec_encoders.CnnEncoder"},
