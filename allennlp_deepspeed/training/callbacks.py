@@ -9,6 +9,8 @@ from allennlp.training.callbacks import (
 from allennlp.training.callbacks.backward import MixedPrecisionBackwardCallback
 from overrides import overrides
 
+from allennlp_deepspeed.reports.run_report import RunReport
+
 
 class EpochMetricsCallback(TrainerCallback):
     """
@@ -34,6 +36,10 @@ class EpochMetricsCallback(TrainerCallback):
     @overrides
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         self.metrics = state_dict["metrics"]
+
+
+# Which every trainer has, beside those of the user.
+OWN_CALLBACKS = (EpochMetricsCallback, RunReport)
 
 
 def may_read_metrics(callback: TrainerCallback) -> bool:

@@ -18,6 +18,7 @@ from allennlp_deepspeed.processes.random_states import (
     random_states,
     set_random_states,
 )
+from allennlp_deepspeed.training.callbacks import OWN_CALLBACKS
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.running_loss import RunningLoss
 from allennlp_deepspeed.training.validation_history import ValidationHistory
@@ -160,7 +161,7 @@ class Replay:
                 "random_states": random_states(),
                 "modules": self._module_states(),
                 "train_metrics": metrics,
-                "callbacks": copy.deepcopy(self._callback_states()),
+                **copy.deepcopy(self._callback_states()),
             }
         return metrics
 
@@ -184,7 +185,7 @@ class Replay:
             "steps_of_running_loss": steps,
             "random_states": random_states(),
             "modules": self._module_states(),
-            "callbacks": self._callback_states(),
+            **self._callback_states(),
         }
         if self._is_validating and self._before_validation is not None:
             state.update(self._before_validation)
@@ -193,16 +194,30 @@ class Replay:
     def _module_states(self) -> Dict[str, Any]:
         return changed_states(module_states(self._model), self._fingerprints_before or {})
 
-    def _callback_states(self) -> List[Dict[str, Any]]:
-        return [callback.state_dict() for callback in self._callbacks]
+    def _callback_states(self) -> Dict[str, Any]:
+        own = self._own_callbacks()
+        return {
+            "callbacks": [callback.state_dict() for callback in self._callbacks_of_user()],
+            "own_callbacks": {name: callback.state_dict() for name, callback in own.items()},
+        }
+
+    def _own_callbacks(self) -> Dict[str, TrainerCallback]:
+        """Those that every trainer has, by the names of their classes."""
+        return {type(c).__name__: c for c in self._callbacks if isinstance(c, OWN_CALLBACKS)}
+
+    def _callbacks_of_user(self) -> List[TrainerCallback]:
+        return [c for c in self._callbacks if not isinstance(c, OWN_CALLBACKS)]
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """
         Takes effect when training has come to the point in time of the checkpoint, but for the
         callbacks, which are called before.
         """
-        for callback, state in zip(self._callbacks, state_dict["callbacks"]):
+        # As in AllenNLP by their places: those that have been added come after.
+        for callback, state in zip(self._callbacks_of_user(), state_dict["callbacks"]):
             callback.load_state_dict(state)
+        for name, state in state_dict.get("own_callbacks", {}).items():
+            self._own_callbacks()[name].load_state_dict(state)
         self._pending = state_dict
         starts = state_dict["epoch_starts"]
         self._epoch_starts = RandomHistory.from_state_dict(starts, len(starts["lengths"]))

@@ -33,9 +33,9 @@ def start(
 
 
 def message(run: Run) -> str:
-    """What the command ends with, tracebacks of other hosts included."""
+    """What the command ends with, tracebacks included where there are any."""
     assert run.returncode > 0 and not run.timed_out and not run.processes, run.output[-6000:]
-    return run.output[run.output.index("Traceback") :]
+    return run.output[max(0, run.output.find("Traceback")) :]
 
 
 def test_a_node_that_does_not_come_is_named(two_hosts: Hosts, tmp_path: Path):
