@@ -55,9 +55,10 @@ test-oldest: $(VENV)/installed
 	PYTHONPATH=$(CURDIR)/$(VENV)/oldest pytest -n 2 -m "not soak and not upstream" tests/unit
 
 # Three beside one another on two cores: a fifth of the time a test waits, for another process, a
-# disk or a time limit.
+# disk or a time limit. In short turns, because one of the three would otherwise be left with all the
+# tests on several hosts when the others are done.
 test: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam CPUAdagrad CPULion AsyncIO)
-	pytest -n 3 tests
+	pytest -n 3 --maxschedchunk 8 tests
 
 # Tables are committed under benchmarks/results; raw data stay out of git, in raw/ there.
 soak: $(OPS)/CPUAdamBuilder.built

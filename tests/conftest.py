@@ -81,6 +81,8 @@ def pytest_runtest_protocol(
     item: pytest.Item, nextitem: Optional[pytest.Item]
 ) -> Generator[None, object, object]:
     result = yield
+    # A test that has asked for more would have those after it take ten times as long.
+    torch.set_num_threads(1)
     # Nothing is left of the test by now but what is garbage. A process group that is frozen as long
     # as the test holds it would stay, and its thread looks for news a hundred times a second.
     if nextitem is not None:
