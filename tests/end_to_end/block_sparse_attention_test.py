@@ -76,8 +76,7 @@ def test_two_workers_train_what_dense_attention_does(
 
 
 def precisions() -> Config:
-    epochs = {**EPOCHS, "trainer.num_epochs": 8}
-    return config_with("block_sparse_transformer", BIGBIRD, {**TWO_WORKERS, **epochs})
+    return config_with("block_sparse_transformer", BIGBIRD, {**TWO_WORKERS, **EPOCHS})
 
 
 @pytest.mark.parametrize("stage, precision", [(3, BF16), (0, FP16)], ids=["bf16-3", "fp16-0"])

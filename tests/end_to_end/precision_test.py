@@ -21,7 +21,10 @@ from tests.support.experiment import (
 )
 
 # Enough epochs to learn, of which the last is always the best.
-EPOCHS: Config = {"trainer.num_epochs": 5, "trainer.validation_metric": "-loss"}
+EPOCHS: Config = {"trainer.num_epochs": 8, "trainer.validation_metric": "-loss"}
+
+# So that rounding decides none of the validation instances.
+SLOWLY: Config = {**EPOCHS, "trainer.optimizer.lr": 0.006}
 
 # Adam doesn't tell a gradient from another that is so many times as large.
 SGD: Config = {
@@ -54,7 +57,7 @@ def test_bf16_trains_other_modules(experiments: Experiments, model: str, stage: 
 
 
 def test_torch_autocast_trains_as_fp32_does(experiments: Experiments) -> None:
-    config = load_config("classifier", TWO_WORKERS, EPOCHS)
+    config = load_config("classifier", TWO_WORKERS, SLOWLY)
     actual = experiments.run(deepspeed(config, 2, **AUTOCAST))
     assert_trains_alike(actual, experiments.run(config))
     assert_fp32_master_weights(actual)
@@ -70,8 +73,8 @@ def test_fp16_trains_as_fp32_does(experiments: Experiments, stage: int) -> None:
 
 
 def test_use_amp_is_autocast_to_bf16_on_a_cpu(experiments: Experiments) -> None:
-    config = load_config("classifier", TWO_WORKERS, EPOCHS)
-    use_amp = load_config("classifier", TWO_WORKERS, EPOCHS, {"trainer.use_amp": True})
+    config = load_config("classifier", TWO_WORKERS, SLOWLY)
+    use_amp = load_config("classifier", TWO_WORKERS, SLOWLY, {"trainer.use_amp": True})
     actual = experiments.run(deepspeed(use_amp, 2))
     assert_same_run(actual, experiments.run(deepspeed(config, 2, **AUTOCAST)), tolerance=0)
 

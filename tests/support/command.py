@@ -213,7 +213,12 @@ def _main(
     port = mock.patch.object(allennlp.common.util, "find_open_port", _find_port)
     read = mock.patch.object(allennlp.common.params, "evaluate_file", _evaluate_file)
     with unchanged, imported, forked, port, read:
-        run()
+        try:
+            run()
+        except Exception:
+            # Of which AllenNLP has its log files told. `multiprocessing` doesn't ask it.
+            sys.excepthook(*sys.exc_info())
+            sys.exit(1)
 
 
 def _find_port() -> int:
