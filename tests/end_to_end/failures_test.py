@@ -51,7 +51,11 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
     "overrides, message",
     [
         (
-            {"evaluate_on_test": True, **WORKERS},
+            {
+                "evaluate_on_test": True,
+                "test_data_path": "tests/fixtures/data/tagging_validation.tsv",
+                **WORKERS,
+            },
             'add "type": "deepspeed" at the top level of the config',
         ),
         (

@@ -151,7 +151,6 @@ def test_what_differs_between_nodes_is_named(two_hosts: Hosts, tmp_path: Path):
     for run in wait_for_all(commands, 60):
         expected = "'trainer.optimizer.lr' is 0.1 on host-0 (rank 0), 0.2 on host-1 (rank 1)"
         assert expected in message(run)
-        assert "ConfigurationError" in message(run)
 
 
 def test_other_data_on_a_node_are_named(two_hosts: Hosts, tmp_path: Path):
