@@ -409,8 +409,8 @@ def test_a_model_without_the_interface_is_refused(tmp_path: Path):
     run = train(cached(load_config("classifier", ONE_PROCESS), 2), tmp_path)
     assert run.returncode != 0
     assert (
-        "'trainer.grad_cache' needs a model with `encode` and `contrastive_loss`, and "
-        "BasicClassifier has none" in run.output
+        "'trainer.grad_cache' is for contrastive models, and 'basic_classifier' is none: remove "
+        "the key" in run.output
     )
 
 
