@@ -18,6 +18,7 @@ from allennlp.common import Params, Registrable
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import DataLoader, DatasetReader
 from allennlp.data.data_loaders import MultiProcessDataLoader
+from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.metric_tracker import MetricTracker
 from allennlp.training.momentum_schedulers import MomentumScheduler
@@ -27,6 +28,7 @@ from allennlp.training.optimizers import MultiOptimizer, Optimizer
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.settings import registered_name
 from allennlp_deepspeed.launch.model_trial import check_model
+from allennlp_deepspeed.signatures.callers import is_own_code
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +118,10 @@ def _check_numbers(trainer: Section, findings: Findings) -> None:
                 f"{error}"
             )
     names = [registered_name(callback) for callback in trainer.get("callbacks") or []]
-    if "wandb" in names and importlib.util.find_spec("wandb") is None:
+    registered = Registrable._registry[TrainerCallback]
+    # A callback of the user's may bring another module of that name.
+    are_known = all(name in registered and is_own_code(registered[name][0]) for name in names)
+    if "wandb" in names and are_known and importlib.util.find_spec("wandb") is None:
         findings.add(
             "'trainer.callbacks' has \"wandb\", but the package 'wandb' isn't installed: install "
             "it, or remove the callback"

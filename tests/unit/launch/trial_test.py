@@ -144,6 +144,12 @@ def test_what_trains_is_taken(name: str, decay: float) -> None:
     assert lines(changes, name) == []
 
 
+def test_a_package_may_come_from_a_callback_of_the_users() -> None:
+    (said,) = lines({"trainer.callbacks": ["wandb"]})
+    assert said.startswith("'trainer.callbacks' has \"wandb\", but the package")
+    assert lines({"trainer.callbacks": ["record_steps", "wandb"]}) == []
+
+
 def test_models_of_which_nothing_is_known_are_not_tried() -> None:
     changes = {"model": {"type": "either_of_two_embedders", "embedding_dim": 8}}
     assert lines({**changes, "trainer.validation_metric": "+whatever"}) == []
