@@ -95,10 +95,10 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
     """
     example = '{"type": "deepspeed", "num_epochs": 3}'
     trainer = config.get("trainer")
+    if config.get("type") not in (None, "default", "deepspeed"):
+        return  # A train loop of the user's may construct its trainer as it likes.
     if trainer is None:
-        if config.get("type") in (None, "default", "deepspeed"):
-            raise ConfigurationError(f"'trainer' is missing: write {example}.")
-        return
+        raise ConfigurationError(f"'trainer' is missing: write {example}.")
     if not isinstance(trainer, (dict, str)):
         raise ConfigurationError(
             f"'trainer' is {json.dumps(trainer)}: must be an object, such as {example}."

@@ -7,6 +7,7 @@ import collections.abc
 import inspect
 import json
 import re
+from pathlib import Path
 from typing import (
     Any,
     Dict,
@@ -42,7 +43,7 @@ def takes(annotation: Any, value: Any) -> bool:
         return type(value) in (int, bool)
     if annotation is float:
         return type(value) in (int, float)
-    return type(value) is str
+    return type(value) is str or isinstance(value, Path)
 
 
 def kind(annotation: Any) -> str:

@@ -19,6 +19,9 @@ _NOT_ONE_FILE = ("interleaving", "multitask", "sharded", "fake")
 # For models whose metrics are of the instances that there are, and without one aren't.
 _OF_OUR_METRICS = ("causal_lm", "text_pairs")
 
+# Classes of users have such keys too, which may mean something else.
+_TYPES_WITH_FILES = (None, "embedding", "from_archive", "from_files", "extend")
+
 _FILES_OF_MODELS = ("archive_file", "pretrained_file", "weights_file_path")
 
 
@@ -58,8 +61,20 @@ def missing_files(config: Dict[str, Any]) -> Problems:
     for path, value in _values({"vocabulary": vocabulary, "model": config.get("model")}, ""):
         section, _, key = path.rpartition(".")
         is_file = key in _FILES_OF_MODELS or (section == "vocabulary" and key == "directory")
-        if is_file and _is_missing(value) and not value.startswith("("):
+        if (
+            is_file
+            and _type_of(config, section) in _TYPES_WITH_FILES
+            and _is_missing(value)
+            and not value.startswith("(")
+        ):
             yield _missing(path, value)
+
+
+def _type_of(config: Dict[str, Any], section: str) -> Any:
+    value: Any = config
+    for key in section.split("."):
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value.get("type") if isinstance(value, dict) else None
 
 
 def _reads_one_file(reader: Any) -> bool:

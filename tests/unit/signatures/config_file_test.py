@@ -8,6 +8,7 @@ from allennlp.common import Params
 
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.signatures import config_file
+from allennlp_deepspeed.signatures.paths import missing_files
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.command import REPOSITORY
 from tests.support.experiment import TWO_WORKERS, load_config
@@ -161,3 +162,12 @@ def test_nothing_is_wrong_with_the_configs_of_this_repository(path: Path) -> Non
 )
 def test_what_allennlp_takes_is_taken(overrides: Config) -> None:
     assert lines(changed(**overrides)) == []
+
+
+def test_files_of_users_classes_are_left_to_them() -> None:
+    theirs = {"type": "of_a_user", "pretrained_file": "glove.6B"}
+    vocabulary = {"type": "of_a_user", "directory": "named"}
+    assert list(missing_files({"model": theirs, "vocabulary": vocabulary})) == []
+    of_allennlp = {"embedder": {"type": "embedding", "pretrained_file": "glove.6B"}}
+    (problem,) = missing_files({"model": of_allennlp})
+    assert problem.path == "model.embedder.pretrained_file"
