@@ -1,5 +1,6 @@
 """
-Every metric of `allennlp.training.metrics` is that of all workers' instances, whatever the sizes of their batches.
+Every metric of `allennlp.training.metrics` is that of all workers' instances, whatever the sizes of
+their batches.
 """
 
 from typing import Any, Callable, Dict, List, Tuple
