@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from allennlp_deepspeed.commands.estimate import only_warnings
+from allennlp_deepspeed.commands.estimate import add_config, only_warnings
 from allennlp_deepspeed.launch import failures
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer
 from allennlp_deepspeed.launch.explained_config import explained
@@ -25,16 +25,9 @@ class Check:
             "comes from. Exits with 1 and a line for each key that is wrong."
         )
         subparser = parser.add_parser("check", description=description, help=description)
-        subparser.add_argument("param_path", type=str, help="the config file of the training")
+        add_config(subparser)
         subparser.add_argument(
             "--json", action="store_true", help="print the values and their sources as JSON"
-        )
-        subparser.add_argument(
-            "-o",
-            "--overrides",
-            type=str,
-            default="",
-            help="a JSON structure with changes to the config, as for 'allennlp train'",
         )
         subparser.set_defaults(func=self.run)
         return subparser

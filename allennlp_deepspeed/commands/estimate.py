@@ -39,7 +39,7 @@ class EstimateMemory:
             "and reads no pretrained weights."
         )
         subparser = parser.add_parser("estimate", description=description, help=description)
-        subparser.add_argument("param_path", type=str, help="the config file of the training")
+        add_config(subparser)
         subparser.add_argument(
             "--workers",
             type=_positive,
@@ -65,13 +65,6 @@ class EstimateMemory:
         subparser.add_argument(
             "--json", action="store_true", help="print everything as JSON, in bytes"
         )
-        subparser.add_argument(
-            "-o",
-            "--overrides",
-            type=str,
-            default="",
-            help="a JSON structure with changes to the config, as for 'allennlp train'",
-        )
         subparser.set_defaults(func=self.run)
         return subparser
 
@@ -87,6 +80,18 @@ class EstimateMemory:
             print(json.dumps(_values(estimate), indent=2))
         else:
             _print(estimate)
+
+
+def add_config(subparser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that reads a config as 'allennlp train' does."""
+    subparser.add_argument("param_path", type=str, help="the config file of the training")
+    subparser.add_argument(
+        "-o",
+        "--overrides",
+        type=str,
+        default="",
+        help="a JSON structure with changes to the config, as for 'allennlp train'",
+    )
 
 
 @contextmanager

@@ -3,6 +3,8 @@ from typing import Any, Dict, List, Union
 
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed.config.values import is_integer
+
 AUTO = "auto"
 
 
@@ -59,4 +61,4 @@ def _is_chunk_size(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_integer(value) and value >= 1

@@ -5,7 +5,6 @@ checked by `own_keys`.
 """
 
 import inspect
-import json
 import re
 from copy import deepcopy
 from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, Union, get_args
@@ -26,6 +25,7 @@ from allennlp_deepspeed.config.schema import (
     scheduler_types,
 )
 from allennlp_deepspeed.config.support import UNSUPPORTED, unlisted
+from allennlp_deepspeed.config.values import as_json
 
 ROOT = "deepspeed_config"
 AUTO = "auto"
@@ -69,7 +69,7 @@ def validate(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
         for keys, line in errors:
             keys = _blamed(config, keys, line)
             findings.refuse(".".join([ROOT, *keys]), line)
-            if keys[-1] == "type" and keys[0] in _TYPES:
+            if keys[1:] == ["type"] and keys[0] in _TYPES:
                 section, known = config[keys[0]], _TYPES[keys[0]]()
                 types[keys[0]] = section.get("type")
                 meant = nearest(str(section.get("type")), known)
@@ -154,7 +154,8 @@ def _unsupported_errors(config: Dict[str, Any]) -> Iterator[_Error]:
         if value is not None and _from_string(value) not in (*accepted, AUTO):
             yield (
                 path.split("."),
-                f"{ROOT}.{path} is {_json(value)}, but can't work in an AllenNLP trainer: {reason}",
+                f"{ROOT}.{path} is {as_json(value)}, but can't work in an AllenNLP trainer: "
+                f"{reason}",
             )
 
 
@@ -162,7 +163,7 @@ def _unlisted_errors(config: Dict[str, Any]) -> Iterator[_Error]:
     for path in unlisted(config):
         yield (
             path.split("."),
-            f"{ROOT}.{path} is {_json(lookup(config, path))}, but isn't tested in an AllenNLP "
+            f"{ROOT}.{path} is {as_json(lookup(config, path))}, but isn't tested in an AllenNLP "
             "trainer: remove the key",
         )
 
@@ -196,7 +197,7 @@ def _missed_errors(
             if value == AUTO:
                 yield here, _explain_unknown(path, here)
         elif isinstance(value, bool) and not _takes_bool(field.annotation):
-            yield here, f"{path} is {_json(value)}: must be a number{_hint(here, field)}"
+            yield here, f"{path} is {as_json(value)}: must be a number{_hint(here, field)}"
         elif isinstance(value, dict) and submodel is not None:
             yield from _missed_errors(value, tuple(here), submodel)
 
@@ -247,7 +248,7 @@ def _explain(error: Any, config: Dict[str, Any]) -> str:
         )
     if isinstance(error["input"], (dict, BaseModel)):
         return f"{path}: {message}"
-    return f"{path} is {_json(error['input'])}: {message}{_hint(keys, field)}"
+    return f"{path} is {as_json(error['input'])}: {message}{_hint(keys, field)}"
 
 
 def _explain_missing(keys: List[str]) -> str:
@@ -258,7 +259,7 @@ def _hint(keys: List[str], field: FieldInfo) -> str:
     default = None if field.is_required() else field.get_default()
     if keys == [ZERO_OPTIMIZATION, "stage"]:
         return " (2 if nothing is said)"
-    return "" if default is None else f" (DeepSpeed's default is {_json(default)})"
+    return "" if default is None else f" (DeepSpeed's default is {as_json(default)})"
 
 
 def _explain_unknown(path: str, keys: List[str]) -> str:
@@ -275,7 +276,9 @@ def _explain_unknown(path: str, keys: List[str]) -> str:
         return f"{path} is given twice: under its name and under an alias"
     places = _places(keys)
     if places:
-        return f"{path} is unknown here: it belongs to {' or '.join(_json(key) for key in places)}"
+        return (
+            f"{path} is unknown here: it belongs to {' or '.join(as_json(key) for key in places)}"
+        )
     if len(keys) == 1 and name in _KEYS_OF_TRAINER:
         return f'{path} is unknown here: it is a key of the trainer, beside "{ROOT}"'
     if ".".join(keys) in RENAMED:
@@ -361,7 +364,3 @@ def _submodel(field: FieldInfo) -> Optional[Type[BaseModel]]:
 def _names(model: Optional[Type[BaseModel]]) -> List[str]:
     fields = model.model_fields if model else {}
     return [name for key, field in fields.items() for name in (field.alias, key) if name]
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, default=str)

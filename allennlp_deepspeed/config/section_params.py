@@ -11,9 +11,11 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.runtime import config as ds_config
 from deepspeed.runtime import lr_schedules
 
 from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.config.values import is_number
 
 _AUTO = "auto"
 
@@ -49,10 +51,10 @@ def optimizer_problems(name: str, params: Dict[str, Any]) -> Iterator[str]:
     for key, value in params.items():
         if known is not None and key not in known:
             yield f"{key} is no parameter of {name}: {did_you_mean(key, sorted(known))}"
-        elif key in _NUMBERS and not _is_number(value):
+        elif key in _NUMBERS and not is_number(value):
             yield f"{key} is {value!r}: must be a number{_unquoted(value)}"
         elif key == "betas" and not (
-            isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+            isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
         ):
             yield f"betas is {value!r}: must be two numbers, such as [0.9, 0.999]"
 
@@ -60,7 +62,8 @@ def optimizer_problems(name: str, params: Dict[str, Any]) -> Iterator[str]:
 def _known_of(name: str) -> Optional[List[str]]:
     """`None` if it isn't known."""
     classes = _CLASSES.get(name.lower(), [])
-    if not classes and hasattr(torch.optim, name):
+    # DeepSpeed's own names come first: its Muon isn't torch's.
+    if name.lower() not in ds_config.DEEPSPEED_OPTIMIZERS and hasattr(torch.optim, name):
         classes = [getattr(torch.optim, name)]
     if not classes:
         return None
@@ -92,10 +95,6 @@ def scheduler_problem(name: str, params: Dict[str, Any]) -> Optional[str]:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _unquoted(value: Any) -> str:

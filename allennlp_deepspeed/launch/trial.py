@@ -27,6 +27,7 @@ from allennlp.training.optimizers import MultiOptimizer, Optimizer
 
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.settings import registered_name
+from allennlp_deepspeed.config.values import is_integer, is_number
 from allennlp_deepspeed.launch.model_trial import check_model
 from allennlp_deepspeed.signatures.callers import is_own_code
 
@@ -107,7 +108,7 @@ def _check_numbers(trainer: Section, findings: Findings) -> None:
         findings.add(f"'trainer.patience' is {json.dumps(patience)}: must be at least 1, or null")
     average = trainer.get("moving_average")
     decay = average.get("decay", 0.5) if isinstance(average, dict) else 0.5
-    if _is_number(decay) and not 0 <= decay <= 1:
+    if is_number(decay) and not 0 <= decay <= 1:
         findings.add(f"'trainer.moving_average.decay' is {decay}: must be from 0 to 1")
     for pattern in trainer.get("no_grad") or []:
         try:
@@ -129,7 +130,7 @@ def _check_numbers(trainer: Section, findings: Findings) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and 1 <= value <= sys.maxsize and int(value) == value
+    return is_number(value) and 1 <= value <= sys.maxsize and int(value) == value
 
 
 def _check_optimizer(trainer: Section, parameters: List[Any], findings: Findings) -> Any:
@@ -159,7 +160,7 @@ def _check_loader(loader: Any, name: str, findings: Findings) -> None:
         return
     sampler = _section(section.get("batch_sampler"))
     size = None if sampler is None else sampler.get("batch_size")
-    if isinstance(size, int) and not isinstance(size, bool) and size < 1:
+    if is_integer(size) and size < 1:
         findings.add(f"'{name}.batch_sampler.batch_size' is {size}: must be at least 1")
         return
     size = section.get("batch_size")
@@ -203,7 +204,7 @@ def _try(
         others = {name: each for name, each in section.items() if name != key}
         if key != "type" and (
             _error_of(construct, others) is None
-            or (_is_number(value) and _error_of(construct, {**others, key: 1}) is None)
+            or (is_number(value) and _error_of(construct, {**others, key: 1}) is None)
         ):
             text = json.dumps(value, default=repr)[:100]
             findings.refuse(f"{path}.{key}", f"'{path}.{key}' is {text}: {reason}")
@@ -231,10 +232,6 @@ def _is_allennlps(base: Any, section: Section) -> bool:
     name = section.get("type", base.default_implementation)
     registered = Registrable._registry[base].get(name)
     return registered is not None and registered[0].__module__.startswith("allennlp.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @contextmanager

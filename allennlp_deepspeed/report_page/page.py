@@ -3,12 +3,11 @@ import time
 from typing import Any, Dict, List, Optional
 
 from allennlp.common.checks import ConfigurationError
+from rich.filesize import decimal
 
 from allennlp_deepspeed.report_page import series
 from allennlp_deepspeed.report_page.charts import COLOURS, draw
 from allennlp_deepspeed.report_page.run import Run, differences, named
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def page(directories: List[str], version: Optional[str] = None) -> str:
@@ -45,7 +44,7 @@ def page(directories: List[str], version: Optional[str] = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(size=size, age=age, json=_to_json)
+    environment.filters.update(size=decimal, age=age, json=_to_json)
     return environment.get_template("page.html.jinja").render(
         title=", ".join(run.name for run in runs),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -58,15 +57,6 @@ def page(directories: List[str], version: Optional[str] = None) -> str:
         environments=_table([_environment(run) for run in runs]),
         version=version,
     )
-
-
-def size(num_bytes: float) -> str:
-    """Such as "1.5 MiB"."""
-    exponent = 0
-    while num_bytes >= 1024 and exponent < len(_UNITS) - 1:
-        num_bytes /= 1024
-        exponent += 1
-    return f"{num_bytes:.1f} {_UNITS[exponent]}" if exponent else f"{num_bytes:.0f} B"
 
 
 def age(seconds_since_1970: float) -> str:
@@ -97,7 +87,7 @@ def _summary(run: Run) -> Dict[str, str]:
 
 def _best(run: Run) -> Dict[str, str]:
     """Of the best epoch, or the last one if there is no validation."""
-    metrics = {k: v for k, v in run.final_metrics.items() if series.is_number(v)}
+    metrics = {k: v for k, v in run.final_metrics.items() if series.can_be_drawn(v)}
     best = {key: value for key, value in metrics.items() if key.startswith("best_")}
     shown = best or {key: v for key, v in metrics.items() if key.startswith("training_")}
     return {key: f"{value:.6g}" for key, value in shown.items()}

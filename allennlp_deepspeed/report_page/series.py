@@ -6,23 +6,24 @@ import math
 from functools import partial
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
+from allennlp_deepspeed.config.values import is_number
 from allennlp_deepspeed.report_page.run import Line, Run
 
 # Of all curves of a page, which keeps it small enough to be sent by mail.
 _MAX_POINTS = 20_000
 
-_MEBIBYTE = 2**20
+_MEGABYTE = 10**6
 _READINGS: List[Tuple[str, str, Callable[[Dict[str, Any]], Optional[float]]]] = [
     ("Learning rate", "lr", lambda v: v.get("lr")),
     ("Gradient norm", "norm", lambda v: v.get("grad_norm")),
     ("Loss scale", "scale", lambda v: v.get("loss_scale")),
     ("Samples a second", "samples / s", lambda v: v.get("samples_per_second")),
     ("Tokens a second", "tokens / s", lambda v: v.get("tokens_per_second")),
-    ("Memory of a worker", "MiB", lambda v: _scaled(v.get("memory_bytes"), _MEBIBYTE)),
+    ("Memory of a worker", "MB", lambda v: _scaled(v.get("memory_bytes"), _MEGABYTE)),
     (
         "Sent by a worker each step",
-        "MiB",
-        lambda v: _scaled(v.get("communication_bytes_per_step"), _MEBIBYTE),
+        "MB",
+        lambda v: _scaled(v.get("communication_bytes_per_step"), _MEGABYTE),
     ),
 ]
 # What metrics of an epoch have beside those of the model.
@@ -133,7 +134,7 @@ def _curve(
     curve = Curve(run, kind, [], [], [])
     for line in lines:
         found = value(line.values)
-        if is_number(found):
+        if can_be_drawn(found):
             curve.steps.append(line.values["step"])
             curve.hours.append(line.hours)
             curve.values.append(float(found))  # type: ignore[arg-type]
@@ -146,7 +147,7 @@ def _metric_names(run: Run) -> List[str]:
         for key, value in _metrics(line.values).items():
             kind, _, name = key.partition("_")
             is_of_model = not any(part in key for part in _NOT_OF_A_MODEL)
-            if kind in ("training", "validation") and is_of_model and is_number(value):
+            if kind in ("training", "validation") and is_of_model and can_be_drawn(value):
                 names[name] = None
     return list(names)
 
@@ -168,9 +169,8 @@ def _scaled(value: Optional[float], unit: int) -> Optional[float]:
     return None if value is None else value / unit
 
 
-def is_number(value: Any) -> bool:
-    """Whether it can be drawn."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+def can_be_drawn(value: Any) -> bool:
+    if not is_number(value):
         return False
     try:
         return math.isfinite(value)

@@ -108,6 +108,7 @@ class _Routing:
             self._level = None
             self._replace(shows=any(map(_is_for_console, root.handlers)))
             self._held.give_to(root.handlers)
+            root.removeHandler(self._held)
 
         with ExitStack() as stack:
             stack.callback(self._put_back)

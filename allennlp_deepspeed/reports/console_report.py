@@ -15,7 +15,7 @@ from allennlp_deepspeed.reports.reported_training import ReportedTraining
 
 logger = logging.getLogger(__name__)
 
-_INTERVALS = {  # of what `metrics.jsonl` has, how it is shown
+_FORMATS = {  # of what `metrics.jsonl` has, how it is shown
     "loss": "{:.4g}",
     "lr": "{:.3g}",
     "grad_norm": "{:.3g}",
@@ -84,7 +84,7 @@ class ConsoleReport:
             name.replace("grad_norm", "norm").replace("loss_scale", "scale"): form.format(
                 values[name]
             )
-            for name, form in _INTERVALS.items()
+            for name, form in _FORMATS.items()
             if values.get(name) is not None
         }
         for name in ("tokens", "samples"):

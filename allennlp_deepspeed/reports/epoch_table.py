@@ -5,6 +5,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from allennlp_deepspeed.config.values import is_number
+
 # Of no interest after each epoch; they are in the metrics files.
 _LEFT_OUT = re.compile(r"(gpu|worker)_\d+_memory_MB$|communication_")
 
@@ -25,7 +27,7 @@ class EpochTable:
         names = [
             match[2]
             for match in map(re.compile("(training|validation)_(.*)").fullmatch, metrics)
-            if match and _is_number(metrics[match[0]]) and not _LEFT_OUT.match(match[2])
+            if match and is_number(metrics[match[0]]) and not _LEFT_OUT.match(match[2])
         ]
         self._rows: List[List[str]] = []
         validates = any(f"validation_{name}" in metrics for name in names)
@@ -59,15 +61,11 @@ class EpochTable:
         return Group(Text(title, style="bold"), table)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _number(value: Optional[float]) -> str:
-    return "" if not _is_number(value) else f"{value:.4g}"
+    return "" if not is_number(value) else f"{value:.4g}"
 
 
 def _change(now: Optional[float], before: Optional[float]) -> str:
-    if not _is_number(now) or not _is_number(before):
+    if not is_number(now) or not is_number(before):
         return ""
     return f"{now - before:+.3g}"  # type: ignore[operator]

@@ -14,6 +14,7 @@ from allennlp.nn.parallel import DdpAccelerator
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.values import as_json, is_integer
 from allennlp_deepspeed.signatures import walk
 from allennlp_deepspeed.signatures.callers import Given
 from allennlp_deepspeed.signatures.paths import missing_files
@@ -88,7 +89,7 @@ def _of_seeds(config: Dict[str, Any]) -> Problems:
         try:
             seed = int(value)  # as AllenNLP does
         except (TypeError, ValueError, OverflowError):
-            yield Problem(key, f" is {_json(value)}: must be an integer")
+            yield Problem(key, f" is {as_json(value)}: must be an integer")
             continue
         if possible is not None and seed not in possible:
             yield Problem(key, f" is {seed}: must be from {possible[0]} to {possible[-1]}")
@@ -103,19 +104,19 @@ def _of_archive(config: Dict[str, Any]) -> Problems:
     except ConfigurationError as error:
         yield Problem("include_in_archive", f": {error.message}")
     except TypeError:
-        yield Problem("include_in_archive", f" is {_json(names)}: must be a list of file names")
+        yield Problem("include_in_archive", f" is {as_json(names)}: must be a list of file names")
 
 
 def _of_distributed(section: Any) -> Problems:
     if section is None:
         return
     if not isinstance(section, dict):
-        text = f' is {_json(section)}: must be an object, such as {{"cuda_devices": [0, 1]}}'
+        text = f' is {as_json(section)}: must be an object, such as {{"cuda_devices": [0, 1]}}'
         yield Problem("distributed", text)
         return
     devices = section.get("cuda_devices")
     if not _are_devices(devices):
-        is_missing = "is missing" if devices is None else f"is {_json(devices)}"
+        is_missing = "is missing" if devices is None else f"is {as_json(devices)}"
         yield Problem(
             "distributed.cuda_devices",
             f" {is_missing}: must be a list of a GPU's number for each worker of a node, such as "
@@ -124,21 +125,21 @@ def _of_distributed(section: Any) -> Problems:
     num_nodes = section.get("num_nodes", 1)
     if not _is_positive(num_nodes):
         yield Problem(
-            "distributed.num_nodes", f" is {_json(num_nodes)}: must be an integer, at least 1"
+            "distributed.num_nodes", f" is {as_json(num_nodes)}: must be an integer, at least 1"
         )
     elif _are_devices(devices) and num_nodes * len(devices) < 2:
         yield Problem(
             "distributed.cuda_devices",
-            f" is {_json(devices)}, which is one worker: write one for each of several, or remove "
-            "the section 'distributed'",
+            f" is {as_json(devices)}, which is one worker: write one for each of several, or "
+            "remove the section 'distributed'",
         )
     address = section.get("primary_address", "")
     if not isinstance(address, str):
-        yield Problem("distributed.primary_address", f" is {_json(address)}: must be a string")
+        yield Problem("distributed.primary_address", f" is {as_json(address)}: must be a string")
     port = section.get("primary_port")
-    if port is not None and (not _is_integer(port) or not 0 <= port < 2**16):
+    if port is not None and (not is_integer(port) or not 0 <= port < 2**16):
         yield Problem(
-            "distributed.primary_port", f" is {_json(port)}: must be an integer from 1 to 65535"
+            "distributed.primary_port", f" is {as_json(port)}: must be an integer from 1 to 65535"
         )
     accelerator = section.get("ddp_accelerator")
     if accelerator is not None:
@@ -148,7 +149,7 @@ def _of_distributed(section: Any) -> Problems:
 
 
 def _are_devices(devices: Any) -> TypeGuard[List[int]]:
-    return isinstance(devices, list) and bool(devices) and all(map(_is_integer, devices))
+    return isinstance(devices, list) and bool(devices) and all(map(is_integer, devices))
 
 
 def _of_train_loop(config: Dict[str, Any]) -> Problems:
@@ -177,13 +178,5 @@ def _elsewhere(problem: Problem, config: Dict[str, Any]) -> Optional[Problem]:
     return None
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_positive(value: Any) -> bool:
-    return _is_integer(value) and value > 0
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, default=repr)
+    return is_integer(value) and value > 0

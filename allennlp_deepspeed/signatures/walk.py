@@ -5,7 +5,6 @@ to construct, key by key. Where it can't be known what a class makes of its keys
 
 import importlib
 import inspect
-import json
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, get_args
 
 from allennlp.common import FromParams, Registrable
@@ -14,6 +13,7 @@ from allennlp.data import DatasetReader
 from allennlp.models import Model
 
 from allennlp_deepspeed.config.schema import did_you_mean, nearest
+from allennlp_deepspeed.config.values import as_json
 from allennlp_deepspeed.signatures.annotations import in_words, kind, not_quoted, takes
 from allennlp_deepspeed.signatures.callers import Given, given_to, is_own_code
 
@@ -184,14 +184,14 @@ def _chosen(
         return registered[name], None
     where = joined(path, "type")
     if not isinstance(name, str):
-        return None, Problem(where, f" is {_json(name)}: must be a string, the name of a class")
+        return None, Problem(where, f" is {_shown(name)}: must be a string, the name of a class")
     if "." in name:
         return _imported(name, where)
     page = "AllenNLP's documentation"
     hint = did_you_mean(name, list(registered), page=page)
     problem = Problem(
         where,
-        f" is {_json(name)}, which is no registered {cls.__name__}: {hint} (One of your own needs "
+        f" is {_shown(name)}, which is no registered {cls.__name__}: {hint} (One of your own needs "
         "its --include-package.)",
     )
     meant = nearest(name, list(registered))
@@ -207,7 +207,7 @@ def _imported(
         subclass = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        return None, Problem(path, f" is {_json(name)}, which can't be imported: {reason}")
+        return None, Problem(path, f" is {_shown(name)}, which can't be imported: {reason}")
     return (subclass, None), None
 
 
@@ -306,13 +306,13 @@ def _unknown(path: str, name: str, known: List[str], owner: Any) -> Problem:
 
 
 def _wrong_type(path: str, value: Any, annotation: Any) -> Problem:
-    text = f" is {_json(value)}: must be {in_words(annotation)}"
+    text = f" is {_shown(value)}: must be {in_words(annotation)}"
     number = not_quoted(value, annotation)
     if number is not None:
         text += f", write {number} without quotes"
     return Problem(path, text)
 
 
-def _json(value: Any) -> str:
-    text = json.dumps(value, default=repr)
+def _shown(value: Any) -> str:
+    text = as_json(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -9,6 +9,7 @@ from allennlp.training.callbacks import (
 from allennlp.training.callbacks.backward import MixedPrecisionBackwardCallback
 from overrides import overrides
 
+from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.reports.run_report import RunReport
 
 
@@ -38,8 +39,8 @@ class EpochMetricsCallback(TrainerCallback):
         self.metrics = state_dict["metrics"]
 
 
-# Which every trainer has, beside those of the user.
-OWN_CALLBACKS = (EpochMetricsCallback, RunReport)
+# Which a trainer adds to those of the user.
+OWN_CALLBACKS = (EpochMetricsCallback, RunReport, CommsSummaryCallback)
 
 
 def may_read_metrics(callback: TrainerCallback) -> bool:

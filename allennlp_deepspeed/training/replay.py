@@ -202,7 +202,7 @@ class Replay:
         }
 
     def _own_callbacks(self) -> Dict[str, TrainerCallback]:
-        """Those that every trainer has, by the names of their classes."""
+        """Those that the trainer has added, by the names of their classes."""
         return {type(c).__name__: c for c in self._callbacks if isinstance(c, OWN_CALLBACKS)}
 
     def _callbacks_of_user(self) -> List[TrainerCallback]:
@@ -216,8 +216,10 @@ class Replay:
         # As in AllenNLP by their places: those that have been added come after.
         for callback, state in zip(self._callbacks_of_user(), state_dict["callbacks"]):
             callback.load_state_dict(state)
-        for name, state in state_dict.get("own_callbacks", {}).items():
-            self._own_callbacks()[name].load_state_dict(state)
+        own_states = state_dict.get("own_callbacks", {})
+        for name, callback in self._own_callbacks().items():
+            if name in own_states:
+                callback.load_state_dict(own_states[name])
         self._pending = state_dict
         starts = state_dict["epoch_starts"]
         self._epoch_starts = RandomHistory.from_state_dict(starts, len(starts["lengths"]))

@@ -89,9 +89,10 @@ class ResumableTrainer(ReportedTrainer):
         num_epochs = state.trainer_state.get("num_epochs", self._num_epochs)
         for name, part in parts.items():
             if name in state.trainer_state:
-                length = {} if num_epochs == self._num_epochs else _length(part)
+                length = _length(part) if num_epochs != self._num_epochs else {}
                 part.load_state_dict(state.trainer_state[name])
-                vars(part).update(length)
+                for attribute, value in length.items():
+                    setattr(part, attribute, value)
         if self.best_weights.exist:
             self._best_model_filename = self.best_weights.path
         start = self._progress.start

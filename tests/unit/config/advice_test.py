@@ -52,3 +52,18 @@ def test_advice_about_a_precision_makes_no_next_conflict() -> None:
     off = {"torch_autocast": {"enabled": False}, "fp16": {"enabled": False}}
     (said,) = lines(off, use_amp=True, bf16_supported=False)
     assert said.endswith('write "fp16": {"enabled": true}')
+
+
+def test_params_of_a_schedule_may_have_a_wrong_type_of_their_own() -> None:
+    params = {"type": "WarmupLR", "warmup_max_lr": 0.1}
+    (said,) = lines({"scheduler": {"type": "WarmupLR", "params": params}})
+    assert '"params.type" is no parameter of WarmupLR' in said
+
+
+@pytest.mark.parametrize("name", ["Muon", "muon"])
+def test_an_optimizer_of_deepspeed_may_have_params_that_one_of_torch_with_its_name_lacks(
+    name: str,
+) -> None:
+    params = {"lr": 0.02, "muon_lr": 0.02, "adam_lr": 1e-3, "betas": [0.9, 0.95]}
+    config = {"optimizer": {"type": name, "params": params}}
+    assert lines({**config, "zero_optimization": {"stage": 2}}) == []

@@ -14,7 +14,7 @@ import pytest
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.report_page import series, watch
-from allennlp_deepspeed.report_page.page import age, page, size
+from allennlp_deepspeed.report_page.page import age, page
 from allennlp_deepspeed.report_page.run import Run, differences, named
 from allennlp_deepspeed.reports.metrics_file import FILE_NAME
 from tests.support.chromium import requires_chromium, show
@@ -38,7 +38,7 @@ def write_run(directory: Path, num_steps: int = 8, lr: float = 0.5) -> Path:
             environment = {"world_size": 2, "num_epochs": 2, "deepspeed_config": {"a": EVIL}}
             lines.append({"kind": kind, "time": time, "step": step - 1, "epoch": 0, **environment})
         time += 36
-        values = {"loss": 4 / step, "lr": lr / step, "grad_norm": 0.5, "memory_bytes": 2**21}
+        values = {"loss": 4 / step, "lr": lr / step, "grad_norm": 0.5, "memory_bytes": 2_000_000}
         lines.append({"kind": "step", "time": time, "step": step, "epoch": epoch, **values})
         if step in (num_steps // 2, num_steps):
             metrics = {
@@ -126,7 +126,6 @@ def test_differences_name_what_is_not_the_same() -> None:
 
 
 def test_units() -> None:
-    assert [size(n) for n in (0, 1023, 1536, 2**50)] == ["0 B", "1023 B", "1.5 KiB", "1024.0 TiB"]
     assert age(0).endswith(" days")
 
 

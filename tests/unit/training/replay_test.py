@@ -1,11 +1,13 @@
 """A worker is brought back to where it was at a checkpoint."""
 
 import random
-from typing import Any, Dict, Iterator, List
+from typing import Any, Dict, Iterator, List, Sequence
 
 import torch
 from allennlp.training.callbacks import TrainerCallback
 
+from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
+from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.replay import Replay
 from allennlp_deepspeed.training.running_loss import RunningLoss
@@ -48,7 +50,9 @@ class InOnePass:
 class Run:
     """What a trainer does with a `Replay`, with random numbers in the place of data."""
 
-    def __init__(self, keeps_validations: bool = False) -> None:
+    def __init__(
+        self, keeps_validations: bool = False, own: Sequence[TrainerCallback] = ()
+    ) -> None:
         self.progress = Progress()
         self.model = Counting()
         self.callback = Remembering()
@@ -61,7 +65,7 @@ class Run:
         self.replay = Replay(
             self.progress,
             self.model,  # type: ignore[arg-type]
-            [self.callback],
+            [self.callback, *own],
             self.losses,
             history,
             keeps_validations,
@@ -158,3 +162,19 @@ def test_losses_are_scaled_to_another_number_of_steps() -> None:
     continued.replay.skip_step()
     assert continued.losses.read().train_loss == half / 2
     assert continued.progress.total_batches_completed == 2
+
+
+def test_a_callback_of_the_trainers_own_may_come_and_go_with_its_key() -> None:
+    before, after = EpochMetricsCallback(""), EpochMetricsCallback("")
+    before.metrics = {"loss": 0.5}
+    with_summary = Run(own=[CommsSummaryCallback(""), before])
+    with_summary.train(1, save_at=(0, 2))
+    without = Run(own=[after])
+    without.load(with_summary.saved)
+    assert after.metrics == {"loss": 0.5}
+    assert without.callback.seen == with_summary.saved["replay"]["callbacks"][0]["seen"]
+    without.train(1, save_at=(0, 3))
+    again = Run(own=[CommsSummaryCallback(""), EpochMetricsCallback("")])
+    again.load(without.saved)
+    again.train(1)
+    assert again.callback.seen == without.callback.seen

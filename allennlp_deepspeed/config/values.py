@@ -1,0 +1,18 @@
+"""What a value of a config is, and how a message quotes it."""
+
+import json
+from typing import Any, TypeGuard
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """JSON's true and false are none, though they are integers for Python."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def as_json(value: Any) -> str:
+    """As it is written in a config."""
+    return json.dumps(value, default=repr)
