@@ -1,8 +1,11 @@
 """
-Writes console.svg, what a training shows on a terminal while it goes on and at its end:
+Writes console.svg, what a training shows on a terminal while it goes on and at its end, and
+report.png, the report of it and of another one:
 
     python demo/prepare_verses.py data/verses
-    python docs/screenshots.py
+    python -m docs.screenshots
+
+Needs Chromium (Debian's package `chromium`).
 """
 
 import io
@@ -18,10 +21,24 @@ from typing import List
 from rich.console import Console
 from rich.text import Text
 
+from tests.support.chromium import CHROMIUM, show
+
 DOCS = Path(__file__).resolve().parent
 CONFIG = "training_configs/verse_classifier.jsonnet"
 OUTPUT = "output/verses"
-COLUMNS = 118
+COLUMNS = 124
+
+# The run that the report compares with it, and its overrides.
+OTHER = ("verses_lr_0.02", '{"trainer.num_epochs": 3, "trainer.optimizer.lr": 0.02}')
+WIDTH, MAX_HEIGHT = 1400, 4000  # of the report in pixels
+
+# Where its last section begins, once all curves are drawn.
+MEASURE = """<script>
+setInterval(() => {
+  const last = document.querySelector("section:last-of-type");
+  if (document.documentElement.dataset.drawn) document.body.dataset.end = last.offsetTop;
+}, 50);
+</script>"""
 
 # Bars are kept of this epoch, drawn when some of its steps were done.
 SHOWN_EPOCH = "Epoch 1/"
@@ -60,19 +77,46 @@ def as_seen(printed: str) -> List[str]:
     return seen
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = os.path.join(temporary, "verses")
-        command = ["allennlp", "train", CONFIG, "-s", directory]
-        command += ["--include-package", "allennlp_deepspeed", "-o", '{"trainer.num_epochs": 3}']
-        text = "\n".join(as_seen(record(command))).replace(directory, OUTPUT)
+def train(directory: str, overrides: str = '{"trainer.num_epochs": 3}') -> str:
+    """What it prints."""
+    command = ["allennlp", "train", CONFIG, "-s", directory, "-o", overrides]
+    return record([*command, "--include-package", "allennlp_deepspeed"])
+
+
+def draw_console(printed: str) -> None:
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(Text.from_ansi(f"$ allennlp train {CONFIG} -s {OUTPUT}"), style="bold")
-    console.print(Text.from_ansi(text))
+    command = f"$ allennlp train {CONFIG} -s {OUTPUT} --include-package allennlp_deepspeed"
+    console.print(Text.from_ansi(command), style="bold")
+    console.print(Text.from_ansi("\n".join(as_seen(printed))))
     picture = console.export_svg(title="allennlp train")
     # Fonts of another host.
     picture = re.sub(r"\s*@font-face \{.*?\}", "", picture, flags=re.DOTALL)
     (DOCS / "console.svg").write_text(picture, encoding="utf-8")
+
+
+def draw_report(directories: List[str], temporary: Path) -> None:
+    """As far as the section before the last one, which names hosts."""
+    page = temporary / "report.html"
+    record(["allennlp", "deepspeed", "report", *directories, "--output", str(page)])
+    with page.open("a") as file:
+        file.write(MEASURE)
+    shown = show(page, temporary, WIDTH, MAX_HEIGHT)
+    end = re.search(r'data-end="(\d+)"', shown.document)
+    assert end is not None and int(end.group(1)) <= MAX_HEIGHT
+    picture = shown.picture.convert("RGB").crop((0, 0, WIDTH, int(end.group(1))))
+    # A palette is enough for it, and takes a third.
+    picture.quantize(128).save(DOCS / "report.png", optimize=True)
+
+
+def main() -> None:
+    if CHROMIUM is None:
+        sys.exit("It needs Chromium, as the command chromium.")
+    with tempfile.TemporaryDirectory() as temporary:
+        directories = [os.path.join(temporary, name) for name in (Path(OUTPUT).name, OTHER[0])]
+        printed = train(directories[0])
+        train(directories[1], OTHER[1])
+        draw_console(printed.replace(directories[0], OUTPUT))
+        draw_report(directories, Path(temporary))
 
 
 if __name__ == "__main__":

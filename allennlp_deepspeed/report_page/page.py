@@ -61,7 +61,14 @@ def page(directories: List[str], version: Optional[str] = None) -> str:
 
 def age(seconds_since_1970: float) -> str:
     """Until now, such as "3 h 20 min"."""
-    minutes = max(0, int(time.time() - seconds_since_1970) // 60)
+    return duration(time.time() - seconds_since_1970)
+
+
+def duration(seconds: float) -> str:
+    """Such as "45 s", "3 h 20 min" or "3 days"."""
+    if seconds < 60:
+        return f"{max(0, int(seconds))} s"
+    minutes = int(seconds) // 60
     if minutes < 60:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
@@ -76,7 +83,7 @@ def _summary(run: Run) -> Dict[str, str]:
         "state": run.state,
         "steps": str(run.num_steps),
         "epochs": str(len(run.of_kind("epoch"))) + (f" of {num_epochs}" if num_epochs else ""),
-        "hours": f"{last.hours:.2f}",
+        "time trained": duration(last.hours * 3600),
         "recoveries": str(len(run.of_kind("recover"))),
     }
     for name, key in (("workers", "world_size"), ("ZeRO", "zero_stage"), ("precision",) * 2):
