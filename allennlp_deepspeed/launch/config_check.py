@@ -75,7 +75,8 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     if not isinstance(trainer, dict):
         return
     if not is_deepspeed:
-        _check_no_own_keys(trainer, trainer_type)
+        if _has_known_train_loop(config) or "type" in trainer:
+            _check_no_own_keys(trainer, trainer_type)
         return
     if on_this_machine:
         config = _check_file(config, findings)
@@ -95,7 +96,7 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
     """
     example = '{"type": "deepspeed", "num_epochs": 3}'
     trainer = config.get("trainer")
-    if config.get("type") not in (None, "default", "deepspeed"):
+    if not _has_known_train_loop(config):
         return  # A train loop of the user's may construct its trainer as it likes.
     if trainer is None:
         raise ConfigurationError(f"'trainer' is missing: write {example}.")
@@ -112,6 +113,10 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
             f"'trainer.type' is {json.dumps(name)}, which is no registered Trainer: "
             f"{did_you_mean(str(name), known)}"
         )
+
+
+def _has_known_train_loop(config: Dict[str, Any]) -> bool:
+    return config.get("type") in (None, "default", "deepspeed")
 
 
 def _check_file(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:

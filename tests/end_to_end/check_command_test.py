@@ -1,0 +1,234 @@
+"""`allennlp deepspeed check`, and what it must leave to classes of the user's."""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+
+from tests.support.command import REPOSITORY, Run, allennlp
+from tests.support.experiment import ONE_PROCESS, TWO_WORKERS, load_config
+
+NAMES = ("allennlp_deepspeed", "tests.fixtures")
+
+# Of a user, in the directory where the command is started.
+PACKAGE = """
+from pathlib import Path
+from typing import List, Optional
+
+from allennlp.commands.train import TrainModel
+from allennlp.common import FromParams
+from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.trainer import Trainer
+
+from allennlp_deepspeed import DeepSpeedTrainer, DeepSpeedTrainModel
+
+
+@TrainerCallback.register("notes")
+class Notes(TrainerCallback):
+    def __init__(
+        self, serialization_dir: str, path: Path, others: Optional[List[Path]] = None
+    ) -> None:
+        super().__init__(serialization_dir)
+        self.path = Path(path)
+
+    def on_end(self, trainer, metrics=None, epoch=None, is_primary=True, **kwargs) -> None:
+        self.path.write_text("written")
+
+
+@Trainer.register("deepspeed_of_a_user", constructor="from_partial_objects")
+class TrainerOfUser(DeepSpeedTrainer):
+    pass
+
+
+@TrainModel.register("deepspeed_loop_of_a_user", constructor="from_partial_objects")
+class DeepSpeedLoop(DeepSpeedTrainModel):
+    pass
+
+
+class Stepper(FromParams):
+    def __init__(self, resume: str, num_rounds: int) -> None:
+        self.text = resume * num_rounds
+
+
+@TrainModel.register("loop_of_a_user")
+class Loop(TrainModel):
+    def __init__(self, serialization_dir: str, trainer: Stepper, notes: Path) -> None:
+        self.trainer, self.notes = trainer, Path(notes)
+        self.directory = Path(serialization_dir)
+
+    def run(self):
+        self.notes.write_text(self.trainer.text)
+        # What AllenNLP archives.
+        (self.directory / "best.th").touch()
+        (self.directory / "vocabulary").mkdir(exist_ok=True)
+
+    def finish(self, metrics) -> None:
+        pass
+
+    @property
+    def model(self):
+        return None
+"""
+
+
+def run(directory: Path, *arguments: Any, packages: Any = NAMES) -> Run:
+    (directory / "of_a_user.py").write_text(PACKAGE)
+    return allennlp(
+        *arguments, include_packages=packages, enter=functools.partial(os.chdir, directory)
+    )
+
+
+def check(directory: Path, config: Any, *arguments: Any, packages: Any = NAMES) -> Run:
+    text = config if isinstance(config, str) else json.dumps(config)
+    (directory / "config.jsonnet").write_text(text)
+    return run(directory, "deepspeed", "check", "config.jsonnet", *arguments, packages=packages)
+
+
+def classifier(*overrides: Dict[str, Any]) -> Dict[str, Any]:
+    return load_config("classifier", {"trainer.type": "deepspeed"}, *overrides)
+
+
+def assert_refused(run: Run, lines: List[str]) -> None:
+    """With these lines at the end, in any order."""
+    assert run.returncode == 1, run.output
+    assert "Traceback" not in run.output
+    said = run.output.splitlines()[-len(lines) :]
+    for line in lines:
+        assert any(each.startswith(line) for each in said), (line, run.output)
+
+
+def test_a_sound_config_is_printed_with_where_its_values_are_from(tmp_path: Path) -> None:
+    changes = {
+        "trainer.num_gradient_accumulation_steps": 2,
+        "trainer.grad_norm": 0.5,
+        "trainer.deepspeed_config": {
+            "type": "zero_2",
+            "zero_optimization": {"reduce_bucket_size": 9000},
+        },
+    }
+    config = classifier(TWO_WORKERS, changes)
+    shown = check(tmp_path, config).check().output
+    assert "config.jsonnet can be trained with this DeepSpeed configuration:" in shown
+    assert "zero_optimization.reduce_bucket_size" in shown and "your file" in shown
+    as_json = check(tmp_path, config, "--json").check().output
+    values = {each["path"]: each for each in json.loads(as_json[as_json.index("[\n") :])}
+    expected = {
+        "zero_optimization.reduce_bucket_size": (9000, "your file"),
+        "zero_optimization.stage": (2, 'preset "zero_2"'),
+        "gradient_clipping": (0.5, "from trainer.grad_norm"),
+        # A batch of 6 instances for each of 2 workers, twice.
+        "train_batch_size": (24, "micro-batch x accumulation x workers"),
+    }
+    found = {path: (values[path]["value"], values[path]["source"]) for path in expected}
+    assert found == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.jsonnet", "of_a_user.py"]
+
+
+def test_all_findings_are_said_in_one_message(tmp_path: Path) -> None:
+    config = classifier(
+        TWO_WORKERS,
+        {
+            "trainer.num_epoch": 3,
+            "trainer.deepspeed_config": {"zero_optimization": {"stage": 2, "bucket_size": 5}},
+            "model.seq2vec_encoder.num_filters": "8",
+            "dataset_reader.max_instance": 3,
+        },
+    )
+    lines = [
+        "'dataset_reader.max_instance' is no key of TextClassificationJsonReader",
+        "'model.seq2vec_encoder.num_filters' is \"8\": must be an integer, write 8 without quotes",
+        "'trainer.num_epoch' is no key of the 'deepspeed' trainer: did you mean \"num_epochs\"?",
+        "deepspeed_config.zero_optimization.bucket_size is unknown: did you mean",
+    ]
+    assert_refused(check(tmp_path, config), lines)
+
+
+def test_overrides_are_checked_with_the_file(tmp_path: Path) -> None:
+    config = classifier(ONE_PROCESS, {"trainer.num_epochs": "2"})
+    assert_refused(check(tmp_path, config), ["'trainer.num_epochs' is \"2\""])
+    check(tmp_path, config, "-o", '{"trainer.num_epochs": 2}').check()
+    sound = classifier(ONE_PROCESS)
+    refused = check(tmp_path, sound, "--overrides", '{"trainer.optimizer.lr": "fast"}')
+    assert_refused(refused, ["'trainer.optimizer.lr' is \"fast\": must be a number"])
+    unreadable = check(tmp_path, sound, "--overrides", '{"trainer.optimizer.lr": }')
+    assert_refused(unreadable, ["config.jsonnet can't be read, with its overrides: "])
+
+
+def test_a_class_of_the_users_needs_its_package(tmp_path: Path) -> None:
+    notes = {"type": "notes", "path": "notes.txt"}
+    config = classifier(ONE_PROCESS, {"trainer.callbacks": [notes]})
+    refused = check(tmp_path, config)
+    line = "'trainer.callbacks.0.type' is \"notes\", which is no registered TrainerCallback"
+    assert_refused(refused, [line])
+    assert "--include-package" in refused.output
+    check(tmp_path, config, packages=(*NAMES, "of_a_user")).check()
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        (None, "nowhere.jsonnet"),
+        ("{'trainer': {'type': 'deepspeed'}", "config.jsonnet can't be read, with its overrides: "),
+        ("{trainer: unknown}", "config.jsonnet can't be read, with its overrides: "),
+        ("[1]", "The config file has [1] in it: it must be an object"),
+        ("{}", "'trainer' is missing: write"),
+        ('{"trainer": {"type": "gradient_descent"}}', "'trainer.type' isn't \"deepspeed\""),
+    ],
+    ids=["missing file", "open brace", "unknown variable", "list", "empty", "other trainer"],
+)
+def test_what_is_no_config_is_told_in_a_line(tmp_path: Path, text: str, line: str) -> None:
+    if text is None:
+        refused = run(tmp_path, "deepspeed", "check", "nowhere.jsonnet")
+    else:
+        refused = check(tmp_path, text)
+    assert refused.returncode == 1
+    assert "Traceback" not in refused.output
+    assert line in refused.output, refused.output
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"type": "deepspeed_loop_of_a_user"},
+        {"trainer.type": "deepspeed_of_a_user"},
+        {
+            "trainer.callbacks": [
+                {"type": "notes", "path": "notes.txt", "others": ["a.txt", "nowhere/b.txt"]}
+            ]
+        },
+    ],
+    ids=["train loop", "trainer", "Path"],
+)
+def test_classes_of_the_users_are_taken_and_train(tmp_path: Path, changes: Dict[str, Any]) -> None:
+    packages = (*NAMES, "of_a_user")
+    config = classifier(ONE_PROCESS, {"trainer.num_epochs": 1}, changes)
+    check(tmp_path, config, packages=packages).check()
+    run(tmp_path, "train", "config.jsonnet", "-s", "out", packages=packages).check()
+    assert (tmp_path / "out" / "model.tar.gz").exists()
+    assert (tmp_path / "notes.txt").exists() == ("trainer.callbacks" in changes)
+
+
+def test_a_train_loop_of_the_users_has_the_trainer_that_it_likes(tmp_path: Path) -> None:
+    # "resume" is a key of the "deepspeed" trainer, too.
+    config = {
+        "type": "loop_of_a_user",
+        "trainer": {"resume": "once more ", "num_rounds": 2},
+        "notes": "notes.txt",
+    }
+    packages = (*NAMES, "of_a_user")
+    refused = check(tmp_path, config, packages=packages)
+    assert_refused(refused, ["'trainer.type' isn't \"deepspeed\""])
+    run(tmp_path, "train", "config.jsonnet", "-s", "out", packages=packages).check()
+    assert (tmp_path / "notes.txt").read_text() == "once more once more "
+
+
+@pytest.mark.parametrize("name", ["verse_classifier", "zero_3_offload"])
+def test_recipes_are_sound(name: str, tmp_path: Path) -> None:
+    recipe = REPOSITORY / "training_configs" / f"{name}.jsonnet"
+    data = str(REPOSITORY / "tests/fixtures/data/classification_train.jsonl")
+    overrides = dict.fromkeys(("train_data_path", "validation_data_path"), data)
+    checked = run(tmp_path, "deepspeed", "check", recipe, "-o", json.dumps(overrides)).check()
+    assert "can be trained with this DeepSpeed configuration:" in checked.output
