@@ -1,7 +1,7 @@
 """
 Metrics of AllenNLP's that with several workers are refused or wrong, mended. Importing this package
-applies it. As with AllenNLP's others, each batch of a metric has collectives: every worker has to
-give it as many batches.
+applies it, and a trainer does for what has been imported since. As with AllenNLP's others, each
+batch of a metric has collectives: every worker has to give it as many batches.
 """
 
 import functools
@@ -31,6 +31,7 @@ def apply() -> None:
     support_several_workers()
     take_batches_of_any_size_once()
     sum_counts_of_all_workers()
+    sum_counts_of_all_labels()
 
 
 def support_several_workers() -> None:
@@ -68,6 +69,34 @@ def sum_counts_of_all_workers() -> None:
     _merge_over_workers(AttachmentScores, (*correct, "_total_words", "_total_sentences"))
     lengths = ("_prediction_lengths", "_reference_lengths")
     _merge_over_workers(BLEU, ("_precision_matches", "_precision_totals", *lengths))
+
+
+def sum_counts_of_all_labels() -> None:
+    """
+    Does nothing as long as `allennlp.fairness` isn't imported, which nothing of AllenNLP's imports.
+
+    Mends AllenNLP 2.10.1: with several workers `Separation` and `Sufficiency` sum the counts of the
+    last label only, so that each worker has its own of the others. Gone when both equal those of
+    one worker with all batches.
+    """
+    module: Any = sys.modules.get("allennlp.fairness.fairness_metrics")
+    if not hasattr(module, "Sufficiency"):
+        return  # It may be about to be imported.
+    predicted = "_predicted_label_counts"
+    gold = "_gold_label_counts_by_predicted_label"
+    for metric_class, counts in (
+        # The module doesn't reduce any more, for this one neither.
+        (module.Independence, (predicted, f"{predicted}_by_protected_variable_label")),
+        (
+            module.Separation,
+            (
+                f"{predicted}_by_gold_label",
+                f"{predicted}_by_gold_label_and_protected_variable_label",
+            ),
+        ),
+        (module.Sufficiency, (gold, f"{gold}_and_protected_variable_label")),
+    ):
+        _merge_over_workers(metric_class, (*counts, "_total_predictions"), _added)
 
 
 def _merge_over_workers(
@@ -140,6 +169,11 @@ def _sum(one: Any, other: Any) -> Any:
     if isinstance(one, torch.Tensor) and one.dim() > 0:
         return torch.cat([one.to(other.device), other])
     return one + other
+
+
+def _added(one: State, other: State) -> State:
+    """Of tensors of counts, which a metric without any batch yet has on the CPU."""
+    return {name: value.to(other[name].device) + other[name] for name, value in one.items()}
 
 
 def _merge_moments(one: State, other: State) -> State:

@@ -1,6 +1,6 @@
 """
-Every metric of `allennlp.training.metrics` is that of all workers' instances, whatever the sizes of
-their batches.
+Every metric of `allennlp.training.metrics` and `allennlp.fairness` is that of all workers'
+instances, whatever the sizes of their batches.
 """
 
 from typing import Any, Callable, Dict, List, Tuple
@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import pytest
 import torch
 from allennlp.data import Vocabulary
+from allennlp.fairness import bias_metrics, fairness_metrics  # noqa: F401
 from allennlp.training.metrics import Metric, SpearmanCorrelation
 
 import allennlp_deepspeed  # noqa: F401  # which mends some
@@ -52,10 +53,28 @@ def tokens(generator: torch.Generator, size: int) -> Inputs:
     return integers(generator, 6, size, 7), integers(generator, 6, size, 7)
 
 
+def labels(generator: torch.Generator, size: int) -> Inputs:
+    """Predicted, gold and protected."""
+    return (
+        integers(generator, 3, size, 8),
+        integers(generator, 3, size, 8),
+        integers(generator, 2, size, 8),
+        masked(generator, size, 8),
+    )
+
+
+def without_gold(generator: torch.Generator, size: int) -> Inputs:
+    predicted, _, protected, mask = labels(generator, size)
+    return predicted, protected, mask
+
+
+LABELS = {"num_classes": 3, "num_protected_variable_labels": 2}
+
 Generate = Callable[[torch.Generator, int], Inputs]
 
 # By registered name: arguments, and inputs for a number of instances.
 METRICS: Dict[str, Tuple[Dict[str, Any], Generate]] = {
+    "association_without_ground_truth": ({**LABELS, "gap_type": "pairwise"}, without_gold),
     "attachment_scores": (
         {},
         lambda g, n: (
@@ -75,16 +94,20 @@ METRICS: Dict[str, Tuple[Dict[str, Any], Generate]] = {
     "fbeta_multi_label": ({"average": "micro"}, multi_label),
     "f1_multi_label": ({"average": "macro"}, multi_label),
     "fbeta_verbose": ({}, classes),
+    "independence": ({**LABELS, "dist_metric": "wasserstein"}, without_gold),
     "mean_absolute_error": ({}, values),
+    "nli": ({}, lambda g, n: (floats(g, n, 3).softmax(-1),)),
     "pearson_correlation": ({}, values),
     "perplexity": ({}, lambda g, n: (floats(g, 1).item(),)),
     "rouge": ({"exclude_indices": {0}}, tokens),
+    "separation": (LABELS, labels),
     "sequence_accuracy": ({}, lambda g, n: (integers(g, 2, n, 3, 2), integers(g, 2, n, 2))),
     "span_f1": (
         {"tag_namespace": "labels"},
         lambda g, n: (floats(g, n, 6, len(TAGS)), integers(g, len(TAGS), n, 6), masked(g, n, 6)),
     ),
     "spearman_correlation": ({}, lambda g, n: (floats(g, n, 3), floats(g, n, 3))),
+    "sufficiency": ({**LABELS, "dist_metric": "wasserstein"}, labels),
     "unigram_recall": ({}, lambda g, n: (integers(g, 5, n, 3, 4), integers(g, 5, n, 4))),
 }
 # Needs a C program, which AllenNLP builds from sources that aren't in its wheel.
@@ -95,7 +118,9 @@ def test_no_metric_is_left_out() -> None:
     of_allennlp = {
         name
         for name in Metric.list_available()
-        if Metric.by_name(name).__module__.startswith("allennlp.training.metrics.")
+        if Metric.by_name(name).__module__.startswith(
+            ("allennlp.training.metrics.", "allennlp.fairness.")
+        )
     }
     assert of_allennlp == set(METRICS) | NOT_HERE
 
@@ -146,6 +171,8 @@ def flat(value: Any) -> Any:
         return {f"{key} {k}": v for key, inner in value.items() for k, v in flat(inner).items()}
     if isinstance(value, (list, tuple)):
         return flat(dict(enumerate(value)))
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        return flat(value.tolist())
     return {"": float(value)}
 
 
@@ -176,4 +203,4 @@ def test_two_workers_measure_what_one_does(name: str) -> None:
 
     for measured in run_workers(2, measure):
         for actual, wanted in zip(measured, expected):
-            assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+            assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-6, nan_ok=True)

@@ -14,6 +14,7 @@ from allennlp.commands import train as train_command
 from allennlp.common import cached_transformers
 from allennlp.common import tqdm as allennlp_tqdm
 from allennlp.data import Vocabulary
+from allennlp.fairness import Separation, Sufficiency
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training import GradientDescentTrainer, gradient_descent_trainer
 from allennlp.training.learning_rate_schedulers import ReduceOnPlateauLearningRateScheduler
@@ -97,6 +98,18 @@ def test_metrics_reduce_what_is_no_count() -> bool:
     """By their sources, because it takes several workers."""
     divides = ") / world_size" in inspect.getsource(BLEU.__call__)
     return divides or "(correct_indices).sum()" in inspect.getsource(AttachmentScores.__call__)
+
+
+@mended_by("distributed_metrics.sum_counts_of_all_labels")
+def test_metrics_reduce_the_counts_of_the_last_label() -> bool:
+    """By their sources, because it takes several workers."""
+    reduces_last = [
+        "dist.all_reduce(_predicted_label_counts_by_gold_label[y]"
+        in inspect.getsource(Separation.__call__),
+        "dist.all_reduce(_gold_label_counts_by_predicted_label[c]"
+        in inspect.getsource(Sufficiency.__call__),
+    ]
+    return any(reduces_last)
 
 
 @mended_by("launch.find_learning_rate")
