@@ -40,10 +40,10 @@ def check_zero(
         )
 
 
-def check_gradient_synchronization(mode: str, zero: DeepSpeedZeroConfig) -> None:
-    if mode == "micro_batch" and zero.stage < 2:
+def check_gradient_synchronization(mode: Any, zero: DeepSpeedZeroConfig) -> None:
+    if mode not in ("auto", "boundary", 1) and zero.stage < 2:
         raise ConfigurationError(
-            f"gradient_synchronization is 'micro_batch', but at ZeRO stage {int(zero.stage)} every "
+            f"gradient_synchronization is {mode!r}, but at ZeRO stage {int(zero.stage)} every "
             "rank holds whole gradients anyway, and reduces them once: write 'boundary', or "
             f"{ROOT}.zero_optimization.stage 2 or 3"
         )

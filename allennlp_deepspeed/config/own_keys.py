@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import (
     Annotated,
     Any,
@@ -40,14 +41,14 @@ from allennlp_deepspeed.config.schema import did_you_mean
 from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 
 
-def _check_patterns(patterns: Optional[List[str]]) -> None:
-    for pattern in patterns or []:
+def _check_patterns(name: str, patterns: Any) -> None:
+    for pattern in patterns if isinstance(patterns, list) else []:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ConfigurationError(
-                f"'trainer.activation_checkpointing' has {json.dumps(pattern)}, which is no "
-                f"regular expression: {error}."
+                f"'trainer.{name}' has {json.dumps(pattern)}, which is no regular expression: "
+                f"{error}."
             ) from None
 
 
@@ -96,6 +97,9 @@ OBJECT = Any
 # Of a process that waits. Not infinite, which C++ doesn't take.
 _Seconds = Annotated[PositiveFloat, Field(le=10**9)]
 
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Patterns = Annotated[List[str], Field(min_length=1)]
+
 
 TRAINER_KEYS: Dict[str, Key] = {
     "deepspeed_config": Key(
@@ -126,16 +130,19 @@ TRAINER_KEYS: Dict[str, Key] = {
         may_change=True,
     ),
     "gradient_synchronization": Key(
-        Literal["boundary", "micro_batch", "auto"],
+        Union[Literal["boundary", "micro_batch", "auto"], _Share, _Patterns],
         default="auto",
         doc="When gradients are reduced across the workers, with several micro-batches in a step; "
         'the numbers are the same. `"boundary"`: once a step, at every ZeRO stage; each worker '
         'holds a whole gradient until then. `"micro_batch"`, for stages 2 and 3: after each '
-        "micro-batch, which holds a shard only, and has as many times the traffic. "
-        '`"auto"`: `"boundary"` if the first step has left twice the memory of a whole gradient '
-        'free on every worker, otherwise `"micro_batch"`.',
+        "micro-batch, which holds a shard only, and has as many times the traffic. A number from "
+        "0 to 1 is the share of a gradient that is held, and a list has regular expressions, "
+        "searched for in the names of the parameters whose gradients are. "
+        '`"auto"` holds as much as fits into half of the memory that the first step has left free '
+        "on every worker.",
         advice="must be one of 'boundary' (once an optimizer step), 'micro_batch' (least memory) "
-        "and 'auto'",
+        "and 'auto', a share of the gradient from 0.0 to 1.0, or a list of regular expressions",
+        check=partial(_check_patterns, "gradient_synchronization"),
         may_change=True,
     ),
     "grad_cache": Key(
@@ -246,14 +253,14 @@ TRAINER_KEYS: Dict[str, Key] = {
         may_change=True,
     ),
     "activation_checkpointing": Key(
-        Optional[Annotated[List[str], Field(min_length=1)]],
+        Optional[_Patterns],
         default=None,
         doc='Regular expressions for names of modules, such as `["transformer_model.encoder.layer"'
         "]`. Of these only the inputs are kept, and the rest is computed again in the backward "
         "pass.",
         advice="must be a list of regular expressions for the names of modules, such as "
         '["transformer_model.encoder.layer"].',
-        check=_check_patterns,
+        check=partial(_check_patterns, "activation_checkpointing"),
         may_change=True,
     ),
     "torch_compile": Key(

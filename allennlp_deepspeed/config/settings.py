@@ -5,7 +5,7 @@ what the data, the optimizer and the machine are.
 
 import json
 from dataclasses import dataclass, fields, replace
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, List, Optional, Union
 
 import torch
 
@@ -31,7 +31,7 @@ class TrainerSettings:
     # Parameters
 
     num_gradient_accumulation_steps : `int`, optional (default = `None`)
-    gradient_synchronization : `str`, optional (default = `"auto"`)
+    gradient_synchronization : `Union[str, float, List[str]]`, optional (default = `"auto"`)
     grad_norm : `Union[float, bool]`, optional (default = `None`)
         `False`, as 0, is no clipping.
     use_amp : `bool`, optional (default = `None`)
@@ -65,7 +65,9 @@ class TrainerSettings:
     """
 
     num_gradient_accumulation_steps: Optional[int] = None
-    gradient_synchronization: str = TRAINER_KEYS["gradient_synchronization"].default
+    gradient_synchronization: Union[str, float, List[str]] = TRAINER_KEYS[
+        "gradient_synchronization"
+    ].default
     grad_norm: Union[float, bool, None] = None
     use_amp: Optional[bool] = None
     grad_scaling: bool = TRAINER_KEYS["grad_scaling"].default
@@ -173,6 +175,9 @@ class TrainerSettings:
             if problem is not None:
                 wrong[name] = key.default
                 findings.refuse(name, f"{name} is {json.dumps(value, default=repr)}: {problem}")
+                continue
+            with findings.collect():
+                key.check(value)
         return replace(self, **wrong)
 
 

@@ -2,12 +2,12 @@
 When gradients are reduced across ranks.
 """
 
-import logging
+import itertools
 import zlib
 from array import array
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,8 @@ from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
-from allennlp_deepspeed.gradients import gradient_memory
 from allennlp_deepspeed.gradients.average_over_ranks import GradientAverage, set_gradient
-
-logger = logging.getLogger(__name__)
-
-BOUNDARY, MICRO_BATCH, AUTO = "boundary", "micro_batch", "auto"
+from allennlp_deepspeed.gradients.holding import AUTO, BOUNDARY, MICRO_BATCH, Holding
 
 
 class GradientSynchronizer:
@@ -57,12 +53,14 @@ class GradientSynchronizer:
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-    mode : `str`, optional (default = `"auto"`)
+    mode : `Union[str, float, Sequence[str]]`, optional (default = `"auto"`)
         `"boundary"` holds gradients until the last micro-batch of an optimizer step: each is
         reduced exactly once a step. `"micro_batch"`, for stages 2 and 3, reduces after each
-        micro-batch, as DeepSpeed does by itself, and holds none. `"auto"` trains the first step
-        like `"micro_batch"`, and goes on with `"boundary"` if the memory which that has left free
-        on every rank is at least twice a whole gradient.
+        micro-batch, as DeepSpeed does by itself, and holds none. A number from 0 to 1, for these
+        stages too, is the share of a whole gradient that is held, and regular expressions are
+        found (by `re.search`) in the names of the parameters whose gradients are. `"auto"` trains
+        the first step like `"micro_batch"`, and then holds as much as fits into half the memory
+        which that has left free on every rank.
     num_micro_batches : `int`, optional (default = `1`)
         In an optimizer step, but for short ones.
     find_unused_parameters : `bool`, optional (default = `False`)
@@ -89,7 +87,7 @@ class GradientSynchronizer:
     def __init__(
         self,
         engine: DeepSpeedEngine,
-        mode: str = AUTO,
+        mode: Union[str, float, Sequence[str]] = AUTO,
         num_micro_batches: int = 1,
         find_unused_parameters: bool = False,
         several_passes: bool = False,
@@ -114,9 +112,9 @@ class GradientSynchronizer:
                 "another precision. Remove that key, or say in the callback's class that it does "
                 "not read gradients: `reads_gradients = False`."
             )
-        if average_each_pass and mode == MICRO_BATCH:
+        if average_each_pass and mode not in (AUTO, BOUNDARY, 1):
             raise ConfigurationError(
-                "'trainer.gradient_synchronization' is 'micro_batch', but a callback with "
+                f"'trainer.gradient_synchronization' is {mode!r}, but a callback with "
                 "'on_backward' may read the gradients of the micro-batches before. Write "
                 '"boundary", or say in its class that it does not: `reads_gradients = False`.'
             )
@@ -129,19 +127,31 @@ class GradientSynchronizer:
             # DeepSpeed reduces these from a hook of their module, also those without a gradient.
             or any(map(z3_leaf_parameter, self._parameters))
         )
-        # The sums of what is held, where DeepSpeed is to accumulate in another precision than that
-        # of the gradients; at stage 1 it does so itself.
-        self._accumulators: Dict[torch.nn.Parameter, Optional[torch.Tensor]] = {}
+        # The sums of what is held, by index, where DeepSpeed is to accumulate in another precision
+        # than that of the gradients; at stage 1 it does so itself.
+        self._accumulators: Dict[int, Optional[torch.Tensor]] = {}
         if self._stage > 1 and not average_each_pass:
             dtype = engine.optimizer.gradient_accumulation_dtype
-            self._accumulators = {p: None for p in self._parameters if p.dtype != dtype}
+            differing = [i for i, p in enumerate(self._parameters) if p.dtype != dtype]
+            self._accumulators = dict.fromkeys(differing)
 
-        self._num_micro_batches = num_micro_batches
-        self._mode = self._only_sensible_mode() if mode == AUTO else mode
-        self._found_mode: Optional[Dict[str, Any]] = None
+        if mode == AUTO:
+            mode = self._only_sensible_mode(num_micro_batches)
+        names = {p: name for name, p in engine.module.named_parameters()}
+        self.holding = Holding(
+            mode,
+            [names.get(p, "") for p in self._parameters],
+            [whole_shape(p).numel() for p in self._parameters],
+            num_micro_batches,
+        )
+        """What is held until the last micro-batch of a step."""
+        # Of the micro-batch: whether it is the last of the step, and whether anything is reduced.
+        self._is_last = True
         self._is_due = True
         self._is_in_no_sync = False
+        # Whether gradients are held of all parameters, and of those that are held in any case.
         self._has_held = False
+        self._has_held_before = False
         # Whether gradients are reduced from inside the next backward pass.
         self._reduces_in_pass = False
         # Of the micro-batch: in which backward pass of autograd each gradient has come, the indices
@@ -161,9 +171,9 @@ class GradientSynchronizer:
                 self._add_hook(parameter, partial(self._reduce_in_pass, i))
             elif average_each_pass and dist.get_world_size() > 1:
                 self._add_hook(parameter, self._average_after_pass)
-        for parameter in self._accumulators:
+        for i in self._accumulators:
             # After DeepSpeed's own hook, which does nothing while gradients are held.
-            self._add_hook(parameter, self._move_to_accumulator)
+            self._add_hook(self._parameters[i], partial(self._move_to_accumulator, i))
 
     def remove_hooks(self) -> None:
         """Leaves the parameters as they were."""
@@ -173,43 +183,12 @@ class GradientSynchronizer:
     def _add_hook(self, parameter: torch.nn.Parameter, hook: Callable) -> None:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def state_dict(self) -> Optional[Dict[str, Any]]:
-        """The mode that `find_mode` has found and where, `None` if it hasn't."""
-        return self._found_mode
-
-    def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
-        """
-        Takes what the training before an interruption has found, if this one is still to, and
-        divides the work in the same way.
-        """
-        if self._mode is None and state is not None and state["where"] == self._where():
-            self._mode = state["mode"]
-            self._found_mode = state
-            logger.info("'gradient_synchronization' is \"%s\", as before.", self._mode)
-
-    def _where(self) -> List[int]:
-        return [dist.get_world_size(), self._num_micro_batches]
-
     def find_mode(self) -> None:
-        """Finds the mode after the first step, if it isn't known. To be called by every rank."""
-        if self._mode is not None:
-            return
-        dtype = self._engine.optimizer.gradient_accumulation_dtype
-        needed = gradient_memory.of_whole_gradient(self._parameters, dtype)
-        free = gradient_memory.least_left_free(get_accelerator().current_device_name())
-        self._mode = BOUNDARY if free >= 2 * needed else MICRO_BATCH
-        self._found_mode = {"mode": self._mode, "where": self._where()}
-        if dist.get_rank() == 0:
-            logger.info(
-                "Gradients are reduced at the %s from here on. A whole gradient takes %d bytes, "
-                'and the first step has left %d bytes free on every rank: "auto" is "boundary" '
-                "from twice a whole gradient.",
-                "boundary of each optimizer step"
-                if self._mode == BOUNDARY
-                else "end of each micro-batch",
-                needed,
-                free,
-            )
+        """
+        Finds what to hold after the first step, if it isn't known. To be called by every rank.
+        """
+        if not self.holding.is_known:
+            self.holding.find(self._engine.optimizer.gradient_accumulation_dtype)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -228,7 +207,7 @@ class GradientSynchronizer:
             yield
         finally:
             # Nothing is reduced in here after an exception: the other ranks may not come to it.
-            self._has_held = False
+            self._has_held = self._has_held_before = False
             self._hold(False)
 
     @contextmanager
@@ -241,7 +220,8 @@ class GradientSynchronizer:
         is_last : `bool`, required.
             Whether the optimizer's step follows.
         """
-        self._is_due = is_last or self._mode != BOUNDARY
+        self._is_last = is_last
+        self._is_due = is_last or not all(self.holding.each)
         self._came_in = [None] * len(self._parameters)
         self._next.clear()
         del self._reduced[:]
@@ -250,7 +230,8 @@ class GradientSynchronizer:
         self._prepare_pass()
         yield
         if self._is_due:
-            self._reduce_rest(is_last)
+            self._reduce_rest()
+        self._has_held_before = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -284,11 +265,11 @@ class GradientSynchronizer:
         is_own = isinstance(self._engine.optimizer, BF16_Optimizer)
         return is_own or (dtype is not None and any(p.dtype != dtype for p in self._parameters))
 
-    def _only_sensible_mode(self) -> Optional[str]:
+    def _only_sensible_mode(self, num_micro_batches: int) -> str:
         if self._stage < 2 or self._average_each_pass:
             return BOUNDARY
         # Where both would communicate the same, the one that holds nothing.
-        return MICRO_BATCH if self._num_micro_batches == 1 or dist.get_world_size() == 1 else None
+        return MICRO_BATCH if num_micro_batches == 1 or dist.get_world_size() == 1 else AUTO
 
     def _hold(self, holds: bool) -> None:
         """Has DeepSpeed leave gradients alone, or not."""
@@ -306,7 +287,7 @@ class GradientSynchronizer:
 
     def _reduce_in_pass(self, index: int, _: torch.nn.Parameter) -> None:
         """Reduces the gradient that has come, and those that have waited for it."""
-        if not self._reduces_in_pass:
+        if not self._is_reduced_in_pass(index):
             return
         if self._came_in[index] is not None:
             raise RuntimeError(
@@ -325,10 +306,16 @@ class GradientSynchronizer:
             if self._came_in[i] == backward_pass:
                 self._wait_for_gradient(i)
                 self._reduce(i)
-            elif self._came_in[i] is None and self._is_coming(i):
+            elif self._came_in[i] is None and self._is_reduced_in_pass(i) and self._is_coming(i):
                 break
             i += 1
         self._next[backward_pass] = i
+
+    def _is_reduced_in_pass(self, index: int) -> bool:
+        """Whether the gradient goes out with the backward pass that is running."""
+        if not self._reduces_in_pass or not self.holding.each[index]:
+            return self._reduces_in_pass
+        return self._is_last and not (self._has_held_before and self._accumulators)
 
     def _is_coming(self, index: int) -> bool:
         """Whether the backward pass that is running computes a gradient for the parameter."""
@@ -356,45 +343,65 @@ class GradientSynchronizer:
         group_index = self._group_indices[parameter]
         optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
 
-    def _move_to_accumulator(self, parameter: torch.nn.Parameter) -> None:
-        if self._reduces_in_pass:
+    def _move_to_accumulator(self, index: int, parameter: torch.nn.Parameter) -> None:
+        if self._is_reduced_in_pass(index):
             return
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # the hook runs when it has just been added to
-        accumulator = self._accumulators[parameter]
+        accumulator = self._accumulators[index]
         if accumulator is None:
             dtype = self._engine.optimizer.gradient_accumulation_dtype
-            self._accumulators[parameter] = gradient.to(dtype)
+            self._accumulators[index] = gradient.to(dtype)
         else:
             accumulator.add_(gradient)
 
-    def _reduce_rest(self, is_last: bool) -> None:
-        """Reduces the gradients that no backward pass has, and finishes the reduction."""
+    def _reduce_rest(self) -> None:
+        """Reduces the gradients that are due and no pass has, and finishes the reduction."""
         self._has_held = False
         if self._is_reduced_at_once:
             self._engine.allreduce_gradients()
             return
-        for parameter, accumulator in self._accumulators.items():
-            if accumulator is not None:
+        stays = [holds and not self._is_last for holds in self.holding.each]
+        for i, accumulator in self._accumulators.items():
+            if accumulator is not None and not stays[i]:
+                parameter = self._parameters[i]
                 set_gradient(parameter, accumulator.to(parameter.dtype))
-                self._accumulators[parameter] = None
+                self._accumulators[i] = None
         optimizer = self._engine.optimizer
         if self._stage < 3:
             optimizer.setup_buckets()  # also if there is nothing to reduce
         is_reduced = set(self._reduced)
         for i, parameter in enumerate(self._parameters):
-            if i in is_reduced:
+            if i in is_reduced or stays[i]:
                 continue
             if not self._has_gradient(parameter):
-                if not (self._waits_for_all or (self._is_offloaded and is_last)):
+                if not (self._waits_for_all or (self._is_offloaded and self._is_last)):
                     continue
                 self._set_zero_gradient(parameter)
             self._reduce(i)
         if not self._waits_for_all:
             self._checksum = zlib.crc32(self._reduced, self._checksum)
-        if self._is_offloaded and not is_last and optimizer.micro_step_id == 0 and self._stage < 3:
+        is_first = optimizer.micro_step_id == 0 and not self._is_last
+        if self._is_offloaded and is_first and self._stage < 3:
             self._clear_accumulated_on_cpu()
-        optimizer.overlapping_partition_gradients_reduce_epilogue()
+        with self._put_aside(itertools.compress(self._parameters, stays)):
+            optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+    @contextmanager
+    def _put_aside(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """
+        Takes gradients off their parameters meanwhile: at stage 2 DeepSpeed counts what it finds
+        there among what has been reduced, and clears it.
+        """
+        if self._stage == 3:
+            yield
+            return
+        gradients = {parameter: parameter.grad for parameter in parameters}
+        for parameter in gradients:
+            parameter.grad = None
+        yield
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
 
     def _clear_accumulated_on_cpu(self) -> None:
         """

@@ -4,6 +4,7 @@ trained.
 """
 
 import math
+import re
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Tuple, Union
@@ -250,7 +251,7 @@ class Estimator:
                 self._optimizer_states_with(resolved),
                 resolved,
                 self._settings.world_size,
-                self._settings.gradient_synchronization,
+                self._held_share(),
             ),
         )
 
@@ -273,9 +274,20 @@ class Estimator:
         settings = self._settings
         if placement.stage < 3:
             settings = replace(settings, shard_within=None)
-        if placement.stage < 2 and settings.gradient_synchronization == "micro_batch":
+        if placement.stage < 2:
             settings = replace(settings, gradient_synchronization="auto")
         return settings
+
+    def _held_share(self) -> float:
+        """Of a gradient. "auto" counts as nothing, since it only holds what there is room for."""
+        setting = self._settings.gradient_synchronization
+        if isinstance(setting, str):
+            return 1.0 if setting == "boundary" else 0.0
+        if isinstance(setting, (int, float)):
+            return setting
+        trained = {n: p.numel() for n, p in self._model.named_parameters() if p.requires_grad}
+        held = [n for n in trained if any(re.search(pattern, n) for pattern in setting)]
+        return sum(trained[name] for name in held) / sum(trained.values())
 
     def _fits(
         self, states: Optional[ModelStates], gpu_memory: int, cpu_memory: int, nvme_memory: int

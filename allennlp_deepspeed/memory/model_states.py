@@ -114,7 +114,7 @@ def model_states(
     optimizer_states: OptimizerStates,
     config: ResolvedConfig,
     world_size: int,
-    gradient_synchronization: str = "auto",
+    held: float = 0.0,
 ) -> ModelStates:
     """
     # Parameters
@@ -124,11 +124,10 @@ def model_states(
     config : `ResolvedConfig`
         The stage, the precision, offload and the sizes of buffers are read from it.
     world_size : `int`
-    gradient_synchronization : `str`, optional (default = `"auto"`)
-        The trainer's. With several micro-batches in a step, "boundary" keeps a whole gradient;
-        "auto" counts as "micro_batch", since it only does so where there is room.
+    held : `float`, optional (default = `0.0`)
+        The share of a whole gradient that is held, where there are several micro-batches in a step.
     """
-    states = _States(size, optimizer_states, config, world_size, gradient_synchronization)
+    states = _States(size, optimizer_states, config, world_size, held)
     return {0: states.stage_0, 3: states.stage_3}.get(config.zero_stage, states.stage_1_or_2)()
 
 
@@ -141,7 +140,7 @@ class _States:
         optimizer_states: OptimizerStates,
         config: ResolvedConfig,
         world_size: int,
-        gradient_synchronization: str,
+        held: float,
     ) -> None:
         self._size = size
         self._optimizer_states = optimizer_states
@@ -154,11 +153,8 @@ class _States:
         self._weight = _itemsize(config.precision)
         kept = config.engine_config.get("data_types", {}).get("grad_accum_dtype")
         self._gradient = self._weight if kept is None else _itemsize(kept)
-        self._holds_whole_gradient = (
-            gradient_synchronization == "boundary"
-            and config.num_gradient_accumulation_steps > 1
-            and world_size > 1
-        )
+        accumulates = config.num_gradient_accumulation_steps > 1 and world_size > 1
+        self._held = math.ceil(held * self._trained) if accumulates else 0
         self._optimizer_device = _device(self._zero.offload_optimizer)
         self._parameter_device = _device(self._zero.offload_param)
 
@@ -184,11 +180,11 @@ class _States:
         num_buckets = 2 if self._zero.overlap_comm else 1
         buckets = num_buckets * int(self._zero.reduce_bucket_size) * self._weight
         if self._optimizer_device == "none":
-            gradients = max(self._whole_gradient(), self._flattened_gradient(shard))
+            gradients = max(self._unsharded_gradient(), self._flattened_gradient(shard))
             return ModelStates(gpu=Bytes(weights, gradients, optimizer, buckets))
         one_gradient = self._size.largest_parameter * self._weight
         return ModelStates(
-            gpu=Bytes(weights, self._whole_gradient(), buffers=buckets + one_gradient),
+            gpu=Bytes(weights, self._unsharded_gradient(), buffers=buckets + one_gradient),
             cpu=Bytes(
                 gradients=shard * _FP32,
                 optimizer=optimizer,
@@ -203,7 +199,7 @@ class _States:
         sub_group = min(shard, int(self._zero.sub_group_size))
         gradients = shard * self._gradient
         states = _StatesByDevice()
-        states.add("gpu", gradients=self._whole_gradient())
+        states.add("gpu", gradients=self._unsharded_gradient())
         states.add("gpu", weights=self._kept_gathered() * self._weight, buffers=self._gathered())
         states.add("gpu", buffers=int(self._zero.reduce_bucket_size) * self._weight)
 
@@ -237,8 +233,8 @@ class _States:
     def _optimizer_states_of(self, shard: int) -> int:
         return math.ceil(self._optimizer_states.flat * shard / max(self._trained, 1))
 
-    def _whole_gradient(self) -> int:
-        """The bytes that a rank has of a whole gradient, 0 if shards are made of it as it comes."""
+    def _unsharded_gradient(self) -> int:
+        """The bytes that a rank has of a gradient before it is sharded."""
         adds_elsewhere = self._gradient != self._weight
         if (
             self._stage == 1
@@ -248,9 +244,7 @@ class _States:
         ):
             # DeepSpeed's BF16_Optimizer keeps both.
             return self._trained * (self._weight + self._gradient)
-        if self._stage == 1 or self._holds_whole_gradient:
-            return self._trained * self._gradient
-        return 0
+        return (self._trained if self._stage == 1 else self._held) * self._gradient
 
     def _flattened_gradient(self, shard: int) -> int:
         """The bytes that stages 1 and 2 have of the shard's gradient when the step begins."""

@@ -115,16 +115,15 @@ def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
     clipping = config.engine_config.get("gradient_clipping")
     texts = [f"clipped to a norm of {clipping:g}" if clipping else "not clipped"]
     if dist.get_world_size() > 1:
+        setting = keys["gradient_synchronization"]
         mode = {
             "auto": "when it takes least",
             "boundary": "once a step",
             "micro_batch": "after each micro-batch",
-        }.get(keys["gradient_synchronization"], keys["gradient_synchronization"])
+        }.get(str(setting), "in part once a step, in part after each micro-batch")
         if config.num_gradient_accumulation_steps == 1 and not keys.get("grad_cache"):
             mode = "once a step"
-        texts.append(
-            f"reduced {mode} (gradient_synchronization {keys['gradient_synchronization']})"
-        )
+        texts.append(f"reduced {mode} (gradient_synchronization {setting})")
     if config.reduce_within is not None:
         texts.append(f"within {config.reduce_within} workers first")
     if keys.get("grad_cache"):

@@ -39,7 +39,7 @@ class ResumableTrainer(ReportedTrainer):
             # Of autocast at stage 0, which DeepSpeed doesn't save.
             "gradient_scaler": loss_scaling.grad_scaler(self.engine),
             "best_weights": self.best_weights,
-            "gradient_synchronization": self._gradients,
+            "gradient_synchronization": self._gradients.holding,
             "grad_cache": self._grad_cache,
             "replay": self._replay,
         }

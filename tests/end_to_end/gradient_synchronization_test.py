@@ -5,7 +5,7 @@ How often gradients cross the network, counted, and that the numbers are the sam
 import json
 import math
 import re
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import pytest
 
@@ -26,6 +26,9 @@ from tests.support.experiment import (
 MODES = [(0, "boundary"), (1, "boundary")] + [
     (stage, mode) for stage in (2, 3) for mode in ("boundary", "micro_batch")
 ]
+# Some are held, with a bias and without one, and some aren't.
+HELD = ["_hidden_layer", "_classification_layer.bias"]
+PARTLY = [pytest.param(stage, HELD, id=f"{stage}-in part") for stage in (2, 3)]
 # Without metrics, so that only training communicates. One worker has 8 micro-batches and the other
 # 7, so that three make a group and the last group is short.
 CHUNKED: Config = {
@@ -48,7 +51,7 @@ def chunked(steps: int = 1, *changes: Config) -> Config:
     return load_config("classifier", CHUNKED, accumulation, *changes)
 
 
-def counted(config: Config, stage: int, mode: str = "auto", **sections: Any) -> Config:
+def counted(config: Config, stage: int, mode: Any = "auto", **sections: Any) -> Config:
     """With DeepSpeed, and the collectives of each step counted."""
     config = deepspeed(config, stage, **sections)
     config["trainer"].update(
@@ -73,27 +76,34 @@ def reduced(step: Traffic) -> Tuple[int, int]:
     return calls, num_bytes
 
 
-def gradient_bytes(result: Result, stage: int, itemsize: int = 4) -> int:
-    sizes = [tensor.numel() for tensor in result.weights().values()]
+def gradient_bytes(result: Result, stage: int, names: str = "", itemsize: int = 4) -> int:
+    """Of all, or of those in whose names the regular expression is found."""
+    weights = result.weights().items()
+    sizes = [tensor.numel() for name, tensor in weights if re.search(names, name)]
     if stage == 3:  # each parameter is padded to equal shards
         sizes = [2 * math.ceil(size / 2) for size in sizes]
     return sum(sizes) * itemsize
 
 
-@pytest.mark.parametrize("stage, mode", MODES)
+@pytest.mark.parametrize("stage, mode", [*MODES, *PARTLY])
 def test_gradients_are_reduced_as_often_as_the_mode_says(
-    experiments: Experiments, stage: int, mode: str
+    experiments: Experiments, stage: int, mode: Any
 ):
     config = chunked(3)
     result = experiments.run(counted(config, stage, mode))
     whole = gradient_bytes(result, stage)
+    if isinstance(mode, list):
+        held = gradient_bytes(result, stage, "|".join(mode))
+        assert 0 < held < whole
+    else:
+        held = whole if mode == "boundary" else 0
     for rank in range(2):
         for i, step in enumerate(traffic(result, rank), start=1):
-            times = GROUP_SIZES[i % len(GROUP_SIZES)] if mode == "micro_batch" else 1
             if i % len(GROUP_SIZES) == 0:
                 continue  # the epoch before it was validated
             _, num_bytes = reduced(step)
-            assert num_bytes == times * whole + BYTES_OF_NORM[stage]
+            times = GROUP_SIZES[i % len(GROUP_SIZES)]
+            assert num_bytes == held + times * (whole - held) + BYTES_OF_NORM[stage]
     assert_same_run(result, experiments.run(config))
 
 
@@ -118,7 +128,7 @@ def test_at_the_boundary_accumulation_costs_no_communication(
     "overlap_comm-3-boundary",
     "offload-2-micro_batch",
 )
-@pytest.mark.parametrize("stage, mode", MODES[1:])  # stage 0 has no such settings
+@pytest.mark.parametrize("stage, mode", [*MODES[1:], *PARTLY])  # stage 0 has no such settings
 @pytest.mark.parametrize(
     "sections",
     [
@@ -137,7 +147,7 @@ def test_at_the_boundary_accumulation_costs_no_communication(
     ],
 )
 def test_the_numbers_are_the_same_with(
-    experiments: Experiments, stage: int, mode: str, sections: Dict[str, Any]
+    experiments: Experiments, stage: int, mode: Any, sections: Dict[str, Any]
 ):
     config = chunked(3, {"trainer.grad_norm": 0.05})
     with_sections = counted(config, stage, mode)
@@ -158,23 +168,31 @@ SOAK = [pytest.mark.soak]  # by `make soak`: they differ from the others in litt
     "fp32 accumulation, 2, boundary",
     "fp32 accumulation, 2, micro_batch",
     "fp32 accumulation, 3, boundary",
+    "bf16, 2, in part",
+    "bf16, 3, in part",
 )
 @pytest.mark.parametrize(
     "stage, mode, sections",
     [
-        pytest.param(stage, mode, sections, id=f"{name}, {stage}, {mode}", marks=marks)
+        pytest.param(
+            stage,
+            mode,
+            sections,
+            id=f"{name}, {stage}, {'in part' if mode == HELD else mode}",
+            marks=marks,
+        )
         for name, first_stage, sections, marks in [
             ("bf16", 0, BF16, []),
             ("fp32 accumulation", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, []),
             ("fp32 reduction", 0, {**BF16, "communication_data_type": "fp32"}, SOAK),
             ("autocast", 0, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, SOAK),
         ]
-        for stage, mode in MODES
+        for stage, mode in [*MODES, (2, HELD), (3, HELD)]
         if stage >= first_stage
     ],
 )
 def test_lower_precision_trains_as_fp32_does(
-    experiments: Experiments, stage: int, mode: str, sections: Dict[str, Any]
+    experiments: Experiments, stage: int, mode: Any, sections: Dict[str, Any]
 ):
     config = chunked(3, {"trainer.num_epochs": 5})
     actual = experiments.run(counted(config, stage, mode, **sections))
@@ -182,9 +200,12 @@ def test_lower_precision_trains_as_fp32_does(
 
 
 @pytest.mark.soak_cases("2-boundary", "3-micro_batch")
-@pytest.mark.parametrize("stage, mode", MODES[1:])
+@pytest.mark.parametrize(
+    "stage, mode",
+    [*MODES[1:], *(pytest.param(stage, ["^_odd"], id=f"{stage}-in part") for stage in (2, 3))],
+)
 def test_parameters_that_only_some_micro_batches_use(
-    experiments: Experiments, stage: int, mode: str
+    experiments: Experiments, stage: int, mode: Any
 ):
     config = load_config(
         "classifier",
@@ -289,26 +310,35 @@ class TestAuto:
     """`"gradient_synchronization": "auto"`"""
 
     @pytest.mark.parametrize("stage", [2, 3])
-    @pytest.mark.parametrize("is_little", [False, True])
+    @pytest.mark.parametrize(
+        "elements, same_as",
+        [
+            pytest.param(None, "boundary", id="much"),
+            # The hidden layer of 11 by 11 and the other's bias, which is the smallest.
+            pytest.param(11 * 11 + 11 + 3, HELD, id="for some"),
+            pytest.param(0, "micro_batch", id="none"),
+        ],
+    )
     def test_depends_on_the_memory_that_the_first_step_leaves(
-        self, experiments: Experiments, stage: int, is_little: bool
+        self, experiments: Experiments, stage: int, elements: Optional[int], same_as: Any
     ):
         config = chunked(3)
         auto = counted(config, stage)
-        if is_little:
-            auto["trainer"]["callbacks"].append("little_memory_on_rank_1")
+        if elements is not None:
+            callback = {"type": "little_memory_on_rank_1", "num_bytes": 2 * 4 * elements}
+            auto["trainer"]["callbacks"].append(callback)
         result = experiments.run(auto)
-        mode = "micro_batch" if is_little else "boundary"
-        same = experiments.run(counted(config, stage, mode))
+        same = experiments.run(counted(config, stage, same_as))
         assert reduced(traffic(result)[0]) == reduced(traffic(same)[0])
         assert_same_run(result, experiments.run(config))
         log = (result.serialization_dir / "out_worker0.log").read_text()
-        (line,) = re.findall(r"Gradients are reduced at .*", log)
-        assert ("micro-batch" if is_little else "boundary of each") in line
+        (line,) = re.findall(r"\d+ % of a gradient, .*", log)
         whole = gradient_bytes(result, stage=0)
-        assert f"A whole gradient takes {whole} bytes" in line
+        assert f"which takes {whole} bytes, are held" in line
         free = int(re.search(r"left (\d+) bytes free", line)[1])  # type: ignore[index]
-        assert (free >= 2 * whole) != is_little
+        held = whole if elements is None else 4 * elements
+        assert line.startswith(f"{int(100 * held / whole)} %")
+        assert free >= 2 * whole if elements is None else free == 2 * held
 
     def test_goes_on_after_recovery_as_before(self, experiments: Experiments, tmp_path):
         config = deepspeed(chunked(3, {"trainer.checkpointer": CHECKPOINTS}), 2)

@@ -293,6 +293,53 @@ def test_gradients_are_accumulated_in_the_type_that_the_config_names(
     assert task.model.weight.tolist() == pytest.approx(8 * [-expected], abs=0)
 
 
+class _Layers(Model):
+    """Four weights of as many elements, of which each multiplies the loss."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.layers = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(16)) for _ in "1234"])
+
+    def forward(self) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": torch.stack([layer.mean() for layer in self.layers]).prod()}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "setting, layers",
+    [("micro_batch", ""), (0.3, "0"), (0.5, "01"), (["1$", "3"], "13"), ("boundary", "0123")],
+)
+def test_only_what_is_held_takes_memory_between_micro_batches(
+    tmp_path: Path, stage: int, setting: Any, layers: str
+):
+    task = Task()
+    task.model = _Layers(task.model.vocab)
+    task.optimizer = torch.optim.SGD(task.model.parameters(), lr=1.0)
+    trainer = DeepSpeedTrainer(
+        **task.arguments(tmp_path),
+        num_gradient_accumulation_steps=3,
+        gradient_synchronization=setting,
+        deepspeed_config={
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}
+        },
+    )
+    with trainer.session():
+        with trainer._gradients.accumulate():
+            for i in range(3):
+                with trainer._gradients.micro_batch(is_last=i == 2):
+                    trainer.engine.backward(trainer.engine()["loss"], scale_wrt_gas=False)
+                gradients = [parameter.grad for parameter in trainer.model.parameters()]
+                held = [str(j) for j, gradient in enumerate(gradients) if gradient is not None]
+                assert "".join(held) == ("" if i == 2 else layers)
+                for gradient in gradients:
+                    assert gradient is None or torch.equal(
+                        gradient, torch.full((16,), (i + 1) / 16)
+                    )
+        trainer.engine.step()
+    for layer in task.model.layers:
+        assert torch.allclose(layer, torch.full((16,), 1 - 3 / 16))
+
+
 def test_the_progress_bar_ends_with_the_metrics_of_the_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ):

@@ -64,6 +64,7 @@ PATTERNS = {
     # In each step of three micro-batches one or both, in the last and not.
     "boundary": ("000111010101100001110", 3, "boundary"),
     "micro-batch": ("000111010101100001110", 3, "micro_batch"),
+    "in part": ("000111010101100001110", 3, ["encoder.weight", "heads.1"]),
 }
 SOAK = [pytest.mark.soak]
 
@@ -85,11 +86,12 @@ SOAK = [pytest.mark.soak]
         for pattern in PATTERNS
         for num_workers in (1, 2)
         for name, optimizer in (("sgd", SGD), ("adam", ADAM))
-        if not (stage == 0 and zero) and not (stage < 2 and pattern == "micro-batch")
+        for reduces_often in [pattern in ("micro-batch", "in part")]
+        if not (stage == 0 and zero) and not (stage < 2 and reduces_often)
         for is_quick in [
             stage > 1
             and (
-                (name == "sgd" and num_workers == 2 and (zero or pattern == "micro-batch"))
+                (name == "sgd" and num_workers == 2 and (zero or reduces_often))
                 or (zero and num_workers == 1 and (name, pattern) == ("adam", "one a step"))
             )
         ]

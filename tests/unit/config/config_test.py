@@ -595,6 +595,30 @@ class TestBatchSizes:
         assert sized.engine_config["train_micro_batch_size_per_gpu"] == 8
 
 
+class TestGradientSynchronization:
+    @pytest.mark.parametrize("setting", ["micro_batch", 0.0, 0.5, ["embedder"]], ids=str)
+    def test_gradients_can_be_held_in_part_at_stages_2_and_3(self, setting):
+        for stage in range(4):
+            config = {"zero_optimization": {"stage": stage}}
+            if stage >= 2:
+                resolve(config, gradient_synchronization=setting)
+                continue
+            message = refusal(config, gradient_synchronization=setting)
+            assert f"gradient_synchronization is {setting!r}, but at ZeRO stage {stage}" in message
+            for whole in ("boundary", "auto", 1.0):
+                resolve(config, gradient_synchronization=whole)
+
+    @pytest.mark.parametrize("setting", ["often", -0.1, 1.5, True, [], [1], None], ids=str)
+    def test_what_it_can_be(self, setting):
+        message = refusal({}, gradient_synchronization=setting)
+        assert f"gradient_synchronization is {json.dumps(setting)}: must be one of" in message
+        assert "a share of the gradient from 0.0 to 1.0, or a list" in message
+
+    def test_a_regular_expression_is_one(self):
+        message = refusal({}, gradient_synchronization=["embedder", "("])
+        assert "'trainer.gradient_synchronization' has \"(\", which is no regular" in message
+
+
 class TestGradientNorm:
     @pytest.mark.parametrize(
         "clipping, grad_norm, expected, engine_clipping",

@@ -44,11 +44,11 @@ def states(config: Config, world_size: int = 1, size: ModelSize = None, **settin
     """Those of 100 million parameters with Adam, if no other size is given."""
     size = size or ModelSize(trainable=[MILLION] * 100, frozen=[], largest_module=MILLION)
     adam = 8 * sum(size.trainable)
+    held = settings.pop("held", 0.0)
     resolved = DeepSpeedConfig.of(config).resolve(
         TrainerSettings(world_size=world_size, device_type="cuda", serialization_dir="", **settings)
     )
-    synchronization = settings.get("gradient_synchronization", "auto")
-    return model_states(size, OptimizerStates(adam, adam), resolved, world_size, synchronization)
+    return model_states(size, OptimizerStates(adam, adam), resolved, world_size, held)
 
 
 def test_mixed_precision_is_divided_as_in_the_zero_paper() -> None:
@@ -82,7 +82,7 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_states() -> None
 
 def test_a_boundary_holds_a_whole_gradient() -> None:
     zero_2: Config = {"zero_optimization": {"stage": 2}, **BF16}
-    held = states(zero_2, 8, num_gradient_accumulation_steps=4, gradient_synchronization="boundary")
+    held = states(zero_2, 8, num_gradient_accumulation_steps=4, held=1.0)
     assert held.gpu.gradients == 200 * MILLION
     assert states(zero_2, 8, num_gradient_accumulation_steps=4).gpu.gradients == 100 * MILLION
 
