@@ -51,6 +51,7 @@ def metrics_of(directory: Path, name: str, *changes: Dict[str, Any]) -> Dict[str
             "trainer.num_epochs": 1,
             # As many batches for both workers.
             "data_loader.batch_size": 5,
+            "validation_data_loader": {"batch_size": 7},
         },
         *changes,
     )
