@@ -200,8 +200,12 @@ def _logging(
     prepare = prepare or common_logging.prepare_global_logging
 
     def prepare_global_logging(directory: str, rank: int = 0, world_size: int = 1) -> None:
-        handler = partial(logging.FileHandler, os.path.join(directory, log_file))
-        with mock.patch.object(logging, "FileHandler", lambda path: handler()):
+        # A class, which what looks for files among the handlers can ask for.
+        class LogFile(logging.FileHandler):
+            def __init__(self, path: str) -> None:
+                super().__init__(os.path.join(directory, log_file))
+
+        with mock.patch.object(logging, "FileHandler", LogFile):
             prepare(directory, rank, world_size)
         for handler_ in logging.getLogger().handlers:
             handler_.setFormatter(logging.Formatter(f"{name} | {_FORMAT}"))
