@@ -15,6 +15,7 @@ from typing import Any, Dict, Iterator, List, Optional, Type
 from allennlp.common.util import SigTermReceived
 
 from allennlp_deepspeed.processes.announcements import announce
+from allennlp_deepspeed.processes.launcher import BY_HAND
 from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 
@@ -27,7 +28,9 @@ _LAST_WORDS = "_allennlp_deepspeed_last_words"
 
 
 @contextmanager
-def first_and_last_lines(arguments: Dict[str, Any], shows: bool) -> Iterator[None]:
+def first_and_last_lines(
+    arguments: Dict[str, Any], shows: bool, launcher: Optional[str] = None
+) -> Iterator[None]:
     """
     Surrounds a training.
 
@@ -37,6 +40,8 @@ def first_and_last_lines(arguments: Dict[str, Any], shows: bool) -> Iterator[Non
         Those of AllenNLP's `train_model`.
     shows : `bool`, required.
         Whether this process is to say what there is to do next.
+    launcher : `str`, optional (default = `None`)
+        What has started this process and others, if something has.
     """
     directory = os.fspath(arguments["serialization_dir"])
     # A copy, of which AllenNLP doesn't take out what it reads.
@@ -54,7 +59,7 @@ def first_and_last_lines(arguments: Dict[str, Any], shows: bool) -> Iterator[Non
     except (KeyboardInterrupt, SigTermReceived) as error:
         if consoles.current() is not None:
             try:
-                _leave_without_traceback(error, _how_to_continue(directory, config))
+                _leave_without_traceback(error, _how_to_continue(directory, config, launcher))
             except Exception:
                 # Whoever has ended the training is to get that end.
                 logger.debug("How to continue isn't known.", exc_info=True)
@@ -81,12 +86,15 @@ def _what_next(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]
     ]
 
 
-def _how_to_continue(directory: str, config: Dict[str, Any]) -> str:
+def _how_to_continue(directory: str, config: Dict[str, Any], launcher: Optional[str]) -> str:
     found = CheckpointDirectory(directory).find()
     if not found:
         return f"{directory} has no checkpoint: begin anew with --force, or in another directory."
     name = os.path.basename(CheckpointDirectory(directory).path(found[0]))
-    if config["trainer"].get("resume") == "auto":
+    continues_itself = config["trainer"].get("resume") == "auto"
+    if launcher is not None:
+        how = _how_with_launcher(launcher, continues_itself)
+    elif continues_itself:
         how = "the same command"
     elif (command := _command()) and "train" in sys.argv[1:]:
         words = [kept for word in sys.argv[1:] if (kept := _without_flags(word))]
@@ -94,6 +102,27 @@ def _how_to_continue(directory: str, config: Dict[str, Any]) -> str:
     else:
         how = "train_model(..., recover=True)"
     return f"The newest checkpoint is {name}. To continue from it: {how}"
+
+
+def _how_with_launcher(launcher: str, continues_itself: bool) -> str:
+    """Its own arguments, and how it was to start Python, aren't known here."""
+    given = [name for name in _FLAGS if any(_has_flag(word, name) for word in sys.argv[1:])]
+    if continues_itself or given == ["--recover"]:
+        change = ""
+    elif not _command() or "train" not in sys.argv[1:]:
+        change = ", with train_model(..., recover=True)"
+    elif "--force" in given:
+        change = ", with --recover in the place of --force"
+    else:
+        change = ", with --recover"
+    start = "start its processes" if launcher == BY_HAND else f"start it by {launcher}"
+    return f"{start} as before{change}"
+
+
+def _has_flag(word: str, name: str) -> bool:
+    """Whether a word of the command is this one of `_FLAGS`, or has its letter."""
+    is_long = word.startswith(name[:3]) and name.startswith(word)
+    return is_long or re.match(f"-[fr]*{name[2]}", word) is not None
 
 
 def _command() -> List[str]:

@@ -161,7 +161,8 @@ def _train(
             if is_leader:
                 recovery.prepare(params, directory, node_rank)
         is_first = node_rank == 0 and (launched is None or launched.rank == 0)
-        with first_and_last_lines(arguments, shows=is_first):
+        launcher = None if launched is None else launched.launcher
+        with first_and_last_lines(arguments, is_first, launcher):
             return train_model(**arguments)
 
 

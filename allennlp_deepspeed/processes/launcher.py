@@ -11,6 +11,9 @@ from typing import Callable, List, Mapping, Optional, Tuple
 
 from allennlp.common.checks import ConfigurationError
 
+# What there is in the place of a launcher's name where each process is started by itself.
+BY_HAND = "the environment (RANK, WORLD_SIZE)"
+
 _LOCAL_ADDRESS = "127.0.0.1"
 
 # From which a port is chosen that is the same for all processes of a job and another for the next.
@@ -120,7 +123,7 @@ def _check(launched: Launched) -> None:
 def _torchrun(environ: Mapping[str, str]) -> Launched:
     """Also `accelerate launch`, which calls it."""
     return Launched(
-        launcher="torchrun",
+        launcher="accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun",
         rank=_integer(environ, "RANK"),
         local_rank=_integer(environ, "LOCAL_RANK"),
         world_size=_integer(environ, "WORLD_SIZE"),
@@ -148,7 +151,7 @@ def _environment(environ: Mapping[str, str]) -> Launched:
             f"but not {', '.join(missing)}. {_ADVICE}"
         )
     return Launched(
-        launcher="deepspeed" if "CROSS_RANK" in environ else "the environment (RANK, WORLD_SIZE)",
+        launcher="deepspeed" if "CROSS_RANK" in environ else BY_HAND,
         rank=_integer(environ, "RANK"),
         local_rank=_integer(environ, "LOCAL_RANK", 0),
         world_size=_integer(environ, "WORLD_SIZE"),

@@ -112,6 +112,21 @@ def test_torchrun_starts_again_what_has_been_killed(
     assert_same_weights(result.weights(), expected.weights(), tolerance=0)
 
 
+def test_an_interrupted_launch_says_how_to_continue(
+    launched: LaunchedCommands, tmp_path: Path
+) -> None:
+    stop = {"type": "send_signal", "point": "step 2 of epoch 1", "signal_name": "SIGTERM"}
+    config = changed(callbacks=[{**stop, "to": "session"}])
+    torchrun = [*TORCHRUN, "--standalone", "-m", MODULE]
+    # The console that a user has.
+    environment = {"ALLENNLP_LOG_LEVEL": ""}
+    run = launched.run([*torchrun, *train(config, tmp_path, "--force")], environment=environment)
+    assert run.returncode != 0
+    how = "start it by torchrun as before, with --recover in the place of --force"
+    (line,) = [line for line in launched.output().splitlines() if "The newest checkpoint" in line]
+    assert line.endswith(f"To continue from it: {how}")
+
+
 def test_a_failure_ends_all_of_a_launchers_processes(
     launched: LaunchedCommands, tmp_path: Path
 ) -> None:

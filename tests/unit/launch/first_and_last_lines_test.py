@@ -13,6 +13,7 @@ from allennlp.common import Params
 from allennlp.common.util import SigTermReceived
 
 from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
+from allennlp_deepspeed.processes.launcher import BY_HAND
 from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed.reports.console import Console, ConsoleSettings
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
@@ -115,6 +116,37 @@ def test_an_interrupted_training_says_how_to_continue(
         f"The newest checkpoint is checkpoint_e1_b4. To continue from it: {how}\n",
         "",
     )
+
+
+@pytest.mark.parametrize(
+    "launcher, words, trainer, how",
+    [
+        ("torchrun", ["-s", "out", "-f"], {}, "torchrun as before, with --recover in the place of"),
+        ("srun", ["-s", "out"], {}, "start it by srun as before, with --recover\n"),
+        ("mpirun", ["-fs", "out"], {}, "mpirun as before, with --recover in the place of --force"),
+        ("torchrun", ["-s", "out", "--recover"], {}, "start it by torchrun as before\n"),
+        ("srun", ["-s", "out"], {"resume": "auto"}, "start it by srun as before\n"),
+        (BY_HAND, ["-s", "out"], {}, "start its processes as before, with --recover\n"),
+        ("torchrun", [], {}, "by torchrun as before, with train_model(..., recover=True)\n"),
+    ],
+)
+def test_an_interrupted_launch_is_to_be_started_as_before(
+    launcher: str,
+    words: List[str],
+    trainer: Dict[str, Any],
+    how: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    (tmp_path / "checkpoint_e1_b4").mkdir()
+    script = ["/bin/allennlp", "train", "c.jsonnet"] if words else ["script.py"]
+    monkeypatch.setattr(sys, "argv", [*script, *words])
+    given = arguments(tmp_path, **trainer)
+    with pytest.raises(KeyboardInterrupt) as raised, first_and_last_lines(given, True, launcher):
+        raise KeyboardInterrupt
+    sys.excepthook(KeyboardInterrupt, raised.value, None)
+    assert how in capsys.readouterr().out
 
 
 def test_what_cannot_be_said_leaves_the_end_as_it_is(
