@@ -24,6 +24,7 @@ ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 _SHIMS = {
     "allennlp.common.push_to_hf": "former_classes_of_the_hub",
     "allennlp.common.cached_transformers": "former_transformers",
+    "allennlp.modules.transformer.transformer_module": "weights_of_today",
     "allennlp.training.optimizers": "former_adamw",
 }
 

@@ -15,6 +15,8 @@ from unittest import mock
 
 import torch
 
+_SAFETENSORS = "model.safetensors"
+
 
 @contextmanager
 def former_classes_of_the_hub(module: ModuleType) -> Iterator[None]:
@@ -51,7 +53,7 @@ def former_transformers(module: ModuleType) -> Iterator[None]:
     """
     Models are loaded in fp32 unless `transformer_kwargs` says otherwise, and can be initialized
     anew. Where a tokenizer is loaded, the argument has never meant anything: AllenNLP gives it
-    again with each text.
+    again with each text. `batch_encode_plus` is there for AllenNLP's tests, and what is like them.
 
     Mends AllenNLP 2.10.1: it passes `add_special_tokens` where it loads a tokenizer, which
     transformers refuse since 4.44, calls `encode_plus` and `build_inputs_with_special_tokens`,
@@ -70,7 +72,7 @@ def former_transformers(module: ModuleType) -> Iterator[None]:
         return
     module.AutoModel = AutoModelInFp32  # type: ignore[attr-defined]
     base = transformers.PreTrainedTokenizerBase
-    for former in (encode_plus, build_inputs_with_special_tokens):
+    for former in (encode_plus, batch_encode_plus, build_inputs_with_special_tokens):
         if not hasattr(base, former.__name__):
             setattr(base, former.__name__, former)
 
@@ -117,6 +119,11 @@ def encode_plus(self: Any, text: str, *args: Any, **kwargs: Any) -> Any:
     return self(text, *args, **kwargs)
 
 
+def batch_encode_plus(self: Any, batch: List[Any], *args: Any, **kwargs: Any) -> Any:
+    """What calling a tokenizer with several texts does now, or with pairs of texts."""
+    return self(batch, *args, **kwargs)
+
+
 def build_inputs_with_special_tokens(
     self: Any, token_ids_0: List[int], token_ids_1: Optional[List[int]] = None
 ) -> List[int]:
@@ -149,6 +156,62 @@ def build_inputs_with_special_tokens(
     if texts:
         raise ValueError(f"{type(self).__name__} has no tokens for 'a' or 'b'.")
     return tokens
+
+
+@contextmanager
+def weights_of_today(module: ModuleType) -> Iterator[None]:
+    """
+    A model that has both files is read from the one that AllenNLP knows.
+
+    Mends AllenNLP 2.10.1: the modules of `allennlp.modules.transformer` look for
+    `pytorch_model.bin` only, where today's models have `model.safetensors`. Gone when
+    `from_pretrained_module` reads a directory that `save_pretrained` has written.
+    """
+    yield
+    transformer_module: Any = module
+    of_class = vars(transformer_module.TransformerModule)["_get_pretrained_state_dict"].__func__
+
+    @functools.wraps(of_class)
+    def get_pretrained_state_dict(
+        cls: Any, model_name: str, weights_path: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        weights_path = weights_path or _weights_path(model_name)
+        return of_class(cls, model_name, weights_path, *args, **kwargs)
+
+    transformer_module.TransformerModule._get_pretrained_state_dict = classmethod(
+        get_pretrained_state_dict
+    )
+    transformer_module.read_state_dict = _of_safetensors_too(transformer_module.read_state_dict)
+
+
+def _weights_path(model_name: str) -> Optional[str]:
+    """`None` if there is neither file, or if it can't be known: then AllenNLP says so."""
+    from transformers.utils import cached_file
+
+    for name in ("pytorch_model.bin", _SAFETENSORS):
+        path: Optional[str] = cached_file(
+            model_name,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if path is not None:
+            return path
+    return None
+
+
+def _of_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read_state_dict)
+    def read(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not str(path).endswith(_SAFETENSORS):
+            return read_state_dict(path, *args, **kwargs)
+        from safetensors.torch import load_file
+
+        # It leaves out what it is told to, and renames; what reads the file is the same.
+        with mock.patch.object(torch, "load", lambda path, map_location: load_file(path)):
+            return read_state_dict(path, *args, **kwargs)
+
+    return read
 
 
 @contextmanager

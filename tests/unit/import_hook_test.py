@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from allennlp.common import cached_transformers
+from allennlp.modules.transformer import TransformerStack
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from allennlp_deepspeed_import_hook import ENVIRONMENT_VARIABLE, shims
@@ -206,6 +207,63 @@ def test_a_list_is_no_text():
     single, pair, _, _ = TEMPLATES["bert"]
     with pytest.raises(TypeError, match="list"):
         shims.encode_plus(_tokenizer(single, pair), ["b", "c"])  # type: ignore[arg-type]
+
+
+def test_several_texts_and_pairs_become_tokens():
+    single, pair, expected_single, expected_pair = TEMPLATES["bert"]
+    tokenizer = _tokenizer(single, pair)
+    texts = shims.batch_encode_plus(tokenizer, ["b c", "b c"])
+    assert texts["input_ids"] == [expected_single] * 2
+    pairs = shims.batch_encode_plus(tokenizer, [("b c", "d")])
+    assert pairs["input_ids"] == [expected_pair]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = transformers.BertConfig(
+        vocab_size=9,
+        hidden_size=12,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=7,
+    )
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("bert")
+    transformers.BertForMaskedLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("num_layers", [3, 2])
+def test_the_toolkit_reads_safetensors(bert: str, num_layers: int):
+    assert not os.path.exists(os.path.join(bert, "pytorch_model.bin"))
+    stack = TransformerStack.from_pretrained_module(
+        bert, num_hidden_layers=num_layers, strict=num_layers == 3
+    ).eval()
+    layers = cached_transformers.get(bert, False).eval().encoder.layer[:num_layers]
+    given = expected = torch.randn(2, 5, 12)
+    for layer in layers:
+        output = layer(expected)
+        # A tuple before transformers 5.
+        expected = output[0] if isinstance(output, tuple) else output
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    torch.testing.assert_close(stack(given, mask).final_hidden_states, expected)
+
+
+def test_the_toolkit_leaves_out_what_it_is_told_to(bert: str):
+    with pytest.raises(RuntimeError, match="layers.1.output.dense.weight"):
+        TransformerStack.from_pretrained_module(bert, ignore=[r".*layer\.1\.output\.dense"])
+
+
+def test_the_toolkit_prefers_the_file_that_it_knows(bert: str, tmp_path: Path):
+    shutil.copytree(bert, tmp_path / "bert")
+    other = {
+        name: weight + 1
+        for name, weight in cached_transformers.get(bert, False).state_dict().items()
+    }
+    torch.save(other, tmp_path / "bert" / "pytorch_model.bin")
+    module = TransformerStack.from_pretrained_module(str(tmp_path / "bert"))
+    weight = module.layers[0].intermediate.dense.weight
+    assert weight.equal(other["encoder.layer.0.intermediate.dense.weight"])
 
 
 def test_other_libraries_see_what_the_hub_has():

@@ -1,7 +1,8 @@
 """What AllenNLP imports and calls of libraries, which these have dropped since."""
 
-import importlib
+import importlib.util
 import inspect
+import tempfile
 from types import ModuleType
 
 import huggingface_hub
@@ -9,6 +10,7 @@ import transformers
 from allennlp.common import cached_transformers
 from allennlp.data.token_indexers import pretrained_transformer_indexer
 from allennlp.data.tokenizers import pretrained_transformer_tokenizer
+from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
 from allennlp.training import optimizers
 
 from tests.upstream.unmended import mended_by
@@ -42,6 +44,24 @@ def test_tokenizers_and_models_have_changed() -> bool:
         and _mentions(pretrained_transformer_indexer, ".build_inputs_with_special_tokens(")
         and _mentions(cached_transformers, "AutoTokenizer.from_pretrained")
     )
+
+
+@mended_by("shims.weights_of_today")
+def test_the_toolkit_finds_no_safetensors() -> bool:
+    # Run again as it is, since the module has been mended where it was imported.
+    spec = importlib.util.find_spec("allennlp.modules.transformer.transformer_module")
+    assert spec is not None
+    unmended = importlib.util.module_from_spec(spec)
+    exec(compile(inspect.getsource(transformer_module), "unmended", "exec"), vars(unmended))
+    as_it_is = unmended.TransformerModule._get_pretrained_state_dict.__func__
+    config = transformers.BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9)
+    with tempfile.TemporaryDirectory() as directory:
+        transformers.BertModel(config).save_pretrained(directory)
+        try:
+            as_it_is(TransformerEmbeddings, directory)
+        except Exception:
+            return True
+    return False
 
 
 def _mentions(module: ModuleType, text: str) -> bool:
