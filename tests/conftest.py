@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
     Tests that fork workers come first: a fork doesn't take along the threads that an engine has
     started in this process, and can wait for what they held.
     """
-    items.sort(key=lambda item: not hasattr(item.module, "run_workers"))  # type: ignore[attr-defined]
+    forks = ("run_workers", "multiprocessing")
+    items.sort(key=lambda item: not any(hasattr(item.module, name) for name in forks))  # type: ignore[attr-defined]
     names = {(item.path, item.name) for item in items}
     for item in items:
         long = item.get_closest_marker("soak_cases")
