@@ -9,6 +9,9 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 OPS := $(VENV)/torch_extensions
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(OPS)
 
+# Another environment, with the oldest versions that are supported.
+OLDEST := $(VENV)/oldest
+
 # Each worker is a process; more threads than one in each would only fight for the cores.
 export OMP_NUM_THREADS := 1
 # Nothing here needs a model or a data set from a hub.
@@ -23,12 +26,12 @@ help:
 	@echo "make demo-llm  fine-tune a language model and compare it before and after (under 10 minutes)"
 	@echo "make test    run the whole test suite"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
-	@echo "make test-oldest  the same, with the oldest versions of transformers that are supported"
+	@echo "make test-oldest  the same, with the oldest versions of PyTorch and transformers that are supported, in an environment of its own"
 	@echo "make coverage  run the whole test suite and report which lines it has run, in workers too"
 	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, and run the long tests (about an hour)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
-	@echo "make upstream ALLENNLP=path  run AllenNLP's own trainer tests, of a checkout of its version 2.10.1, with our trainer at stages 0, 2 and 3"
+	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers, with the newest and the oldest versions"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
 	@echo "make reference  write docs/reference.md, and the list of mends in docs/architecture.md"
@@ -48,11 +51,12 @@ demo-llm: $(VENV)/installed-llm
 test-unit: $(VENV)/installed
 	pytest -n 2 tests/unit
 
-# In the place of those in .venv. Tests with the mark show what the newest versions need.
-test-oldest: $(VENV)/installed
-	rm -rf $(VENV)/oldest
-	pip install --quiet --no-deps --target $(VENV)/oldest -r requirements-oldest.txt
-	PYTHONPATH=$(CURDIR)/$(VENV)/oldest pytest -n 2 -m "not soak and not upstream" tests/unit
+# Tests with the mark `upstream` show what the newest versions need.
+test-oldest: $(OLDEST)/installed
+	$(WITH_OLDEST) pytest -n 2 -m "not soak and not upstream" tests/unit
+
+WITH_OLDEST = PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" \
+    TORCH_EXTENSIONS_DIR="$(CURDIR)/$(OLDEST)/torch_extensions"
 
 # Three beside one another on two cores: a fifth of the time a test waits, for another process, a
 # disk or a time limit. In short turns, because one of the three would otherwise be left with all the
@@ -74,7 +78,7 @@ cross: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
 fuzz: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
 	python -m tests.fuzz
 
-upstream: upstream-0 upstream-2 upstream-3
+upstream: upstream-0 upstream-2 upstream-3 upstream-models upstream-models-oldest
 
 # The checkout's package of tests has the name of ours, and this module of it needs no `conftest.py`.
 upstream-%: $(VENV)/installed
@@ -82,6 +86,18 @@ upstream-%: $(VENV)/installed
 	ALLENNLP_SRC_DIR="$(ALLENNLP)" python -m pytest -c pyproject.toml --rootdir "$(ALLENNLP)" \
 	    --import-mode importlib --noconftest -p tests.upstream.allennlp_trainer --zero-stage $* \
 	    "$(ALLENNLP)/tests/training/trainer_test.py"
+
+OF_MODELS := data/tokenizers data/token_indexers modules/token_embedders modules/transformer \
+    common/cached_transformers_test.py
+RUN_OF_MODELS = ALLENNLP_SRC_DIR="$(ALLENNLP)" python -m pytest -c pyproject.toml \
+    --rootdir "$(ALLENNLP)" --import-mode importlib --noconftest -p tests.upstream.allennlp_models \
+    $(addprefix "$(ALLENNLP)"/tests/,$(OF_MODELS))
+
+upstream-models: $(VENV)/installed
+	$(RUN_OF_MODELS)
+
+upstream-models-oldest: $(OLDEST)/installed
+	$(WITH_OLDEST) $(RUN_OF_MODELS)
 
 bench: $(VENV)/installed
 	python -m benchmarks saving
@@ -120,6 +136,14 @@ $(VENV)/installed: requirements.txt setup.py allennlp_deepspeed.pth
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --no-deps -r requirements.txt
 	$(VENV)/bin/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(OLDEST)/installed: requirements.txt requirements-oldest.txt setup.py allennlp_deepspeed.pth
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	awk -F == 'NR == FNR { replaced[$$1] = 1; next } !($$1 in replaced)' \
+	    requirements-oldest.txt requirements.txt > $(OLDEST)/others.txt
+	$(OLDEST)/bin/python -m pip install --no-deps -r $(OLDEST)/others.txt -r requirements-oldest.txt
+	$(OLDEST)/bin/python -m pip install --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/docs/installed: requirements-docs.txt

@@ -2,7 +2,7 @@
 What AllenNLP makes of texts with the tokenizer and the weights of a small BERT, to compare versions
 of transformers. What the oldest makes is kept:
 
-    PYTHONPATH=.venv/oldest python -m tests.support.minilm_outputs
+    .venv/oldest/bin/python -m tests.support.minilm_outputs
 """
 
 import json
