@@ -323,7 +323,8 @@ def _check_output_layer(transformer: PreTrainedModel) -> None:
         If the output layer has adapters, which at stage 3 are gathered once for each chunk, of
         which ranks have different numbers.
     """
-    if any(True for _ in transformer.get_output_embeddings().children()):
+    output_layer = transformer.get_output_embeddings()
+    if output_layer is not None and any(True for _ in output_layer.children()):
         raise ConfigurationError(
             "'model.lora' adapts the output layer, whose logits are computed in chunks: leave it "
             "out of 'target_modules' and 'modules_to_save'."

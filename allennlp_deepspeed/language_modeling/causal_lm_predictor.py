@@ -1,5 +1,6 @@
 import argparse
 import functools
+import json
 from typing import Any, Callable, Dict, List, Optional
 
 import torch
@@ -50,7 +51,8 @@ class CausalLMPredictor(Predictor):
     seed : `int`, optional (default = `0`)
         Of what is drawn, for each batch of inputs anew.
     stop : `List[str]`, optional (default = `None`)
-        Strings at which a response ends. They are no part of it.
+        Strings at which a response ends, which may be special tokens of the tokenizer. They are no
+        part of it.
     stream : `bool`, optional (default = `False`)
         Whether a response is printed as it comes.
     """
@@ -92,14 +94,17 @@ class CausalLMPredictor(Predictor):
             )
         self.stream = stream
         self._seed = seed
-        self._stop = stop or []
         self._tokenizer = dataset_reader.tokenizer
+        # A response has none of them in its text.
+        special_ends = _special_tokens(stop or [], self._tokenizer)
+        self._stop = [text for text in stop or [] if text not in special_ends]
         self._example_tokenizer = dataset_reader.example_tokenizer
         self._transformer: Any = model.transformer
         # Those of a chat model's file, and the one that the reader puts after a text.
         of_model = getattr(self._transformer.generation_config, "eos_token_id", None)
         ends = [*(of_model if isinstance(of_model, list) else [of_model])]
-        self._ends = [e for e in {*ends, self._tokenizer.eos_token_id} if e is not None]
+        ends += [self._tokenizer.eos_token_id, *special_ends.values()]
+        self._ends = [e for e in {*ends} if e is not None]
         pad_id = self._tokenizer.pad_token_id
         self._pad_id = 0 if pad_id is None else pad_id
         given = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
@@ -183,6 +188,26 @@ class CausalLMPredictor(Predictor):
         return self._dataset_reader.text_to_instance(
             **{key: json_dict[key] for key in keys if key in json_dict}
         )
+
+
+def _special_tokens(stop: List[str], tokenizer: Any) -> Dict[str, int]:
+    """
+    Those of the strings that are special tokens, and their indices.
+
+    # Raises
+
+    `ConfigurationError`
+        If one has a special token beside other text.
+    """
+    special = {str(each): i for i, each in tokenizer.added_tokens_decoder.items() if each.special}
+    for text in stop:
+        for token in special:
+            if token in text and text not in special:
+                raise ConfigurationError(
+                    f"'stop' of the predictor has {json.dumps(text)}, with the special token "
+                    f"{json.dumps(token)} beside other text: write the special token alone."
+                )
+    return {text: special[text] for text in stop if text in special}
 
 
 class _StopStrings(StoppingCriteria):

@@ -21,6 +21,7 @@ LEARNT: List[Dict[str, Any]] = [
             {"role": "assistant", "content": "verb8 noun8"},
         ]
     },
+    {"text": "verb1 noun1 <user> rest1"},
 ]
 
 
@@ -68,6 +69,14 @@ def test_it_stops(learnt: Dict[str, Any]) -> None:
     ]
 
 
+def test_it_stops_at_a_special_token(learnt: Dict[str, Any]) -> None:
+    # It is in no text.
+    expected = {"response": "noun1 rest1", "finish_reason": "stop"}
+    assert predictor(learnt).predict("verb1") == expected
+    stopped = predictor(learnt, stop=["<user>", "xyz"]).predict("verb1")
+    assert stopped == {"response": "noun1", "finish_reason": "stop"}
+
+
 def test_what_is_drawn_depends_on_the_seed_alone(learnt: Dict[str, Any]) -> None:
     def draw(seed: int, **arguments: Any) -> str:
         hot = predictor(learnt, sample=True, temperature=3.0, seed=seed, **arguments)
@@ -97,6 +106,7 @@ def test_it_prints_a_response_as_it_comes(
     [
         ({"max_new_tokens": 0}, "'max_new_tokens' of the predictor is 0"),
         ({"temperature": 0.5}, 'write "sample": true'),
+        ({"stop": ["xyz", "<user> a"]}, 'has "<user> a", with the special token "<user>" beside'),
         ({"sample": True, "temperature": 0.0}, "'temperature' of the predictor is 0.0"),
     ],
 )
