@@ -75,6 +75,24 @@ def test_two_workers_train_what_dense_attention_does(
     assert_same_run(experiments.run(sparse), experiments.run(dense))
 
 
+@pytest.mark.parametrize(
+    "attention, stage, leaves",
+    [
+        (BIGBIRD, 2, {}),
+        (WINDOW, 3, {"leaf_module": {"classes": ["TransformerEncoderLayer"]}}),
+    ],
+    ids=["bigbird-2", "sliding_window-3"],
+)
+def test_a_compiled_model_trains_what_dense_attention_does(
+    experiments: Experiments, attention: Dict[str, Any], stage: int, leaves: Config
+) -> None:
+    dense = config_with("masked_pytorch_transformer", attention, TWO_WORKERS)
+    sparse = deepspeed(config_with("block_sparse_transformer", attention, TWO_WORKERS), stage)
+    sparse["trainer"]["torch_compile"] = {"backend": "aot_eager"}
+    sparse["trainer"]["deepspeed_config"]["zero_optimization"].update(leaves)
+    assert_same_run(experiments.run(sparse), experiments.run(dense))
+
+
 def precisions() -> Config:
     return config_with("block_sparse_transformer", BIGBIRD, {**TWO_WORKERS, **EPOCHS})
 
