@@ -187,6 +187,8 @@ def test_packed_examples_do_not_see_each_other(config: Dict[str, Any]) -> None:
     [
         OPT,
         {"model_type": "mamba", **SIZES, "state_size": 4},
+        # Its masks are made without positions.
+        {"model_type": "gpt_oss", **SIZES, **HEADS, "head_dim": 8, "num_experts_per_tok": 1},
         # Beside attention, with a convolution or a linear attention that no flag tells of.
         {"model_type": "lfm2", **SIZES, **HEADS, "layer_types": ["conv", "full_attention"]},
         {"model_type": "minimax", **SIZES, **HEADS, "num_local_experts": 2, "block_size": 4},
