@@ -15,6 +15,7 @@ from unittest import mock
 
 import allennlp.common.tqdm
 from allennlp.common import logging as common_logging
+from huggingface_hub import constants
 from overrides import overrides
 from transformers.utils import logging as transformers_logging
 
@@ -69,7 +70,9 @@ def prepare_worker(settings: ConsoleSettings, prepare: Optional[Callable[[], Non
     if prepare is not None:
         prepare()
     _of_worker.enter_context(_Routing(Console(settings), shows_at_once=False).entered())
-    if transformers_logging.is_progress_bar_enabled():
+    # Each would draw its own. `False` is what the user has written.
+    is_asked_for = constants.HF_HUB_DISABLE_PROGRESS_BARS is False
+    if transformers_logging.is_progress_bar_enabled() and not is_asked_for:
         transformers_logging.disable_progress_bar()
 
 

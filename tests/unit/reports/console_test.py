@@ -3,10 +3,12 @@
 import io
 import logging
 import multiprocessing
+import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Iterator, List
+from typing import Any, Dict, Iterator, List
 
 import pytest
 from allennlp.common import Tqdm
@@ -22,6 +24,7 @@ from allennlp_deepspeed.reports.progress_line import ProgressLine, duration
 
 PLAIN = ConsoleSettings(is_terminal=False, is_file_friendly=False)
 TERMINAL = ConsoleSettings(is_terminal=True, is_file_friendly=False)
+HUB_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 
 logger = logging.getLogger("some.library")
 
@@ -129,6 +132,31 @@ def test_who_says_what_to_log_has_it_on_the_console(
     monkeypatch.delenv("ALLENNLP_DEBUG", raising=False)
     monkeypatch.setenv(name, value)
     assert wants_whole_log() is expected
+
+
+@pytest.mark.parametrize("variables, expected", [({}, False), ({HUB_BARS: "0"}, True)])
+def test_a_worker_has_bars_of_transformers_if_they_are_asked_for(
+    variables: Dict[str, str], expected: bool
+) -> None:
+    """In a process of its own, in which logging stays as it is for a worker."""
+    code = (
+        "from transformers.utils.logging import is_progress_bar_enabled as is_enabled\n"
+        "from allennlp_deepspeed.reports.console import ConsoleSettings\n"
+        "from allennlp_deepspeed.reports.console_logging import prepare_worker\n"
+        "was = is_enabled()\n"
+        f"prepare_worker({PLAIN!r}, None)\n"
+        "print('bars', was, is_enabled())\n"
+    )
+    others = {name: value for name, value in os.environ.items() if name != HUB_BARS}
+    shown = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**others, **variables},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert f"bars True {expected}" in shown.stdout
 
 
 @pytest.mark.parametrize("settings", [PLAIN, TERMINAL])
