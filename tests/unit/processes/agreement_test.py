@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.reports.communication import CommunicationCounter
+from tests.support.collectives import needs_counting
 from tests.support.workers import run_workers
 
 CPU = torch.device("cpu")
@@ -70,6 +71,7 @@ def test_without_a_process_group_a_process_agrees_with_itself(name: str):
     assert function(0) == alone
 
 
+@needs_counting
 def test_a_single_worker_communicates_nothing():
     def work(rank: int) -> Any:
         with CommunicationCounter() as counter:
@@ -80,6 +82,7 @@ def test_a_single_worker_communicates_nothing():
     assert run_workers(1, work) == [(alone, {})]
 
 
+@needs_counting
 @pytest.mark.parametrize(
     "function, expected",
     [

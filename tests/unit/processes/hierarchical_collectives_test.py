@@ -8,6 +8,7 @@ import torch.distributed as dist
 from allennlp_deepspeed.processes import hierarchical_collectives
 from allennlp_deepspeed.processes.hierarchical_collectives import HierarchicalCollectives
 from allennlp_deepspeed.reports.communication import CommunicationCounter
+from tests.support.collectives import needs_counting
 from tests.support.workers import run_workers
 
 # Bytes. In one piece, and in so many that some are under way while others begin.
@@ -125,6 +126,7 @@ def test_groups_are_made_once_for_a_default_group():
     assert run_workers(4, work) == [(3, 3)] * 4
 
 
+@needs_counting
 def test_only_sums_of_a_node_go_to_the_other():
     """In groups of as many ranks as there are nodes, of which each has one rank of every node."""
     num_elements = 1200

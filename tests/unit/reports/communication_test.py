@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from allennlp_deepspeed import CommunicationCallback
 from allennlp_deepspeed.reports import communication
 from allennlp_deepspeed.reports.communication import CommunicationCounter, Traffic
+from tests.support.collectives import needs_counting
 
 TIME_LIMIT = 60  # seconds
 
@@ -51,6 +52,7 @@ def run(
     return first
 
 
+@needs_counting
 def test_each_collective_is_counted_with_the_bytes_of_its_larger_side(tmp_path: Path):
     def work():
         with CommunicationCounter() as counter:
@@ -70,6 +72,7 @@ def test_each_collective_is_counted_with_the_bytes_of_its_larger_side(tmp_path: 
     }
 
 
+@needs_counting
 def test_the_reducer_of_ddp_is_counted(tmp_path: Path):
     def work():
         model = DistributedDataParallel(torch.nn.Linear(7, 5))
@@ -80,6 +83,7 @@ def test_the_reducer_of_ddp_is_counted(tmp_path: Path):
     assert run(work, tmp_path) == {"all_reduce": Traffic(1, 4 * (7 * 5 + 5))}
 
 
+@needs_counting
 def test_a_group_of_some_ranks_is_counted_apart(tmp_path: Path):
     def work():
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -94,6 +98,7 @@ def test_a_group_of_some_ranks_is_counted_apart(tmp_path: Path):
     }
 
 
+@needs_counting
 def test_only_what_is_between_start_and_stop_is_counted(tmp_path: Path):
     def work():
         counter = CommunicationCounter()
@@ -112,6 +117,7 @@ def test_only_what_is_between_start_and_stop_is_counted(tmp_path: Path):
     assert run(work, tmp_path) == {"all_reduce": Traffic(2, 12)}
 
 
+@needs_counting
 def test_two_counters_count_beside_each_other(tmp_path: Path):
     def work():
         with CommunicationCounter() as outer:
@@ -132,6 +138,7 @@ def test_a_pytorch_without_hooks_is_refused():
         CommunicationCounter().start()
 
 
+@needs_counting
 def test_the_callback_stops_counting_when_training_fails_in_the_middle_of_a_step(tmp_path: Path):
     callback = CommunicationCallback(str(tmp_path))
     with process_group(0, 1, tmp_path):
