@@ -32,6 +32,7 @@ from allennlp_deepspeed.launch import find_learning_rate, preflight
 from allennlp_deepspeed.lora import LoraEmbedder
 from allennlp_deepspeed.processes.sequence_groups import reading_by_groups
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
+from allennlp_deepspeed.reports.profiler_callback import ProfilerCallback
 from allennlp_deepspeed.training.train_model import DeepSpeedTrainModel
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
@@ -44,6 +45,7 @@ __all__ = [
     "DeepSpeedTrainModel",
     "DeepSpeedTrainer",
     "LoraEmbedder",
+    "ProfilerCallback",
     "attention",
     "contrastive",
     "language_modeling",

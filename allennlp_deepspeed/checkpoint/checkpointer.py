@@ -33,7 +33,7 @@ from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.engine import nvme_states
 from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
-from allennlp_deepspeed.processes import activity, agreement, fingerprints
+from allennlp_deepspeed.processes import activity, agreement, fingerprints, phases
 from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.background_commit import BackgroundCommit
@@ -111,6 +111,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         optimizer steps of the run that had been completed.
         """
 
+    @phases.during(phases.SAVING)
     @overrides
     def maybe_save_checkpoint(  # type: ignore[override]
         self,

@@ -14,6 +14,7 @@ from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients.grad_cache import GradCache
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.gradients.loss_weights import LossWeights
+from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, OPTIMIZER, during, phase
 
 Outputs = Dict[str, torch.Tensor]
 Norm = Union[torch.Tensor, float, None]
@@ -118,14 +119,18 @@ class GradientStep:
                 # Both passes of a chunk are to see the same.
                 return self._grad_cache.train_on(self._prepare(batch), self.group_size, is_last)
             with self._gradients.micro_batch(is_last):
-                outputs = self._forward(batch)
+                with phase(FORWARD):
+                    outputs = self._forward(batch)
                 if self._weights:
                     weight = self._weights[self._num_micro_batches - 1]
                     outputs["loss"] = outputs["loss"] * weight
-                if not self._go_backward(outputs):
-                    self._engine.backward(outputs["loss"] / self.group_size, scale_wrt_gas=False)
+                with phase(BACKWARD):
+                    if not self._go_backward(outputs):
+                        loss = outputs["loss"] / self.group_size
+                        self._engine.backward(loss, scale_wrt_gas=False)
             return outputs
 
+    @during(OPTIMIZER)
     def update(self, num_steps: int) -> Norm:
         """
         Updates the weights, their averages, and what is known of them.

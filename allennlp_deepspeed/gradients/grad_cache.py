@@ -18,6 +18,7 @@ from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
 from allennlp_deepspeed.gradients.chunking import num_examples, rows_of
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, during, phase
 from allennlp_deepspeed.processes.random_states import (
     random_states,
     repeatable_random_states,
@@ -172,8 +173,9 @@ class GradCache:
         chunks = self._split(batch)
         if len(chunks) == 1:
             with self._gradients.micro_batch(is_last):
-                outputs = self._batch_outputs(batch, True)
-                self._engine.backward(self._loss(outputs) / num_micro_batches, scale_wrt_gas=False)
+                with phase(FORWARD):
+                    outputs = self._batch_outputs(batch, True)
+                self._backward(self._loss(outputs) / num_micro_batches)
             return _without_graph(outputs)
         representations, states = self.forward_no_graph(chunks)
         for representation in representations.values():
@@ -240,10 +242,11 @@ class GradCache:
                     "representations": representations,
                     "loss_inputs": self._model.loss_inputs(batch),
                 }
-                outputs = self._batch_outputs(inputs, True)
+                with phase(FORWARD):
+                    outputs = self._batch_outputs(inputs, True)
             loss = self._loss(outputs) / num_micro_batches
             loss.register_hook(scales.append)
-            self._engine.backward(loss, scale_wrt_gas=False)
+            self._backward(loss)
         for representation in representations.values():
             if representation.grad is not None:
                 representation.grad.div_(scales[0])
@@ -270,7 +273,7 @@ class GradCache:
                 product = (_in_fp32(representation) * gradient[chunk.rows]).sum()
             surrogate = product if surrogate is None else surrogate + product
         if surrogate is not None:
-            self._engine.backward(surrogate, scale_wrt_gas=False)
+            self._backward(surrogate)
         else:
             # Of a frozen encoder. If it is the last chunk, it finishes the reduction all the same,
             # which a backward pass would have done.
@@ -287,6 +290,11 @@ class GradCache:
             self._chunk_size = self._found_chunk_size = chunk_size
             logger.info("'grad_cache.chunk_size' is %d, as before.", chunk_size)
 
+    @during(BACKWARD)
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    @during(FORWARD)
     def _encode(self, chunk: Chunk) -> Representations:
         with self._wrapped_model.forward_is(self._model.encode):
             representations = self._engine(**chunk.inputs)

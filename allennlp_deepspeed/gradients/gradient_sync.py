@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 from allennlp_deepspeed.gradients.average_over_ranks import GradientAverage, set_gradient
 from allennlp_deepspeed.gradients.holding import AUTO, BOUNDARY, MICRO_BATCH, Holding
+from allennlp_deepspeed.processes.phases import BACKWARD, during
 
 
 class GradientSynchronizer:
@@ -355,6 +356,7 @@ class GradientSynchronizer:
         else:
             accumulator.add_(gradient)
 
+    @during(BACKWARD)
     def _reduce_rest(self) -> None:
         """Reduces the gradients that are due and no pass has, and finishes the reduction."""
         self._has_held = False

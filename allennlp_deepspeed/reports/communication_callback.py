@@ -7,10 +7,11 @@ from allennlp.training.callbacks.log_writer import LogWriterCallback
 from overrides import overrides
 
 from allennlp_deepspeed.reports.communication import CommunicationCounter, Traffic
+from allennlp_deepspeed.reports.step_observer import StepObserver
 
 
 @TrainerCallback.register("deepspeed_communication")
-class CommunicationCallback(TrainerCallback):
+class CommunicationCallback(StepObserver):
     """
     Counts what crosses the network in training: the calls and the bytes of each collective, as
     `CommunicationCounter` does.
@@ -78,8 +79,8 @@ class CommunicationCallback(TrainerCallback):
             )
         self._log_writers = [c for c in trainer.callbacks if isinstance(c, LogWriterCallback)]
 
+    @overrides
     def on_step_start(self) -> None:
-        """Called by the trainer before the first micro-batch of an optimizer step."""
         self._counter.start()
 
     @overrides
@@ -118,12 +119,9 @@ class CommunicationCallback(TrainerCallback):
             return None
         return sum(traffic.bytes for traffic in self._sums.values()) / self._steps
 
+    @overrides
     def finish_epoch(self) -> Dict[str, float]:
-        """
-        Called by the trainer after the last step of an epoch, because what a callback adds in
-        `on_epoch` comes too late for `metrics_epoch_N.json`. Returns the metrics of this rank, and
-        begins again with nothing.
-        """
+        """Returns the metrics of this rank, and begins again with nothing."""
         metrics = _scalars(self._sums)
         if self._steps > 0:
             metrics.update({f"{key}_per_step": metrics[key] / self._steps for key in list(metrics)})

@@ -13,6 +13,7 @@ from allennlp.data.data_loaders import DataLoader, TensorDict
 
 from allennlp_deepspeed.config.settings import fixed_size
 from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.processes.phases import DATA, phase
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ class BatchGroups:
     def __iter__(self) -> Iterator[BatchGroup]:
         groups = lazy_groups_of(self._data_loader, self._full_size)
         if dist.get_world_size() == 1:
-            yield from (BatchGroup(batches, len(batches)) for batches in groups)
+            while batches := _next(groups):
+                yield BatchGroup(batches, len(batches))
             return
         is_exact = self._num_batches is not None and has_exact_length(self._data_loader)
         length = self._agree(self._num_batches if is_exact else -1)  # type: ignore[arg-type]
@@ -84,7 +86,7 @@ class BatchGroups:
     ) -> Iterator[BatchGroup]:
         remaining = length
         while remaining > 0:
-            batches = next(groups, [])
+            batches = _next(groups)
             common_size = min(self._full_size, remaining)
             if len(batches) < common_size:
                 raise RuntimeError(
@@ -103,7 +105,7 @@ class BatchGroups:
         common_size = self._full_size
         # A short group is the last one for every rank, because every rank knows that it was short.
         while common_size == self._full_size:
-            batches = next(groups, [])
+            batches = _next(groups)
             common_size = self._agree(len(batches))
             if common_size < len(batches):
                 _warn_of_surplus("some batches")
@@ -113,6 +115,12 @@ class BatchGroups:
     def _agree(self, value: int) -> int:
         """The smallest of all ranks' values."""
         return agreement.lowest(value, self._device)
+
+
+def _next(groups: Iterator[List[TensorDict]]) -> List[TensorDict]:
+    """Empty at the end."""
+    with phase(DATA):
+        return next(groups, [])
 
 
 def num_batches(data_loader: DataLoader) -> Optional[int]:

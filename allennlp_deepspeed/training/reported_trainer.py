@@ -1,8 +1,9 @@
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, List, Mapping, Optional, Sequence
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.reports.reported_training import StepFigures
+from allennlp_deepspeed.reports.step_observer import StepObserver
 from allennlp_deepspeed.training.batch_groups import micro_batch_size
 from allennlp_deepspeed.training.engine_trainer import EngineTrainer
 
@@ -12,6 +13,13 @@ class ReportedTrainer(EngineTrainer):
     A trainer that says how far it is and what its steps have come to: what a report asks of it
     ([`ReportedTraining`](../reports/reported_training.py)).
     """
+
+    _observers: List[StepObserver]
+
+    def _between_steps(self, is_first: bool = False) -> None:
+        for observer in self._observers:
+            if not self._progress.is_replaying:
+                observer.between_steps(self._progress.total_batches_completed, is_first)
 
     @property
     def resolved_config(self) -> ResolvedConfig:

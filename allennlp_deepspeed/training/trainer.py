@@ -23,14 +23,14 @@ from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.processes import activity, worker_failure
+from allennlp_deepspeed.processes import activity, phases, worker_failure
 from allennlp_deepspeed.processes.interruption import (
     TrainingInterrupted,
     TrainingInterruption,
     interrupted,
 )
-from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
 from allennlp_deepspeed.reports.run_report import RunReport
+from allennlp_deepspeed.reports.step_observer import StepObserver
 from allennlp_deepspeed.training.batch_groups import BatchGroup, BatchGroups
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback, may_read_metrics
 from allennlp_deepspeed.training.construction import checked, construct, destroyed_on_failure
@@ -118,9 +118,7 @@ class DeepSpeedTrainer(ResumableTrainer):
                 self._callbacks.append(CommsSummaryCallback(self._serialization_dir))
             report = RunReport(arguments)
             self._callbacks.append(report)
-            self._communication = [
-                c for c in self._callbacks if isinstance(c, CommunicationCallback)
-            ]
+            self._observers = [c for c in self._callbacks if isinstance(c, StepObserver)]
             if (
                 self._distributed
                 and isinstance(model, ValidatesWholeSet)
@@ -226,6 +224,7 @@ class DeepSpeedTrainer(ResumableTrainer):
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
         )
         with self._readings.start_steps(groups.expected_length, self._primary) as progress_bar:
+            self._between_steps(is_first=True)
             for group in groups:
                 if self._progress.is_replaying:
                     self._leave_if_interrupted("before it has caught up with the checkpoint")
@@ -233,6 +232,7 @@ class DeepSpeedTrainer(ResumableTrainer):
                 else:
                     self._train_step(group, epoch)
                 progress_bar.update()
+                self._between_steps()
 
             self._readings.finish_batch_metrics()
             if self._readings.pace.num_unread > 0:
@@ -242,7 +242,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         self._weight_watch.raise_if_changed()
         metrics = self._readings.epoch_metrics()
         if not self._progress.is_replaying_epoch:
-            for callback in self._communication:
+            for callback in self._observers:
                 metrics.update(callback.finish_epoch())
         return self._replay.finish_epoch(metrics)
 
@@ -251,7 +251,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         # A loss of all ranks they all divide by the same number.
         group_size = len(group.batches) if self._has_global_loss else group.size
         self._readings.start_step(group_size, group.batches)
-        for callback in self._communication:
+        for callback in self._observers:
             callback.on_step_start()
 
         self._sequence_parallelism.look_at(group.batches)
@@ -298,6 +298,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         self._loss_of_validation.add(outputs)
         return outputs
 
+    @phases.during(phases.CALLBACKS)
     def _call_on_batch(
         self,
         batches: List[TensorDict],
@@ -323,6 +324,7 @@ class DeepSpeedTrainer(ResumableTrainer):
                 )
         self._log_writers.finish_step()
 
+    @phases.during(phases.HOST_WAITS)
     def _agree(self, epoch: int) -> StepAgreement:
         """
         Waits for the device, brings the progress bar up to date, and has the ranks agree on what
