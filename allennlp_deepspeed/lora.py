@@ -152,6 +152,7 @@ def add_adapters(
         raise ConfigurationError(
             f"{where} with {json.dumps(settings)} is refused by peft: {error}"
         ) from error
+    _check_not_shared(transformer, list(_adapted_modules(transformer)), where)
 
 
 def transformers_in(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
@@ -218,15 +219,10 @@ def merge_adapters(model: torch.nn.Module) -> None:
     `ConfigurationError`
         If it has no adapters, or if one is of a module whose weights another one has too.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
     for transformer in adapted_transformers(model).values():
-        adapted = _outermost(
-            transformer,
-            lambda module: isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)),
-        )
-        _check_not_shared(transformer, list(adapted))
+        adapted = _adapted_modules(transformer)
+        # Of an archive; where adapters are made it is refused.
+        _check_not_shared(transformer, list(adapted), "The model's 'lora'")
         for name, module in adapted.items():
             if hasattr(module, "unload_and_optionally_merge_module"):
                 merged = module.unload_and_optionally_merge_module(
@@ -240,7 +236,16 @@ def merge_adapters(model: torch.nn.Module) -> None:
         del transformer.peft_config
 
 
-def _check_not_shared(transformer: torch.nn.Module, adapted: List[str]) -> None:
+def _adapted_modules(transformer: torch.nn.Module) -> Dict[str, Any]:
+    """The modules with adapters, and those of `modules_to_save`, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    classes = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return _outermost(transformer, lambda module: isinstance(module, classes))
+
+
+def _check_not_shared(transformer: torch.nn.Module, adapted: List[str], where: str) -> None:
     """
     # Raises
 
@@ -248,16 +253,19 @@ def _check_not_shared(transformer: torch.nn.Module, adapted: List[str]) -> None:
         If weights that adapters would be added to are those of another module too.
     """
     names: Dict[int, List[str]] = {}
+    # Not by their addresses: partitioned, or without values, all have the same.
     for name, parameter in transformer.named_parameters(remove_duplicate=False):
-        if parameter.numel() > 0:
-            names.setdefault(parameter.data_ptr(), []).append(name)
+        names.setdefault(id(parameter), []).append(name)
     for sharing in names.values():
         modules = {next((a for a in adapted if n.startswith(f"{a}.")), None) for n in sharing}
-        if len(modules) > 1 and len(sharing) > 1:
+        if len(modules) > 1:
+            first = next(filter(None, modules))
+            others = [n for n in sharing if not n.startswith(f"{first}.")]
             raise ConfigurationError(
-                f"Adapters of '{sharing[0]}' can't be added to weights which are those of "
-                f"'{sharing[-1]}' too: take them out of 'target_modules' or 'modules_to_save', or "
-                "export the adapters alone (--adapters-only)."
+                f"{where} adapts '{first}', whose weights are those of '{others[0]}' too, so that "
+                "adapters can't be added to them: take it out of 'target_modules' or "
+                "'modules_to_save'. Adapters that are there already can be exported alone "
+                "(--adapters-only)."
             )
 
 
