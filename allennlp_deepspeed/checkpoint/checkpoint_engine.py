@@ -10,6 +10,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from allennlp_deepspeed.storage import files, serialization
 
+# PyTorch 2.11's stager is closed when it has copied one state. One that isn't keeps its memory for
+# the next.
+_IS_REUSABLE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
 
 class FileCheckpointEngine(CheckpointEngine):
     """
@@ -36,17 +40,7 @@ class FileCheckpointEngine(CheckpointEngine):
     def __init__(self, asynchronous: bool = False) -> None:
         super().__init__()
         self.name = "FileCheckpointEngine"
-        self._stager = None
-        if asynchronous:
-            has_gpu = torch.cuda.is_available()
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=has_gpu,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=has_gpu,
-                )
-            )
+        self._stager = _stager() if asynchronous else None
         self.left_out: Set[str] = set()
         self._staged: List[Tuple[Any, str]] = []
         self._paths: List[str] = []
@@ -70,6 +64,8 @@ class FileCheckpointEngine(CheckpointEngine):
             files.save(state_dict, path)
         else:
             self._staged.append((self._stager.stage(state_dict), path))
+            if not _IS_REUSABLE:
+                self._stager = _stager()
 
     def write_staged(self) -> None:
         """Writes what has been copied and not written yet."""
@@ -88,3 +84,15 @@ class FileCheckpointEngine(CheckpointEngine):
     @overrides
     def commit(self, info: CheckpointCommitInfo) -> bool:
         return True
+
+
+def _stager() -> DefaultStager:
+    has_gpu = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=has_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=has_gpu,
+        )
+    )
