@@ -7,13 +7,21 @@ import logging
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
+import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 
 from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
+from allennlp_deepspeed.engine.gathered_parameters import (
+    PassOrders,
+    kept_gathered,
+    worth_keeping,
+)
+from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.gradients import gradient_memory
 from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
 from allennlp_deepspeed.gradients.chunking import num_examples, rows_of
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
@@ -28,6 +36,9 @@ from allennlp_deepspeed.processes.random_states import (
 logger = logging.getLogger(__name__)
 
 Representations = Dict[str, torch.Tensor]
+
+# The second has the gradients that are held since the first.
+_STEPS_BEFORE_KEEPING = 2
 
 
 class Chunk(NamedTuple):
@@ -100,6 +111,10 @@ class GradCache:
         self._batch_outputs = batch_outputs
         self._chunk_size = settings.chunk_size
         self._found_chunk_size: Optional[int] = None
+        self._orders = PassOrders(self._engine)
+        self._num_steps = 0
+        # What stays gathered at stage 3 from one chunk to the next, once it is known.
+        self._kept: Optional[List[torch.nn.Parameter]] = None
 
     @staticmethod
     def check(settings: GradCacheSettings, model: Model) -> None:
@@ -177,6 +192,15 @@ class GradCache:
                     outputs = self._batch_outputs(batch, True)
                 self._backward(self._loss(outputs) / num_micro_batches)
             return _without_graph(outputs)
+        if self._kept is None and self._num_steps == _STEPS_BEFORE_KEEPING:
+            self._kept = self._find_what_to_keep()
+        self._num_steps += is_last
+        with kept_gathered(self._kept or []):
+            return self._train_on_chunks(chunks, batch, num_micro_batches, is_last)
+
+    def _train_on_chunks(
+        self, chunks: List[Chunk], batch: TensorDict, num_micro_batches: int, is_last: bool
+    ) -> Dict[str, torch.Tensor]:
         representations, states = self.forward_no_graph(chunks)
         for representation in representations.values():
             representation.requires_grad_(representation.is_floating_point())
@@ -185,10 +209,12 @@ class GradCache:
         for i, (chunk, state) in enumerate(zip(chunks, states)):
             with self._gradients.micro_batch(is_last and i == len(chunks) - 1):
                 if i == 0:
-                    outputs = self.build_cache(representations, batch, num_micro_batches)
+                    with self._orders.of("loss"):
+                        outputs = self.build_cache(representations, batch, num_micro_batches)
                     state_after = random_states()
                 set_random_states(state)
-                self.forward_backward(chunk, representations)
+                with self._orders.of(("encode with a graph", *chunk.inputs)):
+                    self.forward_backward(chunk, representations)
         assert state_after is not None
         set_random_states(state_after)
         return outputs
@@ -205,7 +231,7 @@ class GradCache:
         parts: Dict[str, List[torch.Tensor]] = {}
         for chunk in chunks:
             states.append(repeatable_random_states())
-            with torch.no_grad():
+            with self._orders.of(("encode", *chunk.inputs)), torch.no_grad():
                 representations = self._encode(chunk)
             if chunk.is_filler:
                 # As if there had been none.
@@ -335,6 +361,19 @@ class GradCache:
             if name in inputs:
                 chunks += _chunks({name: inputs[name]}, batch_size, most, chunk_size)
         return chunks
+
+    def _find_what_to_keep(self) -> List[torch.nn.Parameter]:
+        """To be called by every rank, after steps that have shown how much memory they need."""
+        free = gradient_memory.least_left_free(self._engine.device)
+        kept = worth_keeping(self._engine, max(0, free // 2))
+        if kept and dist.get_rank() == 0:
+            logger.info(
+                "Parameters of %d elements stay gathered from one chunk to the next from here on: "
+                "%d bytes are left free on every rank, of which half may be used.",
+                sum(whole_shape(p).numel() for p in kept),
+                free,
+            )
+        return kept
 
     def _find_chunk_size(self, batch: TensorDict) -> int:
         inputs = self._model.encoder_inputs(batch)

@@ -1,0 +1,121 @@
+"""
+Parameters that ZeRO stage 3 shards, where one step makes several passes through the model.
+"""
+
+from contextlib import contextmanager, nullcontext
+from typing import Any, ContextManager, Dict, Hashable, Iterator, List
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+# Among the ids of the modules that use a parameter, one that no module has. While there is one,
+# DeepSpeed doesn't release the parameter.
+_KEEPER = -1
+
+
+class PassOrders:
+    """
+    Has DeepSpeed tell passes of several kinds apart. It records in which order a pass uses the
+    parameters, to gather them in time, and begins anew as soon as one uses them otherwise: with a
+    few small collectives in each pass, and nothing gathered in time. A pass without a graph,
+    another with one and that of the loss follow one another in every step with gradient caching.
+    At other stages this does nothing.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        # Not what wraps it at other stages.
+        self._offload = getattr(engine.optimizer, "parameter_offload", None)
+        self._coordinators: Dict[Hashable, PartitionedParameterCoordinator] = {}
+
+    def of(self, kind: Hashable) -> ContextManager[None]:
+        """
+        Surrounds a forward pass, with its backward pass if it has one, of a kind whose passes use
+        the same parameters in the same order. To be entered by every rank.
+        """
+        return nullcontext() if self._offload is None else self._recorded_as(kind)
+
+    @contextmanager
+    def _recorded_as(self, kind: Hashable) -> Iterator[None]:
+        offload: Any = self._offload
+        if kind not in self._coordinators:
+            self._coordinators[kind] = _another(offload)
+        others, offload.param_coordinator = offload.param_coordinator, self._coordinators[kind]
+        try:
+            yield
+        finally:
+            offload.param_coordinator = others
+
+
+def _another(offload: Any) -> PartitionedParameterCoordinator:
+    """As DeepSpeed's constructor makes one."""
+    return PartitionedParameterCoordinator(
+        prefetch_bucket_sz=offload._prefetch_bucket_sz,
+        max_reuse_distance_in_numel=offload._max_reuse_distance_in_numel,
+        max_available_parameters_in_numel=offload._max_available_parameters_in_numel,
+        allgather_stream=offload._DeepSpeedZeRoOffload__allgather_stream,
+        inflight_param_registry=offload._DeepSpeedZeRoOffload__inflight_param_registry,
+        prefetch_nvme=offload.param_coordinator._PartitionedParameterCoordinator__prefetch_nvme,
+        timers=offload.timers,
+        zero_quantized_weights=offload.zero_quantized_weights,
+        zero_quantized_nontrainable_weights=offload.zero_quantized_nontrainable_weights,
+        fast_sharding_for_leaf_module=offload.fast_sharding_for_leaf_module,
+        log_trace_cache_warnings=offload.log_trace_cache_warnings,
+    )
+
+
+@contextmanager
+def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
+    """
+    A context in which these parameters stay whole on every rank once a pass has gathered them. To
+    be entered by every rank with the same parameters, and left before the optimizer steps.
+
+    # Parameters
+
+    parameters : `List[torch.nn.Parameter]`, required.
+        Of an engine at stage 3.
+    """
+    sharded: List[Any] = list(parameters)
+    for parameter in sharded:
+        parameter.ds_active_sub_modules.add(_KEEPER)
+    try:
+        yield
+    finally:
+        for parameter in sharded:
+            users = parameter.ds_active_sub_modules
+            users.discard(_KEEPER)
+            is_whole = parameter.ds_status == ZeroParamStatus.AVAILABLE
+            if is_whole and not users and not parameter.ds_persist:
+                parameter.partition()
+
+
+def worth_keeping(engine: DeepSpeedEngine, most: int) -> List[torch.nn.Parameter]:
+    """
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    most : `int`, required.
+        Bytes that they may take on this rank, beside those that DeepSpeed keeps anyway. They have
+        no more elements than its `stage3_max_live_parameters`.
+
+    # Returns
+
+    `List[torch.nn.Parameter]`
+        Sharded parameters for `kept_gathered`; none at other stages than 3.
+    """
+    kept: List[torch.nn.Parameter] = []
+    if engine.zero_optimization_stage() < 3:
+        return kept
+    live = engine.optimizer.parameter_offload._max_available_parameters_in_numel
+    for parameter in engine.module.parameters():
+        size = parameter.ds_numel
+        if not parameter.ds_persist and size <= live and size * parameter.itemsize <= most:
+            kept.append(parameter)
+            live -= size
+            most -= size * parameter.itemsize
+    return kept
