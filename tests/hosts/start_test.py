@@ -166,3 +166,16 @@ def test_other_data_on_a_node_are_named(two_hosts: Hosts, tmp_path: Path):
     for run in wait_for_all(commands, 60):
         sizes = [f"{count * len(text):,} bytes" for count in (1, 2)]
         assert f'"{sizes[0]}" on rank 0 (host-0), "{sizes[1]}" on rank 1 (host-1)' in message(run)
+
+
+def test_two_nodes_train_with_the_console_as_users_have_it(two_hosts: Hosts, tmp_path: Path):
+    config = deepspeed(load_config("classifier", {"trainer.num_epochs": 1}), 2)
+    directories = [tmp_path / "out_0", tmp_path / "out_1"]
+    runs = two_hosts.train(config, directories, environment={"ALLENNLP_LOG_LEVEL": ""})
+    for run in runs:
+        run.check()
+    first, second = (run.output for run in runs)
+    assert " workers        4 on the CPU of host-0 (2), host-1 (2)" in first
+    assert "Epoch 0/0 in " in first and "Saved checkpoint_e1_b0" in first
+    assert second.endswith("Rank 0, on host-0, shows the training.\n")
+    assert len(first.splitlines()) < 40
