@@ -65,7 +65,9 @@ class Holding:
         Takes what the training before an interruption has found, if this one is still to, and
         divides the work in the same way.
         """
-        if not self.is_known and state is not None and state["where"] == self._where():
+        if self.is_known or state is None or "elements" not in state:  # as 0.1.0 has saved it
+            return
+        if state["where"] == self._where():
             self._hold(state["elements"])
             logger.info("%d %% of a gradient are held, as before.", self._percentage())
 

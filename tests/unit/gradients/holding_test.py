@@ -56,3 +56,9 @@ def test_what_fits_into_half_of_the_free_memory_is_held_from_then_on(
             continued.load_state_dict(holding.state_dict())
             assert continued.each == others
             assert continued.is_known == (num_micro_batches == 4)
+
+
+def test_what_version_0_1_0_has_saved_is_found_anew() -> None:
+    holding = Holding("auto", NAMES, SIZES, num_micro_batches=4)
+    holding.load_state_dict({"mode": "boundary", "where": [2, 4]})
+    assert not holding.is_known
