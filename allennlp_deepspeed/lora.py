@@ -221,8 +221,13 @@ def merge_adapters(model: torch.nn.Module) -> None:
     """
     for transformer in adapted_transformers(model).values():
         adapted = _adapted_modules(transformer)
-        # Of an archive; where adapters are made it is refused.
-        _check_not_shared(transformer, list(adapted), "The model's 'lora'")
+        # Of a transformer whose adapters aren't made here, where that is refused.
+        _check_not_shared(
+            transformer,
+            list(adapted),
+            "The model's 'lora'",
+            " Adapters that are there already can be exported alone (--adapters-only).",
+        )
         for name, module in adapted.items():
             if hasattr(module, "unload_and_optionally_merge_module"):
                 merged = module.unload_and_optionally_merge_module(
@@ -245,7 +250,9 @@ def _adapted_modules(transformer: torch.nn.Module) -> Dict[str, Any]:
     return _outermost(transformer, lambda module: isinstance(module, classes))
 
 
-def _check_not_shared(transformer: torch.nn.Module, adapted: List[str], where: str) -> None:
+def _check_not_shared(
+    transformer: torch.nn.Module, adapted: List[str], where: str, advice: str = ""
+) -> None:
     """
     # Raises
 
@@ -264,8 +271,7 @@ def _check_not_shared(transformer: torch.nn.Module, adapted: List[str], where: s
             raise ConfigurationError(
                 f"{where} adapts '{first}', whose weights are those of '{others[0]}' too, so that "
                 "adapters can't be added to them: take it out of 'target_modules' or "
-                "'modules_to_save'. Adapters that are there already can be exported alone "
-                "(--adapters-only)."
+                f"'modules_to_save'.{advice}"
             )
 
 

@@ -7,6 +7,7 @@ from typing import Any, ContextManager, Dict, Hashable, Iterator, List
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -106,15 +107,17 @@ def worth_keeping(engine: DeepSpeedEngine, most: int) -> List[torch.nn.Parameter
     # Returns
 
     `List[torch.nn.Parameter]`
-        Sharded parameters for `kept_gathered`; none at other stages than 3.
+        Sharded parameters for `kept_gathered`, of an engine at stage 3. None that are on NVMe: each
+        that is whole has one of the few buffers through which they are read.
     """
     kept: List[torch.nn.Parameter] = []
-    if engine.zero_optimization_stage() < 3:
-        return kept
     live = engine.optimizer.parameter_offload._max_available_parameters_in_numel
     for parameter in engine.module.parameters():
         size = parameter.ds_numel
-        if not parameter.ds_persist and size <= live and size * parameter.itemsize <= most:
+        is_on_nvme = parameter.ds_tensor.final_location == OffloadDeviceEnum.nvme
+        if parameter.ds_persist or is_on_nvme:
+            continue
+        if size <= live and size * parameter.itemsize <= most:
             kept.append(parameter)
             live -= size
             most -= size * parameter.itemsize

@@ -151,7 +151,7 @@ class GradientStep:
         if self._moving_average is not None and has_stepped:
             self._moving_average.apply(num_steps)
         self._weight_watch.snapshot()
-        self._gradients.find_mode()
+        self._gradients.find_what_to_hold()
         return norm
 
     def step(self) -> Tuple[bool, Norm]:

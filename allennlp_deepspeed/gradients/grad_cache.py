@@ -71,10 +71,13 @@ class GradCache:
        to them. Parameters of the loss itself get their gradient here.
     3. `forward_backward`: each chunk once more, in the same random state as the first time, and
        backward from its part of the cached gradient. The last chunk of an optimizer step reduces
-       the gradients of all; with `gradient_synchronization` of "micro_batch" each its own.
+       the gradients of all; what `gradient_synchronization` doesn't hold, each its own.
 
     The result is the gradient of the whole batch in one piece. A batch that is one chunk on every
     rank makes one pass. Every rank must call each of these methods.
+
+    At stage 3 parameters stay gathered for all chunks of a micro-batch, as far as half of the
+    memory that two steps have left free takes them.
 
     Besides representations and inputs, what grows with the batch is a random state for each chunk,
     of some 30 kB. The host waits for the device twice a micro-batch, to know how many examples the
@@ -364,6 +367,8 @@ class GradCache:
 
     def _find_what_to_keep(self) -> List[torch.nn.Parameter]:
         """To be called by every rank, after steps that have shown how much memory they need."""
+        if self._engine.zero_optimization_stage() < 3:
+            return []
         free = gradient_memory.least_left_free(self._engine.device)
         kept = worth_keeping(self._engine, max(0, free // 2))
         if kept and dist.get_rank() == 0:

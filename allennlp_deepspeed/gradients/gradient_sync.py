@@ -184,7 +184,7 @@ class GradientSynchronizer:
     def _add_hook(self, parameter: torch.nn.Parameter, hook: Callable) -> None:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def find_mode(self) -> None:
+    def find_what_to_hold(self) -> None:
         """
         Finds what to hold after the first step, if it isn't known. To be called by every rank.
         """

@@ -113,14 +113,36 @@ def _held(
         return [setting == BOUNDARY] * len(sizes)
     if isinstance(setting, (int, float)):
         return _held_within(setting * sum(sizes), sizes)
-    for pattern in setting:
+    return held_by_name(setting, names)
+
+
+def held_by_name(patterns: Sequence[str], names: Sequence[str]) -> List[bool]:
+    """
+    # Parameters
+
+    patterns : `Sequence[str]`, required.
+        Regular expressions.
+    names : `Sequence[str]`, required.
+        Of the parameters that are trained.
+
+    # Returns
+
+    `List[bool]`
+        Whether one of them is found in each name.
+
+    # Raises
+
+    `ConfigurationError`
+        If one is found in none.
+    """
+    for pattern in patterns:
         if not any(re.search(pattern, name) for name in names):
             raise ConfigurationError(
                 f"'trainer.gradient_synchronization' has {json.dumps(pattern)}, which is found in "
                 f"no name of a parameter that is trained. There are {', '.join(names[:10])}"
                 f"{', ...' if len(names) > 10 else '.'}"
             )
-    return [any(re.search(pattern, name) for pattern in setting) for name in names]
+    return [any(re.search(pattern, name) for pattern in patterns) for name in names]
 
 
 def _held_within(most: float, sizes: Sequence[int]) -> List[bool]:

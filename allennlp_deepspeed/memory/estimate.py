@@ -3,8 +3,8 @@ What a config's model takes in memory at each ZeRO stage and with each offload, 
 trained.
 """
 
+import itertools
 import math
-import re
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Tuple, Union
@@ -18,6 +18,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.engine.wrapped_model import check_sharding
+from allennlp_deepspeed.gradients.holding import held_by_name
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.memory import optimizer_states
 from allennlp_deepspeed.memory.model_states import (
@@ -286,8 +287,8 @@ class Estimator:
         if isinstance(setting, (int, float)):
             return setting
         trained = {n: p.numel() for n, p in self._model.named_parameters() if p.requires_grad}
-        held = [n for n in trained if any(re.search(pattern, n) for pattern in setting)]
-        return sum(trained[name] for name in held) / sum(trained.values())
+        held = itertools.compress(trained.values(), held_by_name(setting, list(trained)))
+        return sum(held) / max(1, sum(trained.values()))
 
     def _fits(
         self, states: Optional[ModelStates], gpu_memory: int, cpu_memory: int, nvme_memory: int

@@ -27,7 +27,7 @@ _READINGS: List[Tuple[str, str, Callable[[Dict[str, Any]], Optional[float]]]] = 
     ),
 ]
 # What metrics of an epoch have beside those of the model.
-_NOT_OF_A_MODEL = ("_memory_MB", "communication", "_duration", "_epochs")
+_NOT_OF_A_MODEL = ("_memory_MB", "communication", "_profile_", "_duration", "_epochs")
 
 
 class Curve(NamedTuple):

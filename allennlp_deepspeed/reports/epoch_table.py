@@ -8,7 +8,7 @@ from rich.text import Text
 from allennlp_deepspeed.config.values import is_number
 
 # Of no interest after each epoch; they are in the metrics files.
-_LEFT_OUT = re.compile(r"(gpu|worker)_\d+_memory_MB$|communication_")
+_LEFT_OUT = re.compile(r"(gpu|worker)_\d+_memory_MB$|communication_|profile_")
 
 
 class EpochTable:

@@ -120,7 +120,12 @@ def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
             "auto": "when it takes least",
             "boundary": "once a step",
             "micro_batch": "after each micro-batch",
-        }.get(str(setting), "in part once a step, in part after each micro-batch")
+            "1": "once a step",
+            "0": "after each micro-batch",
+        }.get(
+            f"{setting:g}" if isinstance(setting, (int, float)) else str(setting),
+            "in part once a step, in part after each micro-batch",
+        )
         if config.num_gradient_accumulation_steps == 1 and not keys.get("grad_cache"):
             mode = "once a step"
         texts.append(f"reduced {mode} (gradient_synchronization {setting})")

@@ -2,6 +2,7 @@
 Where the time of optimizer steps has gone, from what a profiler has recorded of them.
 """
 
+import math
 import re
 from typing import Any, Dict, Iterable, List, NamedTuple, Tuple
 
@@ -61,6 +62,9 @@ class StepProfile(NamedTuple):
             if event.name.startswith(PREFIX):
                 if event.device_type == DeviceType.CPU:  # on a GPU they are there once more
                     phases.append((*interval, event.name[len(PREFIX) :]))
+            elif getattr(event, "is_user_annotation", False):
+                # On a device's time from the first to the last of its kernels, with the gaps.
+                continue
             elif event.device_type != DeviceType.CPU:
                 (collectives if "nccl" in event.name.lower() else kernels).append(interval)
             elif event.is_async and _OF_BACKENDS.match(event.name):
@@ -86,14 +90,24 @@ class StepProfile(NamedTuple):
 def _own_intervals(phases: List[Tuple[float, float, str]]) -> Dict[str, List[Interval]]:
     """Those of each name, without what others are within them."""
     own: Dict[str, List[Interval]] = {}
-    for start, end, name in phases:
-        inner = [
-            (s, e)
-            for s, e, other in phases
-            if (s, e, other) != (start, end, name) and start <= s and e <= end
-        ]
-        own.setdefault(name, []).extend(without([(start, end)], union(inner)))
-    return own
+    # Those that have begun and not ended: when, until when, and what of each is told already.
+    open_phases: List[List[Any]] = []
+
+    def close_until(time: float) -> None:
+        while open_phases and open_phases[-1][0] <= time:
+            end, name, told = open_phases.pop()
+            own.setdefault(name, []).append((told, end))
+            if open_phases:
+                open_phases[-1][2] = end
+
+    for start, end, name in sorted(phases, key=lambda phase: (phase[0], -phase[1])):
+        close_until(start)
+        if open_phases:
+            _, outer, told = open_phases[-1]
+            own.setdefault(outer, []).append((told, start))
+        open_phases.append([end, name, start])
+    close_until(math.inf)
+    return {name: union(i for i in intervals if i[0] < i[1]) for name, intervals in own.items()}
 
 
 def union(intervals: Iterable[Interval], longest_pause: float = 0.0) -> List[Interval]:

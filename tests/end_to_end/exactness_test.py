@@ -77,7 +77,8 @@ def stages_of(items: Iterable[Any]) -> Dict[str, Optional[int]]:
     return {
         item.nodeid: _stage(item)
         for item in items
-        if not any(item.get_closest_marker(mark) for mark in ("soak", "gpu", "skip", "skipif"))
+        if not any(item.get_closest_marker(mark) for mark in ("soak", "gpu", "skip"))
+        and not any(mark.args[0] for mark in item.iter_markers("skipif"))
     }
 
 

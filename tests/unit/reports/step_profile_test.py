@@ -21,6 +21,7 @@ class Event(NamedTuple):
     last: float
     is_async: bool = False
     device_type: Any = DeviceType.CPU
+    is_user_annotation: bool = False
 
     @property
     def time_range(self) -> Range:
@@ -62,6 +63,21 @@ def test_each_instant_is_of_the_innermost_phase() -> None:
     assert profile.hidden == 0
 
 
+def test_phases_within_phases_and_many_of_them() -> None:
+    many = [Event(PREFIX + "steps", 0, 40_000)]
+    for i in range(10_000):
+        many.append(Event(PREFIX + "forward", 4 * i, 4 * i + 3))
+        many.append(Event(PREFIX + "saving", 4 * i + 1, 4 * i + 2))
+        many.append(Event(PREFIX + "callbacks", 4 * i + 1, 4 * i + 1.5))
+    parts = StepProfile.of(many).parts
+    assert {name: round(seconds) for name, seconds in parts.items() if seconds} == {
+        "forward": 20,
+        "saving": 5,
+        "callbacks": 5,
+        "other": 10,
+    }
+
+
 def test_communication_is_hidden_where_something_is_computed() -> None:
     events = [
         *PHASES,
@@ -85,6 +101,8 @@ def test_on_a_device_its_kernels_count() -> None:
         Event("aten::addmm", 0, 100),
         Event("nccl:all_reduce", 0, 100, is_async=True),
         Event("ampere_sgemm", 40, 50, device_type=DeviceType.CUDA),
+        # Which `torch.optim` has around its steps, and a user may have anywhere.
+        Event("Optimizer.step#SGD.step", 30, 90, False, DeviceType.CUDA, is_user_annotation=True),
         Event("ncclDevKernel_AllReduce", 45, 60, device_type=DeviceType.CUDA),
     ]
     profile = StepProfile.of(events)
