@@ -7,7 +7,20 @@ checked by `own_keys`.
 import inspect
 import re
 from copy import deepcopy
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, Union, get_args
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Tuple,
+    Type,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from deepspeed.runtime import config as ds_config
@@ -25,7 +38,7 @@ from allennlp_deepspeed.config.schema import (
     scheduler_types,
 )
 from allennlp_deepspeed.config.support import UNSUPPORTED, unlisted
-from allennlp_deepspeed.config.values import as_json
+from allennlp_deepspeed.config.values import as_json, unquoted
 
 ROOT = "deepspeed_config"
 AUTO = "auto"
@@ -198,6 +211,10 @@ def _missed_errors(
                 yield here, _explain_unknown(path, here)
         elif isinstance(value, bool) and not _takes_bool(field.annotation):
             yield here, f"{path} is {as_json(value)}: must be a number{_hint(here, field)}"
+        elif isinstance(value, str) and value != AUTO and _is_of_numbers(field.annotation):
+            # Which these models convert, and DeepSpeed then reads as it is written.
+            number = unquoted(value) or _hint(here, field)
+            yield here, f"{path} is {as_json(value)}: must be a number{number}"
         elif isinstance(value, dict) and submodel is not None:
             yield from _missed_errors(value, tuple(here), submodel)
 
@@ -205,6 +222,26 @@ def _missed_errors(
 def _from_string(value: Any) -> Any:
     """DeepSpeed's models take "false" for false."""
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _is_of_numbers(annotation: Any) -> bool:
+    """Whether a value has to be a number, if it isn't null."""
+    kinds = [kind for kind in _kinds(annotation) if kind is not type(None)]
+    return bool(kinds) and all(
+        isinstance(kind, type) and issubclass(kind, (int, float)) and kind is not bool
+        for kind in kinds
+    )
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """What a union is of, and what is annotated."""
+    if get_origin(annotation) is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _kinds(part)
+    else:
+        yield annotation
 
 
 def _takes_bool(annotation: Any) -> bool:
@@ -324,6 +361,12 @@ def _removed(keys: List[str]) -> Dict[str, str]:
 def _names_beside(keys: List[str]) -> List[str]:
     """The known names in the section of the last key."""
     return _names(_submodel(_field(keys[:-1])) if keys[:-1] else Schema)
+
+
+def places_of(name: str) -> List[str]:
+    """The paths in DeepSpeed's schema of a key that is written outside of it."""
+    at_top = [name] if name in _names(Schema) else []
+    return [*at_top, *(f"{section}.{name}" for section in _places([name]))]
 
 
 def _places(keys: List[str]) -> List[str]:

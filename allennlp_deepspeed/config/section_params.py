@@ -15,7 +15,7 @@ from deepspeed.runtime import config as ds_config
 from deepspeed.runtime import lr_schedules
 
 from allennlp_deepspeed.config.schema import did_you_mean
-from allennlp_deepspeed.config.values import is_number
+from allennlp_deepspeed.config.values import is_number, unquoted
 
 _AUTO = "auto"
 
@@ -52,7 +52,7 @@ def optimizer_problems(name: str, params: Dict[str, Any]) -> Iterator[str]:
         if known is not None and key not in known:
             yield f"{key} is no parameter of {name}: {did_you_mean(key, sorted(known))}"
         elif key in _NUMBERS and not is_number(value):
-            yield f"{key} is {value!r}: must be a number{_unquoted(value)}"
+            yield f"{key} is {value!r}: must be a number{unquoted(value)}"
         elif key == "betas" and not (
             isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
         ):
@@ -86,6 +86,14 @@ def scheduler_problem(name: str, params: Dict[str, Any]) -> Optional[str]:
         What the schedule itself says of its params, if it can't be constructed of them.
     """
     scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
+    parameters = inspect.signature(scheduler).parameters
+    for key, value in params.items():
+        if (
+            isinstance(value, str)
+            and unquoted(value)
+            and not isinstance(parameters[key].default, str)
+        ):
+            return f"{key} is {value!r}: must be a number{unquoted(value)}"
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)
     try:
@@ -95,10 +103,3 @@ def scheduler_problem(name: str, params: Dict[str, Any]) -> Optional[str]:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _unquoted(value: Any) -> str:
-    try:
-        return f", {float(value)} without quotes" if isinstance(value, str) else ""
-    except ValueError:
-        return ""

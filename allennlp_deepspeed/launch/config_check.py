@@ -27,6 +27,7 @@ from allennlp_deepspeed.config.own_keys import (
     check_values,
 )
 from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.config.schema_validation import places_of
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
 from allennlp_deepspeed.language_modeling import can_share, cant_share
@@ -130,6 +131,12 @@ def _check_file(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
     if not _is_own_checkpointer(trainer.get("checkpointer")):
         explained["checkpointer"] = trainer["checkpointer"]
     others = {key: value for key, value in trainer.items() if key not in explained}
+    if others.pop("distributed", None):
+        findings.refuse(
+            "trainer.distributed",
+            "'trainer.distributed' is for AllenNLP to set: write \"distributed\": "
+            '{"cuda_devices": [0, 1]} at the top level of the config.',
+        )
     try:
         sound = config_file.check({**config, "trainer": others}, findings)
         sound["trainer"].update(explained)
@@ -231,6 +238,26 @@ def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> 
             )
 
 
+# What DeepSpeed, and others who train with it, call keys of the trainer and of the data loader.
+_NAMES_OF_OTHERS = {
+    "gradient_clipping": "write 'grad_norm'",
+    "max_grad_norm": "write 'grad_norm'",
+    "gradient_accumulation_steps": "write 'num_gradient_accumulation_steps'",
+    "batch_size": "it belongs to 'data_loader'",
+    "train_micro_batch_size_per_gpu": "write 'data_loader.batch_size'",
+    "per_device_train_batch_size": "write 'data_loader.batch_size'",
+    "num_train_epochs": "write 'num_epochs'",
+}
+
+
+def _place_of(name: str) -> Optional[str]:
+    """Where to write what others know and the trainer doesn't."""
+    if name in _NAMES_OF_OTHERS:
+        return _NAMES_OF_OTHERS[name]
+    places = " or ".join(f"'deepspeed_config.{path}'" for path in places_of(name))
+    return f"write {places}" if places and len(places) < 150 else None
+
+
 def _check_keys(trainer: Dict[str, Any], findings: Findings) -> None:
     """AllenNLP drops keys that a trainer doesn't know in silence."""
     trainer_class, constructor = Trainer.resolve_class_name(trainer["type"])
@@ -242,6 +269,13 @@ def _check_keys(trainer: Dict[str, Any], findings: Findings) -> None:
         and argument.kind is not argument.VAR_KEYWORD
     ]
     keys = {k: v for k, v in trainer.items() if k not in ("type", "run_sanity_checks")}
+    for name in [name for name in keys if name not in known]:
+        place = _place_of(name)
+        if place is not None:
+            findings.refuse(
+                f"trainer.{name}", f"'trainer.{name}' is no key of the trainer: {place}"
+            )
+            del keys[name]
     check_names("trainer", "'deepspeed' trainer", known, keys, findings)
     # What DeepSpeed's configuration depends on is checked with it.
     check_values("trainer", TrainerSettings.other_keys(), keys, findings)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Dict, Iterator, List, Optional, Type
 
+from allennlp.common.plugins import discover_plugins
 from allennlp.common.util import SigTermReceived
 
 from allennlp_deepspeed.processes.announcements import announce
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 # With neither a training is continued, but for the one that is added.
 _FLAGS = ("--force", "--recover")
+
+# `allennlp deepspeed` is a command of this package, and AllenNLP's don't have `--include-package`
+# before they are known.
+_HOW_TO_FIND = "  (for which `echo allennlp_deepspeed >> .allennlp_plugins` is needed here, once)"
 
 _LAST_WORDS = "_allennlp_deepspeed_last_words"
 
@@ -83,6 +88,7 @@ def _what_next(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]
     return [
         f"The model is in {archive}. Next, for example:",
         *(f"  {shlex.join(['allennlp', *command])}" for command in commands),
+        *([] if "allennlp_deepspeed" in discover_plugins() else [_HOW_TO_FIND]),
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Iterator, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import lazy_groups_of
 from allennlp.data.data_loaders import DataLoader, TensorDict
 
@@ -16,6 +17,11 @@ from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.phases import DATA, phase
 
 logger = logging.getLogger(__name__)
+
+_NO_DATA = (
+    "A worker has no batch of training data, so that no worker can make a step: use fewer workers, "
+    "or smaller batches, or put more instances into 'train_data_path'."
+)
 
 
 class BatchGroup(NamedTuple):
@@ -69,6 +75,8 @@ class BatchGroups:
             return
         is_exact = self._num_batches is not None and has_exact_length(self._data_loader)
         length = self._agree(self._num_batches if is_exact else -1)  # type: ignore[arg-type]
+        if length == 0:
+            raise ConfigurationError(_NO_DATA)
         if length < 0:
             yield from self._agreeing_on_each(groups)
         else:
@@ -102,11 +110,13 @@ class BatchGroups:
             _warn_of_surplus(f"{surplus} batches")
 
     def _agreeing_on_each(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
-        common_size = self._full_size
+        common_size: Optional[int] = None
         # A short group is the last one for every rank, because every rank knows that it was short.
-        while common_size == self._full_size:
+        while common_size in (None, self._full_size):
             batches = _next(groups)
-            common_size = self._agree(len(batches))
+            is_first, common_size = common_size is None, self._agree(len(batches))
+            if is_first and common_size == 0:
+                raise ConfigurationError(_NO_DATA)
             if common_size < len(batches):
                 _warn_of_surplus("some batches")
             if common_size > 0:

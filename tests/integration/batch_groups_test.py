@@ -5,6 +5,7 @@ from typing import Any, Dict, List, Optional
 import pytest
 import torch
 import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import Instance, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader, SimpleDataLoader
 from allennlp.data.dataset_readers import DatasetReader
@@ -130,3 +131,14 @@ def test_each_rank_reads_its_epoch_to_the_end():
         return loader.num_epochs_read
 
     assert run_workers(2, work) == [NUM_EPOCHS, NUM_EPOCHS]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_instances_in_memory": 2}], ids=["known", "lazy"])
+def test_a_worker_without_data_is_an_error_on_all(arguments: Dict[str, Any]):
+    def read(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as error:
+            list(BatchGroups(numbers(4 - 4 * rank, **arguments), 3, CPU))
+        return str(error.value)
+
+    for message in run_workers(2, read):
+        assert message.startswith("A worker has no batch of training data")

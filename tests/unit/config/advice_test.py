@@ -54,6 +54,35 @@ def test_advice_about_a_precision_makes_no_next_conflict() -> None:
     assert said.endswith('write "fp16": {"enabled": true}')
 
 
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("gradient_clipping", "1.0"),
+        ("steps_per_print", "5"),
+        ("gradient_accumulation_steps", "4"),
+        ("train_batch_size", "128"),
+        ("train_micro_batch_size_per_gpu", "6"),
+        ("zero_optimization.stage", "3"),
+        ("fp16.initial_scale_power", "16"),
+    ],
+)
+def test_a_number_is_written_without_quotes(key: str, value: str) -> None:
+    section, _, name = key.rpartition(".")
+    said = lines({section: {name: value}} if section else {name: value}, micro_batch_size=6)
+    assert said[0].startswith(f'deepspeed_config.{key} is "{value}": must be a ')
+    assert value == "yes" or said[0].endswith(
+        f"number, {float(value):g} without quotes".replace("2e+08", "200000000")
+    )
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("key, value", [("warmup_num_steps", "100"), ("warmup_max_lr", "1e-3")])
+def test_so_is_one_of_a_schedule(key: str, value: str) -> None:
+    params = {"warmup_num_steps": 10, "warmup_max_lr": 0.1, key: value}
+    (said,) = lines({"scheduler": {"type": "WarmupLR", "params": params}})
+    assert f"{key} is '{value}': must be a number, {float(value):g} without quotes" in said
+
+
 def test_params_of_a_schedule_may_have_a_wrong_type_of_their_own() -> None:
     params = {"type": "WarmupLR", "warmup_max_lr": 0.1}
     (said,) = lines({"scheduler": {"type": "WarmupLR", "params": params}})

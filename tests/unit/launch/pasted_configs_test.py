@@ -503,3 +503,24 @@ def test_a_name_or_a_section_that_is_refused_hides_nothing(
     assert len(lines) == len(starts), str(error.value)
     for line, start in zip(lines, starts):
         assert line.startswith(start), (start, line)
+
+
+@pytest.mark.parametrize(
+    "key, value, place",
+    [
+        ("gradient_clipping", 1.0, "write 'grad_norm'"),
+        ("batch_size", 8, "it belongs to 'data_loader'"),
+        ("bf16", {"enabled": True}, "write 'deepspeed_config.bf16'"),
+        ("stage", 3, "write 'deepspeed_config.zero_optimization.stage'"),
+        ("offload_optimizer", {}, "write 'deepspeed_config.zero_optimization.offload_optimizer'"),
+        ("distributed", True, "at the top level of the config"),
+        ("distributed", {"cuda_devices": [0, 1]}, "at the top level of the config"),
+    ],
+    ids=str,
+)
+def test_a_key_in_the_trainer_that_belongs_elsewhere_is_sent_there(
+    key: str, value: Any, place: str
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        preflight.check(pasted({}, (f"trainer.{key}", value)))
+    assert f"'trainer.{key}' is " in error.value.message and place in error.value.message
