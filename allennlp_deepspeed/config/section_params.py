@@ -4,7 +4,9 @@ nothing: they are the arguments of a class.
 """
 
 import inspect
+import logging
 import warnings
+from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import torch
@@ -71,6 +73,19 @@ def _known_of(name: str) -> Optional[List[str]]:
     return [key for key in {*names, *_OF_ENGINE} if key not in ("params", "model_params")]
 
 
+@contextmanager
+def in_silence() -> Iterator[None]:
+    """A context in which nothing is logged, for what is constructed only to try."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
 def scheduler_problem(name: str, params: Dict[str, Any]) -> Optional[str]:
     """
     # Parameters
@@ -97,8 +112,8 @@ def scheduler_problem(name: str, params: Dict[str, Any]) -> Optional[str]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        # Some of the params stand for what is known once the data are read.
+        with in_silence():
             scheduler(optimizer, **params).step()
     except Exception as error:
         return f"{type(error).__name__}: {error}"

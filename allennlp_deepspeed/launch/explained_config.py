@@ -62,7 +62,9 @@ def explained(params: Params) -> List[ExplainedValue]:
     preset = dict(_leaves(deepspeed_config.preset))
     values = []
     for path, value in _leaves(engine_config):
-        if path in sources:
+        if path in sources and path in _KNOWN_LATER:
+            value, source = "known when the data are read", _KNOWN_LATER[path]
+        elif path in sources:
             source = sources[path]
         elif path in mine and mine[path] != AUTO:
             source = YOURS
@@ -73,6 +75,9 @@ def explained(params: Params) -> List[ExplainedValue]:
         values.append(ExplainedValue(path, value, source))
     return [*values, *_defaults(engine_config)]
 
+
+# Of which `resolve` has a stand-in.
+_KNOWN_LATER = {"scheduler.params.total_num_steps": "micro-batches x epochs / accumulation"}
 
 _COMPUTED = {"train_batch_size": "micro-batch x accumulation x workers"}
 

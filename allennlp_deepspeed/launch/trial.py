@@ -9,9 +9,7 @@ import json
 import logging
 import re
 import sys
-import warnings
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterable, List, Optional
 
 import torch
 from allennlp.common import Params, Registrable
@@ -26,6 +24,7 @@ from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import MultiOptimizer, Optimizer
 
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.section_params import in_silence
 from allennlp_deepspeed.config.settings import registered_name
 from allennlp_deepspeed.config.values import is_integer, is_number
 from allennlp_deepspeed.launch.model_trial import check_model
@@ -49,7 +48,7 @@ def check_parts(config: Dict[str, Any], findings: Findings) -> None:
         Gets a line for each part that can't be constructed, with the key that is to blame and its
         constructor's own words.
     """
-    with _in_silence():
+    with in_silence():
         _check_trainer(config["trainer"], findings)
         for name in ("data_loader", "validation_data_loader"):
             _check_loader(config.get(name), name, findings)
@@ -232,15 +231,3 @@ def _is_allennlps(base: Any, section: Section) -> bool:
     name = section.get("type", base.default_implementation)
     registered = Registrable._registry[base].get(name)
     return registered is not None and registered[0].__module__.startswith("allennlp.")
-
-
-@contextmanager
-def _in_silence() -> Iterator[None]:
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
