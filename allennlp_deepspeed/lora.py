@@ -152,7 +152,6 @@ def add_adapters(
         raise ConfigurationError(
             f"{where} with {json.dumps(settings)} is refused by peft: {error}"
         ) from error
-    _check_not_shared(transformer, list(_adapted_modules(transformer)), where)
 
 
 def transformers_in(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
@@ -221,13 +220,7 @@ def merge_adapters(model: torch.nn.Module) -> None:
     """
     for transformer in adapted_transformers(model).values():
         adapted = _adapted_modules(transformer)
-        # Of a transformer whose adapters aren't made here, where that is refused.
-        _check_not_shared(
-            transformer,
-            list(adapted),
-            "The model's 'lora'",
-            " Adapters that are there already can be exported alone (--adapters-only).",
-        )
+        _check_not_shared(transformer, list(adapted))
         for name, module in adapted.items():
             if hasattr(module, "unload_and_optionally_merge_module"):
                 merged = module.unload_and_optionally_merge_module(
@@ -250,9 +243,7 @@ def _adapted_modules(transformer: torch.nn.Module) -> Dict[str, Any]:
     return _outermost(transformer, lambda module: isinstance(module, classes))
 
 
-def _check_not_shared(
-    transformer: torch.nn.Module, adapted: List[str], where: str, advice: str = ""
-) -> None:
+def _check_not_shared(transformer: torch.nn.Module, adapted: List[str]) -> None:
     """
     # Raises
 
@@ -260,18 +251,19 @@ def _check_not_shared(
         If weights that adapters would be added to are those of another module too.
     """
     names: Dict[int, List[str]] = {}
-    # Not by their addresses: partitioned, or without values, all have the same.
+    # Not by what they are: parameters of their own may have one storage, as they are loaded.
     for name, parameter in transformer.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        if parameter.numel() > 0:
+            names.setdefault(parameter.data_ptr(), []).append(name)
     for sharing in names.values():
         modules = {next((a for a in adapted if n.startswith(f"{a}.")), None) for n in sharing}
         if len(modules) > 1:
             first = next(filter(None, modules))
             others = [n for n in sharing if not n.startswith(f"{first}.")]
             raise ConfigurationError(
-                f"{where} adapts '{first}', whose weights are those of '{others[0]}' too, so that "
-                "adapters can't be added to them: take it out of 'target_modules' or "
-                f"'modules_to_save'.{advice}"
+                f"The model's 'lora' adapts '{first}', whose weights are those of '{others[0]}' "
+                "too, so that adapters can't be added to them: take it out of 'target_modules' or "
+                "'modules_to_save', or export the adapters alone (--adapters-only)."
             )
 
 

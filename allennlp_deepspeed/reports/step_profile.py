@@ -62,10 +62,9 @@ class StepProfile(NamedTuple):
             if event.name.startswith(PREFIX):
                 if event.device_type == DeviceType.CPU:  # on a GPU they are there once more
                     phases.append((*interval, event.name[len(PREFIX) :]))
-            elif getattr(event, "is_user_annotation", False):
-                # On a device's time from the first to the last of its kernels, with the gaps.
-                continue
             elif event.device_type != DeviceType.CPU:
+                if getattr(event, "is_user_annotation", False):
+                    continue  # from the first to the last of its kernels, with the gaps
                 (collectives if "nccl" in event.name.lower() else kernels).append(interval)
             elif event.is_async and _OF_BACKENDS.match(event.name):
                 on_backend.append(interval)

@@ -255,20 +255,6 @@ def test_a_copy_computes_with_its_own_weights() -> None:
         ({"config": LLAMA, "tokenizer": "/nowhere"}, "There is no tokenizer at '/nowhere'"),
         ({"config": LLAMA, "lora": {"rank": 3}}, "'model.lora' has no key 'rank'"),
         ({"config": LLAMA, "lora": {"target_modules": ["lm_head"]}}, "adapts the output layer"),
-        (
-            {
-                "config": {**LLAMA, "tie_word_embeddings": True},
-                "lora": {"target_modules": ["embed_tokens"]},
-            },
-            "'model.lora' adapts 'model.embed_tokens', whose weights are those of 'lm_head.weight'",
-        ),
-        (
-            {
-                "config": {**LLAMA, "tie_word_embeddings": True},
-                "lora": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
-            },
-            "take it out of 'target_modules' or 'modules_to_save'",
-        ),
     ],
 )
 def test_wrong_keys_are_refused(arguments: Dict[str, Any], message: str, tmp_path: Any) -> None:

@@ -83,7 +83,7 @@ def test_communication_is_hidden_where_something_is_computed() -> None:
         *PHASES,
         Event("aten::addmm", 15, 34.95),
         Event("aten::addmm", 35, 50),
-        Event("gloo:all_reduce", 45, 60, is_async=True),
+        Event("gloo:all_reduce", 45, 60, is_async=True, is_user_annotation=True),
         Event("gloo:all_gather", 86, 88, is_async=True),
     ]
     profile = StepProfile.of(events)
