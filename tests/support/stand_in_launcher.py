@@ -5,7 +5,9 @@ that the real one gives them, passes signals on, and ends all if one fails.
     python -m tests.support.stand_in_launcher srun 2 COMMAND...    # two processes
 """
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -61,9 +63,20 @@ _LAUNCHERS: Dict[str, Callable[[int, int], Environment]] = {
 }
 
 
+def _find_port() -> int:
+    """
+    A free one, as `tests.support.command` finds it: none that the system gives to a program that
+    asks for any.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("", port))
+            return port
+
+
 def main(name: str, size: int, command: List[str]) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        os.environ["PORT_OF_ENVIRONMENT"] = str(free.getsockname()[1])
+    os.environ["PORT_OF_ENVIRONMENT"] = str(_find_port())
     processes = [
         subprocess.Popen(command, env={**os.environ, **_LAUNCHERS[name](rank, size)})
         for rank in range(size)
