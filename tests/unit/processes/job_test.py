@@ -132,10 +132,13 @@ def test_a_failure_is_read_by_all() -> None:
 
 
 def test_what_has_failed_first_is_no_consequence() -> None:
+    # One that still looks for the others while the first fails, ends in `meet`.
+    have_met = threading.Barrier(2, timeout=SECONDS)
     is_reported = threading.Event()
 
     def fail(job: Job) -> Any:
         job.meet({})
+        have_met.wait()
         if job.member.index == 0:
             job.report("rank 0", "has lost rank 1", is_consequence=True)
             is_reported.set()
