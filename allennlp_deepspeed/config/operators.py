@@ -101,7 +101,7 @@ def _missing_for(builder: OpBuilder) -> Optional[str]:
         return "ninja isn't there: install Debian's package ninja-build"
     is_for_nvme = builder.name == "async_io"
     # For NVMe it compiles a program each time, to see whether libaio is there.
-    if not is_for_nvme and _is_built(builder):
+    if not is_for_nvme and is_built(builder):
         return None
     compiler = _missing_compiler()
     if compiler is not None:
@@ -120,6 +120,7 @@ def _missing_compiler() -> Optional[str]:
     return None
 
 
-def _is_built(builder: OpBuilder) -> bool:
+def is_built(builder: OpBuilder) -> bool:
+    """Whether there is nothing left to compile of an operator."""
     directory = cpp_extension._get_build_directory(builder.name, verbose=False)
     return os.path.exists(os.path.join(directory, f"{builder.name}.so"))

@@ -1,0 +1,50 @@
+"""
+Says of DeepSpeed's operators that they are compiled, which takes minutes in which nothing else
+happens.
+"""
+
+import functools
+import logging
+import time
+from contextlib import contextmanager
+from typing import Any, Iterator
+from unittest import mock
+
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+from allennlp_deepspeed.config.operators import is_built
+from allennlp_deepspeed.processes.announcements import announce
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def announced_compilation() -> Iterator[None]:
+    """
+    Within it this process announces when DeepSpeed begins to compile an operator and when it has.
+    The workers of a machine come to that at the same time: one compiles, while the others wait.
+    """
+    jit_load = OpBuilder.jit_load
+
+    @functools.wraps(jit_load)
+    def announced(builder: OpBuilder, *args: Any, **kwargs: Any) -> Any:
+        if is_built(builder):
+            return jit_load(builder, *args, **kwargs)
+        announce(
+            logger,
+            "DeepSpeed compiles its operator '%s', once for this machine, which takes a minute or "
+            "two.",
+            builder.name,
+        )
+        start = time.monotonic()
+        operator = jit_load(builder, *args, **kwargs)
+        announce(
+            logger,
+            "The operator '%s' is compiled, after %.0f s.",
+            builder.name,
+            time.monotonic() - start,
+        )
+        return operator
+
+    with mock.patch.object(OpBuilder, "jit_load", announced):
+        yield
