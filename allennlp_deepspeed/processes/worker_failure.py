@@ -76,14 +76,17 @@ class _Reporter:
         except OSError:
             logger.warning("The process that supervises this worker is gone.")
         if not self._last.is_agreed:
-            is_explained = self._last.explanation is not None
-            if is_explained and _log_to_files is not None:
-                _log_to_files(error)
-            logger.error(
+            # The supervisor has the one message about the config, and says what has failed first.
+            is_left_to_it = self._last.explanation is not None or self._last.is_consequence
+            log_to_files = _log_to_files if is_left_to_it else None
+            if log_to_files is not None:
+                log_to_files(error)
+            logger.log(
+                logging.ERROR if log_to_files is None else logging.INFO,
                 "%s failed. It has %d seconds to leave.",
                 self._name,
                 SECONDS_TO_LEAVE,
-                exc_info=None if is_explained else error,
+                exc_info=error if log_to_files is None else None,
             )
             # A thread of its own, in C: it needs neither the interpreter nor the main thread.
             faulthandler.dump_traceback_later(SECONDS_TO_LEAVE, exit=True, file=_STANDARD_ERROR)

@@ -155,9 +155,12 @@ class Workers:
     def _end(self) -> None:
         """Ends those that are left, also if they are stuck where Python handles no signals."""
         self._join(_GRACE_SECONDS)
+        # Where the config is to blame, there is one message for all of them.
+        is_explained = any(failure.explanation for failure in self._failures.values())
+        level = logging.INFO if is_explained else logging.WARNING
         for name in ("terminate", "kill"):
             for rank in self._alive():
-                logger.warning("Rank %d is still there: %s it.", self._ranks[rank], name)
+                logger.log(level, "Rank %d is still there: %s it.", self._ranks[rank], name)
                 self._ended_by_us.add(rank)
                 getattr(self._processes[rank], name)()
             self._join(_GRACE_SECONDS)

@@ -59,11 +59,17 @@ def section_of(error: BaseException) -> Optional[str]:
         return None
     is_construction = False
     names: List[str] = []
+    # Whether the part that is constructed is that of the frame before, put into another one.
+    is_same_part = False
     for index, frame in enumerate(frames):
         if _is_lazy(frame):
-            names = _names_of_part(frame.f_locals["self"], frames[:index], names)
+            if not is_same_part:
+                names = _names_of_part(frame.f_locals["self"], frames[:index], names)
+            is_same_part = True
+            continue
         if frame.f_globals.get("__name__") != _FROM_PARAMS:
             continue
+        is_same_part = False
         is_construction = True
         function = frame.f_code.co_name
         if function == "from_params" and not names:
