@@ -14,6 +14,7 @@ from allennlp.common import Params
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich import box
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from allennlp_deepspeed.memory.estimate import Estimate, Estimator, PlacementEstimate
@@ -129,7 +130,7 @@ def _print(estimate: Estimate) -> None:
     console.print(f"Parameters: {size.total:,} ({trainable:,} trainable, {frozen:,} frozen)")
     console.print(f"Largest parameter: {size.largest_parameter:,} ({estimate.largest_parameter})")
     console.print(
-        f"Largest module, whole on each GPU at stage 3: {size.largest_module:,} "
+        f"Largest module, whole on each worker at stage 3: {size.largest_module:,} "
         f"({estimate.largest_module or 'the model'})"
     )
     console.print(
@@ -152,28 +153,33 @@ def _table(estimate: Estimate) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("fits")
     for placement in estimate.placements:
-        _add_rows(table, placement, estimate.workers_per_node)
+        _add_rows(table, placement, estimate)
     return table
 
 
-def _add_rows(table: Table, estimate: PlacementEstimate, workers_per_node: int) -> None:
-    fits = {None: "", True: "yes", False: "no"}[estimate.fits]
-    name = estimate.placement.name
-    if estimate.states is None:
+def _add_rows(table: Table, placement: PlacementEstimate, estimate: Estimate) -> None:
+    fits = {None: "", True: "yes", False: "no"}[placement.fits]
+    name, states = placement.placement.name, placement.states
+    if states is None:
         table.add_row(name, "not possible", *[""] * 6, fits)
         return
-    for device in ("gpu", "cpu", "nvme"):
-        states = getattr(estimate.states, device)
-        if device != "gpu" and states.total == 0:
+    rows = {"GPU": states.gpu, "CPU": states.cpu, "NVMe": states.nvme}
+    if estimate.device_type == "cpu":
+        # Where the model trains is what it would be offloaded to.
+        rows = {"CPU": states.gpu + states.cpu, "NVMe": states.nvme}
+    for label, kinds in rows.items():
+        if name == "" and kinds.total == 0:
             continue
-        numbers = [states.weights, states.gradients, states.optimizer, states.buffers]
-        numbers += [states.total, states.total * workers_per_node]
-        label = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe"}[device]
+        numbers = [kinds.weights, kinds.gradients, kinds.optimizer, kinds.buffers]
+        numbers += [kinds.total, kinds.total * estimate.workers_per_node]
         table.add_row(name, label, *map(_human, numbers), fits)
         name = fits = ""
 
 
 def _print_advice(console: Console, estimate: Estimate) -> None:
+    if estimate.device_type == "cpu":
+        console.print("The config's workers are on the CPU. For GPUs give --gpu-memory.")
+        return
     if estimate.gpu_memory is None:
         console.print("To see what fits, give --gpu-memory: this machine has no GPU.")
         return
@@ -194,7 +200,7 @@ def _print_advice(console: Console, estimate: Estimate) -> None:
 
 
 def _human(num_bytes: int) -> str:
-    return ByteSize(num_bytes).human_readable(decimal=True, separator=" ") if num_bytes else "0"
+    return decimal(num_bytes) if num_bytes else "0"
 
 
 def _gpu_memory() -> Optional[int]:

@@ -16,6 +16,7 @@ from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.engine.shards import whole_shape
 
 _FP32 = torch.float32.itemsize
 # The most elements that the engine's own all-reduce flattens at once.
@@ -42,6 +43,16 @@ class ModelSize:
     frozen: Sequence[int]
     largest_module: int
 
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "ModelSize":
+        """That of a model whose parameters may be partitioned, or on the meta device."""
+        elements = [(p.requires_grad, whole_shape(p).numel()) for p in model.parameters()]
+        return cls(
+            trainable=[number for is_trained, number in elements if is_trained],
+            frozen=[number for is_trained, number in elements if not is_trained],
+            largest_module=max(elements_of_modules(model).values()),
+        )
+
     @property
     def largest_parameter(self) -> int:
         return max([*self.trainable, *self.frozen], default=0)
@@ -49,6 +60,14 @@ class ModelSize:
     @property
     def total(self) -> int:
         return sum(self.trainable) + sum(self.frozen)
+
+
+def elements_of_modules(model: torch.nn.Module) -> Dict[str, int]:
+    """Those of the parameters of each module, without its submodules', by name."""
+    return {
+        name: sum(whole_shape(p).numel() for p in module.parameters(recurse=False))
+        for name, module in model.named_modules()
+    }
 
 
 @dataclass(frozen=True)
@@ -95,6 +114,15 @@ class Bytes:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.buffers
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        """What is on two devices."""
+        return Bytes(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.buffers + other.buffers,
+        )
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,26 @@ def _held(
     return held_by_name(setting, names)
 
 
+def held_share(setting: Union[str, float, Sequence[str]], sizes: Dict[str, int]) -> float:
+    """
+    How much of a gradient waits for the last micro-batch. "auto" counts as nothing, since it only
+    holds what there is room for.
+
+    # Parameters
+
+    setting : `Union[str, float, Sequence[str]]`, required.
+        The trainer's `gradient_synchronization`.
+    sizes : `Dict[str, int]`, required.
+        The elements of each parameter that is trained, by name.
+    """
+    if isinstance(setting, str):
+        return 1.0 if setting == BOUNDARY else 0.0
+    if isinstance(setting, (int, float)):
+        return setting
+    held = itertools.compress(sizes.values(), held_by_name(setting, list(sizes)))
+    return sum(held) / max(1, sum(sizes.values()))
+
+
 def held_by_name(patterns: Sequence[str], names: Sequence[str]) -> List[bool]:
     """
     # Parameters

@@ -3,7 +3,6 @@ What a config's model takes in memory at each ZeRO stage and with each offload, 
 trained.
 """
 
-import itertools
 import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -17,16 +16,17 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.engine.wrapped_model import check_sharding
-from allennlp_deepspeed.gradients.holding import held_by_name
-from allennlp_deepspeed.launch import preflight
-from allennlp_deepspeed.memory import optimizer_states
-from allennlp_deepspeed.memory.model_states import (
+from allennlp_deepspeed.engine.model_states import (
     ModelSize,
     ModelStates,
     OptimizerStates,
+    elements_of_modules,
     model_states,
 )
+from allennlp_deepspeed.engine.wrapped_model import check_sharding
+from allennlp_deepspeed.gradients.holding import held_share
+from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.memory import optimizer_states
 from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.optimizers import check_optimizer, registered_class
 from allennlp_deepspeed.optimizers.offload import counterpart_of
@@ -107,6 +107,8 @@ class Estimate:
         Their names.
     precision : `str`
     optimizer : `str`
+    device_type : `str`
+        "cpu" or "cuda", what the model trains on.
     workers : `int`
         Of the whole training.
     workers_per_node : `int`
@@ -125,6 +127,7 @@ class Estimate:
     largest_module: str
     precision: str
     optimizer: str
+    device_type: str
     workers: int
     workers_per_node: int
     gpu_memory: Optional[int]
@@ -205,6 +208,7 @@ class Estimator:
             self._largest_module,
             precision=self._precision,
             optimizer=section["type"] if section else self._optimizer_class.__name__,
+            device_type=device_type,
             workers=self._settings.world_size,
             workers_per_node=self._workers_per_node,
             gpu_memory=gpu_memory,
@@ -280,15 +284,8 @@ class Estimator:
         return settings
 
     def _held_share(self) -> float:
-        """Of a gradient. "auto" counts as nothing, since it only holds what there is room for."""
-        setting = self._settings.gradient_synchronization
-        if isinstance(setting, str):
-            return 1.0 if setting == "boundary" else 0.0
-        if isinstance(setting, (int, float)):
-            return setting
         trained = {n: p.numel() for n, p in self._model.named_parameters() if p.requires_grad}
-        held = itertools.compress(trained.values(), held_by_name(setting, list(trained)))
-        return sum(held) / max(1, sum(trained.values()))
+        return held_share(self._settings.gradient_synchronization, trained)
 
     def _fits(
         self, states: Optional[ModelStates], gpu_memory: int, cpu_memory: int, nvme_memory: int
@@ -309,19 +306,11 @@ def measure(model: Model) -> Tuple[ModelSize, str, str]:
         The size of a model, and the names of its largest parameter and its largest module.
     """
     parameters = dict(model.named_parameters())
-    modules = {
-        name: sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        for name, module in model.named_modules()
-    }
-    largest_module = max(modules, key=lambda name: modules[name])
+    modules = elements_of_modules(model)
     return (
-        ModelSize(
-            trainable=[p.numel() for p in parameters.values() if p.requires_grad],
-            frozen=[p.numel() for p in parameters.values() if not p.requires_grad],
-            largest_module=modules[largest_module],
-        ),
+        ModelSize.of(model),
         max(parameters, key=lambda name: parameters[name].numel(), default=""),
-        largest_module,
+        max(modules, key=lambda name: modules[name]),
     )
 
 

@@ -10,7 +10,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import MultiOptimizer, Optimizer
 
-from allennlp_deepspeed.memory.model_states import OptimizerStates
+from allennlp_deepspeed.engine.model_states import OptimizerStates
 from allennlp_deepspeed.optimizers import CPULionOptimizer, registered_class
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
 

@@ -3,7 +3,7 @@ What a training is going to do, in about ten lines.
 """
 
 import collections
-from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple
+from typing import Any, List, Mapping, Tuple
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.engine.model_states import (
+    ModelSize,
+    ModelStates,
+    OptimizerStates,
+    model_states,
+)
+from allennlp_deepspeed.optimizers.kept_states import bytes_of_element, bytes_of_parameters
 from allennlp_deepspeed.processes.worker_device import memory_size
 from allennlp_deepspeed.reports.reported_training import ReportedTraining
 
 Lines = List[Tuple[str, str]]
-
-_FP32 = torch.float32.itemsize
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "torch_autocast": 4}
 
 
 def overview(trainer: ReportedTraining, keys: Mapping[str, Any], serialization_dir: str) -> Lines:
@@ -81,14 +84,14 @@ def _workers(trainer: ReportedTraining) -> str:
 
 
 def _precision(config: ResolvedConfig) -> str:
-    return {"torch_autocast": "autocast by PyTorch"}.get(config.precision, config.precision)
+    if config.precision == "torch_autocast":
+        return f"autocast to {config.engine_config['torch_autocast']['dtype']}"
+    return config.precision
 
 
 def _parameters(engine: DeepSpeedEngine) -> str:
-    counts = {True: 0, False: 0}
-    for parameter in engine.module.parameters():
-        counts[parameter.requires_grad] += whole_shape(parameter).numel()
-    return f"{counts[True]:,} trained, {counts[False]:,} frozen"
+    size = ModelSize.of(engine.module)
+    return f"{sum(size.trainable):,} trained, {sum(size.frozen):,} frozen"
 
 
 def _batch(trainer: ReportedTraining) -> str:
@@ -106,14 +109,21 @@ def _batch(trainer: ReportedTraining) -> str:
 def _optimizer(trainer: ReportedTraining) -> str:
     rates = sorted({group["lr"] for group in trainer.optimizer.param_groups})
     rate = f"{rates[0]:g}" if len(rates) == 1 else f"{rates[0]:g} to {rates[-1]:g}"
-    schedule = trainer.schedule_name
-    text = f"{type(trainer.optimizer).__name__}, learning rate {rate}"
-    return f"{text}, {'no schedule' if schedule is None else f'schedule {schedule}'}"
+    schedule, peak = trainer.schedule_name, trainer.peak_learning_rate
+    texts = [type(trainer.optimizer).__name__]
+    if peak is not None and peak > rates[-1]:
+        texts.append(f"learning rate {rate}, which rises to {peak:g}")
+    elif rates[-1] > 0:
+        texts.append(f"learning rate {rate}")
+    return ", ".join([*texts, "no schedule" if schedule is None else f"schedule {schedule}"])
 
 
 def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
     clipping = config.engine_config.get("gradient_clipping")
-    texts = [f"clipped to a norm of {clipping:g}" if clipping else "not clipped"]
+    texts = [f"clipped to a norm of {clipping:g}"] if clipping else []
+    if keys.get("grad_clipping"):
+        texts.append(f"values clipped to ±{keys['grad_clipping']:g}")
+    texts = texts or ["not clipped"]
     if dist.get_world_size() > 1:
         setting = keys["gradient_synchronization"]
         mode = {
@@ -153,52 +163,37 @@ def _saving_memory(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
 
 
 def _model_states(trainer: ReportedTraining) -> str:
-    states = states_in_memory(trainer.engine, trainer.optimizer, trainer.resolved_config)
+    """As `allennlp deepspeed estimate` counts them."""
+    states = _states_of(trainer)
     there_is = memory_size(trainer.cuda_device)
-    where = "GPU" if trainer.cuda_device.type == "cuda" else "machine"
-    parts = ", ".join(f"{name} {decimal(size)}" for name, size in states.items() if size)
-    total = decimal(sum(states.values()))
-    return f"about {total} a worker ({parts}); the {where} has {decimal(there_is)}"
+    is_gpu = trainer.cuda_device.type == "cuda"
+    places = {"the GPU": states.gpu, "the CPU": states.cpu, "NVMe": states.nvme}
+    if not is_gpu:
+        # Where the model trains is what it would be offloaded to.
+        places = {"the CPU": states.gpu + states.cpu, "NVMe": states.nvme}
+    texts = []
+    for place, kinds in places.items():
+        sizes = {name: getattr(kinds, name) for name in ("weights", "gradients", "optimizer")}
+        if total := sum(sizes.values()):
+            listed = ", ".join(f"{name} {decimal(size)}" for name, size in sizes.items() if size)
+            texts.append(f"{decimal(total)} on {place} ({listed})")
+    text = f"a worker about {', '.join(texts)}"
+    if not is_gpu:
+        text = text.replace(" on the CPU", "", 1)
+    if buffers := states.gpu.buffers + states.cpu.buffers:
+        text += f", buffers up to {decimal(buffers)}"
+    return f"{text}; the {'GPU' if is_gpu else 'machine'} has {decimal(there_is)}"
 
 
-def states_in_memory(
-    engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, config: ResolvedConfig
-) -> Dict[str, int]:
-    """
-    About the bytes of this rank, on any device: of weights what there is, of the rest what there
-    will be. `allennlp deepspeed estimate` counts more exactly, before there are workers.
-    """
-    parameters = list(engine.module.parameters())
-    trained = sum(whole_shape(p).numel() for p in parameters if p.requires_grad)
-    shares = dist.get_world_size() if config.zero_stage >= 2 else 1
-    weights = [getattr(p, "ds_tensor", p) for p in parameters]
-    stepped = [t for group in optimizer.param_groups for t in group["params"]]
-    own = trained // dist.get_world_size() if config.zero_stage >= 1 else trained
-    kept = _num_states(optimizer) * own * _FP32
-    return {
-        "weights": _bytes(weights),
-        "gradients": trained * _BYTES[config.precision] // shares,
-        "optimizer": kept + _bytes(stepped, besides=weights),
-    }
-
-
-def _num_states(optimizer: torch.optim.Optimizer) -> int:
-    """Numbers that it keeps for each parameter, by what its group says: most have one kind."""
-    group: Dict[str, Any] = max(optimizer.param_groups, key=lambda g: len(g["params"]))
-    if "betas" in group:
-        return 1 if "lion" in type(optimizer).__name__.lower() else 2
-    return 1 if group.get("momentum") or "initial_accumulator_value" in group else 0
-
-
-def _bytes(tensors: Iterable[torch.Tensor], besides: Sequence[torch.Tensor] = ()) -> int:
-    """Storage that several share counts once."""
-    seen = {_storage(tensor)[0] for tensor in besides}
-    return sum(size for pointer, size in set(map(_storage, tensors)) if pointer not in seen)
-
-
-def _storage(tensor: torch.Tensor) -> Tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
+def _states_of(trainer: ReportedTraining) -> ModelStates:
+    """Those of this rank, when all are there."""
+    config, size = trainer.resolved_config, ModelSize.of(trainer.engine.module)
+    if config.zero_stage == 0:
+        kept = bytes_of_parameters(trainer.optimizer)
+    else:
+        kept = round(bytes_of_element(trainer.optimizer) * sum(size.trainable))
+    states = OptimizerStates(whole=kept, flat=kept)
+    return model_states(size, states, config, dist.get_world_size(), trainer.held_share)
 
 
 def _checkpoints(trainer: ReportedTraining, serialization_dir: str) -> str:

@@ -53,6 +53,14 @@ class ReportedTraining(Protocol):
         """Of the learning rate, `None` if there is none."""
 
     @property
+    def peak_learning_rate(self) -> Optional[float]:
+        """That a schedule warms up to, `None` if it isn't known."""
+
+    @property
+    def held_share(self) -> float:
+        """Of a gradient, that waits for the last micro-batch of a step."""
+
+    @property
     def has_fixed_batch_size(self) -> bool:
         """Whether each micro-batch has as many instances, but for the last."""
 

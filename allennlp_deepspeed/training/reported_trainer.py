@@ -1,7 +1,10 @@
+import re
 from typing import Any, List, Mapping, Optional, Sequence
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.gradients.holding import held_share
 from allennlp_deepspeed.reports.reported_training import StepFigures
 from allennlp_deepspeed.reports.step_observer import StepObserver
 from allennlp_deepspeed.training.batch_groups import micro_batch_size
@@ -37,6 +40,27 @@ class ReportedTrainer(EngineTrainer):
             return type(self._learning_rate_scheduler).__name__
         section = self.resolved_config.engine_config.get("scheduler") or {}
         return section.get("type")
+
+    @property
+    def peak_learning_rate(self) -> Optional[float]:
+        """That a schedule warms up to, `None` if it isn't known."""
+        scheduler = self._learning_rate_scheduler
+        if scheduler is None:
+            # Of DeepSpeed's, after which the optimizer's own is only what the schedule says.
+            own = self.engine.lr_scheduler
+            rates = getattr(own, "max_lrs", None) or getattr(own, "org_lrs", None)
+        elif re.search("Warmup|PolynomialDecay|SlantedTriangular", type(scheduler).__name__):
+            rates = [group.get("initial_lr", 0.0) for group in self.optimizer.param_groups]
+        else:
+            rates = None
+        return max(rates) if rates else None
+
+    @property
+    def held_share(self) -> float:
+        """Of a gradient, that waits for the last micro-batch of a step."""
+        setting, _ = self._gradient_settings
+        named = self.engine.module.named_parameters()
+        return held_share(setting, {n: whole_shape(p).numel() for n, p in named if p.requires_grad})
 
     @property
     def has_fixed_batch_size(self) -> bool:

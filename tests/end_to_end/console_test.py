@@ -16,6 +16,7 @@ from typing import Any, List, NamedTuple
 import allennlp.__main__ as allennlp_command
 import pytest
 
+from allennlp_deepspeed.launch import slow_construction
 from allennlp_deepspeed.reports import metrics_file
 from tests.support.command import Command, Run, allennlp, wait_for_all
 from tests.support.experiment import (
@@ -84,9 +85,64 @@ def test_it_begins_with_what_is_going_to_be_done(plain: Trained) -> None:
     assert told["optimizer"] == "AdamOptimizer, learning rate 0.01, no schedule"
     assert told["gradients"].startswith("not clipped, reduced once a step")
     assert told["saving"] == "memory  nothing offloaded, activations kept"
-    # Adam has two numbers for each parameter beside the weights that it steps, divided by 2.
-    assert "optimizer 7.6 kB" in told["model"]
+    # As it is estimated: Adam has two numbers for each parameter beside the weights that it steps.
+    estimate = allennlp("deepspeed", "estimate", plain.config, include_packages=[INCLUDED]).check()
+    row = next(line.split() for line in estimate.output.splitlines() if line.startswith("  2 "))
+    assert row[1] == "CPU" and "GPU " not in estimate.output
+    weights, gradients, optimizer, buffers = map(" ".join, zip(row[2:10:2], row[3:10:2]))
+    of_a_worker = f"(weights {weights}, gradients {gradients}, optimizer {optimizer})"
+    assert f"{of_a_worker}, buffers up to {buffers};" in told["model"]
+    assert optimizer == "7.7 kB"
     assert f"in {plain.directory}, after each epoch" in told["checkpoints"]
+
+
+def _announce_construction_sooner() -> None:
+    slow_construction.SECONDS_BEFORE = 0.2
+
+
+def test_what_takes_long_before_the_first_step_is_told(tmp_path: Path) -> None:
+    changes = {
+        "model.type": "slow_classifier",
+        "model.seconds": 0.5,
+        "trainer.optimizer": {"type": "sgd_with_operator", "folder": str(tmp_path), "lr": 0.1},
+        "trainer.num_epochs": 1,
+    }
+    run = allennlp(
+        *arguments(write_config(tmp_path / "config.json", changes), tmp_path / "out"),
+        environment={**BY_DEFAULT, "TORCH_EXTENSIONS_DIR": str(tmp_path / "operators")},
+        enter=_announce_construction_sooner,
+        time_limit=TIME_LIMIT,
+    ).check()
+    lines = (
+        "Constructs the model, for 0 s so far.",
+        "The model is constructed, after 1 s.",
+        "DeepSpeed compiles its operator 'tiny_operator', once for this machine, which takes",
+        "The operator 'tiny_operator' is compiled, after ",
+        "allennlp-deepspeed ",
+    )
+    told = run.output.splitlines()
+    start = next(i for i, line in enumerate(told) if line.startswith("Reads the data")) + 1
+    for line, begin in zip(told[start:], lines):
+        assert line.startswith(begin), run.output
+    for name in ("out_worker0.log", "out_worker1.log"):
+        assert "'tiny_operator' is compiled" in (tmp_path / "out" / name).read_text()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_constructor_that_fails_is_told_in_one_message(tmp_path: Path, stage: int) -> None:
+    failing = {"model.type": "slow_classifier", "model.seconds": 0, "model.fails_on": [1]}
+    config = deepspeed(load_config("classifier", TWO_WORKERS, failing), stage)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = allennlp(
+        *arguments(tmp_path / "config.json", tmp_path / "out"),
+        environment=BY_DEFAULT,
+        time_limit=TIME_LIMIT,
+    )
+    assert run.returncode == 1 and not run.processes
+    *_, before, empty, message, log = run.output.splitlines()
+    assert before.startswith("Reads the data, and starts the workers.") and empty == ""
+    assert message == "'model': ValueError: no such thing on disk"
+    assert log == f"(The traceback is in {tmp_path / 'out' / 'out.log'}.)"
 
 
 def test_each_epoch_is_compared_with_the_best_one_before(plain: Trained) -> None:

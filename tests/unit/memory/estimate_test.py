@@ -19,15 +19,16 @@ from allennlp.training.optimizers import Optimizer
 from transformers import AutoConfig
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
-from allennlp_deepspeed.memory import optimizer_states
-from allennlp_deepspeed.memory.estimate import PLACEMENTS, Estimate, Estimator, measure
-from allennlp_deepspeed.memory.model_states import (
+from allennlp_deepspeed.engine.model_states import (
     ModelSize,
     ModelStates,
     OptimizerStates,
     model_states,
 )
+from allennlp_deepspeed.memory import optimizer_states
+from allennlp_deepspeed.memory.estimate import PLACEMENTS, Estimate, Estimator, measure
 from allennlp_deepspeed.meta_model import construct_without_weights
+from allennlp_deepspeed.optimizers import kept_states
 from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
 from tests.support.command import allennlp
 from tests.support.experiment import FIXTURES, ONE_PROCESS, TWO_WORKERS, Config, load_config
@@ -211,6 +212,31 @@ def test_optimizers_of_deepspeed_keep_as_many_states_as_their_class_says(name: s
     optimizer.step()
     states = [state for state in optimizer.state[weight].values() if torch.is_tensor(state)]
     assert [state.shape for state in states] == [weight.shape] * type(optimizer).num_states
+    assert kept_states.bytes_of_element(optimizer) == 4 * type(optimizer).num_states
+
+
+@pytest.mark.parametrize(
+    "name", ["adadelta", "adam", "adamax", "averaged_sgd", "lion", "rmsprop", "huggingface_adamw"]
+)
+def test_an_optimizer_that_trains_keeps_what_has_been_estimated(name: str) -> None:
+    params = {"type": name, **({"lr": 0.1} if name == "averaged_sgd" else {})}
+    parameters = [("weight", torch.nn.Parameter(torch.ones(100, 50)))]
+    estimated = optimizer_states.of_allennlp(Params(dict(params)), parameters)
+    optimizer: Any = Optimizer.from_params(Params(params), model_parameters=parameters)
+    # As a schedule of torch's does.
+    optimizer.step = None
+    assert kept_states.bytes_of_parameters(optimizer) == estimated.whole
+    assert kept_states.bytes_of_element(optimizer) * 5000 == estimated.flat
+    assert not optimizer.state and (parameters[0][1] == 1).all()
+
+
+def test_a_users_optimizer_is_not_stepped_to_see_what_it_keeps() -> None:
+    class Talking(torch.optim.Adam):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise AssertionError("Other ranks would have to answer.")
+
+    optimizer = Talking([torch.nn.Parameter(torch.ones(3))])
+    assert kept_states.bytes_of_element(optimizer) == 8
 
 
 def estimate_for(
@@ -352,7 +378,7 @@ class TestCommand:
         assert "not possible" in row and row.index("no ", row.index("possible")) == heading.index(
             "fits"
         )
-        assert "Nothing fits into 1.0 KB on each GPU" in run.output
+        assert "Nothing fits into 1.0 kB on each GPU" in run.output
         assert "config_resolution" not in run.output and "common.params" not in run.output
 
     @pytest.mark.parametrize("size", ["much", "80"])
