@@ -10,7 +10,7 @@ from rich.table import Table
 from allennlp_deepspeed.commands.estimate import add_config, only_warnings
 from allennlp_deepspeed.launch import failures
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer
-from allennlp_deepspeed.launch.explained_config import explained
+from allennlp_deepspeed.launch.explained_config import DEEPSPEED, explained
 
 _WIDTH = 130  # characters, where it isn't that of a terminal
 
@@ -27,7 +27,12 @@ class Check:
         subparser = parser.add_parser("check", description=description, help=description)
         add_config(subparser)
         subparser.add_argument(
-            "--json", action="store_true", help="print the values and their sources as JSON"
+            "--all",
+            action="store_true",
+            help="print also what is DeepSpeed's default because nobody has said anything",
+        )
+        subparser.add_argument(
+            "--json", action="store_true", help="print all values and their sources as JSON"
         )
         subparser.set_defaults(func=self.run)
         return subparser
@@ -47,13 +52,16 @@ class Check:
             print(error.message, file=sys.stderr)
             sys.exit(1)
         if args.json:
-            print(json.dumps([value._asdict() for value in values], indent=2))
+            print(json.dumps([value._asdict() for value in values], indent=2, default=repr))
             return
         console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
         console.print(f"{args.param_path} can be trained with this DeepSpeed configuration:")
         table = Table(box=box.SIMPLE_HEAD)
         for heading in ("key", "value", "from"):
             table.add_column(heading)
-        for value in values:
-            table.add_row(value.path, json.dumps(value.value), value.source)
+        shown = [value for value in values if args.all or value.source != DEEPSPEED]
+        for value in shown:
+            table.add_row(value.path, json.dumps(value.value, default=repr), value.source)
         console.print(table)
+        if num_others := len(values) - len(shown):
+            console.print(f"{num_others} more are DeepSpeed's defaults: --all prints them.")

@@ -13,12 +13,15 @@ from allennlp_deepspeed.config.schema import Schema
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.config.support import SUPPORTED
 from allennlp_deepspeed.launch.config_check import settings_of
+from allennlp_deepspeed.optimizers.in_use import optimizer_in_use
 
 YOURS = "your file"
-_DEEPSPEED = "DeepSpeed's default"
+DEEPSPEED = "DeepSpeed's default"
 _OURS = "this trainer's default"
 
 _SERIALIZATION_DIR = "<serialization-dir>"
+
+_STEPS = "the optimizer that steps"
 
 
 class ExplainedValue(NamedTuple):
@@ -26,7 +29,7 @@ class ExplainedValue(NamedTuple):
     # Parameters
 
     path : `str`
-        Of the key in DeepSpeed's schema, joined by dots.
+        Of the key in DeepSpeed's schema, joined by dots. Or what else there is to say.
     value : `Any`
     source : `str`
         Where it comes from, in words.
@@ -58,6 +61,8 @@ def explained(params: Params) -> List[ExplainedValue]:
         * resolved.num_gradient_accumulation_steps,
     }
     mine = dict(_leaves(written)) if isinstance(written, dict) else {}
+    left_open = [path for path, value in mine.items() if value == AUTO]
+    in_use = optimizer_in_use(config["trainer"].get("optimizer"), resolved)
     name = written if isinstance(written, str) else (written or {}).get("type", "")
     preset = dict(_leaves(deepspeed_config.preset))
     values = []
@@ -73,7 +78,18 @@ def explained(params: Params) -> List[ExplainedValue]:
         else:
             source = _COMPUTED.get(path, _OURS)
         values.append(ExplainedValue(path, value, source))
-    return [*values, *_defaults(engine_config)]
+    values.append(ExplainedValue(_STEPS, in_use.name, in_use.source))
+    known = {value.path for value in values}
+    for path in left_open:
+        *sections, key = path.split(".")
+        if sections == ["optimizer", "params"] and path not in known and key in in_use.defaults:
+            source = f'{in_use.name}\'s default, for "{AUTO}"'
+            values.append(ExplainedValue(path, in_use.defaults[key], source))
+    for default in _defaults(engine_config):
+        if default.path in left_open:
+            default = default._replace(source=f'{DEEPSPEED}, for "{AUTO}"')
+        values.append(default)
+    return values
 
 
 # Of which `resolve` has a stand-in.
@@ -94,7 +110,7 @@ def _defaults(engine_config: Dict[str, Any]) -> Iterator[ExplainedValue]:
             is_supported = section != "zero_optimization" or f"{section}.{key}" in SUPPORTED
             default = None if field.is_required() else field.get_default(call_default_factory=True)
             if not is_there and is_supported and isinstance(default, (bool, int, float, str)):
-                yield ExplainedValue(f"{section}.{key}", default, _DEEPSPEED)
+                yield ExplainedValue(f"{section}.{key}", default, DEEPSPEED)
 
 
 def _model(schema: Any, section: str) -> Any:

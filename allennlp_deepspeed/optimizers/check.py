@@ -1,4 +1,4 @@
-from typing import Any, Dict, Optional, Type, Union
+from typing import Any, Dict, List, Optional, Type, Union
 
 import deepspeed
 import torch
@@ -12,7 +12,7 @@ from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
 from allennlp_deepspeed.optimizers.elementwise import check_elementwise, check_section
-from allennlp_deepspeed.optimizers.offload import Counterpart, counterpart_of
+from allennlp_deepspeed.optimizers.offload import Counterpart, counterpart_of, lacking
 
 REMOVED = {
     "onebit_adam": "fused_adam",
@@ -75,7 +75,7 @@ def check_optimizer(
     optimizer_class = registered_class(name)
     settings = [params, *(group for _, group in params.get("parameter_groups") or [])]
     counterpart = counterpart_of(optimizer_class, settings, config)
-    _check_placement(name, optimizer_class, counterpart, config, device_type)
+    _check_placement(name, optimizer_class, settings, counterpart, config, device_type)
     if on_this_machine:
         _check_operator(name, optimizer_class, counterpart, device_type)
 
@@ -83,6 +83,7 @@ def check_optimizer(
 def _check_placement(
     name: str,
     optimizer_class: Type[torch.optim.Optimizer],
+    settings: List[Dict[str, Any]],
     counterpart: Optional[Counterpart],
     config: ResolvedConfig,
     device_type: str,
@@ -90,10 +91,15 @@ def _check_placement(
     steps_with = optimizer_class if counterpart is None else counterpart.optimizer
     is_forced = config.forces_cpu_optimizer and config.offload_device != "none"
     if is_forced and not issubclass(steps_with, _FORCED):
+        lacks = lacking(optimizer_class, settings)
+        if lacks is None:
+            what, instead = f'the "{name}"', 'write "adam"'
+        else:
+            what, instead = f"the '{lacks[0]}'", f"remove '{lacks[0]}'"
         raise ConfigurationError(
             f"{ROOT}.zero_force_ds_cpu_optimizer is true, for which DeepSpeed takes only its Adam "
-            f"and its Lion, and neither does what the \"{name}\" in 'trainer.optimizer' does: "
-            'remove the key, or write "adam"'
+            f"and its Lion, and neither does what {what} in 'trainer.optimizer' does: remove "
+            f"zero_force_ds_cpu_optimizer, or {instead}"
         )
     if issubclass(optimizer_class, DeepSpeedOptimizer):
         optimizer_class.check(name, config, device_type)

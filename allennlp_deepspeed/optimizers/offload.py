@@ -6,7 +6,7 @@ are offloaded.
 import logging
 from collections import defaultdict
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Type
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 from allennlp.training.optimizers import (
@@ -190,18 +190,32 @@ def counterpart_of(
             ROOT,
         )
         return None
-    for group in settings:
-        for name, value in counterpart.lacks.items():
-            if group.get(name, value) != value:
-                logger.info(
-                    "%s steps the offloaded weights, because DeepSpeed's optimizer for the CPU has "
-                    "no '%s', which is %s.",
-                    optimizer.__name__,
-                    name,
-                    group[name],
-                )
-                return None
+    lacks = lacking(optimizer, settings)
+    if lacks is not None:
+        logger.info(
+            "%s steps the offloaded weights, because DeepSpeed's optimizer for the CPU has no "
+            "'%s', which is %s.",
+            optimizer.__name__,
+            *lacks,
+        )
+        return None
     return counterpart
+
+
+def lacking(
+    optimizer: Type[torch.optim.Optimizer], settings: List[Dict[str, Any]]
+) -> Optional[Tuple[str, Any]]:
+    """
+    The name and the value of a setting that keeps the counterpart of an optimizer from taking its
+    place, `None` if there is none. Arguments are those of `counterpart_of`.
+    """
+    counterpart = COUNTERPARTS.get(_OF_TORCH.get(optimizer, optimizer))
+    lacks = {} if counterpart is None else counterpart.lacks
+    for group in settings:
+        for name, value in lacks.items():
+            if group.get(name, value) != value:
+                return name, group[name]
+    return None
 
 
 def _renamed(settings: Dict[str, Any], names: Dict[str, str]) -> Dict[str, Any]:

@@ -107,7 +107,7 @@ class BatchGroups:
             yield BatchGroup(batches[:common_size], len(batches))
         surplus = sum(map(len, groups))
         if surplus > 0:
-            _warn_of_surplus(f"{surplus} batches")
+            _warn_of_surplus("a batch" if surplus == 1 else f"{surplus} batches")
 
     def _agreeing_on_each(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
         common_size: Optional[int] = None

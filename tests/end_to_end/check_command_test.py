@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+from allennlp.common import Params
 
+from allennlp_deepspeed.launch.explained_config import explained
 from tests.support.command import REPOSITORY, Run, allennlp
 from tests.support.experiment import ONE_PROCESS, TWO_WORKERS, load_config
 
@@ -106,13 +108,22 @@ def test_a_sound_config_is_printed_with_where_its_values_are_from(tmp_path: Path
         "trainer.grad_norm": 0.5,
         "trainer.deepspeed_config": {
             "type": "zero_2",
-            "zero_optimization": {"reduce_bucket_size": 9000},
+            "zero_optimization": {
+                "reduce_bucket_size": 9000,
+                "allgather_bucket_size": "auto",
+                "offload_optimizer": {"device": "cpu"},
+            },
         },
     }
     config = classifier(TWO_WORKERS, changes)
     shown = check(tmp_path, config).check().output
     assert "config.jsonnet can be trained with this DeepSpeed configuration:" in shown
     assert "zero_optimization.reduce_bucket_size" in shown and "your file" in shown
+    # Nobody has said anything of it.
+    assert "zero_optimization.contiguous_gradients" not in shown and "--all prints them" in shown
+    assert (
+        "zero_optimization.contiguous_gradients" in check(tmp_path, config, "--all").check().output
+    )
     as_json = check(tmp_path, config, "--json").check().output
     values = {each["path"]: each for each in json.loads(as_json[as_json.index("[\n") :])}
     expected = {
@@ -121,10 +132,45 @@ def test_a_sound_config_is_printed_with_where_its_values_are_from(tmp_path: Path
         "gradient_clipping": (0.5, "from trainer.grad_norm"),
         # A batch of 6 instances for each of 2 workers, twice.
         "train_batch_size": (24, "micro-batch x accumulation x workers"),
+        "zero_optimization.allgather_bucket_size": (
+            500_000_000,
+            'DeepSpeed\'s default, for "auto"',
+        ),
+        "the optimizer that steps": (
+            "DeepSpeedCPUAdam",
+            'in the place of "adam", because optimizer states are offloaded',
+        ),
     }
     found = {path: (values[path]["value"], values[path]["source"]) for path in expected}
     assert found == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.jsonnet", "of_a_user.py"]
+
+
+@pytest.mark.parametrize(
+    "section, device, steps",
+    [
+        ({"type": "AdamW"}, "none", "FusedAdam"),
+        ({"type": "AdamW"}, "cpu", "DeepSpeedCPUAdam"),
+        ({"type": "Adam", "params": {"torch_adam": True}}, "cpu", "AdamW"),
+        ({"type": "Lion"}, "cpu", "DeepSpeedCPULion"),
+        ({"type": "Adagrad"}, "none", "Adagrad"),
+        ({"type": "SGD"}, "none", "SGD"),
+    ],
+)
+def test_an_optimizer_of_deepspeeds_is_named_with_what_auto_has_become(
+    section: Dict[str, Any], device: str, steps: str
+) -> None:
+    params = {**section.get("params", {}), "lr": 0.1, "weight_decay": "auto"}
+    deepspeed_config = {
+        "optimizer": {**section, "params": params},
+        "zero_optimization": {"offload_optimizer": {"device": device}},
+    }
+    changes = {"trainer.optimizer": None, "trainer.deepspeed_config": deepspeed_config}
+    values = {value.path: value for value in explained(Params(classifier(changes)))}
+    assert values["the optimizer that steps"].value == steps
+    decay = values["optimizer.params.weight_decay"]
+    assert decay.value == (0.01 if steps == "AdamW" else 0)
+    assert decay.source == f'{steps}\'s default, for "auto"'
 
 
 def test_all_findings_are_said_in_one_message(tmp_path: Path) -> None:
