@@ -11,12 +11,8 @@ from typing import Any, Callable, Dict, List
 
 from pydantic import TypeAdapter
 
-from allennlp_deepspeed.config.own_keys import (
-    CHECKPOINTER_KEYS,
-    DISTRIBUTED_KEYS,
-    TRAINER_KEYS,
-    Key,
-)
+from allennlp_deepspeed.config.keys import Key
+from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, DISTRIBUTED_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.language_modeling import CausalLM, CausalLMPredictor, CausalLMReader
 
 Columns = Dict[str, Callable[[str, Key], str]]

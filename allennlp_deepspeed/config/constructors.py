@@ -7,7 +7,7 @@ import inspect
 from typing import Any, Callable, Dict, Optional, Tuple, TypeVar
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.own_keys import OBJECT, Key, check_names, check_values
+from allennlp_deepspeed.config.keys import OBJECT, Key, check_names, check_values
 
 Constructor = TypeVar("Constructor", bound=Callable)
 

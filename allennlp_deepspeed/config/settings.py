@@ -10,7 +10,8 @@ from typing import Any, Dict, List, Optional, Union
 import torch
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.own_keys import TRAINER_KEYS, Key
+from allennlp_deepspeed.config.keys import Key
+from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 
 DEFAULT_TYPE = "of the default type"
 """The name of what is an object without a `"type"`."""

@@ -24,7 +24,8 @@ from overrides import overrides
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.own_keys import TRAINER_KEYS, check_values
+from allennlp_deepspeed.config.keys import check_values
+from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.processes.random_states import (
     dropout_between_layers,
     repeatable_random_states,

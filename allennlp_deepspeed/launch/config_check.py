@@ -19,13 +19,9 @@ from allennlp.training.trainer import Trainer
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.keys import check_names, check_values
 from allennlp_deepspeed.config.operators import check_nvme, check_torch_compile
-from allennlp_deepspeed.config.own_keys import (
-    CHECKPOINTER_KEYS,
-    NEW_TRAINER_KEYS,
-    check_names,
-    check_values,
-)
+from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KEYS
 from allennlp_deepspeed.config.schema import did_you_mean
 from allennlp_deepspeed.config.schema_validation import places_of
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name

@@ -7,12 +7,8 @@ from typing import Any, Dict, Optional
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.own_keys import (
-    ALLENNLP_DISTRIBUTED_KEYS,
-    DISTRIBUTED_KEYS,
-    check_names,
-    check_values,
-)
+from allennlp_deepspeed.config.keys import check_names, check_values
+from allennlp_deepspeed.config.own_keys import ALLENNLP_DISTRIBUTED_KEYS, DISTRIBUTED_KEYS
 from allennlp_deepspeed.processes.membership import Limits, Member
 
 _LOCAL = ("127.0.0.1", "0.0.0.0", "localhost")

@@ -11,12 +11,8 @@ from allennlp.training import Checkpointer, GradientDescentTrainer
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.own_keys import (
-    CHECKPOINTER_KEYS,
-    TRAINER_KEYS,
-    check_values,
-    may_change,
-)
+from allennlp_deepspeed.config.keys import check_values
+from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, TRAINER_KEYS, may_change
 from docs.reference import PATH, reference
 
 
