@@ -11,6 +11,7 @@ from allennlp_deepspeed.commands.estimate import add_config, only_warnings
 from allennlp_deepspeed.launch import failures
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer
 from allennlp_deepspeed.launch.explained_config import DEEPSPEED, explained
+from allennlp_deepspeed.launch.preflight import fill_in
 
 _WIDTH = 130  # characters, where it isn't that of a terminal
 
@@ -41,6 +42,7 @@ class Check:
         try:
             with only_warnings():
                 params = failures.read(args.param_path, args.overrides)
+                fill_in(params)
                 check(params)
                 if not has_deepspeed_trainer(params.as_dict(quiet=True)):
                     raise ConfigurationError(

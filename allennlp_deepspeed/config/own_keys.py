@@ -64,10 +64,22 @@ TRAINER_KEYS: Dict[str, Key] = {
         "DeepSpeed's optimizer for the CPU takes its place where there is one.",
     ),
     "num_gradient_accumulation_steps": Key(
-        Optional[PositiveInt],
+        Union[PositiveInt, Literal["auto"], None],
         default=None,
         doc="Micro-batches in an optimizer step. `null` takes DeepSpeed's "
-        "`gradient_accumulation_steps`, which is 1 if it isn't set either.",
+        "`gradient_accumulation_steps`, which is 1 if it isn't set either. "
+        '`"auto"` needs a `global_batch_size`.',
+        advice='must be an integer, at least 1, or "auto"',
+        may_change=True,
+    ),
+    "global_batch_size": Key(
+        Optional[PositiveInt],
+        default=None,
+        doc='With `"num_gradient_accumulation_steps": "auto"`: the instances of an optimizer step, '
+        "of all workers. The first step finds the largest micro-batch that fits into memory, and "
+        "the rest is accumulation, with the numbers of one batch of this size. For models that say "
+        "over how many instances or tokens their loss is a mean "
+        "([global batches](global_batch.md)).",
         advice="must be an integer, at least 1",
         may_change=True,
     ),

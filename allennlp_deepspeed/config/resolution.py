@@ -22,6 +22,7 @@ from allennlp_deepspeed.config.contradictions import (
     check_zero,
 )
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.global_batch import check_whether_given, resolve_share
 from allennlp_deepspeed.config.hybrid_sharding import (
     check_partition_size,
     resolve_reduce_within,
@@ -131,6 +132,7 @@ def resolve(
         forces_cpu_optimizer=forces_cpu_optimizer,
         reduce_within=reduce_within,
         torch_compile=torch_compile,
+        finds_micro_batch_size=settings.num_gradient_accumulation_steps == AUTO,
     )
 
 
@@ -151,6 +153,9 @@ def _resolve_batch_sizes(
     config: Dict[str, Any], settings: TrainerSettings, findings: Findings
 ) -> Tuple[int, int]:
     """The number of instances in a micro-batch, and of micro-batches in an optimizer step."""
+    if settings.num_gradient_accumulation_steps == AUTO:
+        return resolve_share(config, settings, findings), 1
+    check_whether_given(settings, findings)
     num_lines = len(findings.lines)
     steps = agreed(
         "num_gradient_accumulation_steps",

@@ -31,7 +31,9 @@ class TrainerSettings:
 
     # Parameters
 
-    num_gradient_accumulation_steps : `int`, optional (default = `None`)
+    num_gradient_accumulation_steps : `Union[int, str]`, optional (default = `None`)
+        A number, or "auto".
+    global_batch_size : `int`, optional (default = `None`)
     gradient_synchronization : `Union[str, float, List[str]]`, optional (default = `"auto"`)
     grad_norm : `Union[float, bool]`, optional (default = `None`)
         `False`, as 0, is no clipping.
@@ -65,7 +67,8 @@ class TrainerSettings:
         `None` if it is not known, which only matters where one of these is "node" or "auto".
     """
 
-    num_gradient_accumulation_steps: Optional[int] = None
+    num_gradient_accumulation_steps: Union[int, str, None] = None
+    global_batch_size: Optional[int] = None
     gradient_synchronization: Union[str, float, List[str]] = TRAINER_KEYS[
         "gradient_synchronization"
     ].default
@@ -193,7 +196,8 @@ class ResolvedConfig:
         What `deepspeed.initialize` takes. Its gradient accumulation is always 1: the trainer, not
         the engine, knows where an accumulated batch ends.
     num_gradient_accumulation_steps : `int`
-        What the user means, for the trainer.
+        What the user means, for the trainer. With "auto" it is 1: the batches that are read are a
+        worker's share of a step.
     grad_norm : `Union[float, bool]`
         The norm that gradients are clipped to, `True` to report their norm without clipping, or
         `False`.
@@ -213,6 +217,8 @@ class ResolvedConfig:
         How many neighbouring workers reduce before all do, `None` if all do at once.
     torch_compile : `Dict[str, Any]`, optional
         Arguments of `torch.compile`, `None` if nothing is compiled.
+    finds_micro_batch_size : `bool`, optional (default = `False`)
+        Whether the trainer divides the batches that are read, into as few as fit into memory.
     """
 
     engine_config: Dict[str, Any]
@@ -226,6 +232,12 @@ class ResolvedConfig:
     forces_cpu_optimizer: Optional[bool]
     reduce_within: Optional[int]
     torch_compile: Optional[Dict[str, Any]]
+    finds_micro_batch_size: bool = False
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step may have several micro-batches."""
+        return self.finds_micro_batch_size or self.num_gradient_accumulation_steps > 1
 
 
 def fixed_size(batch_size: Any) -> Optional[int]:

@@ -52,12 +52,18 @@ def logged_by_allennlp() -> Iterator[None]:
 
 
 @contextmanager
-def mended_reports(engine: DeepSpeedEngine) -> Iterator[None]:
+def mended_reports(engine: DeepSpeedEngine, is_step_one_batch: bool) -> Iterator[None]:
     """
     Has the engine's reports logged, and makes them true where the trainer says what an optimizer
     step is, and not the engine.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    is_step_one_batch : `bool`, required.
+        Whether what the engine takes for a micro-batch is a whole step.
     """
-    engine.tput_timer = _StepThroughputTimer(engine)
+    engine.tput_timer = _StepThroughputTimer(engine, is_step_one_batch)
     if engine.log_level() is None and (
         engine.steps_per_print() is not None or deepspeed.comm.comm.comms_logger.verbose
     ):
@@ -79,11 +85,12 @@ class _StepThroughputTimer(ThroughputTimer):
     one micro-batch, and begin in validation too.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: DeepSpeedEngine, is_step_one_batch: bool) -> None:
         timer = engine.tput_timer
         super().__init__(timer.config, timer.batch_size, steps_per_output=timer.steps_per_output)
         self._module = engine.module
         self._micro_batch_size = timer.batch_size  # of all ranks
+        self._is_step_one_batch = is_step_one_batch
         self._micro_batches = 0
         self._samples = 0  # in `total_elapsed_time`
         # Of the step that has ended last.
@@ -100,7 +107,9 @@ class _StepThroughputTimer(ThroughputTimer):
     @overrides
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         self.micro_batches_in_step, self._micro_batches = self._micro_batches, 0
-        self.batch_size = self._micro_batch_size * self.micro_batches_in_step
+        self.batch_size = self._micro_batch_size
+        if not self._is_step_one_batch:
+            self.batch_size *= self.micro_batches_in_step
         if self.start_time > 0:
             self._samples += self.batch_size
         super().stop(global_step, report_speed)

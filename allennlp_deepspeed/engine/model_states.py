@@ -181,7 +181,7 @@ class _States:
         self._weight = _itemsize(config.precision)
         kept = config.engine_config.get("data_types", {}).get("grad_accum_dtype")
         self._gradient = self._weight if kept is None else _itemsize(kept)
-        accumulates = config.num_gradient_accumulation_steps > 1 and world_size > 1
+        accumulates = config.accumulates and world_size > 1
         self._held = math.ceil(held * self._trained) if accumulates else 0
         self._optimizer_device = _device(self._zero.offload_optimizer)
         self._parameter_device = _device(self._zero.offload_param)

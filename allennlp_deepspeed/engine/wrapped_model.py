@@ -214,7 +214,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             know_autocast(self.engine)
         before.find_added()
         self._undo.enter_context(hierarchical_communication(self.engine, config.reduce_within))
-        self._undo.enter_context(deepspeed_logging.mended_reports(self.engine))
+        self._undo.enter_context(
+            deepspeed_logging.mended_reports(self.engine, config.finds_micro_batch_size)
+        )
         self._undo.enter_context(
             activation_checkpointing.configured(model, config.engine_config, device)
         )

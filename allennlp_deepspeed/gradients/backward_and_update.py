@@ -62,6 +62,7 @@ class GradientStep:
     ) -> None:
         self._engine = wrapped_model.engine
         self._optimizer = wrapped_model.optimizer
+        self._finds_micro_batch_size = wrapped_model.config.finds_micro_batch_size
         self._reports_norm = wrapped_model.config.grad_norm is not False
         self._gradients = gradients
         self._grad_cache = grad_cache
@@ -80,7 +81,9 @@ class GradientStep:
         """The number of micro-batches by which the losses of the step are divided."""
 
     @contextmanager
-    def accumulate(self, batches: List[TensorDict], group_size: int) -> Iterator[None]:
+    def accumulate(
+        self, batches: List[TensorDict], group_size: int, num_fillers: int = 0
+    ) -> Iterator[None]:
         """
         Surrounds the micro-batches of the step. When it ends, its gradients are reduced.
 
@@ -90,11 +93,13 @@ class GradientStep:
             Those that `micro_batch` will be called with, in this order.
         group_size : `int`, required.
             The number of micro-batches by which the losses are divided.
+        num_fillers : `int`, optional (default = `0`)
+            How many of the last count for nothing (`LossWeights.of`).
         """
         self.group_size = group_size
         self._num_micro_batches = 0
         self._weight_watch.check()
-        self._weights = self._loss_weights.of(batches, group_size)
+        self._weights = self._loss_weights.of(batches, group_size, num_fillers)
         with self._gradients.accumulate():
             yield
 
@@ -173,8 +178,9 @@ class GradientStep:
             if scaler is not None:
                 norm = norm / scaler.get_scale()
         # The engine counts one micro-batch a step, because the groups are the trainer's. The others
-        # come first, because it is in the step that it reports how many samples it has seen.
-        others = self._num_micro_batches - 1
+        # come first, because it is in the step that it reports how many samples it has seen. Parts
+        # of a global batch it takes for one.
+        others = 0 if self._finds_micro_batch_size else self._num_micro_batches - 1
         self._engine.global_samples += others * self._engine.train_batch_size()
         # The engine clips the norm to `gradient_clipping`, which `config/resolution.py` has filled.
         has_stepped = loss_scaling.step(self._engine)

@@ -3,7 +3,7 @@ Finds the largest chunk that fits into memory.
 """
 
 import logging
-from typing import Any, Callable
+from typing import Any, Callable, List, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,20 @@ from allennlp_deepspeed.processes import agreement
 
 logger = logging.getLogger(__name__)
 
+Numbers = TypeVar("Numbers", int, List[int])
+
 # A backward pass needs more than what the forward pass has saved for it: gradients of activations,
 # and what is only there inside an operation.
 _SAFETY = 2
 
 
-def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepSpeedEngine) -> int:
+def find_chunk_size(
+    what: str,
+    encode: Callable[[int], Any],
+    batch_size: int,
+    engine: DeepSpeedEngine,
+    keeps_results: bool = False,
+) -> int:
     """
     Encodes more and more examples, twice as many each time, and measures what the graph holds,
     until the next would not fit, or all did. What fits in between follows from what one example
@@ -30,12 +38,16 @@ def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepS
 
     # Parameters
 
+    what : `str`, required.
+        Whose size it is, for the log.
     encode : `Callable[[int], Any]`, required.
         Runs the model on so many examples, or on all if there are fewer.
     batch_size : `int`, required.
         This rank's examples.
     engine : `DeepSpeedEngine`, required.
         Whose gradients need memory too.
+    keeps_results : `bool`, optional (default = `False`)
+        Whether the results of all examples stay in memory, and not only those of a chunk.
 
     # Returns
 
@@ -48,27 +60,32 @@ def find_chunk_size(encode: Callable[[int], Any], batch_size: int, engine: DeepS
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
     taken = 2 * gradient + _highest(_states_to_come(engine), engine)
-    left = max(0, gradient_memory.least_left_free(engine.device) - taken)
-    budget = left // _SAFETY
-    size, needed = 1, _highest(_bytes_saved(encode, 1, engine), engine)
+    left = gradient_memory.least_left_free(engine.device) - taken
+    size, (needed, result) = 1, _highest(_bytes_of(encode, 1, engine), engine)
     needed_by_one = needed
+    if keeps_results:
+        left -= most * result
+    left = max(0, left)
+    budget = left // _SAFETY
     # Bytes of one example more. Some are needed for any number.
     slope = 0
     while size < most and needed + size * slope <= budget:
         size *= 2
-        before, needed = needed, _highest(_bytes_saved(encode, size, engine), engine)
+        before, (needed, _) = needed, _highest(_bytes_of(encode, size, engine), engine)
         slope = max(1, (needed - before) // (size // 2))
     fitting = size + (budget - needed) // slope if slope else size
     fitting = min(most, max(1, fitting))
     if dist.get_rank() == 0:
         logger.info(
-            "'grad_cache.chunk_size' is %d from here on, of %d examples on a rank: %d of them take "
-            "%d bytes of activations. Beside two whole gradients and what the optimizer is still "
-            "to keep %d bytes are left on every rank, of which half may be used.",
+            "%s is %d from here on, of %d examples on a rank: %d of them take %d bytes of "
+            "activations. Beside two whole gradients and what %s still to keep %d bytes are left "
+            "on every rank, of which half may be used.",
+            what,
             fitting,
             most,
             size,
             needed,
+            "the optimizer and callbacks are" if keeps_results else "the optimizer is",
             left,
         )
         if needed_by_one > budget:
@@ -89,8 +106,11 @@ def _states_to_come(engine: DeepSpeedEngine) -> int:
     )
 
 
-def _bytes_saved(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) -> int:
-    """By the forward pass for the backward pass, besides parameters, and of its results."""
+def _bytes_of(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) -> List[int]:
+    """
+    Saved by the forward pass for the backward pass, besides parameters, and of its results, with
+    these; and of its results alone.
+    """
     parameters = list(engine.module.parameters())
     storages = {}
 
@@ -103,10 +123,12 @@ def _bytes_saved(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngin
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         results = encode(size)
-    for tensor in tree_leaves(results):
+    tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+    for tensor in tensors:
         count(tensor)
-    return sum(storage.nbytes() for storage in storages.values())
+    of_results = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return [sum(storage.nbytes() for storage in storages.values()), sum(of_results.values())]
 
 
-def _highest(value: int, engine: DeepSpeedEngine) -> int:
+def _highest(value: Numbers, engine: DeepSpeedEngine) -> Numbers:
     return agreement.highest(value, engine.device, torch.int64)

@@ -2,9 +2,12 @@
 Parts of batches.
 """
 
-from typing import Any
+from typing import Any, Iterator, List, Tuple
 
 import torch
+
+# What a batch has of all its examples together, such as AllenNLP's `FlagField`.
+_OF_ALL = (bool, int, float, str, type(None))
 
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
@@ -15,17 +18,60 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
 
     batch : `Any`, required.
         Tensors whose first dimension is the example, lists with an element for each, or
-        dictionaries of these at any depth.
+        dictionaries of these at any depth. Numbers, strings and `None` are of all examples.
     start : `int`, required.
     stop : `int`, required.
     """
     if isinstance(batch, dict):
         return {name: rows_of(value, start, stop) for name, value in batch.items()}
-    return batch[start:stop]
+    return batch if isinstance(batch, _OF_ALL) else batch[start:stop]
 
 
 def num_examples(batch: Any) -> int:
     """The length of what `rows_of` takes from."""
-    while isinstance(batch, dict):
-        batch = next(iter(batch.values()))
-    return batch.size(0) if isinstance(batch, torch.Tensor) else len(batch)
+    _, value = next(_leaves(batch))
+    return value.size(0) if isinstance(value, torch.Tensor) else len(value)
+
+
+def indivisible(batch: Any) -> List[str]:
+    """The names of inputs that have no row for each example, of which `rows_of` would be wrong."""
+    wrong = []
+    for name, value in _leaves(batch):
+        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+        if not (is_tensor or isinstance(value, list)) or len(value) != num_examples(batch):
+            wrong.append(name)
+    return wrong
+
+
+def even_bounds(num_examples: int, num_parts: int) -> List[Tuple[int, int]]:
+    """
+    Where the parts of a batch begin and end, of which none has more than one example more than
+    another.
+
+    # Parameters
+
+    num_examples : `int`, required.
+    num_parts : `int`, required.
+        At most as many as there are examples.
+    """
+    ends = [i * num_examples // num_parts for i in range(num_parts + 1)]
+    return list(zip(ends, ends[1:]))
+
+
+def has_batch_statistics(module: torch.nn.Module) -> bool:
+    """Whether what a module makes of an example depends on the others of the batch."""
+    norm = torch.nn.modules.batchnorm
+    if isinstance(module, norm._BatchNorm):
+        return True
+    # Instance normalization, which is of each example, unless it keeps statistics.
+    return isinstance(module, norm._NormBase) and module.track_running_stats
+
+
+def _leaves(batch: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
+    """What isn't a dictionary, and of examples, with its name."""
+    if not isinstance(batch, dict):
+        if not isinstance(batch, _OF_ALL):
+            yield path, batch
+        return
+    for name, value in batch.items():
+        yield from _leaves(value, f"{path}.{name}" if path else str(name))

@@ -23,7 +23,7 @@ from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients import gradient_memory
 from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
-from allennlp_deepspeed.gradients.chunking import num_examples, rows_of
+from allennlp_deepspeed.gradients.chunking import has_batch_statistics, num_examples, rows_of
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, during, phase
@@ -153,7 +153,7 @@ class GradCache:
                 "arguments defaults of None, or write one number."
             )
         for name, module in model.named_modules():
-            if _has_batch_statistics(module):
+            if has_batch_statistics(module):
                 raise ConfigurationError(
                     f"'trainer.grad_cache' can't be used with {type(module).__name__} ('{name}'), "
                     "whose statistics would be those of a chunk and not of the batch: use layer "
@@ -389,7 +389,7 @@ class GradCache:
             rows = slice(0, min(chunk_size, batch_size))
             return self._encode(Chunk(rows_of(inputs, rows.start, rows.stop), rows, True))
 
-        chunk_size = find_chunk_size(encode, batch_size, self._engine)
+        chunk_size = find_chunk_size("'grad_cache.chunk_size'", encode, batch_size, self._engine)
         set_random_states(state)
         return chunk_size
 
@@ -428,11 +428,3 @@ def _without_graph(outputs: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _has_batch_statistics(module: torch.nn.Module) -> bool:
-    norm = torch.nn.modules.batchnorm
-    if isinstance(module, norm._BatchNorm):
-        return True
-    # Instance normalization, which is of each example, unless it keeps statistics.
-    return isinstance(module, norm._NormBase) and module.track_running_stats

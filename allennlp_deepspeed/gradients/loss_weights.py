@@ -5,32 +5,41 @@ import torch.distributed as dist
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 
+from allennlp_deepspeed.gradients.loss_terms import num_loss_terms
 from allennlp_deepspeed.language_modeling import TokenLossModel
 
 
 class LossWeights:
     """
-    By what the losses of a step are multiplied. Those of a `TokenLossModel` are weighed such that
-    the mean over micro-batches and ranks is one over the tokens of all of them; those of any
-    other model aren't.
+    By what the losses of a step are multiplied, such that the mean over micro-batches and ranks is
+    one over the instances or tokens of all of them. Those of a `TokenLossModel` are weighed in any
+    case; those of other models where micro-batches are parts of a global batch.
 
     # Parameters
 
     model : `Model`, required.
     device : `torch.device`, required.
         Where the process group communicates.
+    is_of_global_batch : `bool`, optional (default = `False`)
+        Whether the micro-batches of a step are parts of one batch.
     """
 
-    def __init__(self, model: Model, device: torch.device) -> None:
+    def __init__(
+        self, model: Model, device: torch.device, is_of_global_batch: bool = False
+    ) -> None:
         self._model = model
         self._device = device
+        self._counts_tokens = isinstance(model, TokenLossModel)
+        self._weighs = self._counts_tokens or is_of_global_batch
         # Of all ranks since the last call of `take_num_tokens`, on the device.
         self._num_tokens: Optional[torch.Tensor] = None
 
-    def of(self, batches: List[TensorDict], group_size: int) -> List[torch.Tensor]:
+    def of(
+        self, batches: List[TensorDict], group_size: int, num_fillers: int = 0
+    ) -> List[torch.Tensor]:
         """
-        One all-reduce of 8 bytes for a `TokenLossModel`, of which the host doesn't wait for the
-        result; nothing for others. To be called by every rank.
+        One all-reduce of 8 bytes where losses are weighed, of which the host doesn't wait for the
+        result; nothing otherwise. To be called by every rank.
 
         # Parameters
 
@@ -38,25 +47,29 @@ class LossWeights:
             The micro-batches of the step on this rank.
         group_size : `int`, required.
             The number of micro-batches by which losses will be divided.
+        num_fillers : `int`, optional (default = `0`)
+            How many of the last only keep this rank in step with others. They weigh nothing.
 
         # Returns
 
         `List[torch.Tensor]`
-            For each micro-batch a factor, fp32, without dimensions; nothing for models that aren't
-            a `TokenLossModel`.
+            For each micro-batch a factor, fp32, without dimensions; nothing where losses aren't
+            weighed.
         """
-        if not isinstance(self._model, TokenLossModel):
+        if not self._weighs:
             return []
-        numbers = [self._model.num_loss_tokens(**batch) for batch in batches]
+        numbers = [num_loss_terms(self._model, batch) for batch in batches]
         own = torch.stack([torch.as_tensor(number, dtype=torch.int64) for number in numbers])
+        own[len(own) - num_fillers :] = 0
         own = own.to(self._device, non_blocking=True)
         total = own.sum()
         dist.all_reduce(total)
-        self._num_tokens = total if self._num_tokens is None else self._num_tokens + total
+        if self._counts_tokens:
+            self._num_tokens = total if self._num_tokens is None else self._num_tokens + total
         # Backward divides by the size of the group, and the reduction by the number of ranks.
         divisions = group_size * dist.get_world_size()
         weights = (own * divisions / total.clamp(min=1)).float()
-        # Without any token, losses are 0, but a regularizer's penalty still counts once.
+        # Without any, losses are 0, but a regularizer's penalty still counts once.
         return list(torch.where(total > 0, weights, torch.ones_like(weights)).unbind())
 
     def take_num_tokens(self) -> Optional[int]:

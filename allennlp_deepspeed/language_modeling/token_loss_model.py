@@ -87,6 +87,10 @@ class TokenLossModel(Model):
         """
         raise NotImplementedError
 
+    def num_loss_terms(self, **inputs: Any) -> Union[int, torch.Tensor]:
+        """Tokens are what the loss is a mean over."""
+        return self.num_loss_tokens(**inputs)
+
     def transformer_to_share(self) -> PreTrainedModel:
         """
         The transformer whose attention is to go over the parts of all workers.

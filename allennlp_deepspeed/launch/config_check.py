@@ -8,7 +8,7 @@ import inspect
 import json
 import logging
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Type
 
 import torch
 from allennlp.common import Params
@@ -19,6 +19,12 @@ from allennlp.training.trainer import Trainer
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.global_batch import (
+    check_others,
+    finds_micro_batch_size,
+    has_fixed_size,
+    no_fixed_size,
+)
 from allennlp_deepspeed.config.keys import check_names, check_values
 from allennlp_deepspeed.config.operators import check_nvme, check_torch_compile
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KEYS
@@ -26,6 +32,7 @@ from allennlp_deepspeed.config.schema import did_you_mean
 from allennlp_deepspeed.config.schema_validation import places_of
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
+from allennlp_deepspeed.gradients import loss_terms
 from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import nodes
 from allennlp_deepspeed.launch.trial import check_parts
@@ -174,8 +181,14 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
             "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
             'them: add "type": "deepspeed" at the top level of the config.'
         )
-    if config["trainer"].get("sequence_parallel_size", 1) != 1:
-        _check_model_to_share(config.get("model"), findings)
+    model = _model_class(config.get("model"))
+    shares = config["trainer"].get("sequence_parallel_size", 1) != 1
+    if shares and model is not None and not can_share(model):
+        findings.add(str(cant_share(model)))
+    with findings.collect():
+        check_others(config["trainer"])
+        if finds_micro_batch_size(config["trainer"]):
+            _check_divisible(model, config.get("data_loader"))
     callbacks = config["trainer"].get("callbacks")
     if isinstance(callbacks, list) and "mixed_precision_backward" in map(
         registered_name, callbacks
@@ -189,13 +202,25 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
         )
 
 
-def _check_model_to_share(model: Any, findings: Findings) -> None:
-    """That its type is known is for AllenNLP to say."""
+def _model_class(model: Any) -> Optional[Type[Model]]:
+    """`None` if it isn't known, which is for AllenNLP to say, or only where it is constructed."""
     name = registered_name(model)
-    if name in Model.list_available():
-        model_class = Model.resolve_class_name(name)[0]
-        if not can_share(model_class):
-            findings.add(str(cant_share(model_class)))
+    if name not in Model.list_available() or name == "from_archive":
+        return None
+    return Model.resolve_class_name(name)[0]
+
+
+def _check_divisible(model: Optional[Type[Model]], data_loader: Any) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If batches can't be divided into micro-batches of any size.
+    """
+    if not has_fixed_size(data_loader):
+        raise no_fixed_size()
+    if model is not None:
+        loss_terms.check_class(model)
 
 
 def _check_deepspeed_config(

@@ -67,7 +67,9 @@ def explained(params: Params) -> List[ExplainedValue]:
     preset = dict(_leaves(deepspeed_config.preset))
     values = []
     for path, value in _leaves(engine_config):
-        if path in sources and path in _KNOWN_LATER:
+        if path in _FOUND and resolved.finds_micro_batch_size:
+            value, source = _FOUND[path][0] or value, _FOUND[path][1]
+        elif path in sources and path in _KNOWN_LATER:
             value, source = "known when the data are read", _KNOWN_LATER[path]
         elif path in sources:
             source = sources[path]
@@ -94,6 +96,13 @@ def explained(params: Params) -> List[ExplainedValue]:
 
 # Of which `resolve` has a stand-in.
 _KNOWN_LATER = {"scheduler.params.total_num_steps": "micro-batches x epochs / accumulation"}
+
+# With accumulation "auto".
+_FOUND = {
+    "gradient_accumulation_steps": ("auto", "found in the first step: what is left of the batch"),
+    "train_micro_batch_size_per_gpu": ("auto", "found in the first step: as large as fits"),
+    "train_batch_size": ("", "from trainer.global_batch_size"),
+}
 
 _COMPUTED = {"train_batch_size": "micro-batch x accumulation x workers"}
 

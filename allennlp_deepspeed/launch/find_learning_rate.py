@@ -22,7 +22,7 @@ from allennlp.common import Params, Tqdm
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.trainer import Trainer
 
-from allennlp_deepspeed.launch.preflight import check, has_deepspeed_trainer
+from allennlp_deepspeed.launch.preflight import check, fill_in, has_deepspeed_trainer
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ def install() -> None:
                 "'distributed' is in the config, and 'find-lr' searches in one process: give it "
                 '--overrides \'{"distributed": null}\', and "cuda_device" in "trainer".'
             )
+        fill_in(params)
         check(params)
         # AllenNLP refuses any other type, and constructs the one that there is without.
         trainer_type = params.params["trainer"].pop("type")

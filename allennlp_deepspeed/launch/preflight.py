@@ -18,6 +18,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import int_to_device
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
+from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.config.settings import registered_name
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.launch import failures, fingerprint, nodes, recovery, resumption
@@ -89,8 +90,21 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
     with shown_on_console(settings):
         if launched is not None:
             launching.into_config(arguments["params"], launched, arguments)
+        fill_in(arguments["params"])
         check(arguments["params"])
         return _train(train_model, arguments, launched, settings)
+
+
+def fill_in(params: Params) -> None:
+    """
+    # Parameters
+
+    params : `Params`, required.
+        A whole training configuration. What follows from other keys is written into it.
+    """
+    config = params.as_dict(quiet=True)
+    if has_deepspeed_trainer(config):
+        fill_batch_size(params.params, recovery.number_of_workers(params))
 
 
 def _console_settings(

@@ -15,6 +15,7 @@ from allennlp.training.optimizers import Optimizer
 from deepspeed.ops.lion import DeepSpeedCPULion
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.engine.model_states import (
     ModelSize,
@@ -320,7 +321,7 @@ def _settings(
     """As of a training on GPUs, which the config need not name yet."""
     world_size = len(preflight.worker_devices(config)) if workers is None else workers
     num_nodes = (config.get("distributed") or {}).get("num_nodes", 1)
-    return TrainerSettings.of_config(
+    settings = TrainerSettings.of_config(
         config,
         deepspeed_config.config,
         world_size=world_size,
@@ -328,6 +329,10 @@ def _settings(
         device_type="cuda",
         serialization_dir="",
     )
+    if workers is not None and settings.num_gradient_accumulation_steps == AUTO:
+        # Model states don't depend on how many instances each of so many workers would read.
+        return replace(settings, num_gradient_accumulation_steps=2, global_batch_size=None)
+    return settings
 
 
 def _names_cpu(config: Dict[str, Any]) -> bool:

@@ -96,6 +96,9 @@ def _parameters(engine: DeepSpeedEngine) -> str:
 
 def _batch(trainer: ReportedTraining) -> str:
     config, workers = trainer.resolved_config, trainer.num_readers
+    if config.finds_micro_batch_size:
+        num_instances = config.engine_config["train_batch_size"]
+        return f"{num_instances} instances a step of {workers} workers, in micro-batches that fit"
     steps = config.num_gradient_accumulation_steps
     size = config.engine_config.get("train_micro_batch_size_per_gpu")
     if not isinstance(size, int) or not trainer.has_fixed_batch_size:
@@ -136,7 +139,7 @@ def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
             f"{setting:g}" if isinstance(setting, (int, float)) else str(setting),
             "in part once a step, in part after each micro-batch",
         )
-        if config.num_gradient_accumulation_steps == 1 and not keys.get("grad_cache"):
+        if not config.accumulates and not keys.get("grad_cache"):
             mode = "once a step"
         texts.append(f"reduced {mode} (gradient_synchronization {setting})")
     if config.reduce_within is not None:

@@ -31,10 +31,13 @@ class BatchGroup(NamedTuple):
     `size` is the number of micro-batches by which this rank's losses are divided. It is more than
     `len(batches)` if another rank has run out of data: AllenNLP then drops the rest of the group
     without changing the divisor, and so do we.
+
+    `num_fillers` is how many of the last count for nothing, and only keep this rank in step.
     """
 
     batches: List[TensorDict]
     size: int
+    num_fillers: int = 0
 
 
 class BatchGroups:

@@ -60,6 +60,20 @@ def reads_gradients(callback: TrainerCallback) -> bool:
     return goes_backward(callback) and getattr(callback, "reads_gradients", True)
 
 
+def refuse_going_backward(callbacks: Sequence[TrainerCallback], reason: str) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If one goes backward itself.
+    """
+    for callback in callbacks:
+        if goes_backward(callback):
+            raise ConfigurationError(
+                f"The callback {type(callback).__name__} has 'on_backward', but {reason}"
+            )
+
+
 # What is to be done instead of giving AllenNLP's callback that goes backward.
 NO_SCALING_CALLBACK = (
     "'trainer.callbacks' has 'mixed_precision_backward', which scales losses as AllenNLP does. "

@@ -26,6 +26,11 @@ from allennlp_deepspeed.config.deepspeed_config import (
     ResolvedConfig,
     TrainerSettings,
 )
+from allennlp_deepspeed.config.global_batch import (
+    check_others,
+    finds_micro_batch_size,
+    no_fixed_size,
+)
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.engine.operator_compilation import announced_compilation
@@ -86,6 +91,7 @@ def construct(
     # The model's, whose module may have been imported after this package.
     distributed_metrics.apply()
     _check_schedule(arguments["learning_rate_scheduler"])
+    _check_global_batch(arguments, data_loader)
     find_unused_parameters = _find_unused_parameters(arguments["ddp_accelerator"])
     check_same_data(
         model.vocab,
@@ -144,6 +150,12 @@ def construct(
             "use_amp": False,
             "ddp_wrapped_model": wrapped_model,
         }
+
+
+def _check_global_batch(arguments: Arguments, data_loader: DataLoader) -> None:
+    check_others(arguments)
+    if finds_micro_batch_size(arguments) and micro_batch_size(data_loader) is None:
+        raise no_fixed_size()
 
 
 def _prepare(model: Model, arguments: Arguments) -> None:

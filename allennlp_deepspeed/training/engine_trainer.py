@@ -28,6 +28,7 @@ from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.gradients import loss_terms
 from allennlp_deepspeed.gradients.backward_and_update import GradientStep, clip_values
 from allennlp_deepspeed.gradients.grad_cache import GradCache
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
@@ -35,8 +36,10 @@ from allennlp_deepspeed.gradients.loss_weights import LossWeights
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.training import callbacks as callback_kinds
+from allennlp_deepspeed.training.batch_groups import BatchGroup
 from allennlp_deepspeed.training.callbacks import goes_backward, reads_gradients
 from allennlp_deepspeed.training.device_transfer import to_device
+from allennlp_deepspeed.training.micro_batches import MicroBatches
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
 
@@ -77,6 +80,7 @@ class EngineTrainer(GradientDescentTrainer):
     # They come and go with the engine.
     _gradients: GradientSynchronizer
     _gradient_step: GradientStep
+    _micro_batches: Optional[MicroBatches]
     _weight_watch: WeightWatch
 
     # AllenNLP's loop keeps them on itself.
@@ -297,8 +301,17 @@ class EngineTrainer(GradientDescentTrainer):
         other than `train`; `step_optimizer` is next. To be called by every rank, in a `session`.
         Returns this rank's loss.
         """
-        with self._gradient_step.accumulate([batch], group_size=1):
-            return float(self._gradient_step.micro_batch(batch, is_last=True)["loss"])
+        batches, size, num_fillers = self._divided(BatchGroup([batch], 1))
+        with self._gradient_step.accumulate(batches, size, num_fillers):
+            losses = [
+                float(self._gradient_step.micro_batch(batch, is_last=i == size)["loss"])
+                for i, batch in enumerate(batches, start=1)
+            ]
+        return sum(losses) / size
+
+    def _divided(self, group: BatchGroup) -> BatchGroup:
+        """The micro-batches of a step, of those that have been read."""
+        return group if self._micro_batches is None else self._micro_batches.divide(group)
 
     def step_optimizer(self) -> None:
         """Makes the optimizer step after `go_backward`. To be called by every rank."""
@@ -338,14 +351,14 @@ class EngineTrainer(GradientDescentTrainer):
             self._moving_average.before_assigning = self._weight_watch.raise_if_changed
         self._sequence_parallelism.attach(wrapped_model)
         self._inner_gradients = InnerGradients(self.engine)
+        self._micro_batches = self._construct_micro_batches()
         self._gradient_step = GradientStep(
             wrapped_model,
             self._gradients,
             self._grad_cache,
-            LossWeights(self.model, self.cuda_device),
+            LossWeights(self.model, self.cuda_device, self._micro_batches is not None),
             self._inner_gradients,
-            # Looked up in each micro-batch, because a callback may have put its own there.
-            forward=lambda batch: self.batch_outputs(batch, for_training=True),
+            forward=self._go_forward,
             prepare=self._prepare_batch,
             go_backward=self._call_on_backward,
             max_norm=self._max_norm,
@@ -377,9 +390,9 @@ class EngineTrainer(GradientDescentTrainer):
         gradients = GradientSynchronizer(
             self.engine,
             mode=gradient_synchronization,
-            # Each chunk is a micro-batch to DeepSpeed, and there are several.
+            # Each chunk, or part of a batch, is a micro-batch to DeepSpeed, and there are several.
             num_micro_batches=self._num_gradient_accumulation_steps
-            * (1 if settings is None else 2),
+            * (2 if settings or self._ddp_wrapped_model.config.finds_micro_batch_size else 1),
             find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
             several_passes=any(map(goes_backward, self._callbacks)),
             average_each_pass=any(map(reads_gradients, self._callbacks)),
@@ -397,13 +410,29 @@ class EngineTrainer(GradientDescentTrainer):
             return None
         settings = GradCacheSettings(grad_cache)
         GradCache.check(settings, self.model)
-        for callback in self._callbacks:
-            if goes_backward(callback):
-                raise ConfigurationError(
-                    f"The callback {type(callback).__name__} has 'on_backward', but with "
-                    "'trainer.grad_cache' there is no graph to go back through: remove one of them."
-                )
+        callback_kinds.refuse_going_backward(
+            self._callbacks,
+            "with 'trainer.grad_cache' there is no graph to go back through: remove one of them.",
+        )
         return settings
+
+    def _construct_micro_batches(self) -> Optional[MicroBatches]:
+        """`None` unless they are to be found."""
+        if not self._ddp_wrapped_model.config.finds_micro_batch_size:
+            return None
+        loss_terms.check(self.model)
+        callback_kinds.refuse_going_backward(
+            self._callbacks,
+            "with 'trainer.num_gradient_accumulation_steps' \"auto\" losses are those of parts of "
+            "a batch, and weighed: remove it, or write a number of steps.",
+        )
+        return MicroBatches(
+            self._ddp_wrapped_model, self.model, self._go_forward, self._inner_gradients.allowed
+        )
+
+    def _go_forward(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
+        # Looked up in each micro-batch, because a callback may have put its own there.
+        return self.batch_outputs(batch, for_training=True)
 
     def _prepare_batch(self, batch: TensorDict) -> TensorDict:
         """Gives every rank the buffers of rank 0, and the device the batch."""

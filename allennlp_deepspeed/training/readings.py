@@ -39,6 +39,9 @@ class Readings:
         a second.
     metrics_are_read : `bool`, required.
         Whether a callback may look into the metrics of a step.
+    are_parts : `bool`, optional (default = `False`)
+        Whether all micro-batches of a step are parts of one batch, and each rank has its share of
+        the losses, as with a `TokenLossModel`.
     report : `RunReport`, optional (default = `None`)
         Is given each reading.
     """
@@ -49,13 +52,15 @@ class Readings:
         progress: Progress,
         num_steps: Optional[int],
         metrics_are_read: bool,
+        are_parts: bool = False,
         report: Optional[RunReport] = None,
     ) -> None:
         self._model = model
         self._progress = progress
         self.metrics_are_read = metrics_are_read
+        self._losses_are_shares = are_parts or isinstance(model, TokenLossModel)
         self.pace = ReadingPace(num_steps)
-        self.losses = RunningLoss()
+        self.losses = RunningLoss(are_parts)
         self._report = report
         self._num_instances = 0
         self._memory: Dict[str, float] = {}
@@ -133,7 +138,7 @@ class Readings:
             On the slowest rank.
         """
         metrics, loss = self._metrics_so_far(self._model), self.losses.take_mean()
-        if isinstance(self._model, TokenLossModel):
+        if self._losses_are_shares:
             loss = self._over_all_ranks(metrics, loss)
         self._bar.set_description(training_util.description_from_metrics(metrics), refresh=False)
         num_steps = self.pace.num_unread
@@ -170,8 +175,8 @@ class Readings:
 
     def _over_all_ranks(self, metrics: Dict[str, Any], loss: float) -> float:
         """
-        The losses of a rank are weighed by its share of the tokens: their mean over the ranks is
-        the mean over tokens.
+        The losses of a rank are weighed by its share of the tokens or instances: their mean over
+        the ranks is the mean over these.
 
         # Parameters
 

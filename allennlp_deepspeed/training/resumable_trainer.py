@@ -16,7 +16,7 @@ from allennlp_deepspeed.training.reported_trainer import ReportedTrainer
 _LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
 
 # Parts that only find out how to train, and may do so again.
-_MAY_BE_NEW = {"grad_cache", "gradient_synchronization"}
+_MAY_BE_NEW = {"grad_cache", "gradient_synchronization", "micro_batches"}
 
 
 class ResumableTrainer(ReportedTrainer):
@@ -41,6 +41,7 @@ class ResumableTrainer(ReportedTrainer):
             "best_weights": self.best_weights,
             "gradient_synchronization": self._gradients.holding,
             "grad_cache": self._grad_cache,
+            "micro_batches": self._micro_batches,
             "replay": self._replay,
         }
         return {name: part for name, part in parts.items() if part is not None}

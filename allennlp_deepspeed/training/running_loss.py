@@ -21,12 +21,19 @@ class RunningLoss:
     """
     Sums the losses of an epoch, as AllenNLP does, but without waiting for the device after each
     micro-batch: they stay there until somebody wants to know.
+
+    # Parameters
+
+    are_parts : `bool`, optional (default = `False`)
+        Whether the micro-batches of a step are parts of one batch, whose penalty is that of all
+        together and not of the last.
     """
 
     # Micro-batches whose losses may stay on the device; each takes a block of its memory.
     most_unread = 1000
 
-    def __init__(self) -> None:
+    def __init__(self, are_parts: bool = False) -> None:
+        self._are_parts = are_parts
         self.start_epoch(has_regularizer=False)
 
     def start_epoch(self, has_regularizer: bool) -> None:
@@ -117,6 +124,8 @@ class RunningLoss:
         for reg_loss in reg_losses:
             batch_reg_loss = reg_loss / size
             train_reg_loss += batch_reg_loss  # type: ignore[operator]
+        if self._are_parts:
+            batch_reg_loss = sum(reg_losses) / size
         self._losses = Losses(train_loss + batch_loss, train_reg_loss, batch_loss, batch_reg_loss)
         self._num_steps += 1
         self._losses_since.append(batch_loss)

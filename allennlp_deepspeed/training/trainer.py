@@ -131,6 +131,7 @@ class DeepSpeedTrainer(ResumableTrainer):
                 self._progress,
                 num_steps=arguments["log_every_num_steps"],
                 metrics_are_read=any(map(may_read_metrics, self._callbacks)),
+                are_parts=wrapped_model.config.finds_micro_batch_size,
                 report=report,
             )
             self._replay = Replay(
@@ -248,17 +249,18 @@ class DeepSpeedTrainer(ResumableTrainer):
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
-        # A loss of all ranks they all divide by the same number.
-        group_size = len(group.batches) if self._has_global_loss else group.size
+        batches, group_size, num_fillers = self._divided(group)
+        if self._has_global_loss:  # which all ranks divide by the same number
+            group_size = len(batches)
         self._readings.start_step(group_size, group.batches)
         for callback in self._observers:
             callback.on_step_start()
 
-        self._sequence_parallelism.look_at(group.batches)
+        self._sequence_parallelism.look_at(batches)
         outputs = []
-        with self._gradient_step.accumulate(group.batches, group_size):
-            for i, batch in enumerate(group.batches, start=1):
-                is_last = i == len(group.batches)
+        with self._gradient_step.accumulate(batches, group_size, num_fillers):
+            for i, batch in enumerate(batches, start=1):
+                is_last = i == len(batches)
                 outputs.append(self._gradient_step.micro_batch(batch, is_last))
                 activity.go_on()
                 self._readings.losses.add(outputs[-1])
@@ -276,7 +278,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         # What is NaN is not to be saved.
         if self._readings.pace.finish_step() or self._is_step_to_save():
             agreement = self._agree(epoch)
-        self._call_on_batch(group.batches, outputs, grad_norm, epoch)
+        self._call_on_batch(batches, outputs, grad_norm, epoch)
         if self._checkpointer is not None:
             is_time = agreement is not None and agreement.is_time_to_save
             self._checkpointer.maybe_save_checkpoint(self, *self._progress.point, is_time=is_time)

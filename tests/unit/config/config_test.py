@@ -565,9 +565,69 @@ class TestBatchSizes:
     def test_no_accumulation_is_one_step(self, steps):
         message = refusal({"gradient_accumulation_steps": 4}, num_gradient_accumulation_steps=steps)
         shown = json.dumps(steps)
-        assert (
-            message == f"num_gradient_accumulation_steps is {shown}: must be an integer, at least 1"
+        expected = 'must be an integer, at least 1, or "auto"'
+        assert message == f"num_gradient_accumulation_steps is {shown}: {expected}"
+
+    def test_with_auto_the_engine_sees_the_share_of_a_worker(self):
+        resolved = resolve(
+            {"gradient_accumulation_steps": "auto", "train_batch_size": 16},
+            num_gradient_accumulation_steps="auto",
+            global_batch_size=16,
+            micro_batch_size=8,
+            world_size=2,
         )
+        assert resolved.finds_micro_batch_size and resolved.accumulates
+        assert resolved.num_gradient_accumulation_steps == 1
+        assert resolved.engine_config["train_micro_batch_size_per_gpu"] == 8
+
+    @pytest.mark.parametrize(
+        "config, settings, message",
+        [
+            ({}, {"global_batch_size": None}, 'num_gradient_accumulation_steps is "auto", which'),
+            ({}, {"global_batch_size": 0}, "global_batch_size is 0: must be an integer"),
+            (
+                {},
+                {"num_gradient_accumulation_steps": 4},
+                "global_batch_size is 16, which needs num_gradient_accumulation_steps to be",
+            ),
+            (
+                {},
+                {"num_gradient_accumulation_steps": None},
+                "global_batch_size is 16, which needs num_gradient_accumulation_steps to be",
+            ),
+            (
+                {},
+                {"world_size": 3},
+                "global_batch_size is 16, of which 3 workers can't have equal shares: write 15 or",
+            ),
+            (
+                {},
+                {"micro_batch_size": 16},
+                "data_loader.batch_size is 16, but with global_batch_size 16 each of 2 workers "
+                "reads 8 instances of a step, and divides them itself: write 8",
+            ),
+            ({}, {"sequence_parallel_size": 2}, "sequence_parallel_size is 2, but"),
+            (
+                {"gradient_accumulation_steps": 2},
+                {},
+                "deepspeed_config.gradient_accumulation_steps is 2, but",
+            ),
+            (
+                {"train_micro_batch_size_per_gpu": 8},
+                {},
+                "deepspeed_config.train_micro_batch_size_per_gpu is 8, but",
+            ),
+            ({"train_batch_size": 8}, {}, "deepspeed_config.train_batch_size is 8, but"),
+        ],
+    )
+    def test_what_contradicts_a_global_batch_is_refused_by_key(self, config, settings, message):
+        settings = {
+            "num_gradient_accumulation_steps": "auto",
+            "global_batch_size": 16,
+            "world_size": 2,
+            **settings,
+        }
+        assert refusal(config, **settings).startswith(message)
 
     def test_a_micro_batch_of_another_size_than_the_data_loaders_is_refused(self):
         message = refusal({"train_micro_batch_size_per_gpu": 16}, micro_batch_size=8)

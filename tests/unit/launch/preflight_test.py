@@ -65,6 +65,50 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         assert line.startswith(start)
 
 
+AUTO = {"num_gradient_accumulation_steps": "auto", "global_batch_size": 12}
+
+
+@pytest.mark.parametrize(
+    "changes, start",
+    [
+        ({"data_loader": {"batch_size": 12}}, "data_loader.batch_size is 12, but with global_"),
+        (
+            {"data_loader": {"batch_sampler": {"type": "max_tokens_sampler", "max_tokens": 30}}},
+            "'trainer.num_gradient_accumulation_steps' is \"auto\", but batches of 'data_loader' ",
+        ),
+        (
+            {"model": {"type": "normalizing_classifier", "embedding_dim": 4}},
+            "'trainer.num_gradient_accumulation_steps' is \"auto\", but nothing says over what the "
+            "loss of a NormalizingClassifier is a mean: give the model a method 'num_loss_terms'",
+        ),
+    ],
+)
+def test_what_a_global_batch_cannot_be_had_with(changes: Dict[str, Any], start: str) -> None:
+    (line,) = findings({**experiment(**AUTO), **changes})
+    assert line.startswith(start)
+
+
+def test_a_contrastive_model_is_pointed_to_gradient_caching() -> None:
+    config = load_config("bi_encoder", TWO_WORKERS, {"data_loader": {"batch_size": 6}})
+    config["trainer"].update({"type": "deepspeed", **AUTO})
+    (line,) = findings(config)
+    assert line.startswith("'trainer.num_gradient_accumulation_steps' is \"auto\", but the loss of")
+    assert '"grad_cache": {"chunk_size": "auto"}' in line
+    config["trainer"]["grad_cache"] = {"chunk_size": 2}
+    (line,) = findings(config)
+    assert line.startswith("'trainer.grad_cache' divides batches")
+
+
+@pytest.mark.parametrize("sampler", [None, {"type": "bucket"}])
+def test_the_data_loader_reads_the_share_of_a_worker(sampler: Any) -> None:
+    loader = {} if sampler is None else {"batch_sampler": sampler}
+    params = Params({**experiment(**AUTO), "data_loader": loader})
+    preflight.fill_in(params)
+    preflight.check(params)
+    filled = params.as_dict(quiet=True)["data_loader"]
+    assert filled.get("batch_sampler", filled)["batch_size"] == 6
+
+
 def embedders(**embedders: Any) -> Dict[str, Any]:
     return {
         "type": "basic_classifier",

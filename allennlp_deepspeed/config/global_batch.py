@@ -1,0 +1,153 @@
+"""
+What `"num_gradient_accumulation_steps": "auto"` needs: a `global_batch_size`, of which every worker
+reads its share, and nothing else that divides batches.
+"""
+
+import json
+from typing import Any, Dict, Mapping
+
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.open_values import said
+from allennlp_deepspeed.config.schema_validation import AUTO, ROOT
+from allennlp_deepspeed.config.settings import DEFAULT_TYPE, TrainerSettings, registered_name
+from allennlp_deepspeed.config.values import is_integer
+
+# Data loaders of AllenNLP's whose "batch_size" is that of a batch.
+_LOADERS = (DEFAULT_TYPE, "multiprocess", "simple")
+
+
+def finds_micro_batch_size(trainer: Mapping[str, Any]) -> bool:
+    """Whether keys of the trainer leave it to the first step."""
+    return trainer.get("num_gradient_accumulation_steps") == AUTO
+
+
+def resolve_share(config: Dict[str, Any], settings: TrainerSettings, findings: Findings) -> int:
+    """
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        In DeepSpeed's schema.
+    settings : `TrainerSettings`, required.
+        With accumulation "auto".
+    findings : `Findings`, required.
+        Gets a line for each key that contradicts it.
+
+    # Returns
+
+    `int`
+        How many instances of an optimizer step each worker reads.
+    """
+    size, workers = settings.global_batch_size, settings.data_parallel_size
+    if size is None:
+        if not findings.has_refused("global_batch_size"):
+            findings.add(
+                'num_gradient_accumulation_steps is "auto", which divides the "global_batch_size", '
+                'and there is none: add "global_batch_size", the instances of an optimizer step of '
+                "all workers, such as 32, or write a number of steps"
+            )
+        return settings.micro_batch_size or 1
+    if settings.sequence_parallel_size > 1:
+        findings.add(
+            f"sequence_parallel_size is {settings.sequence_parallel_size}, but "
+            'num_gradient_accumulation_steps is "auto", which is for workers of which each reads '
+            "sequences of its own: write a number of steps, or remove sequence_parallel_size"
+        )
+    share, rest = divmod(size, workers)
+    if rest:
+        several = [n for n in (share * workers, (share + 1) * workers) if n > 0]
+        findings.add(
+            f"global_batch_size is {size}, of which {workers} workers can't have equal shares: "
+            f"write {' or '.join(map(str, several))}"
+        )
+    elif settings.micro_batch_size not in (None, share):
+        findings.add(
+            f"data_loader.batch_size is {settings.micro_batch_size}, but with "
+            f"global_batch_size {size} each of {workers} workers reads {share} instances of a "
+            f"step, and divides them itself: write {share}"
+        )
+    for key, value in (
+        ("gradient_accumulation_steps", None),
+        ("train_micro_batch_size_per_gpu", None),
+        ("train_batch_size", size),
+    ):
+        written = said(config, key)
+        if written not in (None, value):
+            findings.add(
+                f'{ROOT}.{key} is {json.dumps(written)}, but num_gradient_accumulation_steps is "'
+                f'auto", and global_batch_size {size}: remove the key'
+            )
+    return max(1, share)
+
+
+def check_whether_given(settings: TrainerSettings, findings: Findings) -> None:
+    """Refuses a `global_batch_size` where a number of micro-batches is written."""
+    if settings.global_batch_size is not None:
+        findings.add(
+            f"global_batch_size is {settings.global_batch_size}, which needs "
+            'num_gradient_accumulation_steps to be "auto": write that, or remove '
+            "global_batch_size, which is data_loader.batch_size x "
+            "num_gradient_accumulation_steps x workers otherwise"
+        )
+
+
+def check_others(trainer: Mapping[str, Any]) -> None:
+    """
+    # Parameters
+
+    trainer : `Mapping[str, Any]`, required.
+        Its keys.
+
+    # Raises
+
+    `ConfigurationError`
+        If another one divides batches, too.
+    """
+    if finds_micro_batch_size(trainer) and trainer.get("grad_cache") is not None:
+        raise ConfigurationError(
+            "'trainer.grad_cache' divides batches for a loss that compares the examples of all, "
+            "and 'trainer.num_gradient_accumulation_steps' is \"auto\", for losses that are means: "
+            'remove one of them. "grad_cache": {"chunk_size": "auto"} finds the largest chunk.'
+        )
+
+
+def no_fixed_size() -> ConfigurationError:
+    """The error where a worker's share of a step can't be told from the data loader's batches."""
+    return ConfigurationError(
+        "'trainer.num_gradient_accumulation_steps' is \"auto\", but batches of 'data_loader' have "
+        "no fixed size: write a \"batch_size\", 'trainer.global_batch_size' divided by the number "
+        "of workers, in the place of a sampler that varies it."
+    )
+
+
+def has_fixed_size(data_loader: Any) -> bool:
+    """Whether nothing in a section says that the size of batches varies."""
+    sampler = data_loader.get("batch_sampler") if isinstance(data_loader, dict) else None
+    return sampler is None or (isinstance(sampler, dict) and is_integer(sampler.get("batch_size")))
+
+
+def fill_batch_size(config: Dict[str, Any], num_workers: int) -> None:
+    """
+    Has the data loader read a worker's share of the global batch, if it says nothing of its size.
+
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        A whole training configuration. The batch size of its data loader, or of its "bucket"
+        sampler, is written into it.
+    num_workers : `int`, required.
+        Of the whole training.
+    """
+    trainer, loader = config.get("trainer"), config.get("data_loader")
+    if not isinstance(trainer, dict) or not isinstance(loader, dict):
+        return
+    size = trainer.get("global_batch_size")
+    if not finds_micro_batch_size(trainer) or not is_integer(size) or size % num_workers:
+        return
+    if registered_name(loader) not in _LOADERS or "batch_size" in loader:
+        return
+    section = loader.get("batch_sampler", loader)
+    is_loader = section is loader
+    if is_loader or registered_name(section) == "bucket" and isinstance(section, dict):
+        section.setdefault("batch_size", size // num_workers)
