@@ -7,8 +7,9 @@ from overrides import overrides
 
 from allennlp_deepspeed.config import resolution as config_resolution
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.former_names import with_names_of_today
 from allennlp_deepspeed.config.schema import did_you_mean
-from allennlp_deepspeed.config.schema_validation import ROOT, validate, without_former_sections
+from allennlp_deepspeed.config.schema_validation import ROOT, validate
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
 
 __all__ = ["DeepSpeedConfig", "ResolvedConfig", "TrainerSettings"]
@@ -50,11 +51,8 @@ class DeepSpeedConfig(Registrable):
     def __init__(self, config: Optional[Dict[str, Any]] = None) -> None:
         merged = self.merge(self.preset, config or {})
         self.config = {key: value for key, value in merged.items() if value is not None}
-        if "bfloat16" in self.config and "bf16" not in self.config:
-            # DeepSpeed's old name for the section, in configurations pasted from older models
-            self.config["bf16"] = self.config.pop("bfloat16")
-        self.config = without_former_sections(self.config)
         self._findings = Findings()
+        self.config = with_names_of_today(self.config, self._findings)
         self.config = validate(self.config, self._findings)
 
     @classmethod

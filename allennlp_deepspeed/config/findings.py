@@ -61,6 +61,10 @@ class Findings:
         """Whether `refuse` has been called for a key."""
         return path in self._refused
 
+    def has_refused_within(self, path: str) -> bool:
+        """Whether `refuse` has been called for a key that is in this section."""
+        return any(refused.startswith(f"{path}.") for refused in self._refused)
+
     def extend(self, findings: "Findings") -> None:
         """Adds what others have found before."""
         for line in findings.lines:

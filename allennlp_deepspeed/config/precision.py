@@ -36,10 +36,11 @@ def resolve_precision(config: Dict[str, Any], settings: TrainerSettings, finding
     if not enabled and settings.use_amp:
         with findings.collect():
             enabled = [_precision_of_amp(config, settings)]
-            fill(config, f"{enabled[0]}.enabled", True, "from use_amp")
+            fill(config, f"{enabled[0]}.enabled", True, "from trainer.use_amp")
+    other = f"{enabled[0]} is on" if enabled else "trainer.use_amp isn't true"
     for name in PRECISIONS:
         if lookup(config, f"{name}.enabled") == AUTO:
-            fill(config, f"{name}.enabled", False, "from use_amp")
+            fill(config, f"{name}.enabled", False, f"because {other}")
 
     precision = enabled[0] if enabled else "fp32"
     if precision == "torch_autocast" and said(config, "torch_autocast.dtype") is None:

@@ -178,8 +178,8 @@ def _resolve_batch_sizes(
 
     if len(findings.lines) > num_lines or findings.has_refused("num_gradient_accumulation_steps"):
         findings.add(
-            f"{ROOT}.train_batch_size is {batch_size}, but nothing is certain of its factors: "
-            "remove the key"
+            f"{ROOT}.train_batch_size is {batch_size}, but depends on what is wrong above: remove "
+            "the key, and it is computed"
         )
         return micro_batch_size or 1, steps or 1
     # As in DeepSpeed, the total says what of its factors is left open.
@@ -235,7 +235,7 @@ def _resolve_optimizer(
     if optimizer is None:
         return
     _refuse_both("optimizer", settings.optimizer, optimizer, findings)
-    params = optimizer.get("params", {})
+    params = _params(optimizer)
     if params.get("lr") == AUTO:
         if settings.learning_rate is None:
             findings.add(cannot_fill("optimizer.params.lr", "write the learning rate"))
@@ -263,14 +263,18 @@ def _resolve_scheduler(
     if scheduler is None:
         return
     _refuse_both("learning_rate_scheduler", settings.learning_rate_scheduler, scheduler, findings)
-    params = scheduler.setdefault("params", {})
+    params = _params(scheduler)
     steps = None
     if settings.num_epochs and settings.batches_per_epoch:
         steps = settings.num_epochs * math.ceil(
             settings.batches_per_epoch / num_gradient_accumulation_steps
         )
     learning_rate = said(config, "optimizer.params.lr") or settings.learning_rate
-    known = {"total_num_steps": steps, "warmup_max_lr": learning_rate, "warmup_min_lr": 0.0}
+    known = {
+        "total_num_steps": (steps, "from trainer.num_epochs and the data"),
+        "warmup_max_lr": (learning_rate, "from the optimizer's learning rate"),
+        "warmup_min_lr": (0.0, "default of this trainer"),
+    }
     for name, parameter in scheduler_parameters(scheduler["type"]).items():
         is_required = (
             parameter.default is parameter.empty
@@ -280,11 +284,19 @@ def _resolve_scheduler(
         if params.get(name) != AUTO and not is_required:
             continue
         path = f"scheduler.params.{name}"
-        if known.get(name) is None:
+        value, source = known.get(name, (None, ""))
+        if value is None:
             findings.add(cannot_fill(path, _SCHEDULER_HINTS.get(name, "write a value")))
             params.pop(name, None)
         else:
-            fill(config, path, known[name], "from the trainer")
+            fill(config, path, value, source)
+
+
+def _params(section: Dict[str, Any]) -> Dict[str, Any]:
+    """Those of an optimizer or a scheduler, of which "auto" and null leave all open."""
+    if "params" in section and not isinstance(section["params"], dict):
+        section["params"] = {}
+    return section.get("params", {})
 
 
 _SCHEDULER_HINTS = {

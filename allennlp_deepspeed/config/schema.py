@@ -170,6 +170,14 @@ class _OptimizerSection(DeepSpeedConfigModel):
         return self
 
 
+# What DeepSpeed's other schedules with a warmup have in the place of its shares.
+_OF_COSINE = {
+    "warmup_max_lr": "it rises to the learning rate of the optimizer: write that there",
+    "warmup_min_lr": 'write "warmup_min_ratio", a share of the optimizer\'s learning rate',
+    "warmup_ratio": 'write "warmup_num_steps", in optimizer steps',
+}
+
+
 class _SchedulerSection(DeepSpeedConfigModel):
     type: Annotated[str, AfterValidator(_check_scheduler_type)]
     params: Dict[str, Any] = Field(default_factory=dict)
@@ -179,7 +187,8 @@ class _SchedulerSection(DeepSpeedConfigModel):
         known = list(scheduler_parameters(self.type))
         for name in self.params:
             if name not in known:
-                hint = did_you_mean(name, known)
+                hint = _OF_COSINE.get(name) if self.type == "WarmupCosineLR" else None
+                hint = hint or did_you_mean(name, known)
                 raise ValueError(f'"params.{name}" is no parameter of {self.type}; {hint}')
         return self
 

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.former_names import ROOT
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.config.schema import (
     Schema,
@@ -40,7 +41,6 @@ from allennlp_deepspeed.config.schema import (
 from allennlp_deepspeed.config.support import UNSUPPORTED, unlisted
 from allennlp_deepspeed.config.values import as_json, unquoted
 
-ROOT = "deepspeed_config"
 AUTO = "auto"
 
 # The keys that lead to what is wrong, and a line about it.
@@ -293,7 +293,7 @@ def _explain_missing(keys: List[str]) -> str:
 
 
 def _hint(keys: List[str], field: FieldInfo) -> str:
-    default = None if field.is_required() else field.get_default()
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
     if keys == [ZERO_OPTIMIZATION, "stage"]:
         return " (2 if nothing is said)"
     return "" if default is None else f" (DeepSpeed's default is {as_json(default)})"
@@ -335,19 +335,6 @@ def _meant(keys: List[str]) -> Optional[List[str]]:
         return None
     renamed = RENAMED.get(".".join(keys)) or nearest(name, known)
     return [*keys[:-1], renamed] if renamed else None
-
-
-def without_former_sections(config: Dict[str, Any]) -> Dict[str, Any]:
-    """
-    Without those that DeepSpeed no longer has, and refuses also where they are turned off, as they
-    are in many pasted configurations.
-    """
-    removed = ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS
-
-    def is_off(value: Any) -> bool:
-        return value is False or (isinstance(value, dict) and value.get("enabled") is False)
-
-    return {k: v for k, v in config.items() if k not in removed or not is_off(v)}
 
 
 def _removed(keys: List[str]) -> Dict[str, str]:

@@ -32,6 +32,7 @@ from allennlp_deepspeed.config.schema import did_you_mean
 from allennlp_deepspeed.config.schema_validation import places_of
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
+from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.gradients import loss_terms
 from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import nodes
@@ -87,7 +88,7 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         try:
             check_parts(config, findings)
         except Exception:
-            logger.warning("Parts of the config can't be tried out.", exc_info=True)
+            logger.info("Parts of the config can't be tried out.", exc_info=True)
     with _what_is_wrong_already(findings):
         _check_sections(config, findings, on_this_machine)
     findings.raise_any()
@@ -146,7 +147,7 @@ def _check_file(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
         return sound
     except Exception:
         # A config must not be refused for what isn't known of the classes in it.
-        logger.warning("The config can't be compared with AllenNLP's signatures.", exc_info=True)
+        logger.info("The config can't be compared with AllenNLP's signatures.", exc_info=True)
         return config
 
 
@@ -174,6 +175,7 @@ def _check_sections(config: Dict[str, Any], findings: Findings, on_this_machine:
 
 def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
     """What it says itself, whatever DeepSpeed makes of it."""
+    _check_device(config["trainer"].get("cuda_device"), findings)
     num_workers = len(worker_devices(config))
     evaluates = config.get("evaluate_on_test") and config.get("test_data_path") is not None
     if num_workers > 1 and evaluates and config.get("type") != "deepspeed":
@@ -200,6 +202,20 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
             f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
             'DeepSpeed takes its place: write "deepspeed", or leave it out.'
         )
+
+
+def _check_device(device: Any, findings: Findings) -> None:
+    """AllenNLP's signature lets anything pass for a `torch.device`."""
+    if device is None or is_integer(device):
+        return
+    line = (
+        f"'trainer.cuda_device' is {json.dumps(device, default=repr)}: must be the number of a "
+        "GPU, or -1 for the CPU"
+    )
+    if isinstance(device, list) and len(device) > 1:
+        several = json.dumps({"cuda_devices": device}, default=repr)
+        line += f'; for several workers write "distributed": {several} at the top level'
+    findings.refuse("trainer.cuda_device", line)
 
 
 def _model_class(model: Any) -> Optional[Type[Model]]:

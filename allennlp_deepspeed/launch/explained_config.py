@@ -8,6 +8,8 @@ from allennlp.common import Params
 from pydantic import BaseModel
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.former_names import with_names_of_today
 from allennlp_deepspeed.config.open_values import recorded_sources
 from allennlp_deepspeed.config.schema import Schema
 from allennlp_deepspeed.config.schema_validation import AUTO
@@ -60,7 +62,9 @@ def explained(params: Params) -> List[ExplainedValue]:
         "train_batch_size": resolved.engine_config["train_batch_size"]
         * resolved.num_gradient_accumulation_steps,
     }
-    mine = dict(_leaves(written)) if isinstance(written, dict) else {}
+    mine = {}
+    if isinstance(written, dict):
+        mine = dict(_leaves(with_names_of_today(written, Findings())))
     left_open = [path for path, value in mine.items() if value == AUTO]
     in_use = optimizer_in_use(config["trainer"].get("optimizer"), resolved)
     name = written if isinstance(written, str) else (written or {}).get("type", "")

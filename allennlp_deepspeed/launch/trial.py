@@ -208,7 +208,9 @@ def _try(
             text = json.dumps(value, default=repr)[:100]
             findings.refuse(f"{path}.{key}", f"'{path}.{key}' is {text}: {reason}")
             return False
-    findings.refuse(path, f"'{path}': {reason or type(error).__name__}")
+    # What a section lacks because it was wrong has its own line.
+    if not findings.has_refused_within(path):
+        findings.refuse(path, f"'{path}': {reason or type(error).__name__}")
     return False
 
 

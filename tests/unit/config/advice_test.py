@@ -6,6 +6,7 @@ import pytest
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.open_values import recorded_sources
 
 
 def lines(config: Dict[str, Any], **settings: Any) -> List[str]:
@@ -32,6 +33,59 @@ def test_a_former_section_that_is_turned_off_is_left_out(section: Dict[str, Any]
     assert lines(section) == []
     (said,) = lines({key: {**section[key], "enabled": True}})
     assert said.startswith(f"deepspeed_config.{key}: ")
+
+
+@pytest.mark.parametrize(
+    "zero, line",
+    [
+        ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, None),
+        ({"cpu_offload": False, "offload_optimizer": {"device": "none"}}, None),
+        ({"cpu_offload": False, "offload_optimizer": {"device": "cpu"}}, "remove cpu_offload"),
+        ({"stage": 3, "cpu_offload_param": True}, None),
+        ({"cpu_offload": "perhaps"}, 'zero_optimization.cpu_offload is "perhaps": must be'),
+    ],
+    ids=str,
+)
+def test_a_former_key_may_stand_beside_its_successor(zero: Dict[str, Any], line: Any) -> None:
+    said = lines({"zero_optimization": {"stage": 2, **zero}})
+    assert len(said) == (line is not None)
+    assert all(line in each for each in said)
+
+
+@pytest.mark.parametrize(
+    "name, instead",
+    [
+        ("warmup_max_lr", "the learning rate of the optimizer"),
+        ("warmup_min_lr", '"warmup_min_ratio"'),
+        ("warmup_ratio", '"warmup_num_steps", in optimizer steps'),
+        ("cosmin_ratio", '"cos_min_ratio"'),
+    ],
+)
+def test_what_a_cosine_schedule_lacks_has_what_to_write(name: str, instead: str) -> None:
+    params = {"total_num_steps": 9, name: 0.1}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    (said,) = lines(
+        {"optimizer": optimizer, "scheduler": {"type": "WarmupCosineLR", "params": params}}
+    )
+    assert f'"params.{name}" is no parameter of WarmupCosineLR' in said and instead in said
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_params_may_be_left_open_as_a_whole(section: str) -> None:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+    }
+    config[section]["params"] = "auto"
+    assert lines(config) == []
+
+
+def test_what_nothing_turns_on_is_not_said_to_be_from_use_amp() -> None:
+    config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    for use_amp, fp16 in ((None, "trainer.use_amp isn't true"), (True, "bf16 is on")):
+        with recorded_sources() as sources:
+            assert lines(config, use_amp=use_amp) == []
+        assert sources["fp16.enabled"] == f"because {fp16}"
 
 
 @pytest.mark.parametrize("key", ["num_epochs", "patience", "use_amp", "activation_tiling"])

@@ -348,7 +348,9 @@ class TestUnknownKeys:
         assert "prefetch_bucket_size is given twice" in refusal({"zero_optimization": zero})
 
     def test_deprecated_keys_are_accepted(self):
-        assert resolve({"zero_optimization": {"stage": 2, "cpu_offload": True}}).zero_stage == 2
+        for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
+            zero = {"stage": 2, "cpu_offload": True, **zero}
+            assert resolve({"zero_optimization": zero}).offload_device == "cpu"
         assert resolve({"bfloat16": {"enabled": True}}).precision == "bf16"
 
     def test_every_key_that_deepspeed_reads_is_known(self):
@@ -437,11 +439,12 @@ class TestWrongValues:
             (
                 {
                     "zero_optimization": {
-                        "cpu_offload": True,
+                        "cpu_offload": False,
                         "offload_optimizer": {"device": "cpu"},
                     }
                 },
-                "deepspeed_config.zero_optimization: Cannot provide deprecated parameter",
+                "zero_optimization.cpu_offload is false, DeepSpeed's former key for "
+                'offload_optimizer, whose device is "cpu": remove cpu_offload',
             ),
             (
                 {"zero_optimization": {"leaf_module": 3}},
@@ -1156,7 +1159,7 @@ class TestAPastedConfiguration:
     def test_what_was_filled_is_logged(self, caplog):
         with caplog.at_level(logging.INFO, logger="allennlp_deepspeed"):
             resolve("zero_2", use_amp=True, num_gradient_accumulation_steps=4)
-        assert "deepspeed_config.torch_autocast.enabled is true (from use_amp)" in caplog.text
+        assert "torch_autocast.enabled is true (from trainer.use_amp)" in caplog.text
         assert (
             "deepspeed_config.gradient_accumulation_steps is 4 "
             "(from num_gradient_accumulation_steps)" in caplog.text

@@ -463,9 +463,9 @@ def test_any_two_conflicts_are_said_together(first: Tuple[Changes, str, Changes]
                 "bf16": {"enabled": True},
             },
             [
+                "deepspeed_config.zero_optimization.cpu_offload is true, DeepSpeed's former key",
                 "deepspeed_config.zero_optimization: compute_grad_norm=false is supported only",
                 "deepspeed_config.fp16: fp16.loss_scale_window must be > 0",
-                "deepspeed_config.zero_optimization: Cannot provide deprecated parameter",
                 "deepspeed_config.bf16.enabled and deepspeed_config.fp16.enabled are true",
                 "deepspeed_config.zero_optimization.zero_hpz_partition_size is 5, but",
             ],

@@ -75,6 +75,18 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
         ({"trainer.grad_cache": {"chunk_size": 2}}, "'trainer.grad_cache' is for contrastive"),
         ({"data_loader.batch_size": 0}, "'data_loader.batch_size' is 0: batch_size must be at le"),
         ({"data_loader.batches_per_epoch": 0}, "'data_loader.batches_per_epoch' is 0: batches_per"),
+        # Once, though the loader can't be constructed without it.
+        ({"data_loader.batch_size": "8"}, "'data_loader.batch_size' is \"8\": must be an integer"),
+        (
+            {"data_loader": {"batch_sampler": {"type": "bucket", "batch_size": "8"}}},
+            "'data_loader.batch_sampler.batch_size' is \"8\": must be an integer",
+        ),
+        ({"trainer.cuda_device": [-1]}, "'trainer.cuda_device' is [-1]: must be the number of a "),
+        (
+            {"trainer.cuda_device": [0, 1]},
+            "'trainer.cuda_device' is [0, 1]: must be the number of a GPU, or -1 for the CPU; for "
+            'several workers write "distributed": {"cuda_devices": [0, 1]} at the top level',
+        ),
         (
             {"data_loader": {"batch_sampler": {"type": "bucket", "batch_size": -3}}},
             "'data_loader.batch_sampler.batch_size' is -3: must be at least 1",
