@@ -7,18 +7,25 @@ import functools
 import json
 import logging
 import sys
+import time
 import traceback
+from contextlib import suppress
 from typing import Any, List, Optional
 
 from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from allennlp.common.util import SigTermReceived
 
 from allennlp_deepspeed.signatures.section import explanation
 
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_explanation_for_command"
+
+# Of an error that each process of a launcher on this machine has.
+_SAID_BY_FIRST = "_said_by_first_process"
+_SECONDS_FOR_FIRST = 10
 
 
 def install() -> None:
@@ -36,6 +43,11 @@ def install() -> None:
             if message is None or not _is_called_by_command():
                 raise
             files = log_to_files(error)
+            if getattr(error, _SAID_BY_FIRST, False):
+                # A launcher ends all of its processes with the one that ends first.
+                with suppress(SigTermReceived):
+                    time.sleep(_SECONDS_FOR_FIRST)
+                sys.exit(1)
             print(f"\n{message}", file=sys.stderr)
             if files:
                 print(f"(The traceback is in {files[0]}.)", file=sys.stderr)
@@ -72,6 +84,11 @@ def explain(error: BaseException) -> None:
         message = error.message
     if message is not None:
         setattr(error, _ATTRIBUTE, message)
+
+
+def leave_to_first(error: BaseException) -> None:
+    """Has the first process that a launcher has started on this machine say it, and only that."""
+    setattr(error, _SAID_BY_FIRST, True)
 
 
 def check_type(params: Params) -> None:

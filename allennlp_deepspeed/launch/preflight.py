@@ -88,10 +88,15 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
     launched = launcher.detect()
     settings = _console_settings(arguments, launched)
     with shown_on_console(settings):
-        if launched is not None:
-            launching.into_config(arguments["params"], launched, arguments)
-        fill_in(arguments["params"])
-        check(arguments["params"])
+        try:
+            if launched is not None:
+                launching.into_config(arguments["params"], launched, arguments)
+            fill_in(arguments["params"])
+            check(arguments["params"])
+        except ConfigurationError as error:
+            if launched is not None and launched.local_rank != 0:
+                failures.leave_to_first(error)
+            raise
         return _train(train_model, arguments, launched, settings)
 
 

@@ -103,7 +103,7 @@ def _replace_config(
     changes = "; ".join(
         f"{key} was {_value(then, key)} and is {_value(now, key)}" for key in differing
     )
-    announce(logger, "%s has changed since the training began: %s", path, changes)
+    announce(logger, "Continues with another config, which %s has now: %s", path, changes)
     # Each node writes its own, if several see the same directory.
     temporary_path = f"{path}.n{node_rank}.unfinished"
     files.write(json.dumps(params.as_dict(quiet=True), indent=4), temporary_path)

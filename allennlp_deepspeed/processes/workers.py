@@ -133,8 +133,8 @@ class Workers:
 
     def _forward(self, signal_number: int) -> None:
         logger.warning(
-            "%s received: the workers leave after the optimizer step or the validation batch that "
-            "they are in. A second signal ends them in any case.",
+            "Waits for the workers, which leave after the optimizer step or the validation batch "
+            "that they are in. A second %s ends them in any case.",
             signal.Signals(signal_number).name,
         )
         for rank in self._alive():
