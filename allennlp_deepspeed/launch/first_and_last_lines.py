@@ -102,9 +102,9 @@ def _how_to_continue(directory: str, config: Dict[str, Any], launcher: Optional[
         how = _how_with_launcher(launcher, continues_itself)
     elif continues_itself:
         how = "the same command"
-    elif (command := _command()) and "train" in sys.argv[1:]:
+    elif (words_of_command := command()) and "train" in sys.argv[1:]:
         words = [kept for word in sys.argv[1:] if (kept := _without_flags(word))]
-        how = shlex.join([*command, *words, "--recover"])
+        how = shlex.join([*words_of_command, *words, "--recover"])
     else:
         how = "train_model(..., recover=True)"
     return f"The newest checkpoint is {name}. To continue from it: {how}"
@@ -115,7 +115,7 @@ def _how_with_launcher(launcher: str, continues_itself: bool) -> str:
     given = [name for name in _FLAGS if any(_has_flag(word, name) for word in sys.argv[1:])]
     if continues_itself or given == ["--recover"]:
         change = ""
-    elif not _command() or "train" not in sys.argv[1:]:
+    elif not command() or "train" not in sys.argv[1:]:
         change = ", with train_model(..., recover=True)"
     elif "--force" in given:
         change = ", with --recover in the place of --force"
@@ -131,7 +131,7 @@ def _has_flag(word: str, name: str) -> bool:
     return is_long or re.match(f"-[fr]*{name[2]}", word) is not None
 
 
-def _command() -> List[str]:
+def command() -> List[str]:
     """As which AllenNLP's command was started here, by a launcher too; empty if it wasn't."""
     path = sys.argv[0]
     if os.path.basename(path) == "allennlp":

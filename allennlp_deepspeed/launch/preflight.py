@@ -30,11 +30,12 @@ from allennlp_deepspeed.launch.config_check import (
     settings_of,
     worker_devices,
 )
-from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
+from allennlp_deepspeed.launch.first_and_last_lines import command, first_and_last_lines
 from allennlp_deepspeed.launch.node_files import NodeFiles
 from allennlp_deepspeed.launch.slow_construction import announced_if_slow
 from allennlp_deepspeed.processes import launcher, worker_failure
 from allennlp_deepspeed.processes.announcements import wants_whole_log
+from allennlp_deepspeed.processes.fork_server import ForkServer, is_safe_here
 from allennlp_deepspeed.processes.job import Job
 from allennlp_deepspeed.processes.launcher import Launched
 from allennlp_deepspeed.processes.sequence_groups import read_by_groups
@@ -87,7 +88,12 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
     """Checks, and trains."""
     launched = launcher.detect()
     settings = _console_settings(arguments, launched)
-    with shown_on_console(settings):
+    with ExitStack() as stack:
+        # Before anything that can't be forked, such as the thread that draws on the console.
+        fork_server = _fork_server(arguments["params"], launched)
+        if fork_server is not None:
+            stack.enter_context(fork_server)
+        stack.enter_context(shown_on_console(settings))
         try:
             if launched is not None:
                 launching.into_config(arguments["params"], launched, arguments)
@@ -97,7 +103,16 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
             if launched is not None and launched.local_rank != 0:
                 failures.leave_to_first(error)
             raise
-        return _train(train_model, arguments, launched, settings)
+        return _train(train_model, arguments, launched, settings, fork_server)
+
+
+def _fork_server(params: Params, launched: Optional[Launched]) -> Optional[ForkServer]:
+    """
+    For several workers, of the command: a program of the user's may have begun what a fork can't go
+    on with, and keep it where it isn't seen.
+    """
+    has_workers = params.get("distributed") is not None or launched is not None
+    return ForkServer() if has_workers and command() and is_safe_here() else None
 
 
 def fill_in(params: Params) -> None:
@@ -128,6 +143,7 @@ def _train(
     arguments: Dict[str, Any],
     launched: Optional[Launched],
     settings: Optional[ConsoleSettings],
+    fork_server: Optional[ForkServer],
 ) -> Any:
     """
     Trains with what has been checked.
@@ -142,6 +158,8 @@ def _train(
         What a launcher says of this process.
     settings : `ConsoleSettings`, optional
         `None` where the console is to have the whole log.
+    fork_server : `ForkServer`, optional
+        Of workers.
     """
     params, directory = arguments["params"], arguments["serialization_dir"]
     node_rank = arguments.get("node_rank", 0)
@@ -165,7 +183,7 @@ def _train(
         if settings is not None:
             prepare = functools.partial(prepare_worker, settings, prepare)
         compare = functools.partial(_compare_vocabularies, job, node_files, directory)
-        stack.enter_context(supervised_workers(job, prepare, compare, local_rank))
+        stack.enter_context(supervised_workers(job, prepare, compare, local_rank, fork_server))
         is_leader = node_files is None or node_files.is_leader
         if resumption.is_asked_for(config):
             force = arguments.get("force", False)

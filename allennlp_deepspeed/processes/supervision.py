@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import (
     Any,
     Callable,
+    Dict,
     Iterator,
     NamedTuple,
     Optional,
@@ -28,10 +29,14 @@ import torch.distributed as dist
 import torch.multiprocessing
 from allennlp.commands import train as train_command
 from allennlp.common.util import SigTermReceived
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+from torch.multiprocessing import (  # type: ignore[attr-defined]
+    ProcessContext,
+    _prctl_pr_set_pdeathsig,
+)
 
 from allennlp_deepspeed.processes import activity, process_group, worker_failure
 from allennlp_deepspeed.processes.activity import Board
+from allennlp_deepspeed.processes.fork_server import ForkServer, become_a_worker
 from allennlp_deepspeed.processes.interruption import Interruption
 from allennlp_deepspeed.processes.job import Job
 from allennlp_deepspeed.processes.membership import Place
@@ -45,6 +50,7 @@ def supervised_workers(
     prepare: Optional[Callable[[], None]] = None,
     before: Optional[Callable[[], None]] = None,
     local_rank: Optional[int] = None,
+    fork_server: Optional[ForkServer] = None,
 ) -> Iterator[None]:
     """
     A context in which AllenNLP's train command starts its workers with `spawn`.
@@ -60,6 +66,8 @@ def supervised_workers(
         Called here before they are started, when AllenNLP has done what it does in this process.
     local_rank : `int`, optional (default = `None`)
         Of the only one that this process starts, because others start the others.
+    fork_server : `ForkServer`, optional (default = `None`)
+        Who forks them, if it can. Otherwise each is a new Python.
     """
     with ExitStack() as stack:
         watch = None if job is None else stack.enter_context(WatchedJob(job))
@@ -69,7 +77,7 @@ def supervised_workers(
                 before()
             if local_rank is not None:
                 function, nprocs = partial(_call_as, local_rank, function), 1
-            spawn(prepare, function, args, nprocs, watch)
+            spawn(prepare, function, args, nprocs, watch, fork_server)
 
         spawning = SimpleNamespace(spawn=spawn_supervised)
         stack.enter_context(mock.patch.object(train_command, "mp", spawning))
@@ -87,11 +95,13 @@ def spawn(
     args: Tuple = (),
     nprocs: int = 1,
     watch: Optional[WatchedJob] = None,
+    fork_server: Optional[ForkServer] = None,
 ) -> None:
     """
     `torch.multiprocessing.spawn`, but none of the processes outlives a failure of another, and what
     is raised is what failed first. On SIGTERM and SIGINT the workers get the same signal, and leave
-    when they are ready to; after a second signal they are ended.
+    when they are ready to; after a second signal they are ended. Of a `ForkServer` they are forks,
+    if those can compute.
 
     # Raises
 
@@ -107,21 +117,26 @@ def spawn(
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(nprocs)]
     board = Board(nprocs)
     member = None if watch is None else watch.job.member
+    if fork_server is not None and not fork_server.can_compute():
+        fork_server = None
+    environment = None if fork_server is None else dict(os.environ)
     # No signal ends this process while there are workers that it would leave behind.
     with Interruption() as interruption:
-        context = torch.multiprocessing.spawn(
-            _run_worker,
-            args=(
-                [
-                    _WorkerSetup(connection, board, None if member is None else member.place(rank))
-                    for rank, (_, connection) in enumerate(pipes)
-                ],
-                prepare,
-                function,
-                args,
-            ),
-            nprocs=nprocs,
-            join=False,
+        context = _start(
+            nprocs,
+            fork_server,
+            [
+                _WorkerSetup(
+                    connection,
+                    board,
+                    None if member is None else member.place(rank),
+                    environment,
+                )
+                for rank, (_, connection) in enumerate(pipes)
+            ],
+            prepare,
+            function,
+            args,
         )
         for _, writer in pipes:
             writer.close()
@@ -149,6 +164,15 @@ def spawn(
         raise SigTermReceived(workers.agreed_message())
 
 
+def _start(nprocs: int, fork_server: Optional[ForkServer], *args: Any) -> ProcessContext:
+    if fork_server is None:
+        return torch.multiprocessing.spawn(_run_worker, args, nprocs, join=False)
+    with fork_server.in_use():
+        return torch.multiprocessing.start_processes(
+            _run_worker, args, nprocs, join=False, start_method="forkserver"
+        )
+
+
 def _call_as(local_rank: int, function: Callable[..., Any], _: int, *args: Any) -> Any:
     return function(local_rank, *args)
 
@@ -165,11 +189,14 @@ class _WorkerSetup(NamedTuple):
         On which it shows what it is doing.
     place : `Optional[Place]`
         Its own, if its process group is to be started by `process_group`.
+    environment : `Optional[Dict[str, str]]`
+        Its variables, if it is a fork, which has those of the time when the fork server was.
     """
 
     connection: Connection
     board: Board
     place: Optional[Place]
+    environment: Optional[Dict[str, str]]
 
 
 def _run_worker(
@@ -183,6 +210,8 @@ def _run_worker(
     setup = setups[rank]
     # Those of the supervisor, if the worker is a fork of it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if setup.environment is not None:
+        become_a_worker(setup.environment)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.register_at_fork(after_in_child=partial(_end_with_parent, threading.get_ident()))

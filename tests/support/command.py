@@ -167,7 +167,7 @@ def allennlp(*arguments: Any, time_limit: float = 60, **kwargs: Any) -> Run:
 
 
 def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any) -> Run:
-    """The installed `allennlp` command, as a user starts it."""
+    """The installed `allennlp` command, as a user starts it. It has a fork server of its own."""
     process = subprocess.Popen(
         [shutil.which("allennlp", path=os.path.dirname(sys.executable)), *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -206,13 +206,17 @@ def _main(
     import torch.multiprocessing
     from allennlp.__main__ import run
 
+    from allennlp_deepspeed.launch import preflight
+
     # AllenNLP looks through all directories of modules again for each package that it includes.
     unchanged = mock.patch.object(importlib, "invalidate_caches")
     imported = mock.patch.object(pkgutil, "walk_packages", _walk_packages)
     forked = mock.patch.object(torch.multiprocessing, "spawn", fork_workers)
+    # These are forks of a fork server already.
+    served = mock.patch.object(preflight, "is_safe_here", lambda: False)
     port = mock.patch.object(allennlp.common.util, "find_open_port", _find_port)
     read = mock.patch.object(allennlp.common.params, "evaluate_file", _evaluate_file)
-    with unchanged, imported, forked, port, read:
+    with unchanged, imported, forked, served, port, read:
         try:
             run()
         except Exception:
