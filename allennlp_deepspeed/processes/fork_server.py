@@ -24,6 +24,9 @@ import numpy
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
+ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_FORK"
+"""With the value 0 each worker is a new Python."""
+
 # Until a computation by several threads has to be done that takes less than a millisecond.
 _SECONDS_TO_COMPUTE = 5.0
 
@@ -89,10 +92,12 @@ class ForkServer:
 def is_safe_here() -> bool:
     """
     Whether this process can be forked, as far as it is seen from within: it has one thread, which
-    is the main one, has started no process group and has no GPU, which a fork couldn't use.
+    is the main one, has started no process group and has no GPU, which a fork couldn't use. Never
+    with `ALLENNLP_DEEPSPEED_FORK=0`.
     """
     return (
-        sys.platform == "linux"
+        os.environ.get(ENVIRONMENT_VARIABLE) != "0"
+        and sys.platform == "linux"
         and threading.active_count() == 1
         and threading.current_thread() is threading.main_thread()
         and not torch.distributed.is_initialized()

@@ -140,8 +140,10 @@ def test_nothing_is_left_of_a_process_that_is_killed() -> None:
         assert not psutil.wait_procs([server, *workers], SECONDS)[1]
 
 
-@pytest.mark.parametrize("has_more", [None, "thread", "process group", "GPU"])
+@pytest.mark.parametrize("has_more", [None, "variable", "thread", "process group", "GPU"])
 def test_what_can_be_forked(has_more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_more == "variable":
+        monkeypatch.setenv(fork_server.ENVIRONMENT_VARIABLE, "0")
     if has_more == "process group":
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(has_more == "GPU"))
