@@ -100,6 +100,7 @@ upstream-models-oldest: $(OLDEST)/installed
 	$(WITH_OLDEST) $(RUN_OF_MODELS)
 
 bench: $(VENV)/installed
+	python -m benchmarks startup
 	python -m benchmarks saving
 	python -m benchmarks speed
 	python -m benchmarks contrastive
