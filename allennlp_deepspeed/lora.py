@@ -5,6 +5,7 @@ et al., 2021, https://arxiv.org/abs/2106.09685), by the library `peft`.
 
 import dataclasses
 import json
+import logging
 import os
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional, Sequence
@@ -14,9 +15,12 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.modules import TokenEmbedder
 from overrides import overrides
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.storage import files
+
+logger = logging.getLogger(__name__)
 
 # What `peft` fills in itself, or what means another kind of adapter or of model.
 _NOT_SETTINGS = (
@@ -184,7 +188,8 @@ def adapted_transformers(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
 def save_adapters(transformer: PreTrainedModel, directory: str) -> None:
     """
     Writes the adapters alone, as `peft.PeftModel.from_pretrained` loads them into the transformer
-    that they were trained in: `adapter_config.json` and `adapter_model.safetensors`.
+    that they were trained in, and of a language model `peft.AutoPeftModelForCausalLM` with it:
+    `adapter_config.json` and `adapter_model.safetensors`.
 
     # Parameters
 
@@ -197,15 +202,50 @@ def save_adapters(transformer: PreTrainedModel, directory: str) -> None:
 
     peft = _import_peft()
     weights = peft.get_peft_model_state_dict(transformer, save_embedding_layers=False)
+    path = os.path.join(directory, peft.utils.SAFETENSORS_WEIGHTS_NAME)
     save_file(
         # The names that they have in a `PeftModel`.
         {f"base_model.model.{name}": weight.contiguous() for name, weight in weights.items()},
-        os.path.join(directory, peft.utils.SAFETENSORS_WEIGHTS_NAME),
+        path,
         metadata={"format": "pt"},
     )
+    files.give_usual_mode(path)
     config: Any = transformer.peft_config["default"]
-    config = dataclasses.replace(config, inference_mode=True)
+    config = dataclasses.replace(
+        config,
+        inference_mode=True,
+        task_type="CAUSAL_LM" if _is_causal_lm(transformer) else "FEATURE_EXTRACTION",
+    )
     config.save_pretrained(directory)
+
+
+def warn_of_base(transformer: PreTrainedModel, directory: str) -> None:
+    """
+    Says how to load adapters if their configuration can't say where the transformer is. Arguments
+    are those of `save_adapters`.
+    """
+    name = transformer.config.name_or_path
+    how = f"peft.PeftModel.from_pretrained(transformer, {directory!r})"
+    if not name:
+        logger.warning(
+            "The adapters' transformer has no name, because it wasn't loaded: construct it as it "
+            "was for training, and load them with %s.",
+            how,
+        )
+    elif os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        found = sorted(file for file in os.listdir(name) if file.endswith(".gguf"))
+        logger.warning(
+            "The adapters' transformer is a GGUF file, which peft can't load by itself: load it "
+            "with transformers.%s.from_pretrained(%r, gguf_file=%r), and them with %s.",
+            "AutoModelForCausalLM" if _is_causal_lm(transformer) else "AutoModel",
+            name,
+            found[0] if len(found) == 1 else "...",
+            how,
+        )
+
+
+def _is_causal_lm(transformer: PreTrainedModel) -> bool:
+    return type(transformer) is MODEL_FOR_CAUSAL_LM_MAPPING.get(type(transformer.config), None)
 
 
 def merge_adapters(model: torch.nn.Module) -> None:

@@ -157,6 +157,7 @@ def export_adapters(
         directory = output_dir if len(transformers) == 1 else os.path.join(output_dir, name)
         files.make_directory(directory)
         lora.save_adapters(transformer, directory)
+        lora.warn_of_base(transformer, os.path.abspath(directory))
     return os.path.abspath(output_dir)
 
 

@@ -145,10 +145,14 @@ def export_huggingface(
             lora.save_adapters(transformer, unfinished)
         else:
             transformer.save_pretrained(unfinished, max_shard_size=max_shard_size)
+            for path in glob.glob(os.path.join(glob.escape(unfinished), "*.safetensors")):
+                files.give_usual_mode(path)
         tokenizer = _tokenizer(trained.serialization_dir, transformer)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
     _put(unfinished, output_dir)
+    if adapters_only:
+        lora.warn_of_base(transformer, output_dir)
     return output_dir
 
 

@@ -106,6 +106,9 @@ def test_what_takes_long_before_the_first_step_is_told(tmp_path: Path) -> None:
         "model.seconds": 0.5,
         "trainer.optimizer": {"type": "sgd_with_operator", "folder": str(tmp_path), "lr": 0.1},
         "trainer.num_epochs": 1,
+        "trainer.learning_rate_scheduler": {"type": "linear_with_warmup", "warmup_steps": 3},
+        "trainer.grad_clipping": 0.5,
+        "trainer.use_amp": True,
     }
     run = allennlp(
         *arguments(write_config(tmp_path / "config.json", changes), tmp_path / "out"),
@@ -124,6 +127,10 @@ def test_what_takes_long_before_the_first_step_is_told(tmp_path: Path) -> None:
     start = next(i for i, line in enumerate(told) if line.startswith("Reads the data")) + 1
     for line, begin in zip(told[start:], lines):
         assert line.startswith(begin), run.output
+    # And what comes of these keys.
+    assert "SgdWithOperator, learning rate 0, which rises to 0.1, schedule Linear" in run.output
+    assert "values clipped to ±0.5, reduced" in run.output
+    assert "ZeRO stage 2, autocast to bfloat16" in run.output
     for name in ("out_worker0.log", "out_worker1.log"):
         assert "'tiny_operator' is compiled" in (tmp_path / "out" / name).read_text()
 

@@ -64,6 +64,10 @@ def exported(source: Path, output: Path, *arguments: Any) -> List[str]:
     ).check()
     assert run.output.endswith(f"{output}\n")
     assert not output.with_name(f"{output.name}.unfinished").exists()
+    # Others may read them as any file here.
+    (output / "another").touch()
+    assert len({path.stat().st_mode for path in output.iterdir()}) == 1
+    (output / "another").unlink()
     return sorted(path.name for path in output.iterdir())
 
 
@@ -161,6 +165,8 @@ def test_adapters_of_a_language_model_are_those_of_peft(
     assert "config.json" not in names
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == pretrained
+    by_itself: Any = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters")
+    assert_same_logits(by_itself, result.archive)
     base = AutoModelForCausalLM.from_pretrained(pretrained)
     loaded: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
     assert_same_logits(loaded, result.archive)
