@@ -8,7 +8,7 @@ from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 from benchmarks.harness.contender import Contender, Job
 from benchmarks.harness.process_tree import ProcessTree, Unavailable, Worker
-from benchmarks.harness.stopwatch import Outcome, Plan
+from benchmarks.harness.stopwatch import Outcome, Plan, Taken
 from benchmarks.harness.workload import Workload
 
 Pair = Tuple[str, str]
@@ -20,14 +20,14 @@ class Comparison(NamedTuple):
 
     outcomes : `Dict[str, List[Outcome]]`
         For each contender that of each rank.
-    seconds : `Dict[Pair, List[Tuple[float, float]]]`
+    taken : `Dict[Pair, List[Tuple[Taken, Taken]]]`
         What two contenders took for their segments. One that is alone is paired with itself.
     skipped : `Dict[str, str]`
         Why a contender didn't take part.
     """
 
     outcomes: Dict[str, List[Outcome]]
-    seconds: Dict[Pair, List[Tuple[float, float]]]
+    taken: Dict[Pair, List[Tuple[Taken, Taken]]]
     skipped: Dict[str, str]
 
 
@@ -76,25 +76,25 @@ def compare(
                 skipped[name] = str(reason)
                 del trees[name]
         pairs = [pair for pair in pairs if set(pair) <= trees.keys()]
-        seconds: Dict[Pair, List[Tuple[float, float]]] = {
+        taken: Dict[Pair, List[Tuple[Taken, Taken]]] = {
             pair: [] for pair in pairs or [(name, name) for name in trees]
         }
         for i in range(plan.num_segments):
-            for (one, other), pair_seconds in seconds.items():
-                pair_seconds.append(_time(trees[one], trees[other], one_first=i % 2 == 0))
+            for (one, other), of_pair in taken.items():
+                of_pair.append(_time(trees[one], trees[other], one_first=i % 2 == 0))
         outcomes = {name: tree.finish() for name, tree in trees.items()}
-    return Comparison(outcomes, seconds, skipped)
+    return Comparison(outcomes, taken, skipped)
 
 
-def _time(one: ProcessTree, other: ProcessTree, one_first: bool) -> Tuple[float, float]:
-    """The seconds that each takes for a segment, in the order of the arguments."""
+def _time(one: ProcessTree, other: ProcessTree, one_first: bool) -> Tuple[Taken, Taken]:
+    """What each takes for a segment, in the order of the arguments."""
     if one is other:
-        seconds = one.time_segment()
-        return seconds, seconds
+        taken = one.time_segment()
+        return taken, taken
     if one_first:
         return one.time_segment(), other.time_segment()
-    seconds = other.time_segment()
-    return one.time_segment(), seconds
+    taken = other.time_segment()
+    return one.time_segment(), taken
 
 
 def _train(contender: Contender, workload: Workload, worker: Worker) -> None:

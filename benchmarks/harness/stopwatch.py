@@ -37,6 +37,23 @@ class Plan(NamedTuple):
         return sum(self.segments())
 
 
+class Taken(NamedTuple):
+    """
+    What a segment took.
+
+    # Parameters
+
+    seconds : `float`
+        On the clock of rank 0, from the moment when all have begun to when all are done.
+    cpu_seconds : `float`
+        Of processor time, in all ranks and all of their threads. What else runs on the machine
+        hardly changes it.
+    """
+
+    seconds: float
+    cpu_seconds: float
+
+
 class Outcome(NamedTuple):
     """
     What a worker tells at its end.
@@ -73,7 +90,7 @@ class Stopwatch:
         Micro-batches in an optimizer step.
     device : `torch.device`
     turns : `Connection`, optional (default = `None`)
-        On rank 0, what a segment took is sent there in seconds, and whatever comes back begins the
+        On rank 0, what a segment `Taken` has is sent there, and whatever comes back begins the
         next. The other ranks wait for rank 0.
     """
 
@@ -95,7 +112,7 @@ class Stopwatch:
         segments = plan.segments()
         # The numbers of micro-batches after which a segment ends.
         self._ends = {sum(segments[: i + 1]) * accumulation: i for i in range(len(segments))}
-        self._start = time.perf_counter()
+        self._begin_segment()
 
     def record(self, loss: torch.Tensor) -> None:
         self._losses.append(loss.detach())
@@ -105,15 +122,15 @@ class Stopwatch:
 
     def _end_segment(self, segment: int) -> None:
         self._wait_for_all()
-        seconds = time.perf_counter() - self._start
         if segment == self.plan.num_segments + 1:
             if _CAN_COUNT:
                 self._counter.stop()
                 self._gradients.stop()
             self._memory.stop()
             return
+        taken = self._taken()
         if self._turns is not None:
-            self._turns.send(seconds)
+            self._turns.send(taken)
             self._turns.recv()
         if segment == self.plan.num_segments:
             self._memory.start()
@@ -121,7 +138,19 @@ class Stopwatch:
         if segment == self.plan.num_segments and _CAN_COUNT:
             self._counter.start()
             self._gradients.start()
+        self._begin_segment()
+
+    def _begin_segment(self) -> None:
         self._start = time.perf_counter()
+        self._cpu_start = time.process_time()
+
+    def _taken(self) -> Taken:
+        """To be called by every rank, when all are done."""
+        seconds = time.perf_counter() - self._start
+        cpu_seconds = torch.tensor(time.process_time() - self._cpu_start, dtype=torch.float64)
+        cpu_seconds = cpu_seconds.to(self._device)
+        dist.all_reduce(cpu_seconds)
+        return Taken(seconds, float(cpu_seconds))
 
     def _wait_for_all(self) -> None:
         if self._device.type == "cuda":

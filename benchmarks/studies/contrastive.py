@@ -95,7 +95,7 @@ def measure(
             for name, contender in BI_ENCODER_CONTENDERS.items()
             if contender.takes_part(workload)
         }
-        outcomes, seconds, skipped = compare(
+        outcomes, taken, skipped = compare(
             contenders, PAIRS, workload, plan, world_size, TIME_LIMIT
         )
     # sentence-transformers has each rank's own part of the loss, all others the whole.
@@ -108,8 +108,9 @@ def measure(
         reference[name] = losses[name]
     [(reference_name, expected)] = reference.items()
 
-    for (contender, against), pairs in seconds.items():
-        ratios = [one / other for one, other in pairs]
+    for (contender, against), pairs in taken.items():
+        ratios = [one.seconds / other.seconds for one, other in pairs]
+        cpu_ratios = [one.cpu_seconds / other.cpu_seconds for one, other in pairs]
         data["ratios"].append(
             {
                 "zero_stage": stage,
@@ -117,16 +118,18 @@ def measure(
                 "against": against,
                 "time_per_example": statistics.median(ratios),
                 "quartiles": report.quartiles(ratios),
+                "cpu_time_per_example": statistics.median(cpu_ratios),
+                "cpu_quartiles": report.quartiles(cpu_ratios),
                 "seconds_of_pairs": pairs,
                 "steps_in_segment": settings.steps,
             }
         )
     for name, ranks in outcomes.items():
         segments = [
-            taken
-            for names, pairs in seconds.items()
+            of_segment.seconds
+            for names, pairs in taken.items()
             for pair in pairs
-            for contender, taken in zip(names, pair)
+            for contender, of_segment in zip(names, pair)
             if contender == name
         ]
         data["contenders"].append(
@@ -154,16 +157,27 @@ def text(data: Dict[str, Any]) -> str:
             row["against"],
             f"{row['time_per_example']:.2f}",
             report.spread(row["quartiles"]),
+            f"{row['cpu_time_per_example']:.2f}",
+            report.spread(row["cpu_quartiles"]),
         ]
         for row in data["ratios"]
     ]
+    headings = (
+        "stage",
+        "contender",
+        "against",
+        "time per example",
+        "quartiles",
+        "CPU time per example",
+        "quartiles",
+    )
     return report.document(
         "Gradient caching",
         f"{report.describe(data)}\n"
         f"{data['batch_size']} pairs of texts of {data['num_tokens']} tokens on a worker, in "
         f"chunks of {data['chunk_size']}.\n"
         "How the figures are made: [NOTES.md](../NOTES.md#gradient-caching).",
-        report.table(("stage", "contender", "against", "time per example", "quartiles"), ratios),
+        report.table(headings, ratios),
         report.table(
             ("stage", "contender", "ms/step", "peak MB", "losses differ by"),
             map(_cells, data["contenders"]),

@@ -3,11 +3,11 @@ How fast training is against a bare DeepSpeed loop and against other trainers, w
 and what crosses the network.
 
 The same models are trained on the same batches by each contender, in a process tree of its own. In
-each pair the bare loop and a contender make some steps, one after the other, in alternating order,
-while all others wait. The losses of all micro-batches have to be the same for all of them before
-anything is reported. Writes a table and a plot to `benchmarks/results`, after each combination of
-model, ZeRO stage and accumulation. `benchmarks/NOTES.md` says how the figures are made and what
-they mean.
+each pair the bare loop and a contender, or Accelerate and ours, make some steps, one after the
+other, in alternating order, while all others wait. The losses of all micro-batches have to be the
+same for all of them before anything is reported. Writes a table and a plot to `benchmarks/results`,
+after each combination of model, ZeRO stage and accumulation. `benchmarks/NOTES.md` says how the
+figures are made and what they mean.
 """
 
 import argparse
@@ -27,12 +27,16 @@ from benchmarks.harness import report
 from benchmarks.harness.losses import largest_difference
 from benchmarks.harness.pairing import Comparison, compare
 from benchmarks.harness.plot import figure
-from benchmarks.harness.stopwatch import Plan
+from benchmarks.harness.stopwatch import Plan, Taken
 
 # A variant of ours that only answers one question, which NOTES.md tells of, is left out.
 DEFAULT_CONTENDERS = [name for name in CONTENDERS if name != "ours-flush"]
 MIN_WARMUP_STEPS = 3
 TIME_LIMIT = 600.0  # seconds, for all contenders of one combination
+
+# Both are DeepSpeed's engine with a loop around it. Compared with each other without the bare loop
+# between them, whose noise would be added to both.
+ACCELERATE_AND_OURS = ("accelerate", "ours")
 
 _HEADINGS = (
     "accumulation",
@@ -40,11 +44,21 @@ _HEADINGS = (
     "contender",
     "samples/s against bare",
     "quartiles",
+    "CPU time against bare",
+    "quartiles",
     "ms/step",
     "peak MB",
     "MB/step",
     "gradients against accumulation 1",
     "calls/step (MB)",
+)
+_HEADINGS_BESIDE_ACCELERATE = (
+    "accumulation",
+    "stage",
+    "samples/s against Accelerate",
+    "quartiles",
+    "CPU time against Accelerate",
+    "quartiles",
 )
 
 
@@ -117,7 +131,7 @@ def measure(
         ]
         comparison = compare(
             {name: CONTENDERS[name] for name in names},
-            [(BARE, name) for name in names if name != BARE],
+            [*((BARE, name) for name in names if name != BARE), ACCELERATE_AND_OURS],
             workload,
             plan,
             world_size,
@@ -125,8 +139,28 @@ def measure(
         )
     rows = [_figures(name, comparison, workload, plan, world_size) for name in comparison.outcomes]
     rows += [{"contender": name, "skipped": why} for name, why in comparison.skipped.items()]
+    pairs = comparison.taken.get(ACCELERATE_AND_OURS)
+    if pairs is not None:
+        ours = next(row for row in rows if row["contender"] == ACCELERATE_AND_OURS[1])
+        ours["against_accelerate"] = _ratios(pairs)
     cell = {"model": model, "zero_stage": stage, "accumulation": accumulation}
     return [{**cell, **row} for row in rows]
+
+
+def _ratios(pairs: List[Tuple[Taken, Taken]]) -> Dict[str, Any]:
+    """
+    Of the second of a pair to the first: samples per second, more is better, and processor time,
+    less is better.
+    """
+    ratios = [one.seconds / other.seconds for one, other in pairs]
+    cpu_ratios = [other.cpu_seconds / one.cpu_seconds for one, other in pairs]
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": report.quartiles(ratios),
+        "cpu_ratio": statistics.median(cpu_ratios),
+        "cpu_ratio_quartiles": report.quartiles(cpu_ratios),
+        "seconds_of_pairs": pairs,
+    }
 
 
 def _figures(
@@ -134,20 +168,22 @@ def _figures(
 ) -> Dict[str, Any]:
     """The figures of one contender. `plan` is that of a pair."""
     ranks = comparison.outcomes[name]
-    seconds = comparison.seconds.get((BARE, name))
-    if seconds is None:
-        # The bare loop itself, which is in every pair.
-        seconds = [(bare, bare) for pairs in comparison.seconds.values() for bare, _ in pairs]
-    seconds_per_step = statistics.median(own for _, own in seconds) / plan.steps
+    taken = comparison.taken.get((BARE, name))
+    if taken is None:
+        # The bare loop itself, which is in every pair of these.
+        taken = [
+            (bare, bare)
+            for (one, _), pairs in comparison.taken.items()
+            if one == BARE
+            for bare, _ in pairs
+        ]
+    seconds_per_step = statistics.median(own.seconds for _, own in taken) / plan.steps
     samples_per_step = workload.batch_size * workload.accumulation * world_size
-    ratios = [bare / own for bare, own in seconds]
     return {
         "contender": name,
         "samples_per_second": samples_per_step / seconds_per_step,
         "seconds_per_step": seconds_per_step,
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": report.quartiles(ratios),
-        "seconds_of_pairs": seconds,
+        **_ratios(taken),
         "steps_in_segment": plan.steps,
         "peak_memory_bytes": [rank.peak_memory for rank in ranks],
         "traffic_per_step": {
@@ -190,8 +226,14 @@ def _compare_gradient_bytes(rows: List[Dict[str, Any]]) -> None:
 def text(data: Dict[str, Any]) -> str:
     blocks = []
     for model in dict.fromkeys(row["model"] for row in data["rows"]):
-        rows = [_cells(row) for row in data["rows"] if row["model"] == model]
-        blocks += [f"## {model}", report.table(_HEADINGS, rows)]
+        of_model = [row for row in data["rows"] if row["model"] == model]
+        blocks += [f"## {model}", report.table(_HEADINGS, map(_cells, of_model))]
+        beside = [_cells_beside_accelerate(row) for row in of_model if "against_accelerate" in row]
+        if beside:
+            blocks += [
+                "Ours and Accelerate in pairs of their own:",
+                report.table(_HEADINGS_BESIDE_ACCELERATE, beside),
+            ]
     return report.document(
         "Speed, memory and traffic",
         f"{report.describe(data)}\nHow the figures are made: [NOTES.md](../NOTES.md).",
@@ -209,11 +251,25 @@ def _cells(row: Dict[str, Any]) -> List[str]:
         *key,
         f"{row['ratio']:.2f}",
         report.spread(row["ratio_quartiles"]),
+        f"{row['cpu_ratio']:.2f}",
+        report.spread(row["cpu_ratio_quartiles"]),
         f"{1000 * row['seconds_per_step']:.1f}",
         report.megabytes(max(row["peak_memory_bytes"])),
         report.megabytes(_bytes(row)),
         "" if ratio is None else f"{ratio:.2f}",
         ", ".join(f"{k} {v['calls']:g} ({report.megabytes(v['bytes'])})" for k, v in kinds),
+    ]
+
+
+def _cells_beside_accelerate(row: Dict[str, Any]) -> List[str]:
+    ratios = row["against_accelerate"]
+    return [
+        str(row["accumulation"]),
+        str(row["zero_stage"]),
+        f"{ratios['ratio']:.2f}",
+        report.spread(ratios["ratio_quartiles"]),
+        f"{ratios['cpu_ratio']:.2f}",
+        report.spread(ratios["cpu_ratio_quartiles"]),
     ]
 
 
