@@ -24,6 +24,7 @@ from allennlp_deepspeed.reports.reported_training import ReportedTraining
 _KEYS = (
     "activation_checkpointing",
     "grad_cache",
+    "grad_clipping",
     "gradient_synchronization",
     "sequence_parallel_size",
     "sequence_tiling",
