@@ -76,8 +76,13 @@ def _construct(section: Dict[str, Any], findings: Findings) -> Optional[Model]:
             return construct_on_meta_device(params, vocabulary, directory)
         except Exception as error:
             message = explanation(error) or str(error)
-            # Not what can't be done without memory only.
-            if "meta" not in message and not isinstance(error, NotImplementedError):
+            section_of_it = message.split("'")[1] if message.startswith("'model") else "model"
+            # Not what can't be done without memory only, nor what it lacks because it was wrong.
+            if (
+                "meta" not in message
+                and not isinstance(error, NotImplementedError)
+                and not findings.has_refused_within(section_of_it)
+            ):
                 findings.add(message if message.startswith("'model") else _in_model(message))
             return None
 

@@ -13,7 +13,10 @@ _ROUTINE = {
     ),
     "allennlp.common.from_params": r"Parameter \w+ for class \w+ was found in both \*\*extras",
     "allennlp.data.vocabulary": "vocabulary serialization directory .* is not empty",
-    "DeepSpeed": r"\*+ You are using ZeRO with an untested optimizer",
+    "DeepSpeed": (
+        r"\*+ You are using ZeRO with an untested optimizer",
+        "Attempting to get learning rate from scheduler before it has started",
+    ),
 }
 
 

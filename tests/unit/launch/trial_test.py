@@ -75,7 +75,11 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
         ({"trainer.grad_cache": {"chunk_size": 2}}, "'trainer.grad_cache' is for contrastive"),
         ({"data_loader.batch_size": 0}, "'data_loader.batch_size' is 0: batch_size must be at le"),
         ({"data_loader.batches_per_epoch": 0}, "'data_loader.batches_per_epoch' is 0: batches_per"),
-        # Once, though the loader can't be constructed without it.
+        # Once, though nothing can be constructed without it.
+        (
+            {"model.seq2vec_encoder.embedding_dim": "12"},
+            "'model.seq2vec_encoder.embedding_dim' is \"12\": must be an integer, write 12",
+        ),
         ({"data_loader.batch_size": "8"}, "'data_loader.batch_size' is \"8\": must be an integer"),
         (
             {"data_loader": {"batch_sampler": {"type": "bucket", "batch_size": "8"}}},
