@@ -77,8 +77,8 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
         ({"data_loader.batches_per_epoch": 0}, "'data_loader.batches_per_epoch' is 0: batches_per"),
         # Once, though nothing can be constructed without it.
         (
-            {"model.seq2vec_encoder.embedding_dim": "12"},
-            "'model.seq2vec_encoder.embedding_dim' is \"12\": must be an integer, write 12",
+            {"model.seq2vec_encoder.type": {"value": "cnn"}},
+            '\'model.seq2vec_encoder.type\' is {"value": "cnn"}: must be a string',
         ),
         ({"data_loader.batch_size": "8"}, "'data_loader.batch_size' is \"8\": must be an integer"),
         (
