@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv demo demo-llm test test-unit test-oldest coverage soak cross fuzz upstream bench lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit test-oldest coverage soak cross fuzz upstream bench lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -37,10 +37,13 @@ help:
 	@echo "make reference  write docs/reference.md, and the list of mends in docs/architecture.md"
 	@echo "make docs    build the site of the documents in site/ (a minute, without PyTorch)"
 	@echo "make release-check  build the package, and train with it in a clean environment of each Python that there is (15 minutes and 7 GB each)"
+	@echo "make ops     compile the operators of DeepSpeed that tests use"
 	@echo "make venv    set up .venv, which the above do if needed"
 	@echo "make clean   remove .venv, the demo's data and output, and caches"
 
 venv: $(VENV)/installed
+
+ops: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam CPUAdagrad CPULion AsyncIO)
 
 demo: $(VENV)/installed
 	python demo/run.py
@@ -61,7 +64,7 @@ WITH_OLDEST = PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" \
 # Three beside one another on two cores: a fifth of the time a test waits, for another process, a
 # disk or a time limit. In short turns, because one of the three would otherwise be left with all the
 # tests on several hosts when the others are done.
-test: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam CPUAdagrad CPULion AsyncIO)
+test: ops
 	pytest -n 3 --maxschedchunk 8 tests
 
 # Tables are committed under benchmarks/results; raw data stay out of git, in raw/ there.

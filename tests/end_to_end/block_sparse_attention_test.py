@@ -75,7 +75,7 @@ def test_two_workers_train_what_dense_attention_does(
     assert_same_run(experiments.run(sparse), experiments.run(dense))
 
 
-@pytest.mark.soak_cases("bigbird-2")  # compiling takes long
+@pytest.mark.soak  # compiling takes a minute; `test_in_a_compiled_encoder` is short
 @pytest.mark.parametrize(
     "attention, stage, leaves",
     [

@@ -19,7 +19,7 @@ NOISE = 0.03
 def config(session_directory: Path, worker_id: str) -> Dict[str, Any]:
     verses = session_directory / f"verses_{worker_id}"
     verses.mkdir()
-    write_sample(verses, every=10)
+    write_sample(verses, every=20)
     return Params.from_file(
         REPOSITORY / "training_configs" / "verse_classifier.jsonnet",
         {
