@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._pytree import tree_leaves
 
+from allennlp_deepspeed.engine.gathered_parameters import PassOrders
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.gradients import gradient_memory
 from allennlp_deepspeed.processes import agreement
@@ -119,9 +120,12 @@ def _bytes_of(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) 
         # Asked each time, because ZeRO-3 gives parameters their storage only while they are used.
         if all(storage._cdata != p.untyped_storage()._cdata for p in parameters):
             storages[storage._cdata] = storage
-        return tensor
+        # A result that its own node has saved as it is would keep the graph alive for ever.
+        return tensor if tensor.is_leaf else tensor.detach()
 
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    # The passes that train follow another order, which DeepSpeed is to record at stage 3.
+    with PassOrders(engine).of("without a backward pass"), hooks:
         results = encode(size)
     tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:
