@@ -9,6 +9,7 @@ from typing import Any, Dict, List
 import pytest
 from allennlp.common import Params
 
+from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.launch.explained_config import explained
 from tests.support.command import REPOSITORY, Run, allennlp
 from tests.support.experiment import ONE_PROCESS, TWO_WORKERS, load_config
@@ -278,3 +279,21 @@ def test_recipes_are_sound(name: str, tmp_path: Path) -> None:
     overrides = dict.fromkeys(("train_data_path", "validation_data_path"), data)
     checked = run(tmp_path, "deepspeed", "check", recipe, "-o", json.dumps(overrides)).check()
     assert "can be trained with this DeepSpeed configuration:" in checked.output
+
+
+def test_what_the_first_step_finds_is_said_to_be_found() -> None:
+    trainer = {
+        "trainer.type": "deepspeed",
+        "trainer.num_gradient_accumulation_steps": "auto",
+        "trainer.global_batch_size": 24,
+        "trainer.callbacks": [],
+    }
+    params = Params(load_config("classifier", TWO_WORKERS, trainer, {"data_loader": {}}))
+    preflight.fill_in(params)
+    preflight.check(params)
+    values = {value.path: value for value in explained(params)}
+    for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+        assert values[key].value == "auto"
+        assert values[key].source.startswith("found in the first step")
+    assert values["train_batch_size"].value == 24
+    assert values["train_batch_size"].source == "from trainer.global_batch_size"

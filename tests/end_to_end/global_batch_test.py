@@ -12,6 +12,7 @@ import pytest
 from tests.end_to_end import resize_test
 from tests.end_to_end.causal_lm_test import PACKED, needs_packing
 from tests.end_to_end.checkpoint_test import assert_ends_alike, recover
+from tests.end_to_end.gradient_synchronization_test import traffic
 from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
@@ -82,12 +83,27 @@ def test_allennlps_models_train_as_with_one_batch(
 ) -> None:
     encoder = FEEDFORWARD if model == "tagger" and free else {}
     config = load_config(model, TWO_WORKERS, SGD, IN_ORDER, VALIDATION, encoder)
+    config["trainer"]["callbacks"] = [*config["trainer"]["callbacks"], "count_communication"]
     one_batch = {"data_loader": {"shuffle": False, "batch_size": GLOBAL_BATCH_SIZE}}
     plain = load_config(model, ONE_PROCESS, SGD, one_batch, VALIDATION, encoder)
     result, expected = experiments.run(auto(config, stage, free)), experiments.run(plain)
     assert f"accumulation {accumulation} × workers 2" in found(result)
     assert_same_weights(result.weights(), expected.weights())
     assert_readings_are_of_all_tokens(result)
+    assert_same_metrics(losses(result), losses(expected))
+    # DeepSpeed broadcasts when it finds another order of modules than it has recorded, as one that
+    # only goes forward would be.
+    assert "broadcast" not in traffic(result)[0]
+
+
+def test_a_model_of_a_user_says_over_what_its_loss_is_a_mean(experiments: Experiments) -> None:
+    changes = {**SGD, **VALIDATION, "model.type": "token_mean_tagger"}
+    config = load_config("tagger", TWO_WORKERS, IN_ORDER, changes)
+    one_batch = {"data_loader": {"shuffle": False, "batch_size": GLOBAL_BATCH_SIZE}}
+    expected = experiments.run(load_config("tagger", ONE_PROCESS, one_batch, changes))
+    result = experiments.run(auto(config, 2, 100))
+    assert found(result) == "1 × accumulation 8 × workers 2"
+    assert_same_weights(result.weights(), expected.weights())
     assert_same_metrics(losses(result), losses(expected))
 
 

@@ -6,15 +6,18 @@ however many micro-batches and workers share it.
 import copy
 import math
 import re
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 from unittest import mock
 
 import pytest
 import torch
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.nn import RegularizerApplicator
 from allennlp.nn.regularizers import L2Regularizer
+from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.metrics import CategoricalAccuracy
 
 from allennlp_deepspeed import DeepSpeedTrainer
@@ -106,6 +109,8 @@ def trained(trainer: Any) -> Tuple[Dict[str, Any], Dict[str, Any], Any]:
     is_ours = isinstance(trainer, DeepSpeedTrainer)
     metrics = {k: v for k, v in trainer.train().items() if re.search("loss|accuracy", k)}
     part = trainer.parts()["micro_batches"].state_dict() if is_ours else None
+    if is_ours:  # six steps of a whole batch, as DeepSpeed counts
+        assert trainer.engine.global_samples == 2 * len(STEPS) * GLOBAL_BATCH_SIZE
     return numbers(trainer), metrics, part
 
 
@@ -166,3 +171,104 @@ def test_numbers_are_those_of_the_global_batch(
         for name in ("training_loss", "training_reg_loss"):
             assert actual_metrics[name] == pytest.approx(metrics[name], rel=1e-5)
         assert part["size"] == size
+
+
+class CountMicroBatches(TrainerCallback):
+    """In each step."""
+
+    numbers: List[int] = []
+
+    def on_batch(self, trainer: Any, batch_inputs: List[Any], *args: Any, **kwargs: Any) -> None:
+        self.numbers.append(len(batch_inputs))
+
+
+def in_one_process(model: Model, batches: List[Batch], **arguments: Any) -> Side:
+    arguments.setdefault("num_epochs", 1)
+    return Side(
+        lambda: copy.deepcopy(model),
+        lambda rank: Loader(batches, GLOBAL_BATCH_SIZE),
+        2,
+        num_gradient_accumulation_steps="auto",
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        **arguments,
+    )
+
+
+def micro_batches(model: Model, batches: List[Batch], num_bytes: Optional[int]) -> List[int]:
+    """How many each step has."""
+    side = in_one_process(model, batches, callbacks=lambda: [CountMicroBatches("")])
+
+    def train(trainer: Any) -> List[int]:
+        trainer.train()
+        return CountMicroBatches.numbers
+
+    return with_memory(num_bytes, lambda: side.on_all_ranks(train))[0]
+
+
+def longer(batch: Batch) -> Batch:
+    """Twice as many tokens, of which the second half is padding."""
+    padded = {
+        name: torch.nn.functional.pad(batch[name], (0, LENGTH), value=value)
+        for name, value in (("words", 0), ("tags", -100))
+    }
+    return {**batch, **padded}
+
+
+def test_longer_batches_are_divided_into_more(model: Model) -> None:
+    first, second, _ = global_batches()
+    batches = [first, longer(second), second]
+    assert micro_batches(model, batches, 5200) == [3, 6, 3]
+
+
+def test_a_short_batch_that_comes_first_says_little(model: Model) -> None:
+    first, second, last = global_batches()
+    batches = [last, first, second]
+    assert micro_batches(model, batches, None) == [1, 1, 1]
+    assert micro_batches(model, batches, 5200) == [1, 3, 3]
+
+
+class GoesBackward(TrainerCallback):
+    def on_backward(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+
+class Normalizing(MeanOverTokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalization = torch.nn.BatchNorm1d(4)
+
+
+class Unknown(Model):
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.output = torch.nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(
+    "refused, callbacks, message",
+    [
+        (Unknown, [], "nothing says over what the loss of a Unknown is a mean"),
+        (Normalizing, [], r"can't be used with BatchNorm1d \('normalization'\)"),
+        (MeanOverTokens, [GoesBackward("")], "callback GoesBackward has 'on_backward', but with"),
+    ],
+)
+def test_what_is_refused_when_the_trainer_is_constructed(
+    tmp_path: Path, refused: Type[Model], callbacks: List[TrainerCallback], message: str
+) -> None:
+    side = in_one_process(refused(), global_batches(), callbacks=lambda: callbacks)
+    with pytest.raises(ConfigurationError, match=message):
+        side.construct(0, tmp_path)
+
+
+def test_batches_without_a_fixed_size_are_refused(model: Model, tmp_path: Path) -> None:
+    side = in_one_process(model, global_batches())
+    side.batches = lambda rank: Batches(global_batches())
+    with pytest.raises(ConfigurationError, match="batches of 'data_loader' have no fixed size"):
+        side.construct(0, tmp_path)
+
+
+def test_an_input_that_is_of_the_whole_batch_is_refused(model: Model, tmp_path: Path) -> None:
+    batches = [{**batch, "prototypes": torch.zeros(3, 2)} for batch in global_batches()]
+    trainer: Any = in_one_process(model, batches).construct(0, tmp_path)
+    with pytest.raises(ConfigurationError, match="input 'prototypes' of the model has no row"):
+        trainer.train()
