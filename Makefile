@@ -113,6 +113,7 @@ bench: $(VENV)/installed
 	python -m benchmarks wire
 	python -m benchmarks sparse_attention
 	python -m benchmarks sequence_length
+	python -m benchmarks global_batch
 
 lint: $(VENV)/installed
 	ruff check .

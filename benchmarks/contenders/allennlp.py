@@ -1,4 +1,4 @@
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any, Dict, Iterable, List, Optional, Type
 
 from allennlp.common import Lazy, Params
 from allennlp.nn.parallel import DdpAccelerator
@@ -67,11 +67,29 @@ class RecordSteps(TrainerCallback):
             self._stopwatch.record(outputs["loss"])
 
 
+class RecordWholeSteps(RecordSteps):
+    """Tells it of one loss for each step, the mean of its micro-batches."""
+
+    @overrides
+    def on_batch(
+        self,
+        trainer,
+        batch_inputs: List[Any],
+        batch_outputs: List[Dict[str, Any]],
+        *args: Any,
+        is_training: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        losses = [outputs["loss"] for outputs in batch_outputs]
+        self._stopwatch.record(sum(losses) / len(losses))
+
+
 def train_with(
     job: Job,
     config: Dict[str, Any],
     callbacks: Iterable[Lazy[TrainerCallback]] = (),
     ddp_accelerator: Optional[DdpAccelerator] = None,
+    recorder: Type[RecordSteps] = RecordSteps,
 ) -> None:
     """
     Trains with the trainer that `config` names, constructed as AllenNLP's train command does. No
@@ -79,7 +97,7 @@ def train_with(
     """
 
     def record_steps(**extras: Any) -> RecordSteps:
-        return RecordSteps(stopwatch=job.stopwatch, **extras)
+        return recorder(stopwatch=job.stopwatch, **extras)
 
     worker = job.worker
     trainer = Trainer.from_params(

@@ -51,6 +51,10 @@ class Contender(ABC):
         """Whether it is another case for this contender than what others show already."""
         return workload.stage in self.stages
 
+    def own_workload(self, workload: Workload) -> Workload:
+        """The same in a form of its own, such as batches that are divided otherwise."""
+        return workload
+
     def why_not_here(self) -> Optional[str]:
         """Why it can't run here, if it can't."""
         if self.needs_gpu and not torch.cuda.is_available():

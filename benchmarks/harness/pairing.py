@@ -99,6 +99,7 @@ def _time(one: ProcessTree, other: ProcessTree, one_first: bool) -> Tuple[Taken,
 
 def _train(contender: Contender, workload: Workload, worker: Worker) -> None:
     """What each worker of a contender does."""
+    workload = contender.own_workload(workload)
     data_loader = workload.build_data_loader(worker)
-    stopwatch = worker.start_stopwatch(workload.accumulation)
+    stopwatch = worker.start_stopwatch(workload.losses_in_step)
     contender.train(Job(workload, worker, data_loader, stopwatch))

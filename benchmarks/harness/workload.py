@@ -37,6 +37,11 @@ class Workload(ABC):
     batch_size: int
     optimizer: Dict[str, Any]
 
+    @property
+    def losses_in_step(self) -> int:
+        """How many a contender tells the stopwatch of."""
+        return self.accumulation
+
     @abstractmethod
     def prepare(self, world_size: int) -> None:
         """Writes what the workers read, the same every time."""

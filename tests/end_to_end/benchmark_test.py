@@ -99,6 +99,18 @@ def test_counted_model_states_are_those_of_the_paper_and_the_estimate(
 
 
 @pytest.mark.soak
+def test_the_largest_micro_batch_is_compared_with_one_that_was_written(tmp_path: Path) -> None:
+    settings = "--stages 2 --share 8 --megabytes 50 --pairs 1"
+    results = run_study("global_batch", *settings.split(), output=tmp_path)
+    rows = {row["contender"]: row for row in results["contenders"]}
+    assert rows["by hand"]["accumulation"] >= rows["auto"]["accumulation"] > 1
+    assert rows["one by one"]["accumulation"] == 8
+    assert all(row["cpu_seconds_per_step"] > 0 for row in rows.values())
+    assert len(results["ratios"]) == 3
+    assert "| 2 | auto | by hand |" in (tmp_path / "global_batch.md").read_text()
+
+
+@pytest.mark.soak
 def test_block_sparse_attention_is_compared_with_dense_attention(tmp_path: Path) -> None:
     settings = ["--lengths", "130", "--layouts", "bigbird", "--pairs", "1"]
     (row,) = run_study("sparse_attention", *settings, output=tmp_path)["rows"]
