@@ -113,6 +113,11 @@ class RetrievalMetric(Metric):
             )
         )
 
+    @property
+    def names(self) -> List[str]:
+        """Of what `get_metric` returns."""
+        return [*(f"recall@{k}" for k in self._recall_at), f"mrr@{CUTOFF}", f"ndcg@{CUTOFF}"]
+
     @overrides
     def get_metric(self, reset: bool = False) -> Dict[str, float]:
         """
@@ -136,8 +141,7 @@ class RetrievalMetric(Metric):
         if is_distributed():
             sums = sums.to(_device_of_group())
             dist.all_reduce(sums)
-        names = [*(f"recall@{k}" for k in self._recall_at), f"mrr@{CUTOFF}", f"ndcg@{CUTOFF}"]
-        return dict(zip(names, (sums / num_queries).tolist()))
+        return dict(zip(self.names, (sums / num_queries).tolist()))
 
     @overrides
     def reset(self) -> None:

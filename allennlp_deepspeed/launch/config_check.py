@@ -103,6 +103,12 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
     trainer = config.get("trainer")
     if not _has_known_train_loop(config):
         return  # A train loop of the user's may construct its trainer as it likes.
+    for key in config:
+        if key.startswith("trainer."):
+            raise ConfigurationError(
+                f"'{key}' is one key with a dot in its name: write it as '{key[8:]}' within "
+                "'trainer'."
+            )
     if trainer is None:
         raise ConfigurationError(f"'trainer' is missing: write {example}.")
     if not isinstance(trainer, (dict, str)):

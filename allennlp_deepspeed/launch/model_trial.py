@@ -10,12 +10,13 @@ import tempfile
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import BasicClassifier, Model, SimpleTagger
 
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.schema import did_you_mean
-from allennlp_deepspeed.contrastive import BiEncoder, ContrastiveModel
+from allennlp_deepspeed.contrastive import BiEncoder, ContrastiveModel, RetrievalMetric
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.meta_model import construct_on_meta_device
 from allennlp_deepspeed.signatures.callers import is_own_code
@@ -44,11 +45,12 @@ def check_model(config: Dict[str, Any], findings: Findings) -> None:
         key of the trainer names nothing of it.
     """
     section = config.get("model")
-    if not isinstance(section, dict) or _has_key(section, _OF_PRETRAINED):
-        return
-    if section.get("type") not in Model.list_available():
+    if not isinstance(section, dict) or section.get("type") not in Model.list_available():
         return
     if Model.by_name(section["type"]) not in _KNOWN:
+        return
+    _check_metric(config, _metrics_of_ours(section), findings)
+    if _has_key(section, _OF_PRETRAINED):
         return
     _check_indexers(config, findings)
     model = _construct(section, findings)
@@ -184,13 +186,13 @@ def _check_trainer(config: Dict[str, Any], model: Model, findings: Findings) -> 
                     f"'trainer.activation_checkpointing' has {json.dumps(pattern)}, but the name "
                     f"of no module matches it: there are {', '.join(modules[:5])}, ..."
                 )
-    _check_metric(config, model, findings)
+    _check_metric(config, _metrics(model), findings)
 
 
-def _check_metric(config: Dict[str, Any], model: Model, findings: Findings) -> None:
+def _check_metric(config: Dict[str, Any], known: Set[str], findings: Findings) -> None:
+    """`known` is empty where it isn't known which metrics there will be."""
     if config.get("validation_data_path") is None:
         return
-    known = _metrics(model)
     names = config["trainer"].get("validation_metric", "-loss")
     for name in [names] if isinstance(names, str) else names:
         if known and name[:1] in ("+", "-") and name[1:] not in known:
@@ -198,6 +200,20 @@ def _check_metric(config: Dict[str, Any], model: Model, findings: Findings) -> N
                 f"'trainer.validation_metric' is {json.dumps(names)}, but the model has no metric "
                 f"'{name[1:]}': it has {', '.join(sorted(known))}"
             )
+
+
+def _metrics_of_ours(section: Dict[str, Any]) -> Set[str]:
+    """Of models of this package, which have none before they have seen data; empty for others."""
+    model = Model.by_name(section["type"])
+    if model is CausalLM:
+        return {"perplexity", "token_accuracy", *_METRICS}
+    if model is not BiEncoder:
+        return set()
+    try:
+        of_retrieval = RetrievalMetric(section.get("recall_at")).names
+    except (ConfigurationError, TypeError):
+        return set()  # which is said where the model is constructed
+    return {"in_batch_accuracy", *of_retrieval, *_METRICS}
 
 
 def _metrics(model: Model) -> Set[str]:

@@ -160,6 +160,29 @@ def test_what_trains_is_taken(name: str, decay: float) -> None:
     assert lines(changes, name) == []
 
 
+@pytest.mark.parametrize(
+    "metric, said",
+    [
+        ("+recall@5", []),
+        ("-loss", []),
+        (
+            "+recall@7",
+            ["but the model has no metric 'recall@7': it has batch_loss, batch_reg_loss, "],
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_pretrained", [False, True])
+def test_the_metrics_of_a_bi_encoder_are_known(
+    metric: str, said: List[str], is_pretrained: bool
+) -> None:
+    changes: Config = {"trainer.validation_metric": metric}
+    if is_pretrained:
+        embedder = {"type": "pretrained_transformer", "model_name": "not-looked-for"}
+        changes["model.text_field_embedder"] = {"token_embedders": {"tokens": embedder}}
+    found = [line for line in lines(changes, "bi_encoder") if "validation_metric" in line]
+    assert len(found) == len(said) and all(text in line for text, line in zip(said, found))
+
+
 def test_a_package_may_come_from_a_callback_of_the_users() -> None:
     (said,) = lines({"trainer.callbacks": ["wandb"]})
     assert said.startswith("'trainer.callbacks' has \"wandb\", but the package")
