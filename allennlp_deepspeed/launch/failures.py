@@ -79,11 +79,17 @@ def _is_called_by_command() -> bool:
 
 def explain(error: BaseException) -> None:
     """Has the command end with what this error says of the config, if it says something of it."""
+    message = message_of(error)
+    if message is not None:
+        setattr(error, _ATTRIBUTE, message)
+
+
+def message_of(error: BaseException) -> Optional[str]:
+    """What an error says of the config, in the place of its traceback; `None` if nothing."""
     message = explanation(error)
     if message is None and isinstance(error, ConfigurationError):
         message = error.message
-    if message is not None:
-        setattr(error, _ATTRIBUTE, message)
+    return message
 
 
 def leave_to_first(error: BaseException) -> None:

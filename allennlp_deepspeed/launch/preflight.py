@@ -43,7 +43,6 @@ from allennlp_deepspeed.processes.supervision import supervised_workers
 from allennlp_deepspeed.processes.worker_device import capabilities
 from allennlp_deepspeed.reports.console import ConsoleSettings
 from allennlp_deepspeed.reports.console_logging import prepare_worker, shown_on_console
-from allennlp_deepspeed.signatures.section import explanation
 
 __all__ = ["check", "has_deepspeed_trainer", "install", "worker_devices", "worker_preparation"]
 
@@ -206,7 +205,7 @@ def _train(
 
 def _tell_of_construction(prepare: Optional[Callable[[], None]]) -> None:
     """In a worker: why one fails, and that one takes a while."""
-    worker_failure.explain_with(explanation, failures.log_to_files)
+    worker_failure.explain_with(failures.message_of, failures.log_to_files)
     _of_worker.enter_context(announced_if_slow())
     if prepare is not None:
         prepare()

@@ -53,6 +53,17 @@ def check_parts(config: Dict[str, Any], findings: Findings) -> None:
         for name in ("data_loader", "validation_data_loader"):
             _check_loader(config.get(name), name, findings)
         check_model(config, findings)
+    for name in ("dataset_reader", "validation_dataset_reader"):
+        reader = config.get(name)
+        if not isinstance(reader, dict):
+            continue
+        registered = Registrable._registry[DatasetReader].get(str(reader.get("type")))
+        most = reader.get("max_instances")
+        # A reader of the user's may mean something else by it.
+        if registered and is_own_code(registered[0]) and most is not None and not _is_count(most):
+            findings.add(
+                f"'{name}.max_instances' is {json.dumps(most)}: must be at least 1, or null"
+            )
 
 
 def _check_trainer(trainer: Section, findings: Findings) -> None:

@@ -60,6 +60,10 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
         ),
         ({"trainer.num_epochs": 0}, "'trainer.num_epochs' is 0: must be at least 1"),
         ({"trainer.patience": 0}, "'trainer.patience' is 0: must be at least 1, or null"),
+        (
+            {"dataset_reader.max_instances": 0},
+            "'dataset_reader.max_instances' is 0: must be at least 1, or null",
+        ),
         ({"trainer.validation_metric": "accuracy"}, "'trainer.validation_metric' is \"accuracy\""),
         (
             {"trainer.validation_metric": "+acuracy"},
