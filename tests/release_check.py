@@ -25,7 +25,7 @@ SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
 
 # Seconds. Installing downloads 3 GB, and DeepSpeed is compiled nowhere here.
 INSTALL_LIMIT = 3600
-RUN_LIMIT = 300
+RUN_LIMIT = 900
 
 # What would let a command find the repository, or what it was started with.
 OF_THIS_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TORCH_EXTENSIONS_DIR")
