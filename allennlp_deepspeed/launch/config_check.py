@@ -62,6 +62,11 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     """
     config: Dict[str, Any] = params.as_dict(quiet=True)
     findings = Findings()
+    if not isinstance(config.get("distributed") or {}, dict):
+        raise ConfigurationError(
+            f"'distributed' is {json.dumps(config['distributed'])}: must be an object, such as "
+            '{"cuda_devices": [0, 1]}.'
+        )
     if on_this_machine:
         _check_type_of_trainer(config)
     trainer = config.get("trainer")

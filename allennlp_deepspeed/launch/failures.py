@@ -43,14 +43,14 @@ def install() -> None:
             if message is None or not _is_called_by_command():
                 raise
             files = log_to_files(error)
-            if getattr(error, _SAID_BY_FIRST, False):
-                # A launcher ends all of its processes with the one that ends first.
-                with suppress(SigTermReceived):
+            with suppress(SigTermReceived):
+                if getattr(error, _SAID_BY_FIRST, False):
+                    # A launcher ends all of its processes with the one that ends first. If there
+                    # is none, this process alone has the error.
                     time.sleep(_SECONDS_FOR_FIRST)
-                sys.exit(1)
-            print(f"\n{message}", file=sys.stderr)
-            if files:
-                print(f"(The traceback is in {files[0]}.)", file=sys.stderr)
+                print(f"\n{message}", file=sys.stderr)
+                if files:
+                    print(f"(The traceback is in {files[0]}.)", file=sys.stderr)
             sys.exit(1)
 
     explaining.ends_with_explanation = True  # type: ignore[attr-defined]

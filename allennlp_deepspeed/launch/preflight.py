@@ -18,8 +18,9 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import int_to_device
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
-from allennlp_deepspeed.config.global_batch import fill_batch_size
+from allennlp_deepspeed.config.global_batch import fill_batch_size, finds_micro_batch_size
 from allennlp_deepspeed.config.settings import registered_name
+from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.launch import failures, fingerprint, nodes, recovery, resumption
 from allennlp_deepspeed.launch import launched as launching
@@ -122,8 +123,15 @@ def fill_in(params: Params) -> None:
         A whole training configuration. What follows from other keys is written into it.
     """
     config = params.as_dict(quiet=True)
-    if has_deepspeed_trainer(config):
-        fill_batch_size(params.params, recovery.number_of_workers(params))
+    if not has_deepspeed_trainer(config) or not finds_micro_batch_size(config["trainer"]):
+        return
+    distributed = config.get("distributed") or {}
+    if not isinstance(distributed, dict):
+        return
+    devices, num_nodes = distributed.get("cuda_devices", [-1]), distributed.get("num_nodes", 1)
+    # Anything else the check refuses.
+    if isinstance(devices, list) and devices and is_integer(num_nodes) and num_nodes > 0:
+        fill_batch_size(params.params, len(devices) * num_nodes)
 
 
 def _console_settings(

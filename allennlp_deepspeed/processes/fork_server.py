@@ -6,6 +6,7 @@ before it began anything that can't be forked.
 """
 
 import gc
+import logging
 import multiprocessing.context
 import multiprocessing.util
 import os
@@ -23,6 +24,8 @@ from unittest import mock
 import numpy
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_FORK"
 """With the value 0 each worker is a new Python."""
@@ -59,6 +62,10 @@ class ForkServer:
         try:
             with mock.patch.object(multiprocessing.util, "spawnv_passfds", fork_and_tell):
                 self._server.ensure_running()  # type: ignore[no-untyped-call]
+        except OSError:
+            # The path of its socket is too long in some temporary directories, for example.
+            logger.info("Workers can't be forked here: each is a new process.", exc_info=True)
+            self._can_compute = False
         finally:
             os.close(writer)
         self._reader = reader
@@ -66,16 +73,17 @@ class ForkServer:
 
     def __exit__(self, *_: Any) -> None:
         os.close(self._reader)
-        assert self._pid is not None
-        # Where a process that a worker has left behind still has its end of the server's pipe, the
-        # server would wait for that one.
-        os.kill(self._pid, signal.SIGKILL)
+        if self._pid is not None:
+            # Where a process that a worker has left behind still has its end of the server's pipe,
+            # the server would wait for that one.
+            os.kill(self._pid, signal.SIGKILL)
         self._server._stop()  # type: ignore[attr-defined]
 
     def can_compute(self) -> bool:
         """
-        Whether processes that it forks can compute with several threads. They can't if this one had
-        begun to, when OpenMP believes its threads to be there in the fork too, and waits for them.
+        Whether there are processes that it forks, and these can compute with several threads. They
+        can't if this one had begun to, when OpenMP believes its threads to be there in the fork
+        too, and waits for them.
         """
         if self._can_compute is None:
             self._can_compute = os.read(self._reader, 1) != b""
@@ -102,6 +110,7 @@ def is_safe_here() -> bool:
         and threading.current_thread() is threading.main_thread()
         and not torch.distributed.is_initialized()
         and torch.cuda.device_count() == 0
+        and not torch.accelerator.is_available()
     )
 
 

@@ -1,5 +1,6 @@
 """What is said of a whole config before anything is read or started."""
 
+import json
 from typing import Any, Dict, List
 
 import pytest
@@ -107,6 +108,19 @@ def test_the_data_loader_reads_the_share_of_a_worker(sampler: Any) -> None:
     preflight.check(params)
     filled = params.as_dict(quiet=True)["data_loader"]
     assert filled.get("batch_sampler", filled)["batch_size"] == 6
+
+
+@pytest.mark.parametrize("trainer", [{}, AUTO], ids=["a number of steps", "auto"])
+@pytest.mark.parametrize(
+    "distributed",
+    [{"cuda_devices": 2}, {"cuda_devices": []}, {"cuda_devices": [-1], "num_nodes": "2"}, [0]],
+    ids=json.dumps,
+)
+def test_wrong_devices_are_left_to_the_check(trainer: Any, distributed: Any) -> None:
+    params = Params({**experiment(**trainer), "distributed": distributed})
+    preflight.fill_in(params)
+    with pytest.raises(ConfigurationError, match="distributed"):
+        preflight.check(params)
 
 
 def embedders(**embedders: Any) -> Dict[str, Any]:

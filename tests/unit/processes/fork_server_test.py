@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import multiprocessing.util
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import numpy
@@ -107,6 +109,25 @@ def test_a_process_that_has_computed_with_threads_is_not_forked(
     with process(start) as (_, connection):
         parent_of_worker = received(connection)
         assert received(connection) == (False, parent_of_worker)
+
+
+def test_where_there_can_be_no_server_workers_are_started_in_the_other_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.multiprocessing, "spawn", fork_workers)
+    too_long = tmp_path / ("long" * 30)
+    too_long.mkdir()
+
+    def start(connection: Connection) -> None:
+        # `multiprocessing` remembers the one that it has taken first.
+        monkeypatch.setattr(multiprocessing.util, "get_temp_dir", lambda: str(too_long))
+        with ForkServer() as server:
+            supervision.spawn(None, _tell_parent, (connection,), nprocs=1, fork_server=server)
+
+    with process(start) as (parent, connection):
+        assert received(connection) == parent.pid
+        parent.join(SECONDS)
+        assert parent.exitcode == 0
 
 
 def _tell_parent(rank: int, connection: Connection) -> None:
