@@ -145,9 +145,10 @@ def fill_batch_size(config: Dict[str, Any], num_workers: int) -> None:
     size = trainer.get("global_batch_size")
     if not finds_micro_batch_size(trainer) or not is_integer(size) or size % num_workers:
         return
-    if registered_name(loader) not in _LOADERS or "batch_size" in loader:
+    if registered_name(loader) not in _LOADERS or loader.get("batch_size") is not None:
         return
-    section = loader.get("batch_sampler", loader)
-    is_loader = section is loader
-    if is_loader or registered_name(section) == "bucket" and isinstance(section, dict):
-        section.setdefault("batch_size", size // num_workers)
+    sampler = loader.get("batch_sampler")
+    section = loader if sampler is None else sampler
+    is_bucket = registered_name(section) == "bucket" and isinstance(section, dict)
+    if (sampler is None or is_bucket) and section.get("batch_size") is None:
+        section["batch_size"] = size // num_workers

@@ -100,14 +100,24 @@ def test_a_contrastive_model_is_pointed_to_gradient_caching() -> None:
     assert line.startswith("'trainer.grad_cache' divides batches")
 
 
-@pytest.mark.parametrize("sampler", [None, {"type": "bucket"}])
-def test_the_data_loader_reads_the_share_of_a_worker(sampler: Any) -> None:
-    loader = {} if sampler is None else {"batch_sampler": sampler}
+BUCKET = {"type": "bucket"}
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        {},
+        {"batch_size": None, "batch_sampler": None},
+        {"batch_sampler": BUCKET},
+        {"batch_size": None, "batch_sampler": {**BUCKET, "batch_size": None}},
+    ],
+)
+def test_the_data_loader_reads_the_share_of_a_worker(loader: Dict[str, Any]) -> None:
     params = Params({**experiment(**AUTO), "data_loader": loader})
     preflight.fill_in(params)
     preflight.check(params)
     filled = params.as_dict(quiet=True)["data_loader"]
-    assert filled.get("batch_sampler", filled)["batch_size"] == 6
+    assert (filled.get("batch_sampler") or filled)["batch_size"] == 6
 
 
 @pytest.mark.parametrize("trainer", [{}, AUTO], ids=["a number of steps", "auto"])
