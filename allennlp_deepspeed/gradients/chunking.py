@@ -2,7 +2,7 @@
 Parts of batches.
 """
 
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -35,12 +35,11 @@ def num_examples(batch: Any) -> int:
 
 def indivisible(batch: Any) -> List[str]:
     """The names of inputs that have no row for each example, of which `rows_of` would be wrong."""
-    wrong = []
-    for name, value in _leaves(batch):
-        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-        if not (is_tensor or isinstance(value, list)) or len(value) != num_examples(batch):
-            wrong.append(name)
-    return wrong
+    numbers = {name: _num_rows(value) for name, value in _leaves(batch)}
+    if not numbers:
+        return list(batch)
+    expected = next((number for number in numbers.values() if number is not None), None)
+    return [name for name, number in numbers.items() if number is None or number != expected]
 
 
 def even_bounds(num_examples: int, num_parts: int) -> List[Tuple[int, int]]:
@@ -65,6 +64,12 @@ def has_batch_statistics(module: torch.nn.Module) -> bool:
         return True
     # Instance normalization, which is of each example, unless it keeps statistics.
     return isinstance(module, norm._NormBase) and module.track_running_stats
+
+
+def _num_rows(value: Any) -> Optional[int]:
+    if isinstance(value, torch.Tensor) and value.dim() > 0 or isinstance(value, list):
+        return len(value)
+    return None
 
 
 def _leaves(batch: Any, path: str = "") -> Iterator[Tuple[str, Any]]:

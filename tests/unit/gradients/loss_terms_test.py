@@ -90,3 +90,6 @@ def test_inputs_without_a_row_for_each_example_are_named() -> None:
     rows = {"words": torch.zeros(3, 2), "metadata": [1, 2, 3], "flag": True}
     wrong = {"prototypes": torch.zeros(5, 2), "scale": torch.tensor(1.0), "pair": (1, 2, 3)}
     assert indivisible({"inputs": {**rows, **wrong}}) == [f"inputs.{name}" for name in wrong]
+    assert indivisible({"scale": torch.tensor(1.0), **rows}) == ["scale"]
+    assert indivisible({"scale": torch.tensor(1.0), "pair": (1, 2)}) == ["scale", "pair"]
+    assert indivisible({"flag": True, "name": "of all"}) == ["flag", "name"]
