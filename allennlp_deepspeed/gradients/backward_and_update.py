@@ -128,7 +128,7 @@ class GradientStep:
                     outputs = self._forward(batch)
                 if self._weights:
                     weight = self._weights[self._num_micro_batches - 1]
-                    outputs["loss"] = outputs["loss"] * weight
+                    outputs["loss"] = self._loss_weights.weigh(outputs["loss"], weight)
                 with phase(BACKWARD):
                     if not self._go_backward(outputs):
                         loss = outputs["loss"] / self.group_size

@@ -3,7 +3,7 @@ Finds the largest chunk that fits into memory.
 """
 
 import logging
-from typing import Any, Callable, List, TypeVar
+from typing import Any, Callable, List, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ def find_chunk_size(
     batch_size: int,
     engine: DeepSpeedEngine,
     keeps_results: bool = False,
+    left: Optional[int] = None,
 ) -> int:
     """
     Encodes more and more examples, twice as many each time, and measures what the graph holds,
@@ -49,6 +50,8 @@ def find_chunk_size(
         Whose gradients need memory too.
     keeps_results : `bool`, optional (default = `False`)
         Whether the results of all examples stay in memory, and not only those of a chunk.
+    left : `int`, optional (default = what `left_for_activations` gives now)
+        Bytes.
 
     # Returns
 
@@ -56,12 +59,8 @@ def find_chunk_size(
         A number of examples.
     """
     most = _highest(batch_size, engine)
-    # Held whole until they are reduced, and once more while they are.
-    gradient = gradient_memory.of_whole_gradient(
-        (p for p in engine.module.parameters() if p.requires_grad), torch.float32
-    )
-    taken = 2 * gradient + _highest(_states_to_come(engine), engine)
-    left = gradient_memory.least_left_free(engine.device) - taken
+    if left is None:
+        left = left_for_activations(engine)
     size, (needed, result) = 1, _highest(_bytes_of(encode, 1, engine), engine)
     needed_by_one = needed
     if keeps_results:
@@ -92,6 +91,20 @@ def find_chunk_size(
         if needed_by_one > budget:
             logger.warning("Not even one example fits into that: the next step may fail.")
     return fitting
+
+
+def left_for_activations(engine: DeepSpeedEngine) -> int:
+    """
+    Bytes of memory beside what has been used so far, two whole gradients, and what the optimizer is
+    still to make. To be called by every rank before its first backward pass, because later the
+    activations of the steps before count as used; all get the same.
+    """
+    # Held whole until they are reduced, and once more while they are.
+    gradient = gradient_memory.of_whole_gradient(
+        (p for p in engine.module.parameters() if p.requires_grad), torch.float32
+    )
+    taken = 2 * gradient + _highest(_states_to_come(engine), engine)
+    return gradient_memory.least_left_free(engine.device) - taken
 
 
 def _states_to_come(engine: DeepSpeedEngine) -> int:

@@ -13,7 +13,7 @@ from allennlp.nn.util import get_text_field_mask
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.gradients.chunking import has_batch_statistics
 
-Number = Union[int, torch.Tensor]
+Number = Union[float, torch.Tensor]
 
 # Labels that PyTorch's cross entropy leaves out.
 _IGNORED = -100
@@ -25,13 +25,13 @@ class CountsLossTerms(Protocol):
 
     def num_loss_terms(self, **inputs: Any) -> Number:
         """
-        The number of things of which `forward` of the same inputs gives the mean loss. Where there
-        are none, the loss is to be 0, not NaN. Called before `forward`, with the batch where the
-        data loader has left it.
+        The number of things of which `forward` of the same inputs gives the mean loss, or the sum
+        of their weights, which needn't be an integer. Where there are none, the loss is to be 0,
+        not NaN. Called before `forward`, with the batch where the data loader has left it.
 
         # Returns
 
-        `Union[int, torch.Tensor]`
+        `Union[float, torch.Tensor]`
             A number, or a tensor without dimensions.
         """
 
@@ -48,6 +48,14 @@ def num_loss_terms(model: Model, inputs: Dict[str, Any]) -> Number:
     if isinstance(model, CountsLossTerms):
         return model.num_loss_terms(**inputs)
     return _OF_ALLENNLP[type(model)](model, inputs)
+
+
+def is_nan_of_none(model: Model) -> bool:
+    """
+    Whether the loss of a batch without anything to average over is PyTorch's cross entropy, which
+    is NaN then, but has a gradient of 0 for a factor of 0. Of other models such a NaN is an error.
+    """
+    return type(model) is BasicClassifier
 
 
 def check_class(model: Type[Model]) -> None:

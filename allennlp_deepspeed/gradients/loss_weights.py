@@ -5,7 +5,7 @@ import torch.distributed as dist
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 
-from allennlp_deepspeed.gradients.loss_terms import num_loss_terms
+from allennlp_deepspeed.gradients import loss_terms
 from allennlp_deepspeed.language_modeling import TokenLossModel
 
 
@@ -31,6 +31,7 @@ class LossWeights:
         self._device = device
         self._counts_tokens = isinstance(model, TokenLossModel)
         self._weighs = self._counts_tokens or is_of_global_batch
+        self._is_nan_of_none = loss_terms.is_nan_of_none(model)
         # Of all ranks since the last call of `take_num_tokens`, on the device.
         self._num_tokens: Optional[torch.Tensor] = None
 
@@ -58,8 +59,9 @@ class LossWeights:
         """
         if not self._weighs:
             return []
-        numbers = [num_loss_terms(self._model, batch) for batch in batches]
-        own = torch.stack([torch.as_tensor(number, dtype=torch.int64) for number in numbers])
+        numbers = [loss_terms.num_loss_terms(self._model, batch) for batch in batches]
+        # Has all of an integer's digits, and the fractions of sums of class weights.
+        own = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in numbers])
         own[len(own) - num_fillers :] = 0
         own = own.to(self._device, non_blocking=True)
         total = own.sum()
@@ -68,9 +70,27 @@ class LossWeights:
             self._num_tokens = total if self._num_tokens is None else self._num_tokens + total
         # Backward divides by the size of the group, and the reduction by the number of ranks.
         divisions = group_size * dist.get_world_size()
-        weights = (own * divisions / total.clamp(min=1)).float()
+        weights = (own * divisions / torch.where(total > 0, total, 1)).float()
         # Without any, losses are 0, but a regularizer's penalty still counts once.
         return list(torch.where(total > 0, weights, torch.ones_like(weights)).unbind())
+
+    def weigh(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """
+        # Parameters
+
+        loss : `torch.Tensor`, required.
+            Of a micro-batch.
+        weight : `torch.Tensor`, required.
+            The factor that `of` has given for it.
+
+        # Returns
+
+        `torch.Tensor`
+            The product, from which every rank can go backward, also if the weight is 0.
+        """
+        if self._is_nan_of_none:
+            loss = torch.where(weight > 0, loss, 0.0)
+        return loss * weight
 
     def take_num_tokens(self) -> Optional[int]:
         """

@@ -2,6 +2,7 @@
 Micro-batches as large as memory takes them, of a global batch.
 """
 
+import copy
 import logging
 import math
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from allennlp_deepspeed.checkpoint.module_states import (
     module_states,
 )
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
+from allennlp_deepspeed.gradients.chunk_size import find_chunk_size, left_for_activations
 from allennlp_deepspeed.gradients.chunking import even_bounds, indivisible, num_examples, rows_of
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.announcements import announce
@@ -31,18 +32,21 @@ from allennlp_deepspeed.training.batch_groups import BatchGroup
 
 logger = logging.getLogger(__name__)
 
+# By how much longer instances may be than those of the search for the number that fits to follow
+# from it. Attention takes memory by the square of the length.
+_LONGER = 1.25
+
 
 class Found(NamedTuple):
     """
-    What the search has found.
+    What a search has found.
 
     # Parameters
 
     size : `int`
         Instances of a micro-batch.
     length : `int`
-        Numbers that an instance has in the batch in which it was found, with padding. Of longer
-        ones there are fewer in a micro-batch.
+        Numbers that an instance had in the batches in which it was found, with padding.
     most : `int`
         Instances that there were to try.
     """
@@ -56,8 +60,8 @@ class MicroBatches:
     """
     Divides each worker's share of a global batch into the fewest micro-batches that fit into
     memory: with `"num_gradient_accumulation_steps": "auto"`. How many instances fit, forward passes
-    before the first step find out, as for the chunks of `grad_cache`. Every rank must call each of
-    these methods.
+    before the first step find out, as for the chunks of `grad_cache`, and others before a step with
+    far longer instances than any before. Every rank must call each of these methods.
 
     Every rank has as many micro-batches, of sizes that are as equal as can be, because at ZeRO
     stage 3 all make the same passes. One with fewer instances than micro-batches makes the last
@@ -85,12 +89,17 @@ class MicroBatches:
         self._model = model
         self._forward = forward
         self._around_forward = around_forward
-        self._found: Optional[Found] = None
+        # Of different lengths, the shortest first.
+        self._found: List[Found] = []
+        # Bytes, before the first step.
+        self._left: Optional[int] = None
+        # The last accumulation that the console was told.
+        self._announced: Optional[int] = None
 
     @during(HOST_WAITS)
     def divide(self, group: BatchGroup) -> BatchGroup:
         """
-        One all-reduce of 8 bytes, for which the host waits; before the first step, forward passes.
+        One all-reduce of 8 bytes, for which the host waits; before some steps, forward passes.
 
         # Parameters
 
@@ -115,14 +124,14 @@ class MicroBatches:
                 f"'{wrong[0]}' of the model has no row for each instance of a batch, so that it "
                 "can't be divided: write a number of steps."
             )
-        num_instances, length = num_examples(batch), _length(batch)
-        if self._found is None:
-            self._find(batch)
-        most, num_parts = self._agree(num_instances, length)
-        if self._found is not None and self._found.size == self._found.most < most:
-            # There was no more to try.
-            self._find(batch)
-            most, num_parts = self._agree(num_instances, length)
+        if self._left is None:
+            self._left = left_for_activations(self._engine)
+        num_instances = num_examples(batch)
+        most, length = agreement.highest([num_instances, _length(batch)], self._engine.device)
+        size = self._size(most, length)
+        if size is None:
+            size = self._find(batch, most, length)
+        num_parts = math.ceil(most / size)
         own_parts = min(num_parts, num_instances)
         bounds = even_bounds(num_instances, own_parts) + [(0, 1)] * (num_parts - own_parts)
         parts = [rows_of(batch, start, stop) for start, stop in bounds]
@@ -130,7 +139,9 @@ class MicroBatches:
 
     def state_dict(self) -> Optional[Dict[str, Any]]:
         """What was found and where, `None` if nothing has been."""
-        return None if self._found is None else {**self._found._asdict(), "where": self._where()}
+        if not self._found:
+            return None
+        return {"found": [list(found) for found in self._found], "where": self._where()}
 
     def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
         """
@@ -140,22 +151,27 @@ class MicroBatches:
         if state is None:
             return
         if state["where"] == self._where():
-            self._found = Found(state["size"], state["length"], state["most"])
-            logger.info("The micro-batch size is %d, as before.", state["size"])
+            self._found = [Found(*found) for found in state["found"]]
+            for found in self._found:
+                logger.info("The micro-batch size is %d, as before.", found.size)
 
     def _where(self) -> List[int]:
         return [dist.get_world_size(), self._share]
 
-    def _agree(self, num_instances: int, length: int) -> List[int]:
-        """The most instances of any rank, and how many micro-batches all make."""
-        assert self._found is not None
-        size = self._found.size
-        if length > self._found.length:
-            size = max(1, size * self._found.length // length)
-        parts = math.ceil(num_instances / size)
-        return agreement.highest([num_instances, parts], self._engine.device)
+    def _size(self, most: int, length: int) -> Optional[int]:
+        """How many instances of a length fit, `None` if what has been found doesn't say it."""
+        for found in self._found:
+            # If all fitted, there was no more to try.
+            if length <= found.length and (found.size < found.most or most <= found.most):
+                return found.size
+        if not self._found:
+            return None
+        longest = self._found[-1]
+        if longest.size == longest.most or length > _LONGER * longest.length:
+            return None
+        return max(1, longest.size * longest.length // length)
 
-    def _find(self, batch: TensorDict) -> None:
+    def _find(self, batch: TensorDict, most: int, length: int) -> int:
         num_instances = num_examples(batch)
 
         def forward(size: int) -> Any:
@@ -164,26 +180,41 @@ class MicroBatches:
 
         with _undone(self._model), self._around_forward():
             size = find_chunk_size(
-                "The micro-batch size", forward, num_instances, self._engine, keeps_results=True
+                "The micro-batch size",
+                forward,
+                num_instances,
+                self._engine,
+                keeps_results=True,
+                left=self._left,
             )
-        length, most = agreement.highest([_length(batch), num_instances], self._engine.device)
-        self._found = Found(size, length, most)
-        num_parts = math.ceil(self._share / size)
-        workers = dist.get_world_size()
+        others = [found for found in self._found if found.length != length]
+        self._found = sorted([*others, Found(size, length, most)], key=lambda found: found.length)
         if dist.get_rank() == 0:
-            announce(
-                logger,
-                "Micro-batch %d × accumulation %d × workers %d = %d instances a step, from here on",
-                math.ceil(self._share / num_parts),
-                num_parts,
-                workers,
-                self._share * workers,
-            )
+            self._announce(size, is_longest=bool(others) and self._found[-1].length == length)
+        return size
+
+    def _announce(self, size: int, is_longest: bool) -> None:
+        num_parts, workers = math.ceil(self._share / size), dist.get_world_size()
+        if num_parts == self._announced:
+            return
+        self._announced = num_parts
+        announce(
+            logger,
+            "Micro-batch %d × accumulation %d × workers %d = %d instances a step, %s",
+            math.ceil(self._share / num_parts),
+            num_parts,
+            workers,
+            self._share * workers,
+            "where they are as long as now" if is_longest else "from here on",
+        )
 
 
 @contextmanager
 def _undone(model: Model) -> Iterator[None]:
-    """Within it forward passes leave metrics, buffers and random states as they were."""
+    """
+    Within it forward passes leave metrics, buffers, random states, and what modules say with
+    `get_extra_state`, as they were.
+    """
     states, random = module_states(model), random_states()
     buffers = [
         (module, name, buffer, buffer.clone())
@@ -191,12 +222,23 @@ def _undone(model: Model) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    yield
-    for module, name, buffer, value in buffers:
-        buffer.copy_(value)
-        module._buffers[name] = buffer
-    load_module_states(model, changed_states(states, fingerprints(module_states(model))))
-    set_random_states(random)
+    extra_states = [
+        (module, copy.deepcopy(module.get_extra_state()))
+        for module in model.modules()
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in buffers:
+            # One that is expanded can't be written to.
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+            module._buffers[name] = buffer
+        load_module_states(model, changed_states(states, fingerprints(module_states(model))))
+        for module, extra_state in extra_states:
+            module.set_extra_state(extra_state)
+        set_random_states(random)
 
 
 def _length(batch: Any) -> int:

@@ -14,7 +14,10 @@ import pytest
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
-from allennlp.models import Model
+from allennlp.models import BasicClassifier, Model
+from allennlp.modules.seq2vec_encoders import BagOfEmbeddingsEncoder
+from allennlp.modules.text_field_embedders import BasicTextFieldEmbedder
+from allennlp.modules.token_embedders import Embedding
 from allennlp.nn import RegularizerApplicator
 from allennlp.nn.regularizers import L2Regularizer
 from allennlp.training.callbacks import TrainerCallback
@@ -81,13 +84,27 @@ def global_batches() -> List[Batch]:
     return batches
 
 
-def shares(world_size: int) -> Callable[[int], Loader]:
+def labeled_batches() -> List[Batch]:
+    """For AllenNLP's classifier. Of labels some are those that PyTorch leaves out."""
+    return [
+        {
+            "tokens": {"tokens": {"tokens": batch["words"] + 1}},
+            "label": torch.where(batch["tags"][:, 1] == -100, -100, batch["words"][:, 0] % 2),
+        }
+        for batch in global_batches()
+    ]
+
+
+def shares(
+    world_size: int, batches: Callable[[], List[Batch]] = global_batches
+) -> Callable[[int], Loader]:
     def of(rank: int) -> Loader:
-        batches = [
-            {k: v if isinstance(v, str) else v[rank::world_size] for k, v in batch.items()}
-            for batch in global_batches()
-        ]
-        return Loader(batches, GLOBAL_BATCH_SIZE // world_size)
+        def every(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: every(item) for name, item in value.items()}
+            return value if isinstance(value, str) else value[rank::world_size]
+
+        return Loader([every(batch) for batch in batches()], GLOBAL_BATCH_SIZE // world_size)
 
     return of
 
@@ -170,7 +187,62 @@ def test_numbers_are_those_of_the_global_batch(
             assert actual_metrics["training_accuracy"] == metrics["training_accuracy"]
         for name in ("training_loss", "training_reg_loss"):
             assert actual_metrics[name] == pytest.approx(metrics[name], rel=1e-5)
-        assert part["size"] == size
+        assert part["found"][0][0] == size
+
+
+class ClassWeighted(MeanOverTokens):
+    """Its loss is a mean over a sum of weights, which is no integer."""
+
+    weights = torch.tensor([0.1, 0.5, 1.7])
+
+    def num_loss_terms(self, **inputs: Any) -> torch.Tensor:
+        tags = inputs["tags"]
+        return (self.weights[tags.clamp(min=0)] * (tags != -100)).sum()
+
+    def forward(self, words, tags, metadata, flag) -> Dict[str, Any]:  # type: ignore[override]
+        scores = super().forward(words, tags, metadata, flag)["scores"].flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(
+            scores, tags.flatten(), weight=self.weights, reduction="sum"
+        )
+        total = self.num_loss_terms(tags=tags)
+        return {"loss": losses / torch.where(total > 0, total, 1.0)}
+
+
+def basic_classifier() -> Model:
+    vocab = Vocabulary({"tokens": {f"word{i}": 1 for i in range(9)}, "labels": {"a": 1, "b": 1}})
+    embedding = Embedding(embedding_dim=4, num_embeddings=vocab.get_vocab_size("tokens"))
+    embedder = BasicTextFieldEmbedder({"tokens": embedding})
+    return BasicClassifier(vocab, embedder, BagOfEmbeddingsEncoder(4, averaged=True))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "construct, batches", [(ClassWeighted, global_batches), (basic_classifier, labeled_batches)]
+)
+def test_parts_may_weigh_fractions_and_nothing(
+    construct: Callable[[], Model],
+    batches: Callable[[], List[Batch]],
+    stage: int,
+) -> None:
+    torch.manual_seed(2)
+    model = construct()
+    plain = Side(lambda: copy.deepcopy(model), shares(1, batches))
+    side = Side(
+        lambda: copy.deepcopy(model),
+        shares(2, batches),
+        stage,
+        2,
+        num_gradient_accumulation_steps="auto",
+        global_batch_size=GLOBAL_BATCH_SIZE,
+    )
+    expected = plain.on_all_ranks(trained)[0]
+    for actual in with_memory(1, lambda: side.on_all_ranks(trained)):
+        assert actual[1]["training_loss"] == pytest.approx(expected[1]["training_loss"], rel=1e-5)
+        weights, expected_weights = (
+            {name: torch.tensor(a) for name, a in arrays.items() if name != "num_seen"}
+            for arrays in (actual[0], expected[0])
+        )
+        assert_same_weights(weights, expected_weights)
 
 
 class CountMicroBatches(TrainerCallback):
@@ -205,10 +277,10 @@ def micro_batches(model: Model, batches: List[Batch], num_bytes: Optional[int]) 
     return with_memory(num_bytes, lambda: side.on_all_ranks(train))[0]
 
 
-def longer(batch: Batch) -> Batch:
-    """Twice as many tokens, of which the second half is padding."""
+def longer(batch: Batch, num_tokens: int = LENGTH) -> Batch:
+    """With padding."""
     padded = {
-        name: torch.nn.functional.pad(batch[name], (0, LENGTH), value=value)
+        name: torch.nn.functional.pad(batch[name], (0, num_tokens), value=value)
         for name, value in (("words", 0), ("tags", -100))
     }
     return {**batch, **padded}
@@ -217,7 +289,24 @@ def longer(batch: Batch) -> Batch:
 def test_longer_batches_are_divided_into_more(model: Model) -> None:
     first, second, _ = global_batches()
     batches = [first, longer(second), second]
-    assert micro_batches(model, batches, 5200) == [3, 6, 3]
+    assert micro_batches(model, batches, 5600) == [3, 6, 3]
+    assert micro_batches(model, batches, None) == [1, 1, 1]
+
+
+def test_batches_that_are_a_little_longer_follow_from_what_was_found(model: Model) -> None:
+    first, second, _ = global_batches()
+    batches = [first, longer(second, 1), second]
+    assert micro_batches(model, batches, 4900) == [3, 4, 3]
+
+
+def test_what_steps_have_used_is_not_missing_in_a_later_search(model: Model) -> None:
+    first, second, _ = global_batches()
+
+    def left_free(device: torch.device) -> int:
+        return 1 if CountMicroBatches.numbers else 5600
+
+    with mock.patch.object(gradient_memory, "_left_free", left_free):
+        assert micro_batches(model, [first, longer(second)], None) == [3, 6]
 
 
 def test_a_short_batch_that_comes_first_says_little(model: Model) -> None:
@@ -225,6 +314,35 @@ def test_a_short_batch_that_comes_first_says_little(model: Model) -> None:
     batches = [last, first, second]
     assert micro_batches(model, batches, None) == [1, 1, 1]
     assert micro_batches(model, batches, 5200) == [1, 3, 3]
+
+
+class Counting(MeanOverTokens):
+    """Counts where only `get_extra_state` says it, and has a buffer that can't be written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0]
+        self.register_buffer("expanded", torch.zeros(1).expand(10))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Dict[str, Any]:
+        self.seen[0] += len(kwargs["words"])
+        return super().forward(*args, **kwargs)
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def test_the_search_leaves_no_trace_in_extra_states_either() -> None:
+    side = in_one_process(Counting(), global_batches())
+
+    def train(trainer: Any) -> int:
+        trainer.train()
+        return trainer.model.seen[0]
+
+    assert with_memory(5200, lambda: side.on_all_ranks(train))[0] == sum(STEPS)
 
 
 class GoesBackward(TrainerCallback):
