@@ -118,7 +118,7 @@ def _is_kept(state: Any) -> bool:
 
 
 def _parameter(shape: Sequence[int], device: torch.device) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(torch.ones(*shape, device=device))
+    parameter = torch.nn.Parameter(torch.ones(tuple(shape), device=device))
     parameter.grad = torch.ones_like(parameter)
     return parameter
 
