@@ -9,10 +9,10 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Tuple
 
 import numpy
 import psutil
@@ -28,31 +28,32 @@ SECONDS = 30  # until a process that waits is ended
 
 
 @contextmanager
-def process(function: Callable[[Connection], Any]) -> Iterator["tuple[Any, Connection]"]:
+def process(
+    function: Callable[..., None], *args: Any
+) -> Iterator[Tuple[multiprocessing.process.BaseProcess, Connection]]:
     """
-    A fork of this process that calls the function with a connection, in its only thread. It is
-    killed with all that it leaves behind.
+    A process with one thread, that has imported everything and computed nothing, as a command has
+    when it begins to train. It calls a function of this module with a connection, and is killed
+    with all that it leaves behind.
     """
-    context = multiprocessing.get_context("fork")
+    # That of all commands in tests.
+    context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
-
-    def run() -> None:
-        os.setsid()
-        function(there)
-
-    started = context.Process(target=run)
+    started = context.Process(target=_lead, args=(function, there, *args))
     started.start()
     there.close()
     try:
         yield started, here
     finally:
-        os.killpg(started.pid, signal.SIGKILL)
+        assert started.pid is not None
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
         started.join()
 
 
-def what_it_sends(function: Callable[[Connection], Any]) -> Any:
-    with process(function) as (_, connection):
-        return received(connection)
+def _lead(function: Callable[..., None], connection: Connection, *args: Any) -> None:
+    os.setsid()
+    function(connection, *args)
 
 
 def received(connection: Connection) -> Any:
@@ -66,19 +67,15 @@ def _answer(rank: int, connection: Connection) -> None:
     connection.send((rank, os.environ["FOR_WORKERS"], drawn, os.getppid()))
 
 
-def _wait(rank: int, connection: Connection) -> None:
-    connection.send(os.getpid())
-    time.sleep(2 * SECONDS)
+def _start_two(connection: Connection) -> None:
+    torch.set_num_threads(2)
+    with ForkServer() as server:
+        os.environ["FOR_WORKERS"] = "of now"
+        supervision.spawn(None, _answer, (connection,), nprocs=2, fork_server=server)
 
 
 def test_workers_have_the_variables_of_now_and_random_states_of_their_own() -> None:
-    def start(connection: Connection) -> None:
-        torch.set_num_threads(2)
-        with ForkServer() as server:
-            os.environ["FOR_WORKERS"] = "of now"
-            supervision.spawn(None, _answer, (connection,), nprocs=2, fork_server=server)
-
-    with process(start) as (parent, connection):
+    with process(_start_two) as (parent, connection):
         answers = sorted(received(connection) for _ in range(2))
         ranks, variables, drawn, servers = zip(*answers)
         assert ranks == (0, 1)
@@ -91,87 +88,95 @@ def test_workers_have_the_variables_of_now_and_random_states_of_their_own() -> N
         assert not psutil.pid_exists(servers[0])
 
 
-def test_a_process_that_has_computed_with_threads_is_not_forked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fork_server, "_SECONDS_TO_COMPUTE", 0.5)
-    monkeypatch.setattr(torch.multiprocessing, "spawn", fork_workers)
-
-    def start(connection: Connection) -> None:
-        torch.set_num_threads(2)
-        torch.ones(1 << 20).add_(1)
-        with ForkServer() as server:
-            can_compute = server.can_compute()
-            # Started in the other way, which for this test is a fork of its own.
-            supervision.spawn(None, _tell_parent, (connection,), nprocs=1, fork_server=server)
-            connection.send((can_compute, os.getpid()))
-
-    with process(start) as (_, connection):
-        parent_of_worker = received(connection)
-        assert received(connection) == (False, parent_of_worker)
+def _tell_parent(rank: int, connection: Connection) -> None:
+    connection.send(os.getppid())
 
 
-def test_where_there_can_be_no_server_workers_are_started_in_the_other_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.multiprocessing, "spawn", fork_workers)
+def _start_in_the_other_way(connection: Connection, server: ForkServer) -> None:
+    """Which for these tests is a fork of the process itself."""
+    torch.multiprocessing.spawn = fork_workers
+    supervision.spawn(None, _tell_parent, (connection,), nprocs=1, fork_server=server)
+
+
+def _compute_and_start(connection: Connection) -> None:
+    fork_server._SECONDS_TO_COMPUTE = 0.5  # type: ignore[attr-defined]
+    # Forks of tests' processes have one otherwise.
+    os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 2))
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).add_(1)
+    with ForkServer() as server:
+        connection.send(server.can_compute())
+        _start_in_the_other_way(connection, server)
+
+
+def test_a_process_that_has_computed_with_threads_is_not_forked() -> None:
+    with process(_compute_and_start) as (parent, connection):
+        assert received(connection) is False
+        assert received(connection) == parent.pid
+
+
+def _start_without_a_socket(connection: Connection, directory: str) -> None:
+    multiprocessing.util.get_temp_dir = lambda: directory
+    with ForkServer() as server:
+        _start_in_the_other_way(connection, server)
+
+
+def test_where_there_can_be_no_server_workers_are_started_in_the_other_way(tmp_path: Path) -> None:
     too_long = tmp_path / ("long" * 30)
     too_long.mkdir()
-
-    def start(connection: Connection) -> None:
-        # `multiprocessing` remembers the one that it has taken first.
-        monkeypatch.setattr(multiprocessing.util, "get_temp_dir", lambda: str(too_long))
-        with ForkServer() as server:
-            supervision.spawn(None, _tell_parent, (connection,), nprocs=1, fork_server=server)
-
-    with process(start) as (parent, connection):
+    with process(_start_without_a_socket, str(too_long)) as (parent, connection):
         assert received(connection) == parent.pid
         parent.join(SECONDS)
         assert parent.exitcode == 0
 
 
-def _tell_parent(rank: int, connection: Connection) -> None:
-    connection.send(os.getppid())
+def _signal_all_and_start(connection: Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with ForkServer() as server:
+        assert server.can_compute()
+        os.killpg(0, signal.SIGTERM)
+        os.environ["FOR_WORKERS"] = "of now"
+        supervision.spawn(None, _answer, (connection,), nprocs=1, fork_server=server)
 
 
 def test_a_signal_to_all_processes_is_for_the_workers() -> None:
-    def start(connection: Connection) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with ForkServer() as server:
-            assert server.can_compute()
-            os.killpg(0, signal.SIGTERM)
-            os.environ["FOR_WORKERS"] = "of now"
-            supervision.spawn(None, _answer, (connection,), nprocs=1, fork_server=server)
+    with process(_signal_all_and_start) as (_, connection):
+        assert received(connection)[:2] == (0, "of now")
 
-    assert what_it_sends(start)[:2] == (0, "of now")
+
+def _wait(rank: int, connection: Connection) -> None:
+    connection.send(os.getpid())
+    time.sleep(2 * SECONDS)
+
+
+def _start_two_that_wait(connection: Connection) -> None:
+    # Which pytest's processes ignore, and PyTorch has a worker get when its parent has ended.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with ForkServer() as server:
+        supervision.spawn(None, _wait, (connection,), nprocs=2, fork_server=server)
 
 
 def test_nothing_is_left_of_a_process_that_is_killed() -> None:
-    def start(connection: Connection) -> None:
-        # Which pytest's processes ignore, and PyTorch has a worker get when its parent has ended.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with ForkServer() as server:
-            supervision.spawn(None, _wait, (connection,), nprocs=2, fork_server=server)
-
-    with process(start) as (parent, connection):
+    with process(_start_two_that_wait) as (parent, connection):
         workers = [psutil.Process(received(connection)) for _ in range(2)]
         server = workers[0].parent()
         assert server is not None and server.pid != parent.pid
-        os.kill(parent.pid, signal.SIGKILL)
+        os.kill(parent.pid or 0, signal.SIGKILL)
         assert not psutil.wait_procs([server, *workers], SECONDS)[1]
 
 
-@pytest.mark.parametrize("has_more", [None, "variable", "thread", "process group", "GPU"])
-def test_what_can_be_forked(has_more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _look(connection: Connection, has_more: Any) -> None:
     if has_more == "variable":
-        monkeypatch.setenv(fork_server.ENVIRONMENT_VARIABLE, "0")
+        os.environ[fork_server.ENVIRONMENT_VARIABLE] = "0"
     if has_more == "process group":
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(has_more == "GPU"))
+        torch.distributed.is_initialized = lambda: True
+    if has_more == "thread":
+        threading.Thread(target=time.sleep, args=(SECONDS,), daemon=True).start()
+    torch.cuda.device_count = lambda: int(has_more == "GPU")
+    connection.send(is_safe_here())
 
-    def look(connection: Connection) -> None:
-        if has_more == "thread":
-            threading.Thread(target=functools.partial(time.sleep, SECONDS), daemon=True).start()
-        connection.send(is_safe_here())
 
-    assert what_it_sends(look) == (has_more is None and sys.platform == "linux")
+@pytest.mark.parametrize("has_more", [None, "variable", "thread", "process group", "GPU"])
+def test_what_can_be_forked(has_more: Any) -> None:
+    with process(_look, has_more) as (_, connection):
+        assert received(connection) == (has_more is None and sys.platform == "linux")
