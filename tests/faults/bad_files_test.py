@@ -78,7 +78,10 @@ def assert_refused(result: Result, run: Run, *messages: str) -> None:
         assert error.startswith("CheckpointError")
         for message in messages:
             assert message in error.replace("\\'", "'").replace('\\"', '"')
-    assert "allennlp_deepspeed.storage.commit_record.CheckpointError" in run.output
+    # Which the command ends with.
+    last = run.output[run.output.rindex("\n\n") :]
+    assert all(message in last for message in messages), run.output[-4000:]
+    assert "The traceback is in " in last
 
 
 def is_whole(checkpoint: Path) -> bool:
