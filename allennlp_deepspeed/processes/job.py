@@ -364,6 +364,9 @@ class Job:
         come: Dict[int, Any] = {}
         waiting = Waiting()
         while True:
+            # One that fails because of the values has written its own before, so they are read
+            # once more when it is known that one has failed.
+            has_failed = bool(self.failures)
             for index in range(self.member.num_members):
                 text = None if index in come else self.store.get(f"{name}/{index}")
                 if text is not None:
@@ -372,8 +375,10 @@ class Job:
                 _check_sizes([Attendant(**said["attendant"]) for said in come.values()])
             if len(come) == self.member.num_members:
                 return [come[index] for index in sorted(come)]
-            self.look()
-            self.raise_failures()
+            if has_failed:
+                self.raise_failures()
+            if self.look():
+                continue
             if time.monotonic() > deadline:
                 advice = "Gone or frozen, or the network between the hosts is."
                 raise ConfigurationError(
