@@ -101,7 +101,8 @@ def test_torchrun_starts_again_what_has_been_killed(
     experiments: Experiments, launched: LaunchedCommands, tmp_path: Path
 ) -> None:
     kill = {"type": "send_signal", "point": "step 3 of epoch 1", "signal_name": "SIGKILL"}
-    config = changed(resume="auto", callbacks=["record_steps", {**kill, "rank": 1}])
+    kill = {**kill, "rank": 1, "after": "checkpoint_e1_b0"}
+    config = changed(resume="auto", callbacks=["record_steps", kill])
     torchrun = [*TORCHRUN, "--standalone", "--max-restarts", "1", "-m", MODULE]
     run = launched.run([*torchrun, *train(config, tmp_path)])
     assert run.returncode == 0, run.stdout + launched.output()
