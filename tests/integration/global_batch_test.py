@@ -190,6 +190,38 @@ def test_numbers_are_those_of_the_global_batch(
         assert part["found"][0][0] == size
 
 
+@pytest.mark.parametrize("num_bytes", [None, 1], ids=["in one piece", "one by one"])
+@pytest.mark.parametrize(
+    "stage, precision",
+    [
+        (2, {"bf16": {"enabled": True}}),
+        (3, {"bf16": {"enabled": True}}),
+        (2, {"fp16": {"enabled": True, "loss_scale": 128}}),
+        (3, {"fp16": {"enabled": True, "initial_scale_power": 10}}),
+    ],
+)
+def test_half_precision_is_near_the_global_batch(
+    model: Model, expected: Any, stage: int, precision: Dict[str, Any], num_bytes: Optional[int]
+) -> None:
+    side = Side(
+        lambda: copy.deepcopy(model),
+        shares(2),
+        stage,
+        2,
+        deepspeed_config=precision,
+        num_gradient_accumulation_steps="auto",
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        grad_norm=0.5,
+    )
+    before = {name: p.detach() for name, p in model.named_parameters()}
+    for arrays, _, _ in with_memory(num_bytes, lambda: side.on_all_ranks(trained)):
+        for name, start in before.items():
+            moved = torch.tensor(arrays[name]) - start
+            wanted = torch.tensor(expected[0][name]) - start
+            # A wrong scale of a step would be seen, and so would a step too many.
+            assert (moved - wanted).norm() < 0.1 * wanted.norm(), name
+
+
 class ClassWeighted(MeanOverTokens):
     """Its loss is a mean over a sum of weights, which is no integer."""
 
