@@ -128,10 +128,11 @@ def fill_in(params: Params) -> None:
     distributed = config.get("distributed") or {}
     if not isinstance(distributed, dict):
         return
-    devices, num_nodes = distributed.get("cuda_devices", [-1]), distributed.get("num_nodes", 1)
+    devices, num_nodes = distributed.get("cuda_devices"), distributed.get("num_nodes", 1)
+    has_workers = isinstance(devices, list) and devices and is_integer(num_nodes) and num_nodes > 0
     # Anything else the check refuses.
-    if isinstance(devices, list) and devices and is_integer(num_nodes) and num_nodes > 0:
-        fill_batch_size(params.params, len(devices) * num_nodes)
+    if not distributed or has_workers:
+        fill_batch_size(params.params, recovery.number_of_workers(params))
 
 
 def _console_settings(

@@ -1,5 +1,6 @@
 from typing import Any, Dict, Iterable, List, Optional, Type
 
+import torch
 from allennlp.common import Lazy, Params
 from allennlp.nn.parallel import DdpAccelerator
 from allennlp.training import Trainer
@@ -63,25 +64,20 @@ class RecordSteps(TrainerCallback):
         is_training: bool = True,
         **kwargs: Any,
     ) -> None:
-        for outputs in batch_outputs:
-            self._stopwatch.record(outputs["loss"])
+        for loss in self.losses_of_step([outputs["loss"] for outputs in batch_outputs]):
+            self._stopwatch.record(loss)
+
+    def losses_of_step(self, losses: List[torch.Tensor]) -> List[torch.Tensor]:
+        """What is told of those of its micro-batches."""
+        return losses
 
 
 class RecordWholeSteps(RecordSteps):
     """Tells it of one loss for each step, the mean of its micro-batches."""
 
     @overrides
-    def on_batch(
-        self,
-        trainer,
-        batch_inputs: List[Any],
-        batch_outputs: List[Dict[str, Any]],
-        *args: Any,
-        is_training: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        losses = [outputs["loss"] for outputs in batch_outputs]
-        self._stopwatch.record(sum(losses) / len(losses))
+    def losses_of_step(self, losses: List[torch.Tensor]) -> List[torch.Tensor]:
+        return [torch.stack(losses).mean()]
 
 
 def train_with(

@@ -123,7 +123,13 @@ def test_the_data_loader_reads_the_share_of_a_worker(loader: Dict[str, Any]) -> 
 @pytest.mark.parametrize("trainer", [{}, AUTO], ids=["a number of steps", "auto"])
 @pytest.mark.parametrize(
     "distributed",
-    [{"cuda_devices": 2}, {"cuda_devices": []}, {"cuda_devices": [-1], "num_nodes": "2"}, [0]],
+    [
+        {"cuda_devices": 2},
+        {"cuda_devices": []},
+        {"num_nodes": 1},
+        {"cuda_devices": [-1], "num_nodes": "2"},
+        [0],
+    ],
     ids=json.dumps,
 )
 def test_wrong_devices_are_left_to_the_check(trainer: Any, distributed: Any) -> None:
