@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 from zipfile import ZipFile
 
 import huggingface_hub
@@ -82,6 +82,35 @@ def test_a_python_without_the_package_starts(tmp_path: Path):
     shutil.copy(REPOSITORY / "allennlp_deepspeed.pth", tmp_path)
     shown = _run("-I", "-S", "-c", SHOW, tmp_path, "allennlp_deepspeed_import_hook")
     assert shown.splitlines() == ["[]", "False False"]
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (("-c", "from allennlp.__main__ import run; run()"), "False True True"),
+        (("-m", "allennlp"), "False True True"),
+        (("-c", "import allennlp.commands"), "False True False"),
+        (("-c", "import gc; gc.disable(); import allennlp.commands"), "False False False"),
+    ],
+    ids=["command", "module", "notebook", "switched off before"],
+)
+def test_commands_are_imported_without_collecting_garbage(
+    tmp_path: Path, arguments: Tuple[str, str], expected: str
+):
+    """Whether Python collects meanwhile and in the end, and whether it leaves them out then."""
+    package = tmp_path / "allennlp"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        "def run():\n    import allennlp.commands\n\nif __name__ == '__main__':\n    run()\n"
+    )
+    (package / "commands.py").write_text(
+        "import atexit, gc\nmeanwhile = gc.isenabled()\natexit.register("
+        "lambda: print(meanwhile, gc.isenabled(), gc.get_freeze_count() > 0))"
+    )
+    (tmp_path / "sitecustomize.py").write_text("import allennlp_deepspeed_import_hook")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    assert _run(*arguments, env=environment).strip() == expected
 
 
 @pytest.mark.parametrize("correct_bias", [True, False])
