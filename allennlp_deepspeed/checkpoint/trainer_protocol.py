@@ -8,7 +8,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.directories import Directories
 
-TRAINING_STATE_VERSION = 4
+TRAINING_STATE_VERSION = 5
 """Of what is in a `TrainerCheckpoint`. Version 2 was that of 0.1.0."""
 
 

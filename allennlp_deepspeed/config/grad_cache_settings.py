@@ -17,7 +17,9 @@ class GradCacheSettings:
     settings : `Dict[str, Any]`, required.
         With `"chunk_size"`: examples to encode at a time, on each rank. A number; a number for each
         argument of the model's `encode`, which is then called for one at a time, as in
-        `{"query": 64, "document": 16}`; or `"auto"`, the largest number that fits.
+        `{"query": 64, "document": 16}`; or `"auto"`, the largest number that fits. And, if wanted,
+        `"trim_padding"`: whether chunks of a model that ignores padding are of texts of similar
+        lengths, padded as far as these need, which is the default.
 
     # Raises
 
@@ -36,7 +38,7 @@ class GradCacheSettings:
                     "'trainer.grad_cache.negatives' is given, but it is the model that needs to "
                     "know, without gradient caching too: move it to 'model.negatives'."
                 )
-            if key != "chunk_size":
+            if key not in ("chunk_size", "trim_padding"):
                 raise ConfigurationError(f"'trainer.grad_cache.{key}' is no key of it: {expected}")
         if "chunk_size" not in settings:
             raise ConfigurationError(f"'trainer.grad_cache' has no 'chunk_size': {expected}")
@@ -46,6 +48,13 @@ class GradCacheSettings:
                 f"'trainer.grad_cache.chunk_size' is {json.dumps(self.chunk_size)}: write a number "
                 'of examples, at least 1, or one for each encoder, as {"query": 64, "document": '
                 '16}, or "auto".'
+            )
+        self.trim_padding: bool = settings.get("trim_padding", True)
+        if not isinstance(self.trim_padding, bool):
+            raise ConfigurationError(
+                f"'trainer.grad_cache.trim_padding' is {json.dumps(self.trim_padding)}: write "
+                "true, for chunks of texts of similar lengths, padded as far as these need, or "
+                "false, for chunks in the batch's order and with its padding."
             )
 
     @property

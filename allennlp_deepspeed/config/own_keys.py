@@ -105,7 +105,8 @@ TRAINER_KEYS: Dict[str, Key] = {
         doc="Trains a [contrastive model](contrastive.md) on batches whose activations don't fit "
         'into memory, with the gradient of the whole batch: `{"chunk_size": 32}` encodes as many '
         "examples at a time, on each worker. A number for each argument of `encode`, as "
-        '`{"query": 64, "document": 16}`, or `"auto"`, the largest that fits.',
+        '`{"query": 64, "document": 16}`, or `"auto"`, the largest that fits. '
+        '`"trim_padding": false` keeps the order and the padding of the batch in all chunks.',
         check=_check_grad_cache,
         may_change=True,
     ),

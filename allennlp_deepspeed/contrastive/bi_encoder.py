@@ -63,6 +63,8 @@ class BiEncoder(ContrastiveModel):
     """
 
     validates_whole_set = True
+    divides_loss = True
+    ignores_padding = True
     default_predictor = "text_embedder"
 
     def __init__(
@@ -172,6 +174,7 @@ class BiEncoder(ContrastiveModel):
         query_id: Optional[torch.Tensor] = None,
         document_id: Optional[torch.Tensor] = None,
         negative_ids: Optional[torch.Tensor] = None,
+        rows: Optional[slice] = None,
     ) -> Dict[str, torch.Tensor]:
         """
         # Parameters
@@ -186,6 +189,8 @@ class BiEncoder(ContrastiveModel):
         negative_ids : `torch.Tensor`, optional (default = `None`)
             Of shape (batch_size, num_negatives), ids of documents, 0 where there is none. To be
             given with negatives.
+        rows : `slice`, optional (default = `None`)
+            The examples whose part of the loss is computed. `None` for all.
 
         # Returns
 
@@ -214,12 +219,12 @@ class BiEncoder(ContrastiveModel):
         if negative_ids is not None:
             candidates = torch.cat([documents, representations["negatives"].flatten(0, 1)])
         scale = self._log_scale.exp()[0]
-        loss, num_correct = info_nce(queries, candidates, scale, pairs.relate_query)
+        loss, num_correct = info_nce(queries, candidates, scale, pairs.relate_query, rows)
         if self._bidirectional:
-            backwards = info_nce(documents, queries, scale, pairs.relate_document)
+            backwards = info_nce(documents, queries, scale, pairs.relate_document, rows)
             loss = (loss + backwards.loss) / 2
         if self.training:
-            self._in_batch_accuracy(num_correct, len(queries))
+            self._in_batch_accuracy(num_correct, len(indices[rows or slice(None)]))
         else:
             self._retrieval(queries, documents, pairs.query_ids, pairs.document_ids)
         return {"loss": loss}

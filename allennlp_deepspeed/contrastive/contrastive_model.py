@@ -9,7 +9,8 @@ from allennlp.models import Model
 from allennlp.nn import RegularizerApplicator
 from overrides import overrides
 
-from allennlp_deepspeed.contrastive.gathering import gather_examples
+from allennlp_deepspeed.contrastive.gathering import gather_examples, sum_over_ranks
+from allennlp_deepspeed.processes.agreement import world_size
 
 
 class ContrastiveModel(Model):
@@ -38,6 +39,19 @@ class ContrastiveModel(Model):
     amounts.
     """
 
+    divides_loss = False
+    """
+    Whether `contrastive_loss` has an argument `rows`, a slice of the examples, and returns their
+    part of the loss: the sum over these examples divided by the number of all. Of several workers
+    with global negatives each then computes the part of its own examples, and not the whole.
+    """
+
+    ignores_padding = False
+    """
+    Whether an example has the same representations however far its texts are padded. With gradient
+    caching examples of similar lengths are then encoded together, and padded as far as these need.
+    """
+
     def __init__(
         self,
         vocab: Vocabulary,
@@ -54,6 +68,10 @@ class ContrastiveModel(Model):
         self.negatives = negatives
         self._of_encode = _arguments(self.encode)
         self._of_loss = _arguments(self.contrastive_loss)
+        # A subclass that overrides it without the argument computes the whole.
+        self._divides_loss = self.divides_loss and "rows" in self._of_loss.names
+        if self._divides_loss:
+            self._of_loss.names.remove("rows")
 
     def encode(self, **inputs: Any) -> Dict[str, torch.Tensor]:
         """
@@ -70,24 +88,24 @@ class ContrastiveModel(Model):
         raise NotImplementedError
 
     def contrastive_loss(
-        self, representations: Dict[str, torch.Tensor], **inputs: torch.Tensor
+        self, representations: Dict[str, torch.Tensor], **inputs: Any
     ) -> Dict[str, torch.Tensor]:
         """
-        Every worker computes the same, if negatives are global.
+        Every worker computes the same, if negatives are global and the loss isn't divided.
 
         # Parameters
 
         representations : `Dict[str, torch.Tensor]`
             Of the whole global batch, in the order of the ranks; in evaluation, or where
             `negatives` is "local", of the worker's own.
-        inputs : `torch.Tensor`
-            Those that this method names, of the same examples. Where workers have different sizes
+        inputs : `Any`
+            Tensors that this method names, of the same examples. Where workers have different sizes
             in other dimensions than the first, they are padded with zeros.
 
         # Returns
 
         `Dict[str, torch.Tensor]`
-            With a scalar `"loss"`.
+            With a scalar `"loss"`. If it is divided, what else there is is of this worker's part.
         """
         raise NotImplementedError
 
@@ -111,7 +129,7 @@ class ContrastiveModel(Model):
     ) -> Dict[str, torch.Tensor]:
         """
         `contrastive_loss` of what all ranks have given. Each goes back into its own
-        representations, which get the gradient of the one loss.
+        representations, which get the gradient of the one loss. To be called by every rank.
         """
         if self.training and self.negatives == "global":
             for name, value in loss_inputs.items():
@@ -126,9 +144,13 @@ class ContrastiveModel(Model):
                 **{f"r {name}": tensor for name, tensor in representations.items()},
                 **{f"i {name}": tensor for name, tensor in loss_inputs.items()},
             }
-            gathered = gather_examples(joined)
+            is_divided = self._divides_loss and world_size() > 1
+            gathered, rows = gather_examples(joined, is_divided)
             representations = {name: gathered[f"r {name}"] for name in representations}
             loss_inputs = {name: gathered[f"i {name}"] for name in loss_inputs}
+            if is_divided:
+                outputs = self.contrastive_loss(representations, rows=rows, **loss_inputs)
+                return {**outputs, "loss": sum_over_ranks(outputs["loss"])}
         return self.contrastive_loss(representations, **loss_inputs)
 
     def filler(self, batch: TensorDict) -> TensorDict:

@@ -1,8 +1,9 @@
 """
-Brings the examples of all ranks together.
+Brings the examples of all ranks together, and divides their loss.
 """
 
-from typing import Any, Dict, List, Tuple
+import functools
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -12,15 +13,36 @@ from allennlp_deepspeed.processes.agreement import numbers_of_all, world_size
 _ALIGNMENT = 8  # bytes, of the largest elements that tensors have
 
 
-def gather_examples(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+class Gathered(NamedTuple):
+    """
+    The examples of all ranks.
+
+    # Parameters
+
+    tensors : `Dict[str, torch.Tensor]`
+        By their names, the rows of all ranks one below the other.
+    rows : `slice`
+        Which of the first tensor's are this rank's.
+    """
+
+    tensors: Dict[str, torch.Tensor]
+    rows: slice
+
+
+def gather_examples(tensors: Dict[str, torch.Tensor], is_divided: bool = False) -> Gathered:
     """
     Puts the rows of all ranks one below the other, in the order of the ranks. To be called by every
-    rank, which all go on to compute the same of the result. Two collectives: one for the shapes,
-    one for the contents of all tensors.
+    rank. Two collectives: one for the shapes, one for the contents of all tensors.
 
-    What this rank has given keeps its graph. Its gradient is multiplied by the world size, since
-    `DistributedDataParallel` and DeepSpeed go on to average over the ranks, each of which only goes
-    back into its own rows: the average is then the gradient of the one loss that all have computed.
+    What this rank has given keeps its graph. `DistributedDataParallel` and DeepSpeed go on to
+    average over the ranks, each of which only goes back into its own rows. So that the average is
+    the gradient of the one loss,
+
+    - where all ranks compute the same loss of the result, this rank's rows get their gradient
+      multiplied by the world size.
+    - where each computes a part, which `sum_over_ranks` puts together, they get the sum of what all
+      parts give them: one more collective, in the backward pass. At least one tensor must have a
+      gradient on every rank.
 
     # Parameters
 
@@ -28,19 +50,39 @@ def gather_examples(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]
         The same names on every rank, in the same order and of the same types. Their first
         dimension is the example. All may differ between ranks; dimensions but the first are padded
         with zeros up to the largest.
-
-    # Returns
-
-    `Dict[str, torch.Tensor]`
+    is_divided : `bool`, optional (default = `False`)
+        Whether each rank computes a part of the loss.
     """
     if world_size() == 1:
-        return tensors
+        return Gathered(tensors, slice(0, len(next(iter(tensors.values())))))
     shapes = _gather_shapes(list(tensors.values()))
-    gathered = _gather_contents(list(tensors.values()), shapes)
-    return {
-        name: _join(tensor, parts) if tensor.requires_grad else torch.cat(_padded(parts))
-        for (name, tensor), parts in zip(tensors.items(), gathered)
-    }
+    parts = _gather_contents(list(tensors.values()), shapes)
+    gathered = {name: torch.cat(_padded(part)) for name, part in zip(tensors, parts)}
+    # By each name, how many rows each rank has given.
+    num_rows = {name: [of_rank[i][0] for of_rank in shapes] for i, name in enumerate(tensors)}
+    graphs = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    if graphs:
+        of_graphs = [(gathered[name], num_rows[name]) for name in graphs]
+        joined = _OwnRows.apply(is_divided, of_graphs, *graphs.values())
+        gathered.update(zip(graphs, joined))
+    of_ranks = next(iter(num_rows.values()))
+    start = sum(of_ranks[: dist.get_rank()])
+    return Gathered(gathered, slice(start, start + of_ranks[dist.get_rank()]))
+
+
+def sum_over_ranks(part: torch.Tensor) -> torch.Tensor:
+    """
+    The loss, of which each rank has computed a part. To be called by every rank.
+
+    Its gradient with respect to the part is multiplied by the world size, since what else has gone
+    into it, such as parameters of the loss, is averaged over the ranks in the end.
+
+    # Parameters
+
+    part : `torch.Tensor`, required.
+        Of any shape, the same on every rank.
+    """
+    return _SumOverRanks.apply(part) if world_size() > 1 else part
 
 
 def _gather_shapes(tensors: List[torch.Tensor]) -> List[List[Tuple[int, ...]]]:
@@ -96,19 +138,74 @@ def _padded(parts: List[torch.Tensor]) -> List[torch.Tensor]:
     return padded
 
 
-def _join(local: torch.Tensor, parts: List[torch.Tensor]) -> torch.Tensor:
-    start = sum(len(part) for part in parts[: dist.get_rank()])
-    return _OwnRows.apply(local, torch.cat(_padded(parts)), start)
-
-
 class _OwnRows(torch.autograd.Function):
-    """`gathered`, of which the rows from `start` on are `local`."""
+    """
+    Tensors of all ranks' rows, of which some are those of the `local` ones. One function for all of
+    them, because what its backward pass needs of other ranks is one collective.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, gathered: torch.Tensor, start: int) -> Any:
-        ctx.rows = (slice(start, start + len(local)), *map(slice, local.shape[1:]))
-        return gathered
+    def forward(
+        ctx: Any,
+        is_divided: bool,
+        gathered: List[Tuple[torch.Tensor, List[int]]],
+        *local: torch.Tensor,
+    ) -> Any:
+        ctx.is_divided = is_divided
+        ctx.num_rows = [of_ranks for _, of_ranks in gathered]
+        ctx.shapes = [tensor.shape for tensor in local]
+        return tuple(rows for rows, _ in gathered)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient[ctx.rows] * world_size(), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.is_divided:
+            own = _sum_own_rows(gradients, ctx.num_rows)
+        else:
+            rank = dist.get_rank()
+            own = [
+                gradient.split(num_rows)[rank] * world_size()
+                for gradient, num_rows in zip(gradients, ctx.num_rows)
+            ]
+        # Without what has been padded.
+        own = [g[tuple(slice(size) for size in shape)] for g, shape in zip(own, ctx.shapes)]
+        return (None, None, *own)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        total = part.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * world_size()
+
+
+def _sum_own_rows(
+    gradients: Sequence[torch.Tensor], num_rows: List[List[int]]
+) -> List[torch.Tensor]:
+    """
+    Of gradients with the rows of all ranks, the sum over all ranks of this rank's rows.
+
+    # Parameters
+
+    gradients : `Sequence[torch.Tensor]`, required.
+        Those in half precision are summed in fp32.
+    num_rows : `List[List[int]]`, required.
+        For each gradient, those of each rank.
+    """
+    parts = [gradient.split(rows) for gradient, rows in zip(gradients, num_rows)]
+    dtype = functools.reduce(torch.promote_types, (g.dtype for g in gradients), torch.float32)
+    of_ranks = [
+        torch.cat([part.reshape(-1).to(dtype) for part in of_rank]) for of_rank in zip(*parts)
+    ]
+    # Shape: (world_size, most elements of a rank)
+    summands = torch.nn.utils.rnn.pad_sequence(of_ranks, batch_first=True)
+    total = torch.empty_like(summands[0])
+    dist.reduce_scatter_tensor(total, summands.view(-1))
+    own = [of_gradient[dist.get_rank()] for of_gradient in parts]
+    sizes = [part.numel() for part in own]
+    sums = total[: sum(sizes)].split(sizes)
+    return [of_own.view(part.shape).to(part.dtype) for of_own, part in zip(sums, own)]

@@ -2,7 +2,7 @@
 The InfoNCE loss without the matrix of similarities.
 """
 
-from typing import Any, Callable, NamedTuple, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -27,6 +27,8 @@ class InfoNCE(NamedTuple):
         A scalar.
     num_correct : `torch.Tensor`
         A scalar: for how many anchors the most similar candidate is a positive.
+
+    With `rows` both are of these anchors.
     """
 
     loss: torch.Tensor
@@ -34,7 +36,11 @@ class InfoNCE(NamedTuple):
 
 
 def info_nce(
-    anchors: torch.Tensor, candidates: torch.Tensor, scale: torch.Tensor, relation: Relation
+    anchors: torch.Tensor,
+    candidates: torch.Tensor,
+    scale: torch.Tensor,
+    relation: Relation,
+    rows: Optional[slice] = None,
 ) -> InfoNCE:
     """
     InfoNCE of [van den Oord et al., 2018](https://arxiv.org/abs/1807.03748), section 2.3, averaged
@@ -55,11 +61,16 @@ def info_nce(
         A scalar that the dot products are multiplied by, the inverse of the temperature.
     relation : `Relation`, required.
         Every anchor has at least one positive.
+    rows : `slice`, optional (default = `None`)
+        The anchors whose losses are computed, from a start to before a stop: the sum of these over
+        the number of all. `None` for all.
     """
+    if rows is None:
+        rows = slice(0, len(anchors))
     tensors = (anchors.float(), candidates.float(), scale.float())
     if not torch.is_grad_enabled():
         tensors = tuple(tensor.detach() for tensor in tensors)
-    return InfoNCE(*_InfoNCE.apply(*tensors, relation))
+    return InfoNCE(*_InfoNCE.apply(*tensors, relation, rows))
 
 
 class _InfoNCE(torch.autograd.Function):
@@ -70,6 +81,7 @@ class _InfoNCE(torch.autograd.Function):
         candidates: torch.Tensor,
         scale: torch.Tensor,
         relation: Any,
+        own: slice,
     ) -> Any:
         with torch.autocast(anchors.device.type, enabled=False):
             block_size = max(_LEAST_ROWS, _BLOCK_ELEMENTS // len(candidates))
@@ -81,8 +93,8 @@ class _InfoNCE(torch.autograd.Function):
                 gradients = [torch.zeros_like(tensor) for tensor in (anchors, candidates)]
                 # A sum of as many numbers as there are similarities.
                 gradients.append(torch.zeros_like(scale, dtype=torch.float64))
-            for start in range(0, len(anchors), block_size):
-                rows = slice(start, min(start + block_size, len(anchors)))
+            for start in range(own.start, own.stop, block_size):
+                rows = slice(start, min(start + block_size, own.stop))
                 # Shape: (block_size, num_candidates), as all tensors of the block.
                 similarities = anchors[rows] @ candidates.T
                 is_positive, is_left_out = relation(rows.start, rows.stop)
@@ -108,4 +120,4 @@ class _InfoNCE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_loss: torch.Tensor, _: Any) -> Any:
-        return (*(by_loss * gradient for gradient in ctx.saved_tensors), None)
+        return (*(by_loss * gradient for gradient in ctx.saved_tensors), None, None)

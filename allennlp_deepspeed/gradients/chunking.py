@@ -2,12 +2,80 @@
 Parts of batches.
 """
 
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 
+from allennlp_deepspeed.gradients.padding import TextLengths
+
 # What a batch has of all its examples together, such as AllenNLP's `FlagField`.
 _OF_ALL = (bool, int, float, str, type(None))
+
+
+class Chunk(NamedTuple):
+    """
+    Some examples of a rank's batch.
+
+    # Parameters
+
+    inputs : `Dict[str, Any]`
+    rows : `Union[slice, torch.Tensor]`
+        Which examples of the batch they are: their indices, if these don't follow one another.
+    is_filler : `bool`
+        Whether it only keeps this rank in step with another one that has more.
+    """
+
+    inputs: Dict[str, Any]
+    rows: Union[slice, torch.Tensor]
+    is_filler: bool
+
+
+def chunks_in_order(
+    inputs: Dict[str, Any], batch_size: int, most: int, chunk_size: int
+) -> List[Chunk]:
+    """
+    As many chunks as the rank with the largest batch has.
+
+    # Parameters
+
+    inputs : `Dict[str, Any]`, required.
+        Of all examples of this rank.
+    batch_size : `int`, required.
+        How many these are, at least one.
+    most : `int`, required.
+        The largest batch of any rank.
+    chunk_size : `int`, required.
+        In examples.
+    """
+    chunks = []
+    for start in range(0, most, chunk_size):
+        is_filler = start >= batch_size
+        rows = slice(0, 1) if is_filler else slice(start, min(start + chunk_size, batch_size))
+        chunks.append(Chunk(rows_of(inputs, rows.start, rows.stop), rows, is_filler))
+    return chunks
+
+
+def chunks_by_length(
+    inputs: Dict[str, Any], batch_size: int, most: int, chunk_size: int, least_length: int
+) -> List[Chunk]:
+    """
+    As `chunks_in_order`, of texts of similar lengths, each padded as far as its own need. The host
+    waits for the device once.
+
+    # Parameters
+
+    least_length : `int`, required.
+        How far texts are padded at least, in tokens.
+    """
+    lengths = TextLengths(inputs)
+    order = lengths.order(inputs, batch_size)
+    chunks = []
+    for start in range(0, most, chunk_size):
+        is_filler = start >= batch_size
+        indices = order[-1:] if is_filler else order[start : start + chunk_size]
+        of_chunk = lengths.trimmed(examples_at(inputs, indices), indices, least_length)
+        chunks.append(Chunk(of_chunk, torch.tensor(indices), is_filler))
+    return chunks
 
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
@@ -25,6 +93,23 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
     if isinstance(batch, dict):
         return {name: rows_of(value, start, stop) for name, value in batch.items()}
     return batch if isinstance(batch, _OF_ALL) else batch[start:stop]
+
+
+def examples_at(batch: Any, indices: List[int]) -> Any:
+    """
+    A copy of some examples, in this order.
+
+    # Parameters
+
+    batch : `Any`, required.
+        As of `rows_of`.
+    indices : `List[int]`, required.
+    """
+    if isinstance(batch, dict):
+        return {name: examples_at(value, indices) for name, value in batch.items()}
+    if isinstance(batch, torch.Tensor):
+        return batch[torch.tensor(indices, device=batch.device)]
+    return batch if isinstance(batch, _OF_ALL) else [batch[i] for i in indices]
 
 
 def num_examples(batch: Any) -> int:

@@ -4,7 +4,7 @@ Gradient caching: contrastive training with batches of any size, in the memory o
 
 import inspect
 import logging
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 
-from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
+from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.gathered_parameters import (
     PassOrders,
@@ -22,10 +22,13 @@ from allennlp_deepspeed.engine.gathered_parameters import (
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients import gradient_memory
-from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
-from allennlp_deepspeed.gradients.chunking import has_batch_statistics, num_examples, rows_of
+from allennlp_deepspeed.gradients.chunker import Chunker
+from allennlp_deepspeed.gradients.chunking import (
+    Chunk,
+    has_batch_statistics,
+    num_examples,
+)
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, during, phase
 from allennlp_deepspeed.processes.random_states import (
     random_states,
@@ -39,25 +42,6 @@ Representations = Dict[str, torch.Tensor]
 
 # The second has the gradients that are held since the first.
 _STEPS_BEFORE_KEEPING = 2
-
-
-class Chunk(NamedTuple):
-    """
-    Some examples of a rank's batch.
-
-    # Parameters
-
-    inputs : `TensorDict`
-        Arguments of `encode`.
-    rows : `slice`
-        Which examples of the batch they are.
-    is_filler : `bool`
-        Whether it only keeps this rank in step with another one that has more.
-    """
-
-    inputs: TensorDict
-    rows: slice
-    is_filler: bool
 
 
 class GradCache:
@@ -76,12 +60,15 @@ class GradCache:
     The result is the gradient of the whole batch in one piece. A batch that is one chunk on every
     rank makes one pass. Every rank must call each of these methods.
 
+    Where the model ignores padding, examples of similar lengths are encoded together, and padded as
+    far as these need. Whether it does is tried before the first step that has any.
+
     At stage 3 parameters stay gathered for all chunks of a micro-batch, as far as half of the
     memory that two steps have left free takes them.
 
     Besides representations and inputs, what grows with the batch is a random state for each chunk,
     of some 30 kB. The host waits for the device twice a micro-batch, to know how many examples the
-    other ranks have.
+    other ranks have, and for the lengths of texts.
 
     # Parameters
 
@@ -112,8 +99,7 @@ class GradCache:
         self._model = wrapped_model.engine.module
         self._gradients = gradients
         self._batch_outputs = batch_outputs
-        self._chunk_size = settings.chunk_size
-        self._found_chunk_size: Optional[int] = None
+        self._chunker = Chunker(settings, self._engine, self._encode)
         self._orders = PassOrders(self._engine)
         self._num_steps = 0
         # What stays gathered at stage 3 from one chunk to the next, once it is known.
@@ -186,9 +172,7 @@ class GradCache:
             If the loss isn't a scalar, `encode` returns another number of rows than of examples, or
             an input has no chunk size.
         """
-        if self._chunk_size == AUTO:
-            self._chunk_size = self._found_chunk_size = self._find_chunk_size(batch)
-        chunks = self._split(batch)
+        chunks = self._chunker.chunks(batch)
         if len(chunks) == 1:
             with self._gradients.micro_batch(is_last):
                 with phase(FORWARD):
@@ -204,7 +188,7 @@ class GradCache:
     def _train_on_chunks(
         self, chunks: List[Chunk], batch: TensorDict, num_micro_batches: int, is_last: bool
     ) -> Dict[str, torch.Tensor]:
-        representations, states = self.forward_no_graph(chunks)
+        representations, states = self.forward_no_graph(chunks, num_examples(batch))
         for representation in representations.values():
             representation.requires_grad_(representation.is_floating_point())
         outputs = {}
@@ -222,8 +206,17 @@ class GradCache:
         set_random_states(state_after)
         return outputs
 
-    def forward_no_graph(self, chunks: List[Chunk]) -> Tuple[Representations, List[Dict[str, Any]]]:
+    def forward_no_graph(
+        self, chunks: List[Chunk], batch_size: int
+    ) -> Tuple[Representations, List[Dict[str, Any]]]:
         """
+        # Parameters
+
+        chunks : `List[Chunk]`, required.
+            Of all examples of this rank.
+        batch_size : `int`, required.
+            How many these are.
+
         # Returns
 
         `Tuple[Dict[str, torch.Tensor], List[Dict[str, Any]]]`
@@ -231,7 +224,7 @@ class GradCache:
             precision, and the random states before each chunk.
         """
         states: List[Dict[str, Any]] = []
-        parts: Dict[str, List[torch.Tensor]] = {}
+        of_batch: Representations = {}
         for chunk in chunks:
             states.append(repeatable_random_states())
             with self._orders.of(("encode", *chunk.inputs)), torch.no_grad():
@@ -242,8 +235,11 @@ class GradCache:
                 continue
             for name, representation in representations.items():
                 # The gradient is to be in full precision, whatever comes before it.
-                parts.setdefault(name, []).append(_in_fp32(representation))
-        return {name: torch.cat(parts_) for name, parts_ in parts.items()}, states
+                of_chunk = _in_fp32(representation)
+                if name not in of_batch:
+                    of_batch[name] = of_chunk.new_empty(batch_size, *of_chunk.shape[1:])
+                of_batch[name][chunk.rows] = of_chunk
+        return of_batch, states
 
     def build_cache(
         self, representations: Representations, batch: TensorDict, num_micro_batches: int
@@ -309,15 +305,12 @@ class GradCache:
             with self._gradients.no_sync():
                 pass
 
-    def state_dict(self) -> Optional[int]:
-        """The chunk size that "auto" has found."""
-        return self._found_chunk_size
+    def state_dict(self) -> Dict[str, Any]:
+        """What has been found out about chunks."""
+        return self._chunker.state_dict()
 
-    def load_state_dict(self, chunk_size: Optional[int]) -> None:
-        """Takes the chunk size that "auto" had found before an interruption."""
-        if self._chunk_size == AUTO and chunk_size is not None:
-            self._chunk_size = self._found_chunk_size = chunk_size
-            logger.info("'grad_cache.chunk_size' is %d, as before.", chunk_size)
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        self._chunker.load_state_dict(state)
 
     @during(BACKWARD)
     def _backward(self, loss: torch.Tensor) -> None:
@@ -327,7 +320,7 @@ class GradCache:
     def _encode(self, chunk: Chunk) -> Representations:
         with self._wrapped_model.forward_is(self._model.encode):
             representations = self._engine(**chunk.inputs)
-        num_rows = chunk.rows.stop - chunk.rows.start
+        num_rows = num_examples(chunk.inputs)
         for name, representation in representations.items():
             if representation.shape[:1] != (num_rows,):
                 raise ConfigurationError(
@@ -345,26 +338,6 @@ class GradCache:
             )
         return loss
 
-    def _split(self, batch: TensorDict) -> List[Chunk]:
-        """As many chunks on every rank, because at ZeRO stage 3 all make the same passes."""
-        inputs = self._model.encoder_inputs(batch)
-        batch_size = num_examples(batch)
-        sizes = agreement.numbers_of_all([batch_size], self._engine.device)
-        most = max(size for (size,) in sizes)
-        if not isinstance(self._chunk_size, dict):
-            return _chunks(inputs, batch_size, most, int(self._chunk_size))
-        missing = sorted(inputs.keys() - self._chunk_size.keys())
-        if missing:
-            raise ConfigurationError(
-                f"'trainer.grad_cache.chunk_size' has no '{missing[0]}', which is in the data: add "
-                "it, or write one number for all."
-            )
-        chunks = []
-        for name, chunk_size in self._chunk_size.items():
-            if name in inputs:
-                chunks += _chunks({name: inputs[name]}, batch_size, most, chunk_size)
-        return chunks
-
     def _find_what_to_keep(self) -> List[torch.nn.Parameter]:
         """To be called by every rank, after steps that have shown how much memory they need."""
         if self._engine.zero_optimization_stage() < 3:
@@ -379,43 +352,6 @@ class GradCache:
                 free,
             )
         return kept
-
-    def _find_chunk_size(self, batch: TensorDict) -> int:
-        inputs = self._model.encoder_inputs(batch)
-        batch_size = num_examples(batch)
-        state = random_states()
-
-        def encode(chunk_size: int) -> Representations:
-            rows = slice(0, min(chunk_size, batch_size))
-            return self._encode(Chunk(rows_of(inputs, rows.start, rows.stop), rows, True))
-
-        chunk_size = find_chunk_size("'grad_cache.chunk_size'", encode, batch_size, self._engine)
-        set_random_states(state)
-        return chunk_size
-
-
-def _chunks(inputs: TensorDict, batch_size: int, most: int, chunk_size: int) -> List[Chunk]:
-    """
-    As many chunks of the inputs as the rank with the largest batch has.
-
-    # Parameters
-
-    inputs : `TensorDict`
-        Of all examples of this rank.
-    batch_size : `int`
-        How many these are.
-    most : `int`
-        The largest batch of any rank.
-    chunk_size : `int`
-        In examples.
-    """
-    chunks = []
-    for start in range(0, most, chunk_size):
-        is_filler = start >= batch_size
-        start = 0 if is_filler else start
-        rows = slice(start, min(start + chunk_size, batch_size))
-        chunks.append(Chunk(rows_of(inputs, rows.start, rows.stop), rows, is_filler))
-    return chunks
 
 
 def _without_graph(outputs: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:

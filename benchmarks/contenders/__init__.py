@@ -9,7 +9,7 @@ from benchmarks.contenders.allennlp import FairScale, GradientDescent
 from benchmarks.contenders.bare import Bare
 from benchmarks.contenders.distributed_data_parallel import DdpCached, DdpUncached
 from benchmarks.contenders.lightning import Lightning
-from benchmarks.contenders.ours import Ours, OursCached, OursFlush, OursMicroBatch
+from benchmarks.contenders.ours import Ours, OursCached, OursFlush, OursMicroBatch, OursUntrimmed
 from benchmarks.contenders.sentence_transformers import SentenceTransformers
 from benchmarks.harness.contender import Contender
 
@@ -31,6 +31,7 @@ CONTENDERS: Dict[str, Contender] = {
 BI_ENCODER_CONTENDERS: Dict[str, Contender] = {
     "ours-uncached": Ours(),
     "ours-cached": OursCached(),
+    "ours-untrimmed": OursUntrimmed(),
     "ddp-uncached": DdpUncached(),
     "ddp-cached": DdpCached(),
     "sentence-transformers": SentenceTransformers(),

@@ -69,7 +69,15 @@ class OursFlush(Ours):
 class OursCached(Ours):
     """As `Ours`, with gradient caching."""
 
+    trim_padding: ClassVar[bool] = True
+
     @overrides
     def settings(self, workload: Workload) -> Dict[str, Any]:
-        cache = {"chunk_size": workload.chunk_size}
+        cache = {"chunk_size": workload.chunk_size, "trim_padding": self.trim_padding}
         return {**super().settings(workload), "grad_cache": cache}
+
+
+class OursUntrimmed(OursCached):
+    """As `OursCached`, with the batch's order and padding in all chunks."""
+
+    trim_padding = False

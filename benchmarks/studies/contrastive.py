@@ -13,7 +13,7 @@ import logging
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 
@@ -21,7 +21,7 @@ from benchmarks.contenders import BI_ENCODER_CONTENDERS
 from benchmarks.contenders.text_pairs import TextPairs
 from benchmarks.harness import report
 from benchmarks.harness.losses import largest_difference
-from benchmarks.harness.pairing import compare
+from benchmarks.harness.pairing import Pair, compare
 from benchmarks.harness.stopwatch import Plan
 
 # Which are timed in turn, and whose time is divided by whose.
@@ -31,16 +31,29 @@ PAIRS = (
     ("ours-cached", "sentence-transformers"),
     ("ddp-cached", "ddp-uncached"),
 )
+# The same for texts of other lengths than one another, without ZeRO.
+PAIRS_OF_UNEVEN = (
+    ("ours-cached", "ours-untrimmed"),
+    ("ours-cached", "sentence-transformers"),
+)
 WARMUP_STEPS = 2
 COUNTED_STEPS = 1
 TIME_LIMIT = 900.0  # seconds, for all contenders of one stage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 2, 3])
+    parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
     parser.add_argument("--batch", type=int, default=128, help="pairs of texts on a worker")
     parser.add_argument("--chunk", type=int, default=32, help="of these, encoded at a time")
     parser.add_argument("--tokens", type=int, default=32, help="in each text")
+    parser.add_argument(
+        "--uneven",
+        nargs=2,
+        type=int,
+        default=[4, 64],
+        metavar=("LEAST", "MOST"),
+        help="tokens in texts of other lengths than one another",
+    )
     parser.add_argument("--pairs", type=int, default=6, help="timed segments against each other")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps in a segment")
 
@@ -53,19 +66,24 @@ def run(settings: argparse.Namespace) -> None:
         **report.heading(world_size, "transformers", "sentence-transformers"),
         "batch_size": settings.batch,
         "chunk_size": settings.chunk,
-        "num_tokens": settings.tokens,
         "ratios": [],
         "contenders": [],
     }
     reference: Dict[str, List[float]] = {}
+    even = (settings.tokens, settings.tokens)
     for stage in settings.stages:
-        measure(stage, settings, world_size, data, reference)
+        measure(stage, even, PAIRS, settings, world_size, data, reference)
+        report.write(settings.output, "contrastive", data, text(data))
+    if 0 in settings.stages:
+        measure(0, tuple(settings.uneven), PAIRS_OF_UNEVEN, settings, world_size, data, {})
         report.write(settings.output, "contrastive", data, text(data))
     report.show(text(data))
 
 
 def measure(
     stage: int,
+    tokens: Tuple[int, int],
+    contender_pairs: Sequence[Pair],
     settings: argparse.Namespace,
     world_size: int,
     data: Dict[str, Any],
@@ -76,6 +94,10 @@ def measure(
 
     # Parameters
 
+    tokens : `Tuple[int, int]`
+        In the shortest texts and in the longest.
+    contender_pairs : `Sequence[Pair]`
+        Who takes part.
     reference : `Dict[str, List[float]]`
         What all losses are compared with: those of the first contender that has come, by its name.
 
@@ -87,16 +109,16 @@ def measure(
     plan = Plan(WARMUP_STEPS, settings.pairs, settings.steps, COUNTED_STEPS)
     with tempfile.TemporaryDirectory() as directory:
         workload = TextPairs(
-            Path(directory), stage, settings.batch, settings.chunk, settings.tokens
+            Path(directory), stage, settings.batch, settings.chunk, max(tokens), min(tokens)
         )
         workload.prepare(world_size)
         contenders = {
             name: contender
             for name, contender in BI_ENCODER_CONTENDERS.items()
-            if contender.takes_part(workload)
+            if contender.takes_part(workload) and any(name in pair for pair in contender_pairs)
         }
         outcomes, taken, skipped = compare(
-            contenders, PAIRS, workload, plan, world_size, TIME_LIMIT
+            contenders, contender_pairs, workload, plan, world_size, TIME_LIMIT
         )
     # sentence-transformers has each rank's own part of the loss, all others the whole.
     losses = {
@@ -114,6 +136,7 @@ def measure(
         data["ratios"].append(
             {
                 "zero_stage": stage,
+                "tokens": tokens,
                 "contender": contender,
                 "against": against,
                 "time_per_example": statistics.median(ratios),
@@ -135,6 +158,7 @@ def measure(
         data["contenders"].append(
             {
                 "zero_stage": stage,
+                "tokens": tokens,
                 "contender": name,
                 "seconds_per_step": statistics.median(segments) / settings.steps,
                 "peak_memory_bytes": [outcome.peak_memory for outcome in ranks],
@@ -146,13 +170,16 @@ def measure(
             }
         )
     for name, reason in skipped.items():
-        data["contenders"].append({"zero_stage": stage, "contender": name, "skipped": reason})
+        data["contenders"].append(
+            {"zero_stage": stage, "tokens": tokens, "contender": name, "skipped": reason}
+        )
 
 
 def text(data: Dict[str, Any]) -> str:
     ratios = [
         [
             str(row["zero_stage"]),
+            _length(row),
             row["contender"],
             row["against"],
             f"{row['time_per_example']:.2f}",
@@ -164,6 +191,7 @@ def text(data: Dict[str, Any]) -> str:
     ]
     headings = (
         "stage",
+        "tokens of a text",
         "contender",
         "against",
         "time per example",
@@ -174,19 +202,23 @@ def text(data: Dict[str, Any]) -> str:
     return report.document(
         "Gradient caching",
         f"{report.describe(data)}\n"
-        f"{data['batch_size']} pairs of texts of {data['num_tokens']} tokens on a worker, in "
-        f"chunks of {data['chunk_size']}.\n"
+        f"{data['batch_size']} pairs of texts on a worker, in chunks of {data['chunk_size']}.\n"
         "How the figures are made: [NOTES.md](../NOTES.md#gradient-caching).",
         report.table(headings, ratios),
         report.table(
-            ("stage", "contender", "ms/step", "peak MB", "losses differ by"),
+            ("stage", "tokens of a text", "contender", "ms/step", "peak MB", "losses differ by"),
             map(_cells, data["contenders"]),
         ),
     )
 
 
+def _length(row: Dict[str, Any]) -> str:
+    least, most = row["tokens"]
+    return str(most) if least == most else f"{least} to {most}"
+
+
 def _cells(row: Dict[str, Any]) -> List[str]:
-    key = [str(row["zero_stage"]), row["contender"]]
+    key = [str(row["zero_stage"]), _length(row), row["contender"]]
     if "skipped" in row:
         return [*key, row["skipped"], "", ""]
     return [

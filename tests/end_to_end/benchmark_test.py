@@ -69,10 +69,14 @@ def test_tables_and_plot_are_written(directory: Path) -> None:
 
 @pytest.mark.soak
 def test_gradient_caching_is_compared_with_others_that_do_the_same(tmp_path: Path) -> None:
-    settings = "--stages 0 --batch 6 --chunk 4 --tokens 4 --pairs 1"
+    settings = "--stages 0 --batch 6 --chunk 4 --tokens 4 --uneven 2 6 --pairs 1"
     results = run_study("contrastive", *settings.split(), output=tmp_path)
     ratios = {(row["contender"], row["against"]): row for row in results["ratios"]}
-    assert {("ours-cached", "ours-uncached"), ("ours-cached", "ddp-cached")} <= set(ratios)
+    assert {
+        ("ours-cached", "ours-uncached"),
+        ("ours-cached", "ddp-cached"),
+        ("ours-cached", "ours-untrimmed"),
+    } <= set(ratios)
     assert all(row["time_per_example"] > 0 for row in ratios.values())
     for row in results["contenders"]:
         if row["contender"] == "sentence-transformers" and "skipped" in row:

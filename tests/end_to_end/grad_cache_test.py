@@ -5,7 +5,7 @@ Gradient caching gives the weights of the whole batch in one piece, at every ZeR
 import json
 import re
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 import pytest
 from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -56,6 +56,7 @@ EVERYTHING: Config = {
 }
 
 
+SIDES = ("query", "document")
 CHUNK_SIZES = {"query": 3, "document": 5, "negatives": 2}
 
 
@@ -120,9 +121,12 @@ def test_gradients_are_reduced_as_often_as_the_mode_says(
     # other: 3 chunks and 2.
     times = 3 + 2 if mode == "micro_batch" else 1
     _, num_bytes = reduced(traffic(result)[0])
+    # Each worker computes a part of the loss: their sum, and of two vectors of 10 numbers a pair
+    # their gradients, of as many pairs from each worker.
+    of_loss = sum(4 + 2 * pairs * 2 * 10 * 4 for pairs in (8, 4))
     # The temperature isn't trained.
     gradient = gradient_bytes(result, stage) - 4 * (2 if stage == 3 else 1)
-    assert num_bytes == times * gradient + BYTES_OF_NORM[stage]
+    assert num_bytes == times * gradient + BYTES_OF_NORM[stage] + of_loss
     assert_same(result, experiments.run(in_one_piece(accumulation)))
 
 
@@ -170,6 +174,13 @@ def test_the_same_model_trains_without_caching(experiments: Experiments, trainer
         assert_same(result, expected)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_is_not_divided(experiments: Experiments, stage: int):
+    whole = {"model.type": "bi_encoder_of_the_whole_loss", "model.learn_temperature": True}
+    result = experiments.run(cached(divided(2, whole), stage))
+    assert_same(result, experiments.run(in_one_piece(whole)))
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_any_model_with_the_interface(experiments: Experiments, stage: int):
     model = {"type": "plain_bi_encoder"}
@@ -182,13 +193,22 @@ def test_any_model_with_the_interface(experiments: Experiments, stage: int):
     assert result.final_metrics()[key] == pytest.approx(expected.final_metrics()[key], rel=1e-5)
 
 
-@pytest.mark.soak_cases("1-2")
+@pytest.mark.soak_cases("1-2-True", "2-1-False")
+@pytest.mark.parametrize("trim_padding", [True, False])
 @pytest.mark.parametrize("num_workers, stage", [(1, 2), (2, 1), (2, 3)])
-def test_dropout_is_the_same_in_both_passes(experiments: Experiments, num_workers: int, stage: int):
+def test_dropout_is_the_same_in_both_passes(
+    experiments: Experiments, num_workers: int, stage: int, trim_padding: bool
+):
     """The other run encodes the same chunks with a graph, which it holds until it goes backward."""
     dropout = {"model.dropout": 0.3}
-    in_chunks = {"model.type": "bi_encoder_in_chunks", "model.chunk_size": 3}
-    result = experiments.run(cached(divided(num_workers, dropout), stage))
+    in_chunks = {
+        "model.type": "bi_encoder_in_chunks",
+        "model.chunk_size": 3,
+        "model.trim_padding": trim_padding,
+    }
+    config = cached(divided(num_workers, dropout), stage)
+    config["trainer"]["grad_cache"]["trim_padding"] = trim_padding
+    result = experiments.run(config)
     expected = experiments.run(deepspeed(divided(num_workers, dropout, in_chunks), 0))
     assert_same(result, expected)
     without = experiments.run(in_one_piece()).weights()
@@ -295,6 +315,80 @@ def test_lower_precision_trains_as_fp32_does(
     assert losses == pytest.approx(expected, abs=0.03)
 
 
+class TestPadding:
+    """`"trim_padding"`"""
+
+    @pytest.mark.parametrize("trim_padding", [True, False])
+    def test_as_many_places_are_encoded_as_chunks_need(
+        self, experiments: Experiments, trim_padding: bool
+    ):
+        counting = {"model.type": "counting_bi_encoder"}
+        config = cached(in_one_piece(counting), 2)
+        config["trainer"]["grad_cache"]["trim_padding"] = trim_padding
+        result, expected = experiments.run(config), experiments.run(in_one_piece())
+        assert_same_weights(result.weights(), expected.weights())
+        assert result.final_metrics()["training_places"] == places(trim_padding)
+        assert places(True) < 0.8 * places(False)
+
+    @pytest.mark.parametrize("stage", [0, 3])
+    def test_where_representations_change_with_it_chunks_keep_it(
+        self, experiments: Experiments, stage: int
+    ):
+        padded = {"model.seq2vec_encoder": {"type": "mean_of_padded", "embedding_dim": 12}}
+        result = experiments.run(cached(in_one_piece(padded), stage))
+        assert_same(result, experiments.run(in_one_piece(padded)))
+        assert tried(result) == ["those of the whole batch"]
+
+    def test_texts_are_as_long_as_convolutions_need(self, experiments: Experiments):
+        wide = {
+            "dataset_reader.token_indexers.tokens.token_min_padding_length": 5,
+            "model.seq2vec_encoder.ngram_filter_sizes": [1, 5],
+        }
+        result = experiments.run(cached(divided(2, wide), 2, 2))
+        assert_same(result, experiments.run(in_one_piece(wide)))
+        assert tried(result) == ["the longest of them"]
+
+    def test_what_was_found_holds_after_recovery(self, experiments: Experiments, tmp_path: Path):
+        changes = {
+            "model.dropout": 0.3,
+            "trainer.checkpointer": {
+                "save_every_num_batches": 2,
+                "keep_most_recent_by_count": None,
+            },
+        }
+        config = cached(divided(2, changes), 2)
+        result = experiments.run(config)
+        recovered = recover(result, tmp_path, config, "checkpoint_e0_b2")
+        assert_same_weights(recovered.weights(), result.weights(), tolerance=0)
+        assert tried(result) == ["the longest of them"]
+        assert tried(recovered) == tried(result)  # in the log of before
+
+
+def tried(result: Result) -> List[str]:
+    """How far each trial that is in the log has found texts to be padded."""
+    logs = [result.serialization_dir / name for name in ("out_worker0.log", "out.log")]
+    log = next(log for log in logs if log.exists()).read_text()
+    return re.findall(r"Texts of a chunk are padded as far as (.+) from here on", log)
+
+
+def places(trim_padding: bool) -> int:
+    """For tokens, in an epoch of one process with chunks of 3, of which each is encoded twice."""
+    lines = Path("tests/fixtures/data/pairs_train.jsonl").read_text().splitlines()
+    texts = [[len(pair[side].split()) for side in SIDES] for pair in map(json.loads, lines)]
+    number = 0
+    for start in range(0, len(texts), GLOBAL_BATCH_SIZE):
+        batch = texts[start : start + GLOBAL_BATCH_SIZE]
+        longest = [max(lengths) for lengths in zip(*batch)]
+        if trim_padding:
+            batch.sort(key=sum, reverse=True)
+        for first in range(0, len(batch), 3):
+            chunk = batch[first : first + 3]
+            if trim_padding:
+                longest = [max(lengths) for lengths in zip(*chunk)]
+            number += 2 * len(chunk) * sum(max(2, length) for length in longest)
+    return number
+
+
 class TestAuto:
     """`"chunk_size": "auto"`"""
 
@@ -364,6 +458,11 @@ class TestAuto:
             {"trainer.grad_cache": {"chunk_size": 4, "size": 1}},
             "'trainer.grad_cache.size' is no key of it",
             id="unknown key",
+        ),
+        pytest.param(
+            {"trainer.grad_cache": {"chunk_size": 4, "trim_padding": "no"}},
+            """'trainer.grad_cache.trim_padding' is "no": write true""",
+            id="neither true nor false",
         ),
         pytest.param(
             {"trainer.grad_cache": {"chunk_size": 4, "negatives": "local"}},

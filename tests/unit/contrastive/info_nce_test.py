@@ -81,6 +81,18 @@ def test_loss_and_gradients_are_those_of_the_whole_matrix(num_negatives: int, bl
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
+def test_parts_add_up_to_the_whole():
+    *tensors, pairs = examples(8)
+    whole, num_correct = info_nce(*tensors, pairs.relate_query)
+    parts = [info_nce(*tensors, pairs.relate_query, slice(*rows)) for rows in ((0, 4), (4, 10))]
+    assert sum(part.loss.item() for part in parts) == pytest.approx(whole.item(), rel=1e-6)
+    assert sum(int(part.num_correct) for part in parts) == int(num_correct)
+    expected = torch.autograd.grad(whole, tensors)
+    gradients = torch.autograd.grad(sum(part.loss for part in parts), tensors)
+    for gradient, expected_gradient in zip(gradients, expected):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
 def test_nothing_is_differentiated_where_no_gradient_is_wanted():
     *tensors, pairs = examples(0)
     with torch.no_grad(), mock.patch.object(torch.Tensor, "addmm_") as differentiate:

@@ -1,0 +1,206 @@
+"""
+Divides the batches of gradient caching.
+"""
+
+import logging
+import math
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+from allennlp.data.data_loaders import TensorDict
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
+from allennlp_deepspeed.engine.gathered_parameters import PassOrders
+from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
+from allennlp_deepspeed.gradients.chunking import (
+    Chunk,
+    chunks_by_length,
+    chunks_in_order,
+    examples_at,
+    num_examples,
+    rows_of,
+)
+from allennlp_deepspeed.gradients.padding import TextLengths, longest_window
+from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.processes.random_states import random_states, set_random_states
+
+logger = logging.getLogger(__name__)
+
+Representations = Dict[str, torch.Tensor]
+
+# Up to which representations are the same, as a part of the largest number in them: sums of other
+# lengths are rounded otherwise.
+_TOLERANCE = 1e-4
+_TOLERANCE_IN_HALF_PRECISION = 2e-2
+
+
+class Chunker:
+    """
+    Divides batches into chunks: how large ones, and which examples go together. What it finds out
+    by itself is for the rest of training.
+
+    # Parameters
+
+    settings : `GradCacheSettings`, required.
+    engine : `DeepSpeedEngine`, required.
+        Of a `ContrastiveModel`.
+    encode : `Callable`, required.
+        Gives the representations of a chunk.
+    """
+
+    def __init__(
+        self,
+        settings: GradCacheSettings,
+        engine: DeepSpeedEngine,
+        encode: Callable[[Chunk], Representations],
+    ) -> None:
+        self._engine = engine
+        self._model = engine.module
+        self._encode = encode
+        self._orders = PassOrders(engine)
+        self._chunk_size = settings.chunk_size
+        self._found_chunk_size: Optional[int] = None
+        # `None` until it has been tried.
+        may_trim = settings.trim_padding and self._model.ignores_padding
+        self._trims_padding: Optional[bool] = None if may_trim else False
+        self._least_length = longest_window(self._model)
+
+    def chunks(self, batch: TensorDict) -> List[Chunk]:
+        """
+        As many chunks on every rank, because at ZeRO stage 3 all make the same passes. To be called
+        by every rank.
+
+        # Raises
+
+        `ConfigurationError`
+            If an input has no chunk size.
+        """
+        inputs = self._model.encoder_inputs(batch)
+        batch_size = num_examples(batch)
+        if self._chunk_size == AUTO:
+            self._chunk_size = self._found_chunk_size = self._find_chunk_size(inputs, batch_size)
+        sizes = agreement.numbers_of_all([batch_size], self._engine.device)
+        most = max(size for (size,) in sizes)
+        groups = self._groups(inputs)
+        chunks = [
+            chunk
+            for of_group, chunk_size in groups
+            for chunk in chunks_in_order(of_group, batch_size, most, chunk_size)
+        ]
+        # One chunk is the whole batch, which is padded as far as it needs.
+        if len(chunks) > 1 and self._trims_padding is None:
+            self._trims_padding = self._find_whether_to_trim(groups, batch_size)
+        if len(chunks) == 1 or not self._trims_padding:
+            return chunks
+        return [
+            chunk
+            for of_group, chunk_size in groups
+            for chunk in chunks_by_length(
+                of_group, batch_size, most, chunk_size, self._least_length
+            )
+        ]
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The chunk size that "auto" has found, and whether padding is trimmed."""
+        return {"chunk_size": self._found_chunk_size, "trims_padding": self._trims_padding}
+
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        """Takes what had been found before an interruption, unless the settings now say it."""
+        chunk_size = state["chunk_size"]
+        if self._chunk_size == AUTO and chunk_size is not None:
+            self._chunk_size = self._found_chunk_size = chunk_size
+            logger.info("'grad_cache.chunk_size' is %d, as before.", chunk_size)
+        if self._trims_padding is None:
+            # It may have been switched off before.
+            self._trims_padding = state["trims_padding"] or None
+
+    def _groups(self, inputs: TensorDict) -> List[Tuple[TensorDict, int]]:
+        """Inputs that are encoded together, and how many examples at a time."""
+        if not isinstance(self._chunk_size, dict):
+            return [(inputs, int(self._chunk_size))]
+        missing = sorted(inputs.keys() - self._chunk_size.keys())
+        if missing:
+            raise ConfigurationError(
+                f"'trainer.grad_cache.chunk_size' has no '{missing[0]}', which is in the data: add "
+                "it, or write one number for all."
+            )
+        return [
+            ({name: inputs[name]}, chunk_size)
+            for name, chunk_size in self._chunk_size.items()
+            if name in inputs
+        ]
+
+    def _find_chunk_size(self, inputs: TensorDict, batch_size: int) -> int:
+        state = random_states()
+
+        def encode(chunk_size: int) -> Representations:
+            rows = slice(0, min(chunk_size, batch_size))
+            return self._encode(Chunk(rows_of(inputs, rows.start, rows.stop), rows, True))
+
+        chunk_size = find_chunk_size("'grad_cache.chunk_size'", encode, batch_size, self._engine)
+        set_random_states(state)
+        return chunk_size
+
+    def _find_whether_to_trim(
+        self, groups: List[Tuple[TensorDict, int]], batch_size: int
+    ) -> Optional[bool]:
+        """
+        Encodes the shortest texts with all of their padding and without, in evaluation mode. To be
+        called by every rank; all get the same.
+
+        # Returns
+
+        `Optional[bool]`
+            Whether representations are the same. `None` if no rank has any padding.
+        """
+        lengths = [TextLengths(inputs) for inputs, _ in groups]
+        longest = max(of_group.longest_padding for of_group in lengths)
+        if not agreement.any_of(longest > 0, self._engine.device):
+            return None
+        state = random_states()
+        training = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        difference = 0.0
+        for (inputs, chunk_size), of_group in zip(groups, lengths):
+            shortest = of_group.order(inputs, batch_size)[-chunk_size:]
+            padded = examples_at(inputs, shortest)
+            trimmed = of_group.trimmed(padded, shortest, self._least_length)
+            with self._orders.of(("encode in evaluation", *inputs)), torch.no_grad():
+                of_both = [self._encode(Chunk(part, slice(0), True)) for part in (padded, trimmed)]
+            difference = max(difference, _difference(*of_both))
+        for module, is_training in training.items():
+            module.training = is_training
+        set_random_states(state)
+        difference = agreement.highest(difference, self._engine.device, torch.float32)
+        trims = difference <= self._tolerance
+        if dist.get_rank() == 0:
+            logger.info(
+                "Texts of a chunk are padded as far as %s from here on: representations with less "
+                "padding differ by %.1e of the largest number in them.",
+                "the longest of them" if trims else "those of the whole batch",
+                difference,
+            )
+        return trims
+
+    @property
+    def _tolerance(self) -> float:
+        engine = self._engine
+        is_half = engine.fp16_enabled() or engine.bfloat16_enabled()
+        if is_half or engine.torch_autocast_enabled():
+            return _TOLERANCE_IN_HALF_PRECISION
+        return _TOLERANCE
+
+
+def _difference(representations: Representations, others: Representations) -> float:
+    """As a part of the largest number. Infinite if they can't be compared."""
+    largest = 0.0
+    for name, representation in representations.items():
+        if representation.shape != others[name].shape:
+            return math.inf
+        scale = representation.abs().max().clamp(min=1e-30)
+        difference = float((representation - others[name]).abs().max() / scale)
+        largest = max(largest, difference if math.isfinite(difference) else math.inf)
+    return largest

@@ -1,0 +1,171 @@
+"""Parts of batches have the padding that their own texts need, with every indexer of AllenNLP."""
+
+import copy
+from typing import Any, Dict, Tuple
+
+import pytest
+import torch
+from allennlp.common import Params
+from allennlp.data import Batch, Instance, Token, TokenIndexer, Vocabulary
+from allennlp.data.fields import Field, ListField, TextField
+from allennlp.modules import TextFieldEmbedder
+
+from allennlp_deepspeed.gradients.chunking import chunks_by_length, examples_at
+from allennlp_deepspeed.gradients.padding import TextLengths, longest_window
+from tests.fixtures.tiny_bert import tiny_bert
+
+# The fourth has no word.
+TEXTS = ["name1 name2 rest1", "name1", "rest3 name2 verb1 rest1 name4 noun1 noun2", "", "noun7 a"]
+LENGTHS = [len(text.split()) for text in TEXTS]
+
+WORDS = ({"type": "single_id"}, {"type": "embedding", "embedding_dim": 3})
+CHARACTERS = (
+    {"type": "characters", "min_padding_length": 3},
+    {
+        "type": "character_encoding",
+        "embedding": {"embedding_dim": 2, "vocab_namespace": "token_characters"},
+        "encoder": {
+            "type": "cnn",
+            "embedding_dim": 2,
+            "num_filters": 2,
+            "ngram_filter_sizes": [2],
+        },
+    },
+)
+
+
+def _transformer(kind: str, **arguments: Any) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    return {"type": kind, **arguments}, {"type": kind, **arguments}
+
+
+# For each name of an indexer, it and the embedder of what it gives.
+INDEXERS = {
+    "words": {"tokens": WORDS},
+    "words and characters": {"tokens": WORDS, "characters": CHARACTERS},
+    "pieces": {"tokens": _transformer("pretrained_transformer")},
+    "folded pieces": {"tokens": _transformer("pretrained_transformer", max_length=5)},
+    "pieces of words": {
+        "tokens": _transformer("pretrained_transformer_mismatched"),
+        "words": WORDS,
+    },
+    "folded pieces of words": {
+        "tokens": _transformer("pretrained_transformer_mismatched", max_length=5)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model_name(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_bert(tmp_path_factory.mktemp("padding") / "tiny_bert")
+
+
+def batch_and_embedder(
+    indexers: Dict[str, Any], model_name: str, in_lists: bool
+) -> Tuple[Dict[str, Any], TextFieldEmbedder]:
+    of_model = {"model_name": model_name}
+    constructed, embedders = {}, {}
+    for name, (indexer, embedder) in indexers.items():
+        extra = of_model if "pretrained" in indexer["type"] else {}
+        constructed[name] = TokenIndexer.from_params(Params({**indexer, **extra}))
+        embedders[name] = copy.deepcopy({**embedder, **extra})
+
+    def field(text: str) -> Field:
+        if not text and "max_length" in str(indexers):
+            text = "noun3"  # AllenNLP's embedders can't fold a text without a token
+        tokens = [Token(word) for word in text.split()]
+        if "pretrained_transformer" in str(indexers) and "mismatched" not in str(indexers):
+            tokens = [Token("[CLS]"), *tokens, Token("[SEP]")]
+        text_field = TextField(tokens, constructed)
+        shorter = TextField(tokens[:2], constructed)
+        return ListField([text_field, shorter]) if in_lists else text_field
+
+    instances = [Instance({"texts": field(text)}) for text in TEXTS]
+    batch = Batch(instances)
+    vocab = Vocabulary.from_instances(instances)
+    batch.index_instances(vocab)
+    embedder = TextFieldEmbedder.from_params(Params({"token_embedders": embedders}), vocab=vocab)
+    return batch.as_tensor_dict(), embedder.eval()
+
+
+@pytest.mark.parametrize(
+    "name, in_lists",
+    [
+        *((name, False) for name in INDEXERS),
+        # AllenNLP's embedders fold texts, and not lists of texts.
+        *((name, True) for name in INDEXERS if "folded" not in name),
+    ],
+)
+def test_texts_are_the_same_with_less_padding(model_name: str, name: str, in_lists: bool):
+    inputs, embedder = batch_and_embedder(INDEXERS[name], model_name, in_lists)
+    chunks = chunks_by_length(inputs, len(TEXTS), len(TEXTS), 2, 1)
+    assert [chunk.rows.tolist() for chunk in chunks] == [[2, 0], [4, 1], [3]]
+    arguments = {"num_wrapping_dims": 1} if in_lists else {}
+    of_batch = embedder(inputs["texts"], **arguments)
+    sizes = []
+    for chunk in chunks:
+        embedded = embedder(chunk.inputs["texts"], **arguments)
+        sizes.append(embedded.size(-2))
+        for of_chunk, row in zip(embedded, chunk.rows.tolist()):
+            length = LENGTHS[row]
+            # Of a list, the other text is shorter.
+            torch.testing.assert_close(of_chunk[..., :length, :], of_batch[row][..., :length, :])
+    assert sizes[0] == of_batch.size(-2) > sizes[1] > sizes[2] > 0
+
+
+def test_words_and_their_pieces_have_lengths_of_their_own():
+    token_ids = torch.ones(2, 6, dtype=torch.int64)
+    field = {
+        "token_ids": token_ids,
+        "type_ids": token_ids,
+        "wordpiece_mask": torch.tensor([[True] * 5 + [False], [True] * 3 + [False] * 3]),
+        "mask": torch.tensor([[True] * 4, [True, True, False, False]]),
+        "offsets": torch.zeros(2, 4, 2, dtype=torch.int64),
+    }
+    inputs = {"text": {"tokens": field}}
+    lengths = TextLengths(inputs)
+    trimmed = lengths.trimmed(examples_at(inputs, [1]), [1], 1)["text"]["tokens"]
+    assert {name: list(tensor.shape[1:]) for name, tensor in trimmed.items()} == {
+        "token_ids": [3],
+        "type_ids": [3],
+        "wordpiece_mask": [3],
+        "mask": [2],
+        "offsets": [2, 2],
+    }
+    assert lengths.longest_padding == 3
+    assert lengths.order(["text"], 2) == [0, 1]
+
+
+def test_what_is_no_known_text_is_left_as_it_is():
+    numbers = torch.zeros(3, 7)
+    inputs: Dict[str, Any] = {
+        "numbers": numbers,
+        "features": {"tokens": {"vectors": numbers}},
+        "metadata": ["a", "b", "c"],
+        "words": {"tokens": {"tokens": torch.tensor([[1, 2, 0], [3, 0, 0], [0, 0, 0]])}},
+    }
+    (first, second) = chunks_by_length(inputs, 3, 3, 2, 2)
+    assert first.rows.tolist() == [0, 1] and second.rows.tolist() == [2]
+    assert second.inputs["numbers"].shape == (1, 7)
+    assert second.inputs["features"]["tokens"]["vectors"].shape == (1, 7)
+    assert second.inputs["metadata"] == ["c"]
+    # The least that was asked for.
+    assert second.inputs["words"]["tokens"]["tokens"].tolist() == [[0, 0]]
+
+
+def test_a_rank_with_fewer_examples_has_fillers():
+    inputs = {"words": {"tokens": {"tokens": torch.tensor([[1, 2, 3], [4, 0, 0]])}}}
+    chunks = chunks_by_length(inputs, 2, 5, 2, 1)
+    assert [chunk.is_filler for chunk in chunks] == [False, True, True]
+    assert [chunk.rows.tolist() for chunk in chunks[1:]] == [[1], [1]]
+
+
+@pytest.mark.parametrize(
+    "module, expected",
+    [
+        (torch.nn.Linear(2, 2), 1),
+        (torch.nn.Conv1d(2, 2, kernel_size=5), 5),
+        (torch.nn.Sequential(torch.nn.Conv1d(2, 2, kernel_size=3, dilation=4)), 9),
+    ],
+)
+def test_convolutions_need_as_many_tokens_as_they_span(module: torch.nn.Module, expected: int):
+    assert longest_window(module) == expected
