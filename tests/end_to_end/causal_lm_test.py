@@ -29,6 +29,7 @@ from tests.support.experiment import (
     Config,
     Experiments,
     Result,
+    assert_same_metrics,
     assert_same_weights,
     deepspeed,
     on_nvme,
@@ -217,6 +218,9 @@ def test_an_archive_tokenizes_as_its_reader_did(
         perplexity = evaluate(loaded.model, loader)["perplexity"]
         expected = result.final_metrics()["best_validation_perplexity"]
         assert perplexity == pytest.approx(expected, rel=1e-5)
+    recovered = recover(result, tmp_path, recorded_config(result), "checkpoint_e1_b0")
+    assert_same_weights(recovered.weights(), result.weights(), tolerance=0)
+    assert_same_metrics(recovered.metrics_of_epochs(), result.metrics_of_epochs(), tolerance=0)
 
 
 @pytest.fixture(scope="module")
