@@ -190,6 +190,59 @@ def test_numbers_are_those_of_the_global_batch(
         assert part["found"][0][0] == size
 
 
+class Scaled(MeanOverTokens):
+    """Has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.9))
+        self.output.register_forward_hook(lambda module, inputs, scores: self.scale * scores)
+
+
+_OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    "stage, arguments",
+    [
+        (2, {"gradient_synchronization": 0.5}),
+        (3, {"gradient_synchronization": "micro_batch"}),
+        (2, {"zero": _OFFLOAD}),
+        (2, {"zero": _OFFLOAD, "gradient_synchronization": "micro_batch"}),
+        (3, {"zero": {**_OFFLOAD, "offload_param": {"device": "cpu"}}}),
+        (2, {"torch_compile": {"backend": "eager"}}),
+    ],
+)
+def test_so_they_are_with_what_else_changes_gradients(
+    stage: int, arguments: Dict[str, Any]
+) -> None:
+    def construct() -> Model:
+        torch.manual_seed(2)
+        return Scaled()
+
+    plain = Side(construct, shares(1))
+    plain.arguments["grad_norm"] = 0.5
+    expected, expected_metrics, _ = plain.on_all_ranks(trained)[0]
+    side = Side(
+        construct,
+        shares(2),
+        stage,
+        2,
+        num_gradient_accumulation_steps="auto",
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        grad_norm=0.5,
+        **arguments,
+    )
+    weights = {name: torch.tensor(value) for name, value in expected.items()}
+    del weights["num_seen"]
+    for arrays, metrics, part in with_memory(1, lambda: side.on_all_ranks(trained)):
+        del arrays["num_seen"]
+        assert_same_weights({name: torch.tensor(value) for name, value in arrays.items()}, weights)
+        loss = expected_metrics["training_loss"]
+        assert metrics["training_loss"] == pytest.approx(loss, rel=1e-5)
+        assert part["found"][0][0] == 1
+
+
 @pytest.mark.parametrize("num_bytes", [None, 1], ids=["in one piece", "one by one"])
 @pytest.mark.parametrize(
     "stage, precision",
