@@ -6,10 +6,18 @@ from typing import Dict
 
 from benchmarks.contenders.accelerate import Accelerate
 from benchmarks.contenders.allennlp import FairScale, GradientDescent
-from benchmarks.contenders.bare import Bare
-from benchmarks.contenders.distributed_data_parallel import DdpCached, DdpUncached
+from benchmarks.contenders.bare import Bare, BareCoalesced
+from benchmarks.contenders.distributed_data_parallel import Ddp, DdpCached, DdpUncached
+from benchmarks.contenders.fully_shard import FullyShard, FullyShardKeeping
 from benchmarks.contenders.lightning import Lightning
-from benchmarks.contenders.ours import Ours, OursCached, OursFlush, OursMicroBatch, OursUntrimmed
+from benchmarks.contenders.ours import (
+    Ours,
+    OursCached,
+    OursFlush,
+    OursMicroBatch,
+    OursUntrimmed,
+    OursWithZero,
+)
 from benchmarks.contenders.sentence_transformers import SentenceTransformers
 from benchmarks.harness.contender import Contender
 
@@ -25,6 +33,23 @@ CONTENDERS: Dict[str, Contender] = {
     "gradient-descent": GradientDescent(),
     "lightning": Lightning(),
     "fairscale": FairScale(),
+}
+
+# The same over a slow network, with PyTorch's own ways to train there.
+SLOW_NETWORK_CONTENDERS: Dict[str, Contender] = {
+    "ours": CONTENDERS["ours"],
+    BARE: CONTENDERS[BARE],
+    "bare-coalesced": BareCoalesced(),
+    "accelerate": CONTENDERS["accelerate"],
+    "fsdp2": FullyShard(),
+    "fsdp2-keeping": FullyShardKeeping(),
+    "ddp": Ddp(),
+    "gradient-descent": CONTENDERS["gradient-descent"],
+    # Of ours, each with what could help there and isn't on by itself.
+    "ours-overlap": OursWithZero((1, 2), overlap_comm=True),
+    "ours-no-overlap": OursWithZero((3,), overlap_comm=False),
+    "ours-small-buckets": OursWithZero((1, 2, 3), overlap_comm=True, reduce_bucket_size=500_000),
+    "ours-flush": CONTENDERS["ours-flush"],
 }
 
 # Those that train a bi-encoder.

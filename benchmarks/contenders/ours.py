@@ -1,4 +1,4 @@
-from typing import Any, ClassVar, Dict, List
+from typing import Any, ClassVar, Dict, List, Tuple
 
 import torch
 from allennlp.common import Lazy
@@ -17,12 +17,15 @@ class Ours(Contender):
 
     @overrides
     def train(self, job: Job) -> None:
-        config = job.workload.deepspeed_config(job.worker.world_size)
+        config = self.deepspeed_config(job)
         train_with(
             job,
             {"type": "deepspeed", "deepspeed_config": config, **self.settings(job.workload)},
             callbacks=self.callbacks,
         )
+
+    def deepspeed_config(self, job: Job) -> Dict[str, Any]:
+        return job.workload.deepspeed_config(job.worker.world_size)
 
     def settings(self, workload: Workload) -> Dict[str, Any]:
         """Further settings of the trainer."""
@@ -81,3 +84,25 @@ class OursUntrimmed(OursCached):
     """As `OursCached`, with the batch's order and padding in all chunks."""
 
     trim_padding = False
+
+
+class OursWithZero(Ours):
+    """
+    As `Ours`, with other settings of ZeRO.
+
+    # Parameters
+
+    stages : `Tuple[int, ...]`
+        Where they are other than what DeepSpeed does by itself.
+    zero : `Any`
+        Keys of `"zero_optimization"`.
+    """
+
+    def __init__(self, stages: Tuple[int, ...], **zero: Any) -> None:
+        self.stages = stages
+        self._zero = zero
+
+    @overrides
+    def deepspeed_config(self, job: Job) -> Dict[str, Any]:
+        config = super().deepspeed_config(job)
+        return {**config, "zero_optimization": {**config["zero_optimization"], **self._zero}}

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
-INTERFACE = "eth0"
 FILE = "link_traffic.json"
 
 
@@ -45,7 +44,7 @@ class LinkTraffic(TrainerCallback):
 
     def _count(self) -> None:
         dist.barrier()  # so that no rank is still sending, or in the next step
-        self._bytes.append(_bytes_so_far())
+        self._bytes.append(bytes_so_far())
 
     @overrides
     def on_end(self, trainer, *args: Any, is_primary: bool = True, **kwargs: Any) -> None:
@@ -61,11 +60,16 @@ class LinkTraffic(TrainerCallback):
             Path(self.serialization_dir, FILE).write_text(json.dumps(result))
 
 
-def _bytes_so_far() -> int:
-    """Received and sent. The numbers are those of the network namespace that this process is in."""
-    for line in Path(f"/proc/{os.getpid()}/net/dev").read_text().splitlines():
+def bytes_so_far() -> int:
+    """
+    What this process's host has received and sent through its network interfaces, all but the
+    loopback.
+    """
+    total = 0
+    # Those of the network namespace that this process is in.
+    for line in Path(f"/proc/{os.getpid()}/net/dev").read_text().splitlines()[2:]:
         name, _, numbers = line.partition(":")
-        if name.strip() == INTERFACE:
+        if name.strip() != "lo":
             counts = numbers.split()
-            return int(counts[0]) + int(counts[8])
-    raise RuntimeError(f"This host has no {INTERFACE}.")
+            total += int(counts[0]) + int(counts[8])
+    return total
