@@ -23,15 +23,19 @@ logger = logging.getLogger(__name__)
 _PARTITION_SIZE = "zero_optimization.zero_hpz_partition_size"
 
 
-def resolve_shard_within(config: Dict[str, Any], settings: TrainerSettings) -> None:
+def resolve_shard_within(config: Dict[str, Any], settings: TrainerSettings) -> bool:
+    """
+    Whether each worker keeps the parameters that it has gathered whole until the step ends. Over
+    several, DeepSpeed's partition size is filled.
+    """
     stage = lookup(config, STAGE)
     if settings.shard_within == AUTO:
         size = said(config, _PARTITION_SIZE)
         if stage == 3 and size is None and _has_nodes_of_several(settings, "shard_within"):
             fill(config, _PARTITION_SIZE, settings.workers_per_node, 'from shard_within, "auto"')
-        return
+        return False
     if settings.shard_within is None:
-        return
+        return False
     num_ranks, description = _num_ranks_within("shard_within", settings)
     if stage != 3:
         raise ConfigurationError(
@@ -51,10 +55,11 @@ def resolve_shard_within(config: Dict[str, Any], settings: TrainerSettings) -> N
             "over all workers anyway",
             description,
         )
-        return
+        return False
     _check_divides("shard_within", num_ranks, description, settings)
-    if size is None:
+    if num_ranks > 1 and size is None:
         fill(config, _PARTITION_SIZE, num_ranks, "from shard_within")
+    return num_ranks == 1
 
 
 def resolve_reduce_within(settings: TrainerSettings) -> Optional[int]:
@@ -92,9 +97,9 @@ def _has_nodes_of_several(settings: TrainerSettings, key: str) -> bool:
 
 
 def _check_divides(key: str, num_ranks: int, description: str, settings: TrainerSettings) -> None:
-    if num_ranks < 2 or settings.world_size % num_ranks:
+    if num_ranks < 1 or settings.world_size % num_ranks:
         raise ConfigurationError(
-            f"{key} is {description}, but must be at least 2 and divide the number of "
+            f"{key} is {description}, but must be at least 1 and divide the number of "
             f"workers, which is {settings.world_size}: write another number, or remove the key"
         )
 
@@ -113,7 +118,15 @@ def _num_ranks_within(key: str, settings: TrainerSettings) -> Tuple[int, str]:
     return int(within), str(within)
 
 
-def check_partition_size(zero: DeepSpeedZeroConfig, settings: TrainerSettings) -> None:
+def check_partition_size(
+    zero: DeepSpeedZeroConfig, settings: TrainerSettings, keeps_parameters: bool
+) -> None:
+    has_nvme_parameters = zero.offload_param is not None and zero.offload_param.device == "nvme"
+    if keeps_parameters and has_nvme_parameters:
+        raise ConfigurationError(
+            "shard_within is 1, but DeepSpeed has only a few buffers for parameters that come from "
+            'NVMe: write "cpu" for zero_optimization.offload_param.device, or remove shard_within'
+        )
     size = zero.zero_hpz_partition_size
     if size <= 1:
         return
@@ -128,7 +141,7 @@ def check_partition_size(zero: DeepSpeedZeroConfig, settings: TrainerSettings) -
             f"{path} is {size}, but must divide the number of workers, which is "
             f"{settings.world_size}"
         )
-    if zero.offload_param is not None and zero.offload_param.device == "nvme":
+    if has_nvme_parameters:
         raise ConfigurationError(
             f"{path} is {size}, but DeepSpeed can't keep the second copy of parameters on NVMe: "
             'write "cpu" for zero_optimization.offload_param.device, or shard over all workers'

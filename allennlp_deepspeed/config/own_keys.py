@@ -169,8 +169,9 @@ TRAINER_KEYS: Dict[str, Key] = {
         doc='`"node"`, or a number of workers that divides that of all. So many neighbouring '
         "workers add up their gradients before these go to the others, and what is gathered from "
         "others goes to one of them, which passes it on: fewer bytes cross the links between "
-        'nodes. `"auto"` is `"node"` with gloo on several nodes of several workers, and `null` '
-        "otherwise, which leaves it to the backend.",
+        "nodes. With `1` each worker is by itself: at ZeRO stages 1 to 3 it is sent only what it "
+        'has to sum, half of what gloo sends. `"auto"` is `"node"` with gloo on several nodes of '
+        "several workers, and `null` otherwise, which leaves it to the backend.",
         advice='must be "auto", "node", a number of workers or null',
         may_change=True,
     ),
@@ -179,7 +180,8 @@ TRAINER_KEYS: Dict[str, Key] = {
         default=None,
         doc='At ZeRO stage 3: `"node"`, or a number of workers that divides that of all. Once '
         "gathered from all in an optimizer step, parameters stay sharded over so many neighbouring "
-        'workers until the step ends, and gathering them again stays among these. `"auto"` is '
+        "workers until the step ends, and gathering them again stays among these. With `1` they "
+        'stay whole on each worker. `"auto"` is '
         '`"node"` at stage 3 on several nodes of several workers, and nothing otherwise. Fills '
         "DeepSpeed's `zero_hpz_partition_size` (hpZ of [ZeRO++](https://arxiv.org/abs/2306.10209), "
         "section 3.2).",

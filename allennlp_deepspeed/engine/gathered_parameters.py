@@ -2,6 +2,7 @@
 Parameters that ZeRO stage 3 shards, where one step makes several passes through the model.
 """
 
+import itertools
 from contextlib import contextmanager, nullcontext
 from typing import Any, ContextManager, Dict, Hashable, Iterator, List
 
@@ -11,9 +12,9 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-# Among the ids of the modules that use a parameter, one that no module has. While there is one,
+# Among the ids of the modules that use a parameter, those that no module has. While there is one,
 # DeepSpeed doesn't release the parameter.
-_KEEPER = -1
+_KEEPERS = itertools.count(-1, -1)
 
 
 class PassOrders:
@@ -74,7 +75,8 @@ def _another(offload: Any) -> PartitionedParameterCoordinator:
 def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
     """
     A context in which these parameters stay whole on every rank once a pass has gathered them. To
-    be entered by every rank with the same parameters, and left before the optimizer steps.
+    be entered by every rank with the same parameters, and left before the optimizer steps. Within
+    another one they stay until that is left too.
 
     # Parameters
 
@@ -82,17 +84,33 @@ def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
         Of an engine at stage 3.
     """
     sharded: List[Any] = list(parameters)
+    keeper = next(_KEEPERS)
     for parameter in sharded:
-        parameter.ds_active_sub_modules.add(_KEEPER)
+        parameter.ds_active_sub_modules.add(keeper)
     try:
         yield
     finally:
         for parameter in sharded:
             users = parameter.ds_active_sub_modules
-            users.discard(_KEEPER)
+            users.discard(keeper)
             is_whole = parameter.ds_status == ZeroParamStatus.AVAILABLE
             if is_whole and not users and not parameter.ds_persist:
                 parameter.partition()
+
+
+def all_that_are_sharded(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:
+    """
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+
+    # Returns
+
+    `List[torch.nn.Parameter]`
+        Parameters for `kept_gathered`, none at stages other than 3.
+    """
+    parameters: List[Any] = list(engine.module.parameters())
+    return [p for p in parameters if hasattr(p, "ds_status") and not p.ds_persist]
 
 
 def worth_keeping(engine: DeepSpeedEngine, most: int) -> List[torch.nn.Parameter]:

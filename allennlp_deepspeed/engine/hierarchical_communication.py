@@ -40,7 +40,8 @@ def hierarchical_communication(engine: DeepSpeedEngine, within: Optional[int]) -
 
     engine : `DeepSpeedEngine`, required.
     within : `Optional[int]`, required.
-        How many neighbouring ranks reduce first. `None` for the collectives as they are.
+        How many neighbouring ranks reduce first. With one, ranks exchange what each has to sum, and
+        all-reduces and gatherings stay as they are. `None` for the collectives as they are.
     """
     # Those who have started the workers of one node may count otherwise than those of another.
     sizes = agreement.of_all(within) if dist.get_world_size() > 1 else [None]
@@ -53,11 +54,12 @@ def hierarchical_communication(engine: DeepSpeedEngine, within: Optional[int]) -
     if within is None or len(set(sizes)) > 1:
         yield
         return
-    logger.info(
-        "Gradients are reduced within %d workers and then between %d nodes ('reduce_within').",
-        within,
-        dist.get_world_size() // within,
-    )
+    if within > 1:
+        logger.info(
+            "Gradients are reduced within %d workers and then between %d nodes ('reduce_within').",
+            within,
+            dist.get_world_size() // within,
+        )
     collectives = HierarchicalCollectives(within)
     _use(collectives)
     try:
@@ -92,7 +94,7 @@ def _all_reduce(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    if async_op or not (_is_sum(op) and _is_large(group, tensor)):
+    if async_op or not (_has_neighbours() and _is_sum(op) and _is_large(group, tensor)):
         return flat(backend, tensor, op=op, group=group, async_op=async_op)
     _in_use[-1].all_reduce(tensor)
     return None
@@ -123,10 +125,15 @@ def _all_gather_into_tensor(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    if not _is_large(group, output_tensor, input_tensor):
+    if not (_has_neighbours() and _is_large(group, output_tensor, input_tensor)):
         return flat(backend, output_tensor, input_tensor, group=group, async_op=async_op)
     gathering = _in_use[-1].all_gather(output_tensor, input_tensor)
     return gathering if async_op else gathering.wait()
+
+
+def _has_neighbours() -> bool:
+    """Whether there are several ranks on a node. Others have nobody to share a crossing with."""
+    return _in_use[-1].node_size > 1
 
 
 def _is_sum(op: Any) -> bool:

@@ -7,6 +7,7 @@ from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.embedding_max_norm import MaxNorm
+from allennlp_deepspeed.engine.gathered_parameters import all_that_are_sharded, kept_gathered
 from allennlp_deepspeed.engine.inner_gradients import InnerGradients
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
@@ -63,6 +64,7 @@ class GradientStep:
         self._engine = wrapped_model.engine
         self._optimizer = wrapped_model.optimizer
         self._finds_micro_batch_size = wrapped_model.config.finds_micro_batch_size
+        self._keeps_parameters = wrapped_model.config.keeps_parameters
         self._reports_norm = wrapped_model.config.grad_norm is not False
         self._gradients = gradients
         self._grad_cache = grad_cache
@@ -100,7 +102,9 @@ class GradientStep:
         self._num_micro_batches = 0
         self._weight_watch.check()
         self._weights = self._loss_weights.of(batches, group_size, num_fillers)
-        with self._gradients.accumulate():
+        # If they stay whole, that ends before the optimizer steps their shards.
+        kept = all_that_are_sharded(self._engine) if self._keeps_parameters else []
+        with kept_gathered(kept), self._gradients.accumulate():
             yield
 
     def micro_batch(self, batch: TensorDict, is_last: bool) -> Outputs:

@@ -75,8 +75,8 @@ class HierarchicalCollectives:
     # Parameters
 
     node_size : `int`, required.
-        How many ranks are on a node, at least two. It divides the number of all, and the ranks of a
-        node follow each other.
+        How many ranks are on a node. It divides the number of all, and the ranks of a node follow
+        each other.
     """
 
     def __init__(self, node_size: int) -> None:
@@ -148,9 +148,11 @@ class HierarchicalCollectives:
         for_places = [for_rank[i :: self.node_size] for i in range(self.node_size)]
         flat = torch.cat([elements for for_place in for_places for elements in for_place])
         sizes = [[elements.numel() for elements in for_place] for for_place in for_places]
-        adding_up = _SumOfOwn(flat, [sum(of) for of in sizes], self._place, self._within)
-        yield
-        of_node = adding_up.wait()
+        of_node = flat
+        if self.node_size > 1:
+            adding_up = _SumOfOwn(flat, [sum(of) for of in sizes], self._place, self._within)
+            yield
+            of_node = adding_up.wait()
         crossing = _SumOfOwn(of_node, sizes[self._place], self._node, self._across)
         yield
         output.copy_(crossing.wait())

@@ -16,7 +16,7 @@ from benchmarks.contenders.ours import (
     OursFlush,
     OursMicroBatch,
     OursUntrimmed,
-    OursWithZero,
+    OursWith,
 )
 from benchmarks.contenders.sentence_transformers import SentenceTransformers
 from benchmarks.harness.contender import Contender
@@ -46,9 +46,14 @@ SLOW_NETWORK_CONTENDERS: Dict[str, Contender] = {
     "ddp": Ddp(),
     "gradient-descent": CONTENDERS["gradient-descent"],
     # Of ours, each with what could help there and isn't on by itself.
-    "ours-overlap": OursWithZero((1, 2), overlap_comm=True),
-    "ours-no-overlap": OursWithZero((3,), overlap_comm=False),
-    "ours-small-buckets": OursWithZero((1, 2, 3), overlap_comm=True, reduce_bucket_size=500_000),
+    "ours-scatter": OursWith((1, 2, 3), reduce_within=1),
+    "ours-whole": OursWith((3,), shard_within=1),
+    "ours-whole-scatter": OursWith((3,), shard_within=1, reduce_within=1),
+    "ours-overlap": OursWith((1, 2), {"overlap_comm": True}),
+    "ours-no-overlap": OursWith((3,), {"overlap_comm": False}),
+    "ours-small-buckets": OursWith(
+        (1, 2, 3), {"overlap_comm": True, "reduce_bucket_size": 500_000}
+    ),
     "ours-flush": CONTENDERS["ours-flush"],
 }
 

@@ -72,6 +72,26 @@ def test_parameters_come_from_all_ranks_once_a_step(
 
 
 @pytest.mark.parametrize(
+    "num_gradient_accumulation_steps", [pytest.param(1, marks=pytest.mark.soak), 2]
+)
+def test_a_worker_by_itself_keeps_them_whole_until_the_step_ends(
+    experiments: Experiments, num_gradient_accumulation_steps: int
+):
+    accumulation = {"trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps}
+    config = load_config("tagger", FOUR_WORKERS, accumulation, COUNTED)
+    result = experiments.run(sharded(config, within=1))
+    counts = communication(result, 1)
+    assert counts["all_gather_bytes_per_step"] == MODEL_BYTES
+    reference = experiments.run(sharded(config))
+    assert counts["reduce_scatter_bytes"] == communication(reference, 1)["reduce_scatter_bytes"]
+    assert metrics(result) == metrics(reference)
+    assert_same_weights(result.weights(), reference.weights(), tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "within", [2, pytest.param(1, marks=pytest.mark.soak)], ids=lambda within: f"within {within}"
+)
+@pytest.mark.parametrize(
     "overrides, zero",
     [
         pytest.param(
@@ -92,10 +112,10 @@ def test_parameters_come_from_all_ranks_once_a_step(
     ],
 )
 def test_weights_are_those_of_plain_stage_3(
-    experiments: Experiments, overrides: Config, zero: Dict[str, Any]
+    experiments: Experiments, overrides: Config, zero: Dict[str, Any], within: int
 ):
     config = load_config("tagger", FOUR_WORKERS, overrides)
-    actual = experiments.run(sharded(config, within=2, **zero))
+    actual = experiments.run(sharded(config, within=within, **zero))
     expected = experiments.run(sharded(config, **zero))
     assert actual.metrics() == expected.metrics()
     assert_same_weights(actual.weights(), expected.weights(), tolerance=0)

@@ -1,6 +1,6 @@
 """
 Reducing within two of four workers first makes no difference to weights, and only sums of two go to
-the other two.
+the other two. Nor does it where each worker is by itself.
 """
 
 import tempfile
@@ -122,6 +122,20 @@ def test_weights_are_those_without_and_large_tensors_go_by_way_of_two(
     (actual, traffic), (expected, traffic_without) = run_workers(4, train)[0]
     assert_same_weights(tensors(actual), tensors(expected), tolerance=case.tolerance)
     assert 8 * among_all(traffic) < among_all(traffic_without)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
+def test_workers_by_themselves_are_sent_only_what_each_has_to_sum(stage: int) -> None:
+    def train(rank: int) -> List[Any]:
+        with process_environment(CPU, rank):
+            return [trained(CASES[0], stage, rank, reduce_within) for reduce_within in (1, None)]
+
+    (actual, traffic), (expected, traffic_without) = run_workers(4, train)[0]
+    assert_same_weights(tensors(actual), tensors(expected))
+    # Takes the place of what gloo sends as much for as for the sums of all.
+    whole = "all_reduce" if stage < 3 else "reduce_scatter"
+    assert traffic_without[whole] - traffic.get(whole, 0) > 0.9 * traffic["all_to_all"] > 0
+    assert traffic.keys() - {"all_to_all", whole} == traffic_without.keys() - {whole}
 
 
 def tensors(arrays: Dict[str, Any]) -> Dict[str, torch.Tensor]:

@@ -1015,18 +1015,26 @@ class TestShardWithin:
         config["zero_optimization"]["zero_hpz_partition_size"] = 2
         assert "zero_hpz_partition_size is 2, but" in refusal(config, world_size=4)
 
-    @pytest.mark.parametrize("size", [-2, 0, 1, 3, 16])
+    @pytest.mark.parametrize("size", [-2, 0, 3, 16])
     def test_a_number_that_does_not_divide_the_workers_is_refused(self, size):
         message = refusal(self.ZERO_3, shard_within=size, world_size=8)
-        assert f"shard_within is {size}, but must be at least 2 and divide" in message
+        assert f"shard_within is {size}, but must be at least 1 and divide" in message
 
     def test_a_size_of_deepspeeds_that_does_not_divide_the_workers_is_refused(self):
         config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
         assert "must divide the number of workers, which is 8" in refusal(config, world_size=8)
 
-    def test_one_worker_on_each_of_several_nodes_is_refused(self):
-        message = refusal(self.ZERO_3, shard_within="node", workers_per_node=1, world_size=4)
-        assert 'shard_within is "node" (1 worker), but must be at least 2' in message
+    @pytest.mark.parametrize("shard_within", ["node", 1])
+    def test_one_worker_by_itself_keeps_parameters_whole(self, shard_within):
+        settings = {"shard_within": shard_within, "workers_per_node": 1, "world_size": 4}
+        resolved = resolve(self.ZERO_3, **settings)
+        assert resolved.keeps_parameters
+        assert "zero_hpz_partition_size" not in resolved.engine_config["zero_optimization"]
+        assert not resolve(self.ZERO_3, **{**settings, "shard_within": "auto"}).keeps_parameters
+        assert not resolve(self.ZERO_3, **{**settings, "world_size": 1}).keeps_parameters
+        on_nvme = {"device": "nvme", "nvme_path": "/nvme"}
+        config = {"zero_optimization": {"stage": 3, "offload_param": on_nvme}}
+        assert "only a few buffers" in refusal(config, **settings)
 
     @pytest.mark.parametrize("shard_within", ["rack", 2.0, True, [2]])
     def test_what_is_neither_a_node_nor_a_number_is_refused(self, shard_within):
@@ -1065,6 +1073,8 @@ class TestReduceWithin:
             ("auto", None, "cpu", None),
             ("node", 4, "cuda", 4),
             ("node", 8, "cpu", None),
+            ("node", 1, "cpu", 1),
+            (1, None, "cpu", 1),
             (2, None, "cuda", 2),
             (8, None, "cpu", None),
             (None, 4, "cpu", None),
@@ -1086,10 +1096,10 @@ class TestReduceWithin:
         assert resolve({}, workers_per_node=3, world_size=8).reduce_within is None
         assert 'reduce_within is "auto", and does nothing: there are 8 workers' in caplog.text
 
-    @pytest.mark.parametrize("size", [-2, 0, 1, 3, 16])
+    @pytest.mark.parametrize("size", [-2, 0, 3, 16])
     def test_a_number_that_does_not_divide_the_workers_is_refused(self, size):
         message = refusal({}, reduce_within=size, world_size=8)
-        assert f"reduce_within is {size}, but must be at least 2 and divide" in message
+        assert f"reduce_within is {size}, but must be at least 1 and divide" in message
 
     def test_a_node_of_unknown_size_is_asked_for(self):
         assert "write the number" in refusal({}, reduce_within="node", world_size=4)

@@ -120,6 +120,13 @@ def test_stage_3_gathers_no_more_than_is_reused_soon() -> None:
     )
 
 
+def test_a_worker_that_keeps_parameters_has_all_of_them_whole() -> None:
+    zero = {"stage": 3, "reduce_bucket_size": 1, "stage3_max_reuse_distance": 0}
+    config: Config = {"zero_optimization": zero, **BF16}
+    assert states(config, 4, shard_within=1).gpu.buffers == pytest.approx(200 * MILLION, rel=1e-3)
+    assert states(config, 4).gpu.buffers < 150 * MILLION
+
+
 @pytest.mark.parametrize(
     "optimizer, whole, flat",
     [

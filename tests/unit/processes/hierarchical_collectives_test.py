@@ -14,7 +14,7 @@ from tests.support.workers import run_workers
 # Bytes. In one piece, and in so many that some are under way while others begin.
 PIECES = [2**23, 8]
 
-LAYOUTS = pytest.mark.parametrize("num_nodes, node_size", [(2, 3), (3, 2)])
+LAYOUTS = pytest.mark.parametrize("num_nodes, node_size", [(2, 3), (3, 2), (3, 1)])
 
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
