@@ -12,6 +12,7 @@ from benchmarks.contenders.fully_shard import FullyShard, FullyShardKeeping
 from benchmarks.contenders.lightning import Lightning
 from benchmarks.contenders.ours import (
     Ours,
+    OursAlone,
     OursCached,
     OursFlush,
     OursMicroBatch,
@@ -38,6 +39,7 @@ CONTENDERS: Dict[str, Contender] = {
 # The same over a slow network, with PyTorch's own ways to train there.
 SLOW_NETWORK_CONTENDERS: Dict[str, Contender] = {
     "ours": CONTENDERS["ours"],
+    "ours-alone": OursAlone(),
     BARE: CONTENDERS[BARE],
     "bare-coalesced": BareCoalesced(),
     "accelerate": CONTENDERS["accelerate"],
@@ -48,7 +50,6 @@ SLOW_NETWORK_CONTENDERS: Dict[str, Contender] = {
     # Of ours, each with what could help there and isn't on by itself.
     "ours-scatter": OursWith((1, 2, 3), reduce_within=1),
     "ours-whole": OursWith((3,), shard_within=1),
-    "ours-whole-scatter": OursWith((3,), shard_within=1, reduce_within=1),
     "ours-overlap": OursWith((1, 2), {"overlap_comm": True}),
     "ours-no-overlap": OursWith((3,), {"overlap_comm": False}),
     "ours-small-buckets": OursWith(

@@ -32,10 +32,12 @@ from benchmarks.harness.slow_link import SlowLink
 from benchmarks.harness.stopwatch import Plan
 
 MODEL = "transformer"
-OURS = "ours"
+OURS, OURS_ALONE = "ours", "ours-alone"
 # They have all states whole on each worker, so that they are peers at stage 0 only.
 UNSHARDED = ("ddp", "gradient-descent")
-DEFAULT_CONTENDERS = [name for name in SLOW_NETWORK_CONTENDERS if not name.startswith("ours-")]
+DEFAULT_CONTENDERS = [
+    name for name in SLOW_NETWORK_CONTENDERS if name == OURS_ALONE or not name.startswith("ours-")
+]
 # The same at each stage, and slow.
 _ONLY_AT_STAGE_0 = ("gradient-descent",)
 WORLD_SIZE = 2
@@ -63,6 +65,7 @@ _HEADINGS_OF_NEXT = (
     "the next",
     "ours is so many times as fast",
     "quartiles",
+    f"{OURS_ALONE} is so many times as fast",
 )
 
 
@@ -231,13 +234,18 @@ def next_best(
     """The row of the fastest other contender of a cell, of those that shard as much as ours."""
     others = [
         row
-        for row in rows
-        if (row["accumulation"], row["zero_stage"]) == (accumulation, stage)
-        and "skipped" not in row
-        and not row["contender"].startswith(OURS)
+        for row in _of_cell(rows, accumulation, stage)
+        if not row["contender"].startswith(OURS)
         and (stage == 0 or row["contender"] not in UNSHARDED)
     ]
     return min(others, key=lambda row: row["ours_against_it"], default=None)
+
+
+def _of_cell(rows: List[Dict[str, Any]], accumulation: int, stage: int) -> List[Dict[str, Any]]:
+    """Those that were measured."""
+    cell = accumulation, stage
+    measured = (row for row in rows if "skipped" not in row)
+    return [row for row in measured if (row["accumulation"], row["zero_stage"]) == cell]
 
 
 def _cells_of_next(rows: List[Dict[str, Any]]) -> Iterator[List[str]]:
@@ -246,7 +254,13 @@ def _cells_of_next(rows: List[Dict[str, Any]]) -> Iterator[List[str]]:
         if row is not None:
             ratio = f"{row['ours_against_it']:.2f}"
             spread = report.spread(row["quartiles"])
-            yield [str(accumulation), str(stage), row["contender"], ratio, spread]
+            alone = [
+                # Both were timed in pairs with ours.
+                f"{row['ours_against_it'] / other['ours_against_it']:.2f}"
+                for other in _of_cell(rows, accumulation, stage)
+                if other["contender"] == OURS_ALONE
+            ]
+            yield [str(accumulation), str(stage), row["contender"], ratio, spread, "".join(alone)]
 
 
 def plot(rows: List[Dict[str, Any]], path: Path) -> None:
@@ -263,12 +277,7 @@ def plot(rows: List[Dict[str, Any]], path: Path) -> None:
             for stage, axis in zip(stages, row_of_axes):
                 axis.set_title(f"stage {stage}")
                 axis.set_xticks([])
-                of_cell = [
-                    row
-                    for row in rows
-                    if (row["accumulation"], row["zero_stage"]) == (accumulation, stage)
-                ]
-                for i, row in enumerate(of_cell):
+                for i, row in enumerate(_of_cell(rows, accumulation, stage)):
                     speed = row["samples_per_second"]
                     low, high = row["samples_per_second_quartiles"]
                     axis.bar(
