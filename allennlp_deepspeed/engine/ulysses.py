@@ -42,6 +42,10 @@ SUPPORTED_MODEL_TYPES = (
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
+# Rotary embeddings whose frequencies depend on the longest position that there is, of which a worker
+# sees its part's only.
+_ROPE_TYPES_OF_WHOLE_SEQUENCES = ("dynamic", "longrope")
+
 # What a model may hand on to its attention. Anything else that isn't empty might mean something for
 # whole sequences, or for heads by their number.
 _HARMLESS = {"dropout", "scaling", "position_ids", "sliding_window", "cache_position"}
@@ -289,6 +293,13 @@ def _check(transformer: PreTrainedModel, size: int, implementation: str) -> None
             f"'{KEY}' is {size}, but the model has layers of {', '.join(sorted(others))}, which "
             "mix what is in different parts of a sequence in another way: remove the key."
         )
+    for rope_type in _rope_types(config):
+        if any(name in rope_type for name in _ROPE_TYPES_OF_WHOLE_SEQUENCES):
+            raise ConfigurationError(
+                f"'{KEY}' is {size}, but the rope_type in the model's rope_parameters is "
+                f"{rope_type!r}, which goes by the length of a sequence, of which each worker has "
+                "a part: remove the key, or take a model of another rope_type."
+            )
     if implementation != "sdpa" and not implementation.startswith("flash_attention"):
         raise ConfigurationError(
             f"'{KEY}' is {size}, but the model's attn_implementation is {implementation!r}, which "
@@ -306,6 +317,15 @@ def _check_heads(size: int, num_heads: int, num_kv_heads: Optional[int]) -> None
             f"{num_kv_heads} for keys and values, which can't be divided among as many workers: "
             "write a number by which both can be divided."
         )
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    """Some models have one for each type of layers."""
+    # Which is also where transformers 5 puts a file's rope_scaling.
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for section in (parameters, *parameters.values()):
+        if isinstance(section, dict):
+            yield str(section.get("rope_type", "default"))
 
 
 def _has_window(config: Any) -> bool:

@@ -26,6 +26,21 @@ ITS_OWN: Dict[str, Dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 
+# What rotary embeddings have in a config.
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+SLIDING = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+SCALED: Dict[str, Dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 4,
+    },
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 4},
+}
+
 
 def tiny(model_type: str, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(5)
@@ -135,6 +150,12 @@ def test_sliding_windows_of_some_layers(is_packed: bool) -> None:
     assert_shares(tiny("mistral", sliding_window=5), is_packed=is_packed)
 
 
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+def test_rotary_embeddings_of_any_length(rope_type: str) -> None:
+    parameters = {"rope_type": rope_type, **SCALED[rope_type], "rope_theta": 10000.0}
+    assert_shares(tiny("llama", rope_parameters=parameters))
+
+
 @pytest.mark.parametrize(
     "model, size, expected",
     [
@@ -145,6 +166,17 @@ def test_sliding_windows_of_some_layers(is_packed: bool) -> None:
             tiny("qwen3", layer_types=["full_attention", "chunked_attention"]),
             2,
             "has layers of chunked_attention",
+        ),
+        (tiny("llama", rope_parameters=DYNAMIC), 2, "in the model's rope_parameters is 'dynamic'"),
+        (
+            tiny("gemma3_text", rope_parameters={"full_attention": DYNAMIC, **SLIDING}),
+            2,
+            "in the model's rope_parameters is 'dynamic'",
+        ),
+        (
+            tiny("phi3", original_max_position_embeddings=8, rope_scaling=LONGROPE),
+            2,
+            "in the model's rope_parameters is 'longrope'",
         ),
     ],
 )
