@@ -42,8 +42,8 @@ SUPPORTED_MODEL_TYPES = (
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-# Rotary embeddings whose frequencies depend on the longest position that there is, of which a worker
-# sees its part's only.
+# Rotary embeddings whose frequencies depend on the longest position that there is, of which a
+# worker sees its part's only.
 _ROPE_TYPES_OF_WHOLE_SEQUENCES = ("dynamic", "longrope")
 
 # What a model may hand on to its attention. Anything else that isn't empty might mean something for
