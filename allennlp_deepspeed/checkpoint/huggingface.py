@@ -9,7 +9,7 @@ import os
 import re
 import tarfile
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from allennlp.common import Params
@@ -138,6 +138,7 @@ def export_huggingface(
             _check_loadable(transformer, name)
             if lora.has_adapters(transformer):
                 lora.merge_adapters(transformer)
+        tokenizer = _tokenizer(trained.serialization_dir, transformer)
         unfinished = output_dir + _UNFINISHED
         files.remove(unfinished)
         files.make_directory(unfinished)
@@ -147,7 +148,6 @@ def export_huggingface(
             transformer.save_pretrained(unfinished, max_shard_size=max_shard_size)
             for path in glob.glob(os.path.join(glob.escape(unfinished), "*.safetensors")):
                 files.give_usual_mode(path)
-        tokenizer = _tokenizer(trained.serialization_dir, transformer)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
     _put(unfinished, output_dir)
@@ -317,29 +317,63 @@ def _check_loadable(transformer: PreTrainedModel, name: str) -> None:
 def _tokenizer(
     serialization_dir: str, transformer: PreTrainedModel
 ) -> Optional[PreTrainedTokenizerBase]:
-    """That which the training has saved, or the one of the pretrained model."""
+    """That which the training has saved, or that which it has loaded for the pretrained model."""
     saved = pretrained.saved_tokenizer(serialization_dir)
     if saved is not None:
         return saved
     name = str(transformer.config.name_or_path)
     config = Params.from_file(os.path.join(serialization_dir, CONFIG_NAME)).as_dict(quiet=True)
+    kwargs = _tokenizer_kwargs(config, name)
     try:
-        return AutoTokenizer.from_pretrained(name, **_tokenizer_kwargs(config["model"], name))
+        return AutoTokenizer.from_pretrained(name, **kwargs)
     except (ImportError, OSError, TypeError, ValueError) as error:
         logger.warning("What is written will be without a tokenizer: %s", error)
         return None
 
 
-def _tokenizer_kwargs(config: Any, model_name: str) -> Dict[str, Any]:
-    """Those that an embedder of this pretrained model is given."""
+def _tokenizer_kwargs(config: Dict[str, Any], model_name: str) -> Dict[str, Any]:
+    """
+    Those with which the training loads the tokenizer of this pretrained model.
+
+    # Raises
+
+    `ConfigurationError`
+        If it loads several that are not alike.
+    """
+    found: Dict[str, Dict[str, Any]] = {}
+    for section in ("dataset_reader", "model"):
+        for path, parameters in _parameters_with(model_name, config.get(section), section):
+            # What cuts texts into tokens does so with none where none are written. Other indexers
+            # take its ids, and embedders ask for the size of the vocabulary.
+            kind = parameters.get("type")
+            makes_tokens = section == "dataset_reader" and (
+                kind == "pretrained_transformer_mismatched"
+                or (kind == "pretrained_transformer" and "indexer" not in path)
+            )
+            if makes_tokens or parameters.get("tokenizer_kwargs"):
+                found[f"{path}.tokenizer_kwargs"] = parameters.get("tokenizer_kwargs") or {}
+    for path, kwargs in found.items():
+        first = next(iter(found))
+        # AllenNLP writes this default out.
+        if {"use_fast": True, **kwargs} != {"use_fast": True, **found[first]}:
+            raise ConfigurationError(
+                f"'{first}' is {json.dumps(found[first])}, but '{path}' is {json.dumps(kwargs)}, "
+                f"so that it isn't clear which tokenizer of {model_name} to write: write the same "
+                f"for both, in the {CONFIG_NAME} of the serialization directory."
+            )
+    return next(iter(found.values()), {})
+
+
+def _parameters_with(model_name: str, config: Any, path: str) -> Iterator[Tuple[str, Any]]:
+    """Those in a config that name this pretrained model, with their paths."""
     if isinstance(config, dict):
-        if config.get("model_name") == model_name and config.get("tokenizer_kwargs"):
-            return config["tokenizer_kwargs"]
-        config = list(config.values())
-    if isinstance(config, list):
-        found = (_tokenizer_kwargs(value, model_name) for value in config)
-        return next(filter(None, found), {})
-    return {}
+        if config.get("model_name") == model_name:
+            yield path, config
+        for key, value in config.items():
+            yield from _parameters_with(model_name, value, f"{path}.{key}")
+    elif isinstance(config, list):
+        for i, value in enumerate(config):
+            yield from _parameters_with(model_name, value, f"{path}.{i}")
 
 
 def _put(unfinished: str, output_dir: str) -> None:

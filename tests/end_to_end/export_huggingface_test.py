@@ -8,7 +8,9 @@ from typing import Any, Dict, List
 import peft
 import pytest
 import torch
+from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from allennlp.data import DatasetReader
 from allennlp.models import Model
 from allennlp.models.archival import load_archive
 from filelock import FileLock
@@ -196,6 +198,43 @@ def test_an_encoder_of_an_embedder_is_exported(
     text = "name1 verb2"
     tokens = AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"]
     assert tokens == AutoTokenizer.from_pretrained(bert)(text)["input_ids"]
+
+
+def test_the_tokenizer_is_that_of_the_reader(
+    experiments: Experiments, bert: str, tmp_path: Path
+) -> None:
+    transformer = {"type": "pretrained_transformer", "model_name": bert}
+    cased = {**transformer, "tokenizer_kwargs": {"do_lower_case": False}}
+    config = load_config(
+        "classifier",
+        {
+            "dataset_reader.tokenizer": cased,
+            "dataset_reader.token_indexers": {"tokens": transformer},
+            "model.text_field_embedder.token_embedders.tokens": transformer,
+            "model.seq2vec_encoder": {"type": "bert_pooler", "pretrained_model": bert},
+            "trainer.num_epochs": 1,
+        },
+    )
+    result = experiments.run(config)
+    out = tmp_path / "out"
+    export_huggingface(str(result.archive), str(out))
+    text = "name1 VERB2"
+    reader = DatasetReader.from_params(Params(config["dataset_reader"]))
+    expected = [token.text_id for token in reader.text_to_instance(text)["tokens"].tokens]
+    assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] == expected
+    assert AutoTokenizer.from_pretrained(bert)(text)["input_ids"] != expected
+
+    changed = json.loads((result.serialization_dir / "config.json").read_text())
+    embedder = changed["model"]["text_field_embedder"]["token_embedders"]["tokens"]
+    embedder["tokenizer_kwargs"] = {"do_lower_case": True}
+    directory = tmp_path / "copy"
+    shutil.copytree(result.serialization_dir, directory)
+    (directory / "config.json").write_text(json.dumps(changed))
+    path = r"model.text_field_embedder.token_embedders.tokens.tokenizer_kwargs' is {.*: true}"
+    both = rf"'dataset_reader.tokenizer.tokenizer_kwargs' is {{.*: false}}, but '{path}"
+    with pytest.raises(ConfigurationError, match=both):
+        export_huggingface(str(directory), str(tmp_path / "refused"), best=True)
+    assert not list(tmp_path.glob("refused*"))
 
 
 def test_one_of_several_encoders_is_chosen_by_name(
