@@ -16,7 +16,7 @@ from allennlp.models.archival import CONFIG_NAME, archive_model, load_archive
 
 from allennlp_deepspeed import lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
-from allennlp_deepspeed.checkpoint.parts import find, locate, together
+from allennlp_deepspeed.checkpoint.parts import check_archive, find, locate, together
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.commit_record import CommitRecord
@@ -138,9 +138,10 @@ def export_adapters(
     `CheckpointError`
         If there is no such checkpoint, or it is damaged.
     `ConfigurationError`
-        If the model has no adapters.
+        If the model has no adapters, or an archive is given with an epoch or further directories.
     """
     if os.path.isfile(source):
+        check_archive(source, epoch, parts)
         model = load_archive(source, cuda_device=-1).model
         transformers = lora.adapted_transformers(model)
         output_dir = output_dir or os.path.join(os.path.dirname(source), "adapters")

@@ -26,7 +26,7 @@ from transformers import (
 
 from allennlp_deepspeed import lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
-from allennlp_deepspeed.checkpoint.parts import find, locate, together
+from allennlp_deepspeed.checkpoint.parts import check_archive, find, locate, together
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.language_modeling import pretrained
 from allennlp_deepspeed.meta_model import construct_without_weights
@@ -166,11 +166,7 @@ def _trained(
             "leave out --epoch and further directories."
         )
     if os.path.isfile(source):
-        if best or epoch is not None or parts:
-            raise ConfigurationError(
-                f"{source} is an archive, which has one state of a model: leave out --epoch, "
-                "--best and further directories, or give the serialization directory."
-            )
+        check_archive(source, epoch, parts, best)
         output_dir = os.path.join(os.path.dirname(source), _DIRECTORY_NAME)
         try:
             with extracted_archive(source) as directory:

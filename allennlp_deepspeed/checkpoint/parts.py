@@ -8,6 +8,7 @@ import tempfile
 from contextlib import contextmanager
 from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
+from allennlp.common.checks import ConfigurationError
 from allennlp.models.archival import CONFIG_NAME
 
 from allennlp_deepspeed.storage import files
@@ -62,6 +63,22 @@ def locate(path: str) -> Tuple[str, Optional[PointInTime]]:
         if directory.path(point) == os.path.abspath(path):
             return parent, point
     return path, None
+
+
+def check_archive(
+    source: str, epoch: Optional[int], parts: Sequence[str], best: bool = False
+) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If it is said which state of an archive to take.
+    """
+    if best or epoch is not None or parts:
+        raise ConfigurationError(
+            f"{source} is an archive, which has one state of a model: leave out --epoch, --best "
+            "and further directories, or give the serialization directory."
+        )
 
 
 def find(

@@ -233,6 +233,18 @@ def test_exported_adapters_are_those_of_peft(
     assert torch.allclose(actual, expected(IDS).last_hidden_state, atol=1e-6)
 
 
+def test_an_archive_has_no_epochs_to_choose_adapters_from(
+    experiments: Experiments, tmp_path: Path, bert: str
+) -> None:
+    archive = experiments.run(checkpointed(bert, 3)).archive
+    command = ["deepspeed", "export", "--adapters-only", "--output", tmp_path / "adapters"]
+    for arguments in ([archive, "--epoch", "1"], [archive, archive.parent]):
+        run = allennlp(*command, *arguments)
+        assert run.returncode != 0
+        assert f"{archive} is an archive, which has one state of a model" in run.output
+    assert not (tmp_path / "adapters").exists()
+
+
 def test_a_model_with_merged_adapters_needs_nothing_but_allennlp(
     experiments: Experiments, tmp_path: Path, bert: str
 ) -> None:
