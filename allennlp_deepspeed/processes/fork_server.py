@@ -12,6 +12,7 @@ import multiprocessing.util
 import os
 import random
 import signal
+import stat
 import sys
 import threading
 import time
@@ -100,8 +101,9 @@ class ForkServer:
 def is_safe_here() -> bool:
     """
     Whether this process can be forked, as far as it is seen from within: it has one thread, which
-    is the main one, has started no process group and has no GPU, which a fork couldn't use. Never
-    with `ALLENNLP_DEEPSPEED_FORK=0`.
+    is the main one, has started no process group, has no GPU, which a fork couldn't use, and no
+    open file or connection, in which all forks would read on from where one of them has read to.
+    Never with `ALLENNLP_DEEPSPEED_FORK=0`.
     """
     return (
         os.environ.get(ENVIRONMENT_VARIABLE) != "0"
@@ -111,7 +113,23 @@ def is_safe_here() -> bool:
         and not torch.distributed.is_initialized()
         and torch.cuda.device_count() == 0
         and not torch.accelerator.is_available()
+        and not _is_anything_open()
     )
+
+
+def _is_anything_open() -> bool:
+    """Beside the standard streams: pipes are `multiprocessing`'s, and devices have no position."""
+    for entry in os.scandir("/proc/self/fd"):
+        descriptor = int(entry.name)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            what = os.readlink(entry.path)
+        except OSError:
+            continue  # that of the directory itself
+        if descriptor > 2 and (stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
+            logger.info("Workers are no forks, but new processes: %s is open.", what)
+            return True
+    return False
 
 
 def become_a_worker(environment: "dict[str, str]") -> None:
@@ -187,8 +205,9 @@ def _computes() -> bool:
             os._exit(0)
     deadline = time.monotonic() + _SECONDS_TO_COMPUTE
     while time.monotonic() < deadline:
-        if os.waitpid(pid, os.WNOHANG)[0] != 0:
-            return True
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended != 0:
+            return status == 0
         time.sleep(0.001)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

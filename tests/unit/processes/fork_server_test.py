@@ -6,10 +6,11 @@ import multiprocessing.util
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Callable, Iterator, Tuple
@@ -38,7 +39,7 @@ def process(
     """
     # That of all commands in tests.
     context = multiprocessing.get_context("forkserver")
-    here, there = context.Pipe()
+    here, there = context.Pipe(duplex=False)  # else it would be a socket
     started = context.Process(target=_lead, args=(function, there, *args))
     started.start()
     there.close()
@@ -173,10 +174,17 @@ def _look(connection: Connection, has_more: Any) -> None:
     if has_more == "thread":
         threading.Thread(target=time.sleep, args=(SECONDS,), daemon=True).start()
     torch.cuda.device_count = lambda: int(has_more == "GPU")
-    connection.send(is_safe_here())
+    with ExitStack() as stack:
+        if has_more == "file":
+            stack.enter_context(open(__file__))
+        if has_more == "connection":
+            stack.enter_context(socket.socket())
+        connection.send(is_safe_here())
 
 
-@pytest.mark.parametrize("has_more", [None, "variable", "thread", "process group", "GPU"])
+@pytest.mark.parametrize(
+    "has_more", [None, "variable", "thread", "process group", "GPU", "file", "connection"]
+)
 def test_what_can_be_forked(has_more: Any) -> None:
     with process(_look, has_more) as (_, connection):
         assert received(connection) == (has_more is None and sys.platform == "linux")
