@@ -50,6 +50,7 @@ class ContrastiveModel(Model):
     """
     Whether an example has the same representations however far its texts are padded. With gradient
     caching examples of similar lengths are then encoded together, and padded as far as these need.
+    It is of the `encode` of the class that says it: a subclass with another says it again.
     """
 
     def __init__(
@@ -150,6 +151,12 @@ class ContrastiveModel(Model):
             loss_inputs = {name: gathered[f"i {name}"] for name in loss_inputs}
             if is_divided:
                 outputs = self.contrastive_loss(representations, rows=rows, **loss_inputs)
+                if outputs["loss"].dim() > 0:
+                    raise ConfigurationError(
+                        f"The loss of {type(self).__name__} has shape "
+                        f"{tuple(outputs['loss'].shape)}, but with 'divides_loss' it is a scalar: "
+                        "return the sum over the rows divided by the number of all examples."
+                    )
                 return {**outputs, "loss": sum_over_ranks(outputs["loss"])}
         return self.contrastive_loss(representations, **loss_inputs)
 
@@ -177,6 +184,16 @@ class ContrastiveModel(Model):
     def loss_inputs(self, inputs: Dict[str, Any]) -> Dict[str, torch.Tensor]:
         """Those for `contrastive_loss`."""
         return {name: value for name, value in inputs.items() if self._compares(name)}
+
+    @property
+    def encodes_without_padding(self) -> bool:
+        """Whether `ignores_padding` is said of this class's `encode`."""
+        classes = type(self).__mro__
+        said, encoding = (
+            next(i for i, of in enumerate(classes) if name in vars(of))
+            for name in ("ignores_padding", "encode")
+        )
+        return self.ignores_padding and said <= encoding
 
     def encodes(self, name: str) -> bool:
         """Whether an input of that name is for `encode`."""

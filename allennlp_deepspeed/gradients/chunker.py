@@ -19,7 +19,6 @@ from allennlp_deepspeed.gradients.chunking import (
     Chunk,
     chunks_by_length,
     chunks_in_order,
-    examples_at,
     num_examples,
     rows_of,
 )
@@ -63,9 +62,9 @@ class Chunker:
         self._orders = PassOrders(engine)
         self._chunk_size = settings.chunk_size
         self._found_chunk_size: Optional[int] = None
+        self._may_trim = settings.trim_padding and self._model.encodes_without_padding
         # `None` until it has been tried.
-        may_trim = settings.trim_padding and self._model.ignores_padding
-        self._trims_padding: Optional[bool] = None if may_trim else False
+        self._trims_padding: Optional[bool] = None
         self._least_length = longest_window(self._model)
 
     def chunks(self, batch: TensorDict) -> List[Chunk]:
@@ -82,18 +81,23 @@ class Chunker:
         batch_size = num_examples(batch)
         if self._chunk_size == AUTO:
             self._chunk_size = self._found_chunk_size = self._find_chunk_size(inputs, batch_size)
-        sizes = agreement.numbers_of_all([batch_size], self._engine.device)
-        most = max(size for (size,) in sizes)
         groups = self._groups(inputs)
+        is_open = self._may_trim and self._trims_padding is None
+        lengths = [TextLengths(of_group, batch_size) for of_group, _ in groups] if is_open else []
+        is_much_padded = is_open and all(of_group.is_much_padded for of_group in lengths)
+        sizes = agreement.numbers_of_all([batch_size, int(is_much_padded)], self._engine.device)
+        most = max(size for size, _ in sizes)
         chunks = [
             chunk
             for of_group, chunk_size in groups
             for chunk in chunks_in_order(of_group, batch_size, most, chunk_size)
         ]
         # One chunk is the whole batch, which is padded as far as it needs.
-        if len(chunks) > 1 and self._trims_padding is None:
-            self._trims_padding = self._find_whether_to_trim(groups, batch_size)
-        if len(chunks) == 1 or not self._trims_padding:
+        if len(chunks) == 1 or not self._may_trim:
+            return chunks
+        if any(is_much_padded for _, is_much_padded in sizes):
+            self._trims_padding = self._find_whether_to_trim(groups, lengths)
+        if not self._trims_padding:
             return chunks
         return [
             chunk
@@ -113,9 +117,7 @@ class Chunker:
         if self._chunk_size == AUTO and chunk_size is not None:
             self._chunk_size = self._found_chunk_size = chunk_size
             logger.info("'grad_cache.chunk_size' is %d, as before.", chunk_size)
-        if self._trims_padding is None:
-            # It may have been switched off before.
-            self._trims_padding = state["trims_padding"] or None
+        self._trims_padding = state["trims_padding"]
 
     def _groups(self, inputs: TensorDict) -> List[Tuple[TensorDict, int]]:
         """Inputs that are encoded together, and how many examples at a time."""
@@ -145,32 +147,32 @@ class Chunker:
         return chunk_size
 
     def _find_whether_to_trim(
-        self, groups: List[Tuple[TensorDict, int]], batch_size: int
-    ) -> Optional[bool]:
+        self, groups: List[Tuple[TensorDict, int]], lengths: List[TextLengths]
+    ) -> bool:
         """
-        Encodes the shortest texts with all of their padding and without, in evaluation mode. To be
-        called by every rank; all get the same.
+        Encodes the shortest text of each field with all of its padding, which is as long as itself
+        on a rank at least, and without, in evaluation mode. To be called by every rank; all get the
+        same.
 
         # Returns
 
-        `Optional[bool]`
-            Whether representations are the same. `None` if no rank has any padding.
+        `bool`
+            Whether representations are the same.
         """
-        lengths = [TextLengths(inputs) for inputs, _ in groups]
-        longest = max(of_group.longest_padding for of_group in lengths)
-        if not agreement.any_of(longest > 0, self._engine.device):
-            return None
         state = random_states()
         training = {module: module.training for module in self._model.modules()}
         self._model.eval()
         difference = 0.0
-        for (inputs, chunk_size), of_group in zip(groups, lengths):
-            shortest = of_group.order(inputs, batch_size)[-chunk_size:]
-            padded = examples_at(inputs, shortest)
-            trimmed = of_group.trimmed(padded, shortest, self._least_length)
-            with self._orders.of(("encode in evaluation", *inputs)), torch.no_grad():
-                of_both = [self._encode(Chunk(part, slice(0), True)) for part in (padded, trimmed)]
-            difference = max(difference, _difference(*of_both))
+        for (inputs, _), of_group in zip(groups, lengths):
+            for index in of_group.shortest:
+                padded = rows_of(inputs, index, index + 1)
+                trimmed = of_group.trimmed(padded, [index], self._least_length)
+                chunks = [Chunk(padded, slice(0), True), Chunk(trimmed, slice(0), True, True)]
+                with self._orders.of(("encode in evaluation", *inputs)), torch.no_grad():
+                    of_both = [self._encode(chunk) for chunk in chunks]
+                difference = max(difference, _difference(*of_both))
+        # What a module does by itself when it changes, and then what each was in.
+        self._model.train()
         for module, is_training in training.items():
             module.training = is_training
         set_random_states(state)
@@ -200,7 +202,9 @@ def _difference(representations: Representations, others: Representations) -> fl
     for name, representation in representations.items():
         if representation.shape != others[name].shape:
             return math.inf
-        scale = representation.abs().max().clamp(min=1e-30)
-        difference = float((representation - others[name]).abs().max() / scale)
+        if representation.numel() == 0:
+            continue
+        one, other = representation.double(), others[name].double()
+        difference = float((one - other).abs().max() / one.abs().max().clamp(min=1e-30))
         largest = max(largest, difference if math.isfinite(difference) else math.inf)
     return largest

@@ -23,11 +23,14 @@ class Chunk(NamedTuple):
         Which examples of the batch they are: their indices, if these don't follow one another.
     is_filler : `bool`
         Whether it only keeps this rank in step with another one that has more.
+    is_trimmed : `bool`, optional (default = `False`)
+        Whether texts are padded no further than they need.
     """
 
     inputs: Dict[str, Any]
     rows: Union[slice, torch.Tensor]
     is_filler: bool
+    is_trimmed: bool = False
 
 
 def chunks_in_order(
@@ -67,14 +70,17 @@ def chunks_by_length(
     least_length : `int`, required.
         How far texts are padded at least, in tokens.
     """
-    lengths = TextLengths(inputs)
-    order = lengths.order(inputs, batch_size)
+    lengths = TextLengths(inputs, batch_size)
+    order = lengths.order(inputs)
+    # On the device once: each copy from the host would wait for it.
+    all_rows = torch.tensor(order, device=lengths.device)
     chunks = []
     for start in range(0, most, chunk_size):
         is_filler = start >= batch_size
-        indices = order[-1:] if is_filler else order[start : start + chunk_size]
-        of_chunk = lengths.trimmed(examples_at(inputs, indices), indices, least_length)
-        chunks.append(Chunk(of_chunk, torch.tensor(indices), is_filler))
+        part = slice(-1, None) if is_filler else slice(start, start + chunk_size)
+        indices, rows = order[part], all_rows[part]
+        of_chunk = lengths.trimmed(examples_at(inputs, indices, rows), indices, least_length)
+        chunks.append(Chunk(of_chunk, rows, is_filler, is_trimmed=True))
     return chunks
 
 
@@ -95,7 +101,7 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
     return batch if isinstance(batch, _OF_ALL) else batch[start:stop]
 
 
-def examples_at(batch: Any, indices: List[int]) -> Any:
+def examples_at(batch: Any, indices: List[int], rows: torch.Tensor) -> Any:
     """
     A copy of some examples, in this order.
 
@@ -104,11 +110,13 @@ def examples_at(batch: Any, indices: List[int]) -> Any:
     batch : `Any`, required.
         As of `rows_of`.
     indices : `List[int]`, required.
+    rows : `torch.Tensor`, required.
+        The same, on the device of the batch.
     """
     if isinstance(batch, dict):
-        return {name: examples_at(value, indices) for name, value in batch.items()}
+        return {name: examples_at(value, indices, rows) for name, value in batch.items()}
     if isinstance(batch, torch.Tensor):
-        return batch[torch.tensor(indices, device=batch.device)]
+        return batch[rows]
     return batch if isinstance(batch, _OF_ALL) else [batch[i] for i in indices]
 
 

@@ -61,7 +61,8 @@ class GradCache:
     rank makes one pass. Every rank must call each of these methods.
 
     Where the model ignores padding, examples of similar lengths are encoded together, and padded as
-    far as these need. Whether it does is tried before the first step that has any.
+    far as these need. Whether it does is tried before the first step in which each text field has
+    as much padding as tokens in some text.
 
     At stage 3 parameters stay gathered for all chunks of a micro-batch, as far as half of the
     memory that two steps have left free takes them.
@@ -318,8 +319,19 @@ class GradCache:
 
     @during(FORWARD)
     def _encode(self, chunk: Chunk) -> Representations:
-        with self._wrapped_model.forward_is(self._model.encode):
-            representations = self._engine(**chunk.inputs)
+        try:
+            with self._wrapped_model.forward_is(self._model.encode):
+                representations = self._engine(**chunk.inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not chunk.is_trimmed:
+                raise
+            raise RuntimeError(
+                f"`encode` of {type(self._model).__name__} has failed with texts that are padded "
+                "only as far as the longest of their chunk. If it needs longer ones, write "
+                "\"trim_padding\": false in 'trainer.grad_cache'."
+            ) from error
         num_rows = num_examples(chunk.inputs)
         for name, representation in representations.items():
             if representation.shape[:1] != (num_rows,):

@@ -32,9 +32,11 @@ class TextLengths:
 
     inputs : `Dict[str, Any]`, required.
         Of a model. Other than text fields of AllenNLP's indexers aren't looked at.
+    batch_size : `int`, required.
     """
 
-    def __init__(self, inputs: Dict[str, Any]) -> None:
+    def __init__(self, inputs: Dict[str, Any], batch_size: int) -> None:
+        self._batch_size = batch_size
         # By the name of a text field and how far it is padded, which may not be the same for words
         # and their pieces. Shape: (batch_size,)
         ends: Dict[Tuple[str, int], torch.Tensor] = {}
@@ -42,15 +44,24 @@ class TextLengths:
             for mask in _masks(value) if _is_text(value) else ():
                 key = name, mask.size(-1)
                 ends[key] = torch.maximum(ends[key], _ends(mask)) if key in ends else _ends(mask)
-        of_all = torch.stack(list(ends.values())).tolist() if ends else []
+        masks = list(ends.values())
+        self.device = masks[0].device if masks else torch.device("cpu")
+        of_all = torch.stack(masks).tolist() if masks else []
         self._lengths: Dict[Tuple[str, int], List[int]] = dict(zip(ends, of_all))
 
     @property
-    def longest_padding(self) -> int:
-        """How many tokens are added to a text, at the most."""
-        return max((size - min(ends) for (_, size), ends in self._lengths.items()), default=0)
+    def is_much_padded(self) -> bool:
+        """Whether there are texts, and one of each field has as much padding as tokens, or more."""
+        lengths = self._lengths.items()
+        return bool(lengths) and all(2 * min(ends) <= size for (_, size), ends in lengths)
 
-    def order(self, fields: Iterable[str], batch_size: int) -> List[int]:
+    @property
+    def shortest(self) -> List[int]:
+        """For each field, the index of its shortest text."""
+        fields = dict.fromkeys(name for name, _ in self._lengths)
+        return [self.order([name])[-1] for name in fields]
+
+    def order(self, fields: Iterable[str]) -> List[int]:
         """
         Indices of all examples, the longest first, so that what needs the most memory comes at
         once.
@@ -59,10 +70,9 @@ class TextLengths:
 
         fields : `Iterable[str]`, required.
             Whose lengths are summed.
-        batch_size : `int`, required.
         """
         of_fields = [ends for (name, _), ends in self._lengths.items() if name in fields]
-        return sorted(range(batch_size), key=lambda i: -sum(ends[i] for ends in of_fields))
+        return sorted(range(self._batch_size), key=lambda i: -sum(ends[i] for ends in of_fields))
 
     def trimmed(self, inputs: Dict[str, Any], indices: List[int], least: int) -> Dict[str, Any]:
         """
@@ -110,7 +120,9 @@ def _is_text(value: Any) -> bool:
         and bool(value)
         and all(isinstance(tensors, dict) and bool(tensors) for tensors in value.values())
         and all(
-            name in _DIMENSIONS and isinstance(tensor, torch.Tensor)
+            name in _DIMENSIONS
+            and isinstance(tensor, torch.Tensor)
+            and not tensor.is_floating_point()  # vectors, as of spaCy's indexer
             for tensors in value.values()
             for name, tensor in tensors.items()
         )

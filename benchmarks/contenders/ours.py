@@ -74,10 +74,21 @@ class OursCached(Ours):
 
     trim_padding: ClassVar[bool] = True
 
+    def chunk_size(self, workload: Workload) -> Any:
+        return workload.chunk_size
+
     @overrides
     def settings(self, workload: Workload) -> Dict[str, Any]:
-        cache = {"chunk_size": workload.chunk_size, "trim_padding": self.trim_padding}
+        cache = {"chunk_size": self.chunk_size(workload), "trim_padding": self.trim_padding}
         return {**super().settings(workload), "grad_cache": cache}
+
+
+class OursApart(OursCached):
+    """As `OursCached`, with the graph of queries or of documents at a time, not of both."""
+
+    @overrides
+    def chunk_size(self, workload: Workload) -> Any:
+        return dict.fromkeys(("query", "document"), workload.chunk_size)
 
 
 class OursUntrimmed(OursCached):

@@ -57,6 +57,7 @@ EVERYTHING: Config = {
 
 
 SIDES = ("query", "document")
+PADDED: Config = {"model.seq2vec_encoder": {"type": "mean_of_padded", "embedding_dim": 12}}
 CHUNK_SIZES = {"query": 3, "document": 5, "negatives": 2}
 
 
@@ -337,10 +338,23 @@ class TestPadding:
     def test_where_representations_change_with_it_chunks_keep_it(
         self, experiments: Experiments, stage: int
     ):
-        padded = {"model.seq2vec_encoder": {"type": "mean_of_padded", "embedding_dim": 12}}
-        result = experiments.run(cached(in_one_piece(padded), stage))
-        assert_same(result, experiments.run(in_one_piece(padded)))
+        result = experiments.run(cached(in_one_piece(PADDED), stage))
+        assert_same(result, experiments.run(in_one_piece(PADDED)))
         assert tried(result) == ["those of the whole batch"]
+
+    @pytest.mark.parametrize("stage, sections", [(1, {}), (3, {"bf16": {"enabled": True}})])
+    @pytest.mark.parametrize("max_query_tokens", [20, 3])
+    def test_so_they_do_on_all_workers_in_any_precision(
+        self, experiments: Experiments, stage: int, sections: Config, max_query_tokens: int
+    ):
+        # Of three tokens are most queries, and as long as the batch.
+        changes = {**PADDED, "dataset_reader.max_query_tokens": max_query_tokens}
+        config = cached(divided(2, changes), stage, 6, **sections)
+        result = experiments.run(config)
+        config["trainer"]["grad_cache"]["trim_padding"] = False
+        expected = experiments.run(config)
+        assert_same_weights(result.weights(), expected.weights(), tolerance=0)
+        assert set(tried(result)) <= {"those of the whole batch"} and not tried(expected)
 
     def test_texts_are_as_long_as_convolutions_need(self, experiments: Experiments):
         wide = {
@@ -351,8 +365,12 @@ class TestPadding:
         assert_same(result, experiments.run(in_one_piece(wide)))
         assert tried(result) == ["the longest of them"]
 
-    def test_what_was_found_holds_after_recovery(self, experiments: Experiments, tmp_path: Path):
+    @pytest.mark.parametrize("encoder", [{}, PADDED], ids=["trimmed", "padded"])
+    def test_what_was_found_holds_after_recovery(
+        self, experiments: Experiments, tmp_path: Path, encoder: Config
+    ):
         changes = {
+            **encoder,
             "model.dropout": 0.3,
             "trainer.checkpointer": {
                 "save_every_num_batches": 2,
@@ -363,8 +381,20 @@ class TestPadding:
         result = experiments.run(config)
         recovered = recover(result, tmp_path, config, "checkpoint_e0_b2")
         assert_same_weights(recovered.weights(), result.weights(), tolerance=0)
-        assert tried(result) == ["the longest of them"]
+        assert tried(result) == ["those of the whole batch" if encoder else "the longest of them"]
         assert tried(recovered) == tried(result)  # in the log of before
+
+    def test_an_encoder_that_is_not_said_to_ignore_it_is_not_tried(self, experiments: Experiments):
+        model = {"model.type": "bi_encoder_with_an_encoder_of_its_own"}
+        result = experiments.run(cached(in_one_piece(model), 2))
+        assert_same_weights(result.weights(), experiments.run(in_one_piece()).weights())
+        assert tried(result) == []
+
+    def test_an_encoder_that_needs_it_says_how_to_keep_it(self, tmp_path: Path):
+        needing = {"model.seq2vec_encoder": {"type": "mean_of_long", "embedding_dim": 12}}
+        run = train(cached(load_config("bi_encoder", ONE_PROCESS, needing), 2), tmp_path)
+        assert run.returncode != 0
+        assert "write \"trim_padding\": false in 'trainer.grad_cache'" in run.output
 
 
 def tried(result: Result) -> List[str]:

@@ -1,7 +1,7 @@
 """Parts of batches have the padding that their own texts need, with every indexer of AllenNLP."""
 
 import copy
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from allennlp.data import Batch, Instance, Token, TokenIndexer, Vocabulary
 from allennlp.data.fields import Field, ListField, TextField
 from allennlp.modules import TextFieldEmbedder
 
-from allennlp_deepspeed.gradients.chunking import chunks_by_length, examples_at
+from allennlp_deepspeed.gradients.chunking import chunks_by_length, rows_of
 from allennlp_deepspeed.gradients.padding import TextLengths, longest_window
 from tests.fixtures.tiny_bert import tiny_bert
 
@@ -122,8 +122,8 @@ def test_words_and_their_pieces_have_lengths_of_their_own():
         "offsets": torch.zeros(2, 4, 2, dtype=torch.int64),
     }
     inputs = {"text": {"tokens": field}}
-    lengths = TextLengths(inputs)
-    trimmed = lengths.trimmed(examples_at(inputs, [1]), [1], 1)["text"]["tokens"]
+    lengths = TextLengths(inputs, 2)
+    trimmed = lengths.trimmed(rows_of(inputs, 1, 2), [1], 1)["text"]["tokens"]
     assert {name: list(tensor.shape[1:]) for name, tensor in trimmed.items()} == {
         "token_ids": [3],
         "type_ids": [3],
@@ -131,8 +131,32 @@ def test_words_and_their_pieces_have_lengths_of_their_own():
         "mask": [2],
         "offsets": [2, 2],
     }
-    assert lengths.longest_padding == 3
-    assert lengths.order(["text"], 2) == [0, 1]
+    assert lengths.is_much_padded
+    assert lengths.order(["text"]) == [0, 1]
+    assert lengths.shortest == [1]
+
+
+@pytest.mark.parametrize(
+    "query, document, expected",
+    [([4, 2], [6, 3], True), ([4, 2], [6, 4], False), ([4, 4], [6, 1], False)],
+)
+def test_each_field_has_a_text_that_is_padded_to_twice_its_length(
+    query: List[int], document: List[int], expected: bool
+):
+    def field(lengths: List[int]) -> Any:
+        rows = [[1] * length + [0] * (max(lengths) - length) for length in lengths]
+        return {"tokens": {"tokens": torch.tensor(rows)}}
+
+    inputs = {"query": field(query), "document": field(document)}
+    assert TextLengths(inputs, 2).is_much_padded == expected
+    assert not TextLengths({"numbers": torch.zeros(2, 3)}, 2).is_much_padded
+
+
+def test_vectors_of_tokens_are_no_tokens():
+    words = torch.tensor([[1, 2, 3], [4, 0, 0]])
+    field = {"words": {"tokens": words}, "spacy": {"tokens": torch.ones(2, 3, 5)}}
+    chunks = chunks_by_length({"text": field}, 2, 2, 1, 1)
+    assert [chunk.inputs["text"]["words"]["tokens"].shape for chunk in chunks] == [(1, 3)] * 2
 
 
 def test_what_is_no_known_text_is_left_as_it_is():
