@@ -13,6 +13,7 @@ from benchmarks.contenders.lightning import Lightning
 from benchmarks.contenders.ours import (
     Ours,
     OursAlone,
+    OursApart,
     OursCached,
     OursFlush,
     OursMicroBatch,
@@ -62,6 +63,7 @@ SLOW_NETWORK_CONTENDERS: Dict[str, Contender] = {
 BI_ENCODER_CONTENDERS: Dict[str, Contender] = {
     "ours-uncached": Ours(),
     "ours-cached": OursCached(),
+    "ours-apart": OursApart(),
     "ours-untrimmed": OursUntrimmed(),
     "ddp-uncached": DdpUncached(),
     "ddp-cached": DdpCached(),
