@@ -59,6 +59,7 @@ class BlockSparsePretrainedTransformerEmbedder(PretrainedTransformerEmbedder):
             if isinstance(module, transformers.PreTrainedModel):
                 setattr(module.config, _SECTION, attention.section)
         self.transformer_model.set_attn_implementation(_NAME)
+        _number_layers(self.transformer_model)
 
     @overrides(check_signature=False)
     def train(self, mode: bool = True) -> "BlockSparsePretrainedTransformerEmbedder":
@@ -84,6 +85,25 @@ def _check(config: Any, attention: BlockSparseAttention) -> None:
                 f"The model's '{key}' is {getattr(config, key)}, but flex_attention has no dropout "
                 f'of attention weights: write "transformer_kwargs": {{"{key}": 0}}.'
             )
+
+
+def _number_layers(transformer: torch.nn.Module) -> None:
+    """
+    Has each module that attends say which layer's it is, by which random blocks are drawn. Most
+    models do, but DistilBERT doesn't, and ALBERT has one for all layers.
+    """
+    attending = [
+        module
+        for module in transformer.modules()
+        if _is_attention(module) and not any(map(_is_attention, list(module.modules())[1:]))
+    ]
+    for layer, module in enumerate(attending):
+        if getattr(module, "layer_idx", None) is None:
+            module.layer_idx = layer  # type: ignore[assignment]
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    return type(module).__name__.endswith("Attention")
 
 
 def _register() -> None:
@@ -184,6 +204,6 @@ def _attend(
     groups = query.size(1) // key.size(1)
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
     attention = attention_of(json.dumps(getattr(module.config, _SECTION)))
-    layer = getattr(module, "layer_idx", None) or 0
+    layer: Any = module.layer_idx
     result = attention.attend(query, key, value, attention_mask, layer, scaling)
     return result.transpose(1, 2), None

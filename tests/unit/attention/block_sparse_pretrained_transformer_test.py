@@ -103,12 +103,14 @@ def register_masked_attention(attention: Dict[str, Any], mask: torch.Tensor) -> 
         As what transformers know it.
     """
     sparse = BlockSparseAttention.from_section(attention)
+    # In the order in which they attend, whatever number models give them.
+    layers: Dict[int, int] = {}
 
     def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
         groups = query.size(1) // key.size(1)
         key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
         scale = query.size(-1) ** -0.5 if scaling is None else scaling
-        layer = getattr(module, "layer_idx", None) or 0
+        layer = layers.setdefault(id(module), len(layers))
         allowed = dense_mask(sparse, query.size(2), query.size(1), layer) & mask[:, None, None]
         scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~allowed, -1e9)
         return (scores.softmax(-1) @ value).transpose(1, 2), None
