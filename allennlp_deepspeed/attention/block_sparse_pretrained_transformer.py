@@ -4,6 +4,7 @@ which transformers 5 has attention replaced.
 """
 
 import json
+import logging
 from typing import Any, Optional, Tuple
 
 import torch
@@ -13,6 +14,8 @@ from allennlp.modules.token_embedders import PretrainedTransformerEmbedder, Toke
 from overrides import overrides
 
 from allennlp_deepspeed.attention.block_sparse_attention import BlockSparseAttention, attention_of
+
+logger = logging.getLogger(__name__)
 
 # By `model_type`. Of these a test compares with dense attention.
 TESTED = ("albert", "bert", "distilbert", "electra", "gpt2", "llama", "qwen3", "roberta")
@@ -64,6 +67,19 @@ class BlockSparsePretrainedTransformerEmbedder(PretrainedTransformerEmbedder):
     @overrides(check_signature=False)
     def train(self, mode: bool = True) -> "BlockSparsePretrainedTransformerEmbedder":
         return super().train(mode)
+
+
+def warn_of_dense_attention(transformer: torch.nn.Module) -> None:
+    """Says what becomes of block-sparse attention, if it has some, where transformers load it."""
+    config: Any = getattr(transformer, "config", None)
+    if getattr(config, "_attn_implementation", None) == _NAME:
+        logger.warning(
+            "This %s has block-sparse attention. Loaded by transformers or peft alone it attends "
+            "densely, and computes something else than in training. The same is computed by the "
+            'embedder "block_sparse_pretrained_transformer" with "attention": %s.',
+            type(transformer).__name__,
+            json.dumps(getattr(config, _SECTION)),
+        )
 
 
 def _check(config: Any, attention: BlockSparseAttention) -> None:

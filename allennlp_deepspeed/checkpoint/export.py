@@ -15,6 +15,9 @@ from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME, archive_model, load_archive
 
 from allennlp_deepspeed import lora
+from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
+    warn_of_dense_attention,
+)
 from allennlp_deepspeed.checkpoint import frozen_parameters
 from allennlp_deepspeed.checkpoint.parts import check_archive, find, locate, together
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
@@ -159,6 +162,7 @@ def export_adapters(
         files.make_directory(directory)
         lora.save_adapters(transformer, directory)
         lora.warn_of_base(transformer, os.path.abspath(directory))
+        warn_of_dense_attention(transformer)
     return os.path.abspath(output_dir)
 
 

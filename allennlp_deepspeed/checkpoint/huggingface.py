@@ -25,6 +25,9 @@ from transformers import (
 )
 
 from allennlp_deepspeed import lora
+from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
+    warn_of_dense_attention,
+)
 from allennlp_deepspeed.checkpoint import frozen_parameters
 from allennlp_deepspeed.checkpoint.parts import check_archive, find, locate, together
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
@@ -153,6 +156,7 @@ def export_huggingface(
     _put(unfinished, output_dir)
     if adapters_only:
         lora.warn_of_base(transformer, output_dir)
+    warn_of_dense_attention(transformer)
     return output_dir
 
 

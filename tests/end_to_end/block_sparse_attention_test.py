@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+import torch
 from _jsonnet import evaluate_snippet
+from allennlp.common import Params
 from allennlp.models.archival import load_archive
+from allennlp.modules import TokenEmbedder
+from transformers import AutoModel
 
 from allennlp_deepspeed.attention.layouts import LAYOUTS, Layout
+from allennlp_deepspeed.checkpoint.export import export_adapters
+from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
+from allennlp_deepspeed.lora import transformers_in
 from tests.end_to_end.precision_test import BF16, EPOCHS, FP16
 from tests.fixtures import dense_attention  # noqa: F401  # registers what it has
 from tests.fixtures.tiny_bert import tiny_bert
@@ -143,6 +150,53 @@ def test_a_pretrained_transformer_at_stage_3_with_two_workers(
     expected = experiments.run({**config, "distributed": distributed})
     config["trainer"]["activation_checkpointing"] = [".*transformer_model.encoder.layer.*"]
     assert_same_run(experiments.run(deepspeed(config, stage=3)), expected)
+
+
+def test_what_is_exported_says_how_to_attend_as_in_training(
+    experiments: Experiments,
+    session_directory: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bert = tiny_bert(session_directory / "tiny_bert")
+    tokenizer = {"type": "pretrained_transformer", "model_name": bert}
+    sparse = {
+        "type": "block_sparse_pretrained_transformer",
+        "model_name": bert,
+        "attention": WINDOW,
+        "transformer_kwargs": {"attention_probs_dropout_prob": 0},
+    }
+    embedder = {"type": "lora", "embedder": sparse, "r": 2, "target_modules": ["query"]}
+    config = load_config(
+        "classifier",
+        ONE_PROCESS,
+        {
+            "dataset_reader.tokenizer": tokenizer,
+            "dataset_reader.token_indexers": {"tokens": tokenizer},
+            "model.text_field_embedder.token_embedders.tokens": embedder,
+            "model.seq2vec_encoder": {"type": "bag_of_embeddings", "embedding_dim": 32},
+            "trainer.num_epochs": 1,
+        },
+    )
+    archive = experiments.run(deepspeed(config, stage=2)).archive
+    out = str(tmp_path / "out")
+    export_huggingface(str(archive), out)
+    (warning,) = [r.message for r in caplog.records if "block-sparse attention" in r.message]
+    matched = re.search(r'embedder "(\w+)" with "attention": (.*)\.$', warning)
+    assert matched is not None
+    told = {"type": matched[1], "model_name": out, "attention": json.loads(matched[2])}
+    loaded = TokenEmbedder.from_params(Params(told)).eval()
+    (trained,) = transformers_in(load_archive(archive).model.eval()).values()
+    ids = torch.tensor([[2, 9, 12, 20, 33, 8, 41, 3]])
+    with torch.no_grad():
+        expected = trained(ids).last_hidden_state
+        torch.testing.assert_close(loaded(ids, torch.ones_like(ids).bool()), expected)
+        densely = AutoModel.from_pretrained(out).eval()(ids).last_hidden_state
+    assert (densely - expected).abs().max() > 0.01
+
+    caplog.clear()
+    export_adapters(str(archive), output_dir=str(tmp_path / "adapters"))
+    assert "has block-sparse attention" in caplog.text
 
 
 def sections_of_the_page() -> List[Config]:
