@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_CONTENDERS,
         help="ours takes part in any case",
     )
-    parser.add_argument("--pairs", type=int, default=5, help="timed segments of each contender")
+    parser.add_argument("--pairs", type=int, default=4, help="timed segments of each contender")
     parser.add_argument("--rate", type=float, default=1e9, help="bits in a second")
     parser.add_argument(
         "--delay", type=float, default=0.005, help="seconds, half of them of a round trip"
@@ -108,7 +108,8 @@ def run(settings: argparse.Namespace) -> None:
         measured = link.measure(min(_MEASURED_BYTES, int(settings.rate / 8)))
         data["link"] = {"means": link.means, **measured._asdict()}
         for accumulation, stage in product(settings.accumulation, settings.stages):
-            data["rows"] += measure(stage, accumulation, settings, link)
+            rows = [*data["rows"], *measure(stage, accumulation, settings, link)]
+            data["rows"] = sorted(rows, key=lambda row: (row["accumulation"], row["zero_stage"]))
             report.write(settings.output, "slow_network", data, text(data))
             plot(data["rows"], settings.output / "slow_network.png")
     report.show(text(data))
