@@ -1,5 +1,5 @@
 from functools import partial
-from typing import Any, Iterable, Iterator, List, Optional
+from typing import Any, Iterable, Iterator, List, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.language_modeling import TokenLossModel, can_share, cant_share
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
+from allennlp_deepspeed.training.even_batches import EvenBatches
 
 
 class SequenceParallelism:
@@ -25,7 +26,7 @@ class SequenceParallelism:
     model : `Model`, required.
     size : `int`, required.
         The number of workers in a group; with 1 it does nothing.
-    data_loaders : `Iterable[Optional[DataLoader]]`, required.
+    data_loaders : `Iterable[Union[DataLoader, EvenBatches, None]]`, required.
         Of which those with a reader must divide data among groups.
 
     # Raises
@@ -35,7 +36,10 @@ class SequenceParallelism:
     """
 
     def __init__(
-        self, model: Model, size: int, data_loaders: Iterable[Optional[DataLoader]]
+        self,
+        model: Model,
+        size: int,
+        data_loaders: Iterable[Union[DataLoader, EvenBatches, None]],
     ) -> None:
         self.num_readers = dist.get_world_size() // size
         """The number of workers or groups that read different data."""
@@ -112,7 +116,9 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     return total + sum(31**i * size for i, size in enumerate(tensor.shape))
 
 
-def _check_reader(data_loader: Optional[DataLoader], size: int) -> None:
+def _check_reader(data_loader: Union[DataLoader, EvenBatches, None], size: int) -> None:
+    if isinstance(data_loader, EvenBatches):
+        data_loader = data_loader.data_loader
     reader = getattr(data_loader, "reader", None)
     info = reader.get_distributed_info() if reader is not None else None
     if info is not None and info.world_size != dist.get_world_size() // size:

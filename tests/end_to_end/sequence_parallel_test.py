@@ -16,6 +16,7 @@ from allennlp.data.dataset_readers import BabiReader
 from allennlp.models import Model
 
 from allennlp_deepspeed import reading_by_groups
+from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.launch.preflight import check
 from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
@@ -286,3 +287,25 @@ def test_readers_in_python_have_to_read_by_groups() -> None:
     results = run_workers(4, work)
     assert [info for info, _ in results] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert all("reading_by_groups(2)" in message for _, message in results)
+
+
+def test_the_reader_of_a_validation_has_to_read_by_groups(tmp_path: Path) -> None:
+    class Read(Batches):
+        # It asks for the number of workers when it is constructed.
+        reader = property(lambda self: BabiReader())
+
+    side = Side(
+        constructed_model,
+        lambda rank: [],
+        stage=2,
+        world_size=2,
+        validation_data_loader=Read([]),
+        sequence_parallel_size=2,
+    )
+
+    def work(rank: int) -> str:
+        with process_environment(CPU, rank), pytest.raises(ConfigurationError) as error:
+            side.construct(rank, tmp_path)
+        return str(error.value)
+
+    assert all("reading_by_groups(2)" in message for message in run_workers(2, work))
