@@ -113,13 +113,18 @@ def measure(
             Path(directory), stage, settings.batch, settings.chunk, max(tokens), min(tokens)
         )
         workload.prepare(world_size)
+        all_pairs = [
+            pair
+            for pair in contender_pairs
+            if all(BI_ENCODER_CONTENDERS[name].takes_part(workload) for name in pair)
+        ]
         contenders = {
             name: contender
             for name, contender in BI_ENCODER_CONTENDERS.items()
-            if contender.takes_part(workload) and any(name in pair for pair in contender_pairs)
+            if any(name in pair for pair in all_pairs)
         }
         outcomes, taken, skipped = compare(
-            contenders, contender_pairs, workload, plan, world_size, TIME_LIMIT
+            contenders, all_pairs, workload, plan, world_size, TIME_LIMIT
         )
     # sentence-transformers has each rank's own part of the loss, all others the whole.
     losses = {
