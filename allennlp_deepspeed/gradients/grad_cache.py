@@ -22,7 +22,7 @@ from allennlp_deepspeed.engine.gathered_parameters import (
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients import gradient_memory
-from allennlp_deepspeed.gradients.chunker import Chunker
+from allennlp_deepspeed.gradients.chunker import Chunker, Representations
 from allennlp_deepspeed.gradients.chunking import (
     Chunk,
     has_batch_statistics,
@@ -37,8 +37,6 @@ from allennlp_deepspeed.processes.random_states import (
 )
 
 logger = logging.getLogger(__name__)
-
-Representations = Dict[str, torch.Tensor]
 
 # The second has the gradients that are held since the first.
 _STEPS_BEFORE_KEEPING = 2

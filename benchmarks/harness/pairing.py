@@ -86,7 +86,9 @@ def compare(
         for i in range(plan.num_segments):
             for (one, other), of_pair in taken.items():
                 of_pair.append(_time(trees[one], trees[other], one_first=i % 2 == 0))
-        outcomes = {name: tree.finish() for name, tree in trees.items()}
+        # Without the others of its pairs one has nothing to show.
+        compared = {name for pair in taken for name in pair}
+        outcomes = {name: tree.finish() for name, tree in trees.items() if name in compared}
     return Comparison(outcomes, taken, skipped)
 
 
