@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from allennlp.common.checks import ConfigurationError
+from allennlp.confidence_checks.normalization_bias_verification import NormalizationBiasVerification
 from allennlp.training.metrics import Metric
 from deepspeed.utils import z3_leaf_module
 
@@ -34,10 +35,19 @@ class Compiler:
         self._settings = settings
         self._compiled: Dict[Callable, Callable] = {}
 
-    def compiled(self, function: Callable) -> Callable:
-        """The same function, compiled when it is first called."""
+    def compiled(self, function: Callable, module: torch.nn.Module) -> Callable:
+        """
+        The same function, compiled when it is first called.
+
+        # Parameters
+
+        function : `Callable`, required.
+        module : `torch.nn.Module`, required.
+            What it computes with.
+        """
         if function not in self._compiled:
-            self._compiled[function] = torch.compile(_with_own_code(function), **self._settings)
+            compiled = torch.compile(_with_own_code(function), **self._settings)
+            self._compiled[function] = _plain_while_verified(function, compiled, module)
         return self._compiled[function]
 
     @contextmanager
@@ -96,7 +106,7 @@ class Compiler:
         logger.info("Compiled are %s", ", ".join(modules))
         with ExitStack() as undo:
             for module in modules.values():
-                forward = self.compiled(module.forward)
+                forward = self.compiled(module.forward, module)
                 undo.enter_context(mock.patch.object(module, "forward", forward))
             yield
 
@@ -113,6 +123,27 @@ def _leaf_modules(model: torch.nn.Module) -> Dict[str, torch.nn.Module]:
         elif z3_leaf_module(module):
             found[name] = module
     return found
+
+
+def _plain_while_verified(
+    plain: Callable, compiled: Callable, module: torch.nn.Module
+) -> Callable:
+    """
+    Mends AllenNLP 2.10.1: a list of all layers grows with each forward pass of the first step, in
+    which hooks look for biases before a normalization, and each of its lengths is compiled anew
+    until PyTorch gives up. Gone when ten forward passes with these hooks are compiled less often.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_verified = any(map(_is_of_verification, module._forward_hooks.values()))
+        return (plain if is_verified else compiled)(*args, **kwargs)
+
+    return call
+
+
+def _is_of_verification(hook: Callable) -> bool:
+    name = NormalizationBiasVerification._create_hook.__qualname__
+    return getattr(hook, "__qualname__", "").startswith(name)
 
 
 def _with_own_code(function: Callable) -> Callable:

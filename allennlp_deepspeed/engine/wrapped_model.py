@@ -182,7 +182,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     ) -> None:
         self._undo.enter_context(process_environment(device, local_rank))
         if self._compiler is not None and config.zero_stage < 3:
-            forward = self._compiler.compiled(model.forward)
+            forward = self._compiler.compiled(model.forward, model)
             self._undo.enter_context(mock.patch.object(model, "forward", forward))
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
@@ -343,7 +343,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         model = self.engine.module
         forward = vars(model).get("forward")
         if self._compiler is not None and self.config.zero_stage < 3:
-            function = self._compiler.compiled(function)
+            function = self._compiler.compiled(function, model)
         model.forward = self._autocast(function)
         try:
             yield

@@ -14,6 +14,7 @@ import torch._inductor.config  # noqa: F401
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
+from allennlp.training.callbacks import ConfidenceChecksCallback
 from allennlp.training.metrics import CategoricalAccuracy
 from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
@@ -244,6 +245,26 @@ def test_lengths_that_change_are_compiled_as_asked_for(dynamic: Any, num_graphs:
     )
     # What comes after the metric has no length.
     assert side.on_all_ranks(train)[0].num_graphs == num_graphs + 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_many_micro_batches_are_compiled_once_with_confidence_checks(stage: int) -> None:
+    """They gather the names of all layers in the micro-batches of the first step."""
+
+    def batches(rank: int) -> List[Dict[str, torch.Tensor]]:
+        return id_batches(rank, count=20)
+
+    arguments = {
+        "world_size": 1,
+        "num_gradient_accumulation_steps": 10,
+        "callbacks": lambda: [ConfidenceChecksCallback("unused")],
+    }
+    (checked,) = compiled(stage, batches=batches, **arguments).on_all_ranks(train)
+    (without,) = compiled(stage, batches=batches, **{**arguments, "callbacks": list}).on_all_ranks(
+        train
+    )
+    assert checked.num_graphs == without.num_graphs
+    assert checked.metrics == pytest.approx(without.metrics)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

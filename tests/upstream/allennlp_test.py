@@ -16,6 +16,7 @@ from allennlp.commands import train as train_command
 from allennlp.common import cached_transformers
 from allennlp.common import tqdm as allennlp_tqdm
 from allennlp.common.util import import_module_and_submodules
+from allennlp.confidence_checks.normalization_bias_verification import NormalizationBiasVerification
 from allennlp.data import Vocabulary
 from allennlp.fairness import Separation, Sufficiency
 from allennlp.nn.util import tiny_value_of_dtype
@@ -120,6 +121,19 @@ def test_metrics_reduce_the_counts_of_the_last_label() -> bool:
         in inspect.getsource(Sufficiency.__call__),
     ]
     return any(reduces_last)
+
+
+@mended_by("engine.compilation._plain_while_verified")
+def test_a_compiled_model_is_compiled_anew_while_its_normalizations_are_verified() -> bool:
+    from torch._dynamo.utils import counters
+
+    model = torch.nn.Linear(1, 1)
+    NormalizationBiasVerification(model).register_hooks()
+    compiled = torch.compile(lambda inputs: model(inputs), backend="eager")
+    counters.clear()
+    for _ in range(4):
+        compiled(torch.ones(1))
+    return counters["stats"]["unique_graphs"] == 4
 
 
 @mended_by("launch.find_learning_rate")
