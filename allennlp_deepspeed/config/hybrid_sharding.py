@@ -31,7 +31,9 @@ def resolve_shard_within(config: Dict[str, Any], settings: TrainerSettings) -> b
     stage = lookup(config, STAGE)
     if settings.shard_within == AUTO:
         size = said(config, _PARTITION_SIZE)
-        if stage == 3 and size is None and _has_nodes_of_several(settings, "shard_within"):
+        # By itself a worker has nobody to shard with, and would hold all parameters.
+        has_nodes = stage == 3 and size is None and _has_nodes("shard_within", 2, settings)
+        if has_nodes:
             fill(config, _PARTITION_SIZE, settings.workers_per_node, 'from shard_within, "auto"')
         return False
     if settings.shard_within is None:
@@ -69,7 +71,7 @@ def resolve_reduce_within(settings: TrainerSettings) -> Optional[int]:
     if settings.reduce_within == AUTO:
         # NCCL looks at what joins the GPUs, and has rings and trees that cross once each way.
         is_gloo = settings.device_type == "cpu"
-        has_nodes = is_gloo and _has_nodes_of_several(settings, "reduce_within")
+        has_nodes = is_gloo and _has_nodes("reduce_within", 1, settings)
         return settings.workers_per_node if has_nodes else None
     num_ranks, description = _num_ranks_within("reduce_within", settings)
     if num_ranks == settings.world_size:
@@ -79,10 +81,10 @@ def resolve_reduce_within(settings: TrainerSettings) -> Optional[int]:
     return num_ranks
 
 
-def _has_nodes_of_several(settings: TrainerSettings, key: str) -> bool:
-    """Whether there are several nodes, with several workers on each."""
+def _has_nodes(key: str, num_workers: int, settings: TrainerSettings) -> bool:
+    """Whether there are several nodes, with at least so many workers on each."""
     on_each = settings.workers_per_node
-    if on_each is None or not 2 <= on_each < settings.world_size:
+    if on_each is None or not num_workers <= on_each < settings.world_size:
         return False
     if settings.world_size % on_each:
         logger.warning(

@@ -170,8 +170,8 @@ TRAINER_KEYS: Dict[str, Key] = {
         "workers add up their gradients before these go to the others, and what is gathered from "
         "others goes to one of them, which passes it on: fewer bytes cross the links between "
         "nodes. With `1` each worker is by itself: at ZeRO stages 1 to 3 it is sent only what it "
-        'has to sum, half of what gloo sends. `"auto"` is `"node"` with gloo on several nodes of '
-        "several workers, and `null` otherwise, which leaves it to the backend.",
+        'has to sum, half of what gloo sends. `"auto"` is `"node"` with gloo on several nodes, '
+        "and `null` otherwise, which leaves it to the backend.",
         advice='must be "auto", "node", a number of workers or null',
         may_change=True,
     ),

@@ -12,7 +12,6 @@ from benchmarks.contenders.fully_shard import FullyShard, FullyShardKeeping
 from benchmarks.contenders.lightning import Lightning
 from benchmarks.contenders.ours import (
     Ours,
-    OursAlone,
     OursApart,
     OursCached,
     OursFlush,
@@ -40,7 +39,7 @@ CONTENDERS: Dict[str, Contender] = {
 # The same over a slow network, with PyTorch's own ways to train there.
 SLOW_NETWORK_CONTENDERS: Dict[str, Contender] = {
     "ours": CONTENDERS["ours"],
-    "ours-alone": OursAlone(),
+    "ours-whole": OursWith((3,), shard_within=1),
     BARE: CONTENDERS[BARE],
     "bare-coalesced": BareCoalesced(),
     "accelerate": CONTENDERS["accelerate"],
@@ -48,9 +47,8 @@ SLOW_NETWORK_CONTENDERS: Dict[str, Contender] = {
     "fsdp2-keeping": FullyShardKeeping(),
     "ddp": Ddp(),
     "gradient-descent": CONTENDERS["gradient-descent"],
-    # Of ours, each with what could help there and isn't on by itself.
-    "ours-scatter": OursWith((1, 2, 3), reduce_within=1),
-    "ours-whole": OursWith((3,), shard_within=1),
+    # Of ours, each with something else than what it does by itself.
+    "ours-backend": OursWith((1, 2, 3), reduce_within=None),
     "ours-overlap": OursWith((1, 2), {"overlap_comm": True}),
     "ours-no-overlap": OursWith((3,), {"overlap_comm": False}),
     "ours-small-buckets": OursWith(

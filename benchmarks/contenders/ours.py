@@ -126,19 +126,3 @@ class OursWith(Ours):
     @overrides
     def settings(self, workload: Workload) -> Dict[str, Any]:
         return {**super().settings(workload), **self._keys}
-
-
-class OursAlone(Ours):
-    """
-    As `Ours`, with what is for nodes of one worker each: it is sent only the gradients that it has
-    to sum, and at stage 3 keeps what it gathers until the step ends.
-    """
-
-    stages = (1, 2, 3)
-
-    @overrides
-    def settings(self, workload: Workload) -> Dict[str, Any]:
-        keys: Dict[str, Any] = {"reduce_within": 1}
-        if workload.stage == 3:
-            keys["shard_within"] = 1
-        return {**super().settings(workload), **keys}

@@ -92,10 +92,11 @@ class SlowLink:
     def enter(self, rank: int) -> None:
         """
         Moves this process, which must have a single thread, to the host of this number, and has
-        gloo use the link.
+        gloo use the link. It is the only worker there.
         """
         self._hosts[rank].enter()
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+        os.environ["ALLENNLP_PROCS_PER_NODE"] = "1"  # as AllenNLP tells its workers
 
     def connect(self) -> Tuple[socket.socket, socket.socket]:
         """Two ends of a connection over the link, both in this process."""

@@ -32,11 +32,11 @@ from benchmarks.harness.slow_link import SlowLink
 from benchmarks.harness.stopwatch import Plan
 
 MODEL = "transformer"
-OURS, OURS_ALONE = "ours", "ours-alone"
+OURS, OURS_WHOLE = "ours", "ours-whole"
 # They have all states whole on each worker, so that they are peers at stage 0 only.
 UNSHARDED = ("ddp", "gradient-descent")
 DEFAULT_CONTENDERS = [
-    name for name in SLOW_NETWORK_CONTENDERS if name == OURS_ALONE or not name.startswith("ours-")
+    name for name in SLOW_NETWORK_CONTENDERS if name == OURS_WHOLE or not name.startswith("ours-")
 ]
 # The same at each stage, and slow.
 _ONLY_AT_STAGE_0 = ("gradient-descent",)
@@ -65,7 +65,7 @@ _HEADINGS_OF_NEXT = (
     "the next",
     "ours is so many times as fast",
     "quartiles",
-    f"{OURS_ALONE} is so many times as fast",
+    f"{OURS_WHOLE} is so many times as fast",
 )
 
 
@@ -255,13 +255,13 @@ def _cells_of_next(rows: List[Dict[str, Any]]) -> Iterator[List[str]]:
         if row is not None:
             ratio = f"{row['ours_against_it']:.2f}"
             spread = report.spread(row["quartiles"])
-            alone = [
+            whole = [
                 # Both were timed in pairs with ours.
                 f"{row['ours_against_it'] / other['ours_against_it']:.2f}"
                 for other in _of_cell(rows, accumulation, stage)
-                if other["contender"] == OURS_ALONE
+                if other["contender"] == OURS_WHOLE
             ]
-            yield [str(accumulation), str(stage), row["contender"], ratio, spread, "".join(alone)]
+            yield [str(accumulation), str(stage), row["contender"], ratio, spread, "".join(whole)]
 
 
 def plot(rows: List[Dict[str, Any]], path: Path) -> None:
