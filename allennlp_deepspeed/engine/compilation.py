@@ -125,9 +125,7 @@ def _leaf_modules(model: torch.nn.Module) -> Dict[str, torch.nn.Module]:
     return found
 
 
-def _plain_while_verified(
-    plain: Callable, compiled: Callable, module: torch.nn.Module
-) -> Callable:
+def _plain_while_verified(plain: Callable, compiled: Callable, module: torch.nn.Module) -> Callable:
     """
     Mends AllenNLP 2.10.1: a list of all layers grows with each forward pass of the first step, in
     which hooks look for biases before a normalization, and each of its lengths is compiled anew

@@ -4,13 +4,21 @@ Parameters that ZeRO stage 3 shards, where one step makes several passes through
 
 import itertools
 from contextlib import contextmanager, nullcontext
-from typing import Any, ContextManager, Dict, Hashable, Iterator, List
+from typing import Any, ContextManager, Dict, FrozenSet, Hashable, Iterator, List
+from unittest import mock
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.partitioned_param_coordinator import (
+    PartitionedParameterCoordinator,
+    iter_params,
+)
+from deepspeed.utils import z3_leaf_module
+
+from allennlp_deepspeed.engine.module_hooks import without_backward_functions
 
 # Among the ids of the modules that use a parameter, those that no module has. While there is one,
 # DeepSpeed doesn't release the parameter.
@@ -96,6 +104,63 @@ def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
             is_whole = parameter.ds_status == ZeroParamStatus.AVAILABLE
             if is_whole and not users and not parameter.ds_persist:
                 parameter.partition()
+
+
+@contextmanager
+def whole_modules_left_out(engine: DeepSpeedEngine) -> Iterator[FrozenSet[int]]:
+    """
+    Within it DeepSpeed does nothing around modules whose parameters are all whole and stay so:
+    those without any, with small ones, or with such that are `kept_gathered`. Elsewhere it does
+    several things before and after each, to find that there is nothing to gather or to release,
+    which takes longer than a small module. To be entered by every rank, for forward passes and
+    their backward passes.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+
+    # Returns
+
+    `Iterator[FrozenSet[int]]`
+        DeepSpeed's numbers of these modules. None at stages other than 3. Passes that leave out
+        others are of another kind for `PassOrders`.
+    """
+    offload: Any = getattr(engine.optimizer, "parameter_offload", None)
+    if offload is None:
+        yield frozenset()
+        return
+    modules = {m.ds_id: m for m in engine.module.modules() if "ds_id" in vars(m)}
+    whole = {number: module for number, module in modules.items() if _stays_whole(module)}
+    gather, release = (
+        offload.pre_sub_module_forward_function,
+        offload.post_sub_module_forward_function,
+    )
+
+    def before(module: Any) -> None:
+        if module.ds_id in whole:
+            # From which DeepSpeed takes it afterwards.
+            parameter_offload.FWD_MODULE_STACK.append(module)
+        else:
+            gather(module)
+
+    def after(module: Any) -> None:
+        if module.ds_id not in whole:
+            release(module)
+
+    with (
+        mock.patch.object(offload, "pre_sub_module_forward_function", before),
+        mock.patch.object(offload, "post_sub_module_forward_function", after),
+        without_backward_functions(whole.values()),
+    ):
+        yield frozenset(whole)
+
+
+def _stays_whole(module: Any) -> bool:
+    return all(
+        parameter.ds_status == ZeroParamStatus.AVAILABLE
+        and (parameter.ds_persist or any(user < 0 for user in parameter.ds_active_sub_modules))
+        for parameter in iter_params(module, recurse=z3_leaf_module(module))
+    )
 
 
 def all_that_are_sharded(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:

@@ -4,7 +4,7 @@ What ZeRO stage 3 does around modules and in linear layers, mended where it need
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator, List, Tuple
 from unittest import mock
 
 import torch
@@ -32,14 +32,7 @@ def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
     there is no backward pass. Gone when two arguments that are one tensor stay one without
     gradients.
     """
-    names = ("pre_bwd_fn", "post_bwd_fn")
-    # A module inside one that is gathered as a whole, by DeepSpeed's "leaf_module", has no hooks.
-    functions = [
-        (module, name, vars(module)[name])
-        for module in model.modules()
-        for name in names
-        if name in vars(module)
-    ]
+    functions = _backward_functions(model.modules())
     for module, name, function in functions:
         setattr(module, name, _OnlyWithGraph(function.apply, _unchanged))
     try:
@@ -47,6 +40,37 @@ def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, name, function in functions:
             setattr(module, name, function)
+
+
+@contextmanager
+def without_backward_functions(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """
+    Within it DeepSpeed does nothing before and after the backward passes through these modules, as
+    far as they are called within it.
+
+    # Parameters
+
+    modules : `Iterable[torch.nn.Module]`, required.
+        With DeepSpeed's hooks for stage 3.
+    """
+    functions = _backward_functions(modules)
+    for module, name, _ in functions:
+        vars(module)[name] = _NOTHING
+    try:
+        yield
+    finally:
+        for module, name, function in functions:
+            vars(module)[name] = function
+
+
+def _backward_functions(modules: Iterable[torch.nn.Module]) -> List[Tuple[Any, str, Any]]:
+    # A module inside one that is gathered as a whole, by DeepSpeed's "leaf_module", has none.
+    return [
+        (module, name, vars(module)[name])
+        for module in modules
+        for name in ("pre_bwd_fn", "post_bwd_fn")
+        if name in vars(module)
+    ]
 
 
 @contextmanager
@@ -132,3 +156,6 @@ class _OnlyWithGraph:
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+_NOTHING = _OnlyWithGraph(_unchanged, _unchanged)

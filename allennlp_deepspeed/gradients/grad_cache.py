@@ -4,7 +4,8 @@ Gradient caching: contrastive training with batches of any size, in the memory o
 
 import inspect
 import logging
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.gathered_parameters import (
     PassOrders,
     kept_gathered,
+    whole_modules_left_out,
     worth_keeping,
 )
 from allennlp_deepspeed.engine.shards import whole_shape
@@ -195,11 +197,11 @@ class GradCache:
         for i, (chunk, state) in enumerate(zip(chunks, states)):
             with self._gradients.micro_batch(is_last and i == len(chunks) - 1):
                 if i == 0:
-                    with self._orders.of("loss"):
+                    with self._pass("loss"):
                         outputs = self.build_cache(representations, batch, num_micro_batches)
                     state_after = random_states()
                 set_random_states(state)
-                with self._orders.of(("encode with a graph", *chunk.inputs)):
+                with self._pass("encode with a graph", *chunk.inputs):
                     self.forward_backward(chunk, representations)
         assert state_after is not None
         set_random_states(state_after)
@@ -226,7 +228,7 @@ class GradCache:
         of_batch: Representations = {}
         for chunk in chunks:
             states.append(repeatable_random_states())
-            with self._orders.of(("encode", *chunk.inputs)), torch.no_grad():
+            with self._pass("encode", *chunk.inputs), torch.no_grad():
                 representations = self._encode(chunk)
             if chunk.is_filler:
                 # As if there had been none.
@@ -310,6 +312,13 @@ class GradCache:
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         self._chunker.load_state_dict(state)
+
+    @contextmanager
+    def _pass(self, *kind: str) -> Iterator[None]:
+        """Surrounds a forward pass, with its backward pass if it has one."""
+        with whole_modules_left_out(self._engine) as left_out:
+            with self._orders.of((*kind, left_out)):
+                yield
 
     @during(BACKWARD)
     def _backward(self, loss: torch.Tensor) -> None:
