@@ -2,16 +2,15 @@
 Parameters that ZeRO stage 3 shards, where one step makes several passes through the model.
 """
 
-import itertools
 from contextlib import contextmanager, nullcontext
-from typing import Any, ContextManager, Dict, FrozenSet, Hashable, Iterator, List
+from typing import Any, ContextManager, Dict, Hashable, Iterator, List, Tuple
 from unittest import mock
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
     iter_params,
@@ -20,18 +19,29 @@ from deepspeed.utils import z3_leaf_module
 
 from allennlp_deepspeed.engine.module_hooks import without_backward_functions
 
-# Among the ids of the modules that use a parameter, those that no module has. While there is one,
-# DeepSpeed doesn't release the parameter.
-_KEEPERS = itertools.count(-1, -1)
 
-
-class PassOrders:
+class _Keeper:
     """
-    Has DeepSpeed tell passes of several kinds apart. It records in which order a pass uses the
-    parameters, to gather them in time, and begins anew as soon as one uses them otherwise: with a
-    few small collectives in each pass, and nothing gathered in time. A pass without a graph,
-    another with one and that of the loss follow one another in every step with gradient caching.
-    At other stages this does nothing.
+    Among the numbers of the modules that use a parameter. While there is one, DeepSpeed doesn't
+    release the parameter.
+    """
+
+
+class Passes:
+    """
+    Tells DeepSpeed what is a pass through a model whose parameters it shards. At stages other than
+    3 this does nothing.
+
+    DeepSpeed records in which order a pass uses the parameters, to gather them in time, and begins
+    anew as soon as one uses them otherwise: with a few small collectives in each pass, and nothing
+    gathered in time. Here passes of each kind have an order of their own. A pass without a graph,
+    another with one and that of the loss follow one another in every step with gradient caching,
+    and validation follows training.
+
+    Before and after each module DeepSpeed looks for what there is to gather and to release. A pass
+    leaves modules to themselves whose parameters are all whole and stay so: those without any, with
+    small ones, or with such that are `kept_gathered`. For a small module it takes longer to look
+    than to compute.
 
     # Parameters
 
@@ -41,14 +51,21 @@ class PassOrders:
     def __init__(self, engine: DeepSpeedEngine) -> None:
         # Not what wraps it at other stages.
         self._offload = getattr(engine.optimizer, "parameter_offload", None)
+        self._modules: List[Any] = [m for m in engine.module.modules() if "ds_id" in vars(m)]
         self._coordinators: Dict[Hashable, PartitionedParameterCoordinator] = {}
 
-    def of(self, kind: Hashable) -> ContextManager[None]:
+    def of(self, *kind: Hashable) -> ContextManager[None]:
         """
         Surrounds a forward pass, with its backward pass if it has one, of a kind whose passes use
         the same parameters in the same order. To be entered by every rank.
         """
-        return nullcontext() if self._offload is None else self._recorded_as(kind)
+        return nullcontext() if self._offload is None else self._of_sharded(kind)
+
+    @contextmanager
+    def _of_sharded(self, kind: Tuple[Hashable, ...]) -> Iterator[None]:
+        whole = {module.ds_id: module for module in self._modules if _stays_whole(module)}
+        with self._recorded_as((*kind, *whole)), self._left_out(whole):
+            yield
 
     @contextmanager
     def _recorded_as(self, kind: Hashable) -> Iterator[None]:
@@ -60,6 +77,42 @@ class PassOrders:
             yield
         finally:
             offload.param_coordinator = others
+
+    @contextmanager
+    def _left_out(self, modules: Dict[int, torch.nn.Module]) -> Iterator[None]:
+        offload: Any = self._offload
+        gather: Any = offload.pre_sub_module_forward_function
+        release: Any = offload.post_sub_module_forward_function
+
+        def before(module: Any) -> None:
+            if module.ds_id in modules:
+                # From which DeepSpeed takes it afterwards.
+                parameter_offload.FWD_MODULE_STACK.append(module)
+            else:
+                gather(module)
+
+        def after(module: Any) -> None:
+            if module.ds_id not in modules:
+                release(module)
+
+        with (
+            mock.patch.object(offload, "pre_sub_module_forward_function", before),
+            mock.patch.object(offload, "post_sub_module_forward_function", after),
+            without_backward_functions(modules.values()),
+        ):
+            yield
+
+
+def _stays_whole(module: Any) -> bool:
+    return all(
+        is_zero_param(parameter)
+        and parameter.ds_status == ZeroParamStatus.AVAILABLE
+        and (
+            parameter.ds_persist
+            or any(isinstance(user, _Keeper) for user in parameter.ds_active_sub_modules)
+        )
+        for parameter in iter_params(module, recurse=z3_leaf_module(module))
+    )
 
 
 def _another(offload: Any) -> PartitionedParameterCoordinator:
@@ -92,7 +145,7 @@ def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
         Of an engine at stage 3.
     """
     sharded: List[Any] = list(parameters)
-    keeper = next(_KEEPERS)
+    keeper = _Keeper()
     for parameter in sharded:
         parameter.ds_active_sub_modules.add(keeper)
     try:
@@ -104,63 +157,6 @@ def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
             is_whole = parameter.ds_status == ZeroParamStatus.AVAILABLE
             if is_whole and not users and not parameter.ds_persist:
                 parameter.partition()
-
-
-@contextmanager
-def whole_modules_left_out(engine: DeepSpeedEngine) -> Iterator[FrozenSet[int]]:
-    """
-    Within it DeepSpeed does nothing around modules whose parameters are all whole and stay so:
-    those without any, with small ones, or with such that are `kept_gathered`. Elsewhere it does
-    several things before and after each, to find that there is nothing to gather or to release,
-    which takes longer than a small module. To be entered by every rank, for forward passes and
-    their backward passes.
-
-    # Parameters
-
-    engine : `DeepSpeedEngine`, required.
-
-    # Returns
-
-    `Iterator[FrozenSet[int]]`
-        DeepSpeed's numbers of these modules. None at stages other than 3. Passes that leave out
-        others are of another kind for `PassOrders`.
-    """
-    offload: Any = getattr(engine.optimizer, "parameter_offload", None)
-    if offload is None:
-        yield frozenset()
-        return
-    modules = {m.ds_id: m for m in engine.module.modules() if "ds_id" in vars(m)}
-    whole = {number: module for number, module in modules.items() if _stays_whole(module)}
-    gather, release = (
-        offload.pre_sub_module_forward_function,
-        offload.post_sub_module_forward_function,
-    )
-
-    def before(module: Any) -> None:
-        if module.ds_id in whole:
-            # From which DeepSpeed takes it afterwards.
-            parameter_offload.FWD_MODULE_STACK.append(module)
-        else:
-            gather(module)
-
-    def after(module: Any) -> None:
-        if module.ds_id not in whole:
-            release(module)
-
-    with (
-        mock.patch.object(offload, "pre_sub_module_forward_function", before),
-        mock.patch.object(offload, "post_sub_module_forward_function", after),
-        without_backward_functions(whole.values()),
-    ):
-        yield frozenset(whole)
-
-
-def _stays_whole(module: Any) -> bool:
-    return all(
-        parameter.ds_status == ZeroParamStatus.AVAILABLE
-        and (parameter.ds_persist or any(user < 0 for user in parameter.ds_active_sub_modules))
-        for parameter in iter_params(module, recurse=z3_leaf_module(module))
-    )
 
 
 def all_that_are_sharded(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:

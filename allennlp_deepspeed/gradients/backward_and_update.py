@@ -7,7 +7,11 @@ from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.embedding_max_norm import MaxNorm
-from allennlp_deepspeed.engine.gathered_parameters import all_that_are_sharded, kept_gathered
+from allennlp_deepspeed.engine.gathered_parameters import (
+    Passes,
+    all_that_are_sharded,
+    kept_gathered,
+)
 from allennlp_deepspeed.engine.inner_gradients import InnerGradients
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
@@ -67,6 +71,7 @@ class GradientStep:
         self._keeps_parameters = wrapped_model.config.keeps_parameters
         self._reports_norm = wrapped_model.config.grad_norm is not False
         self._gradients = gradients
+        self._passes = Passes(self._engine)
         self._grad_cache = grad_cache
         self._loss_weights = loss_weights
         self._weights: List[torch.Tensor] = []
@@ -127,7 +132,7 @@ class GradientStep:
             if self._grad_cache is not None:
                 # Both passes of a chunk are to see the same.
                 return self._grad_cache.train_on(self._prepare(batch), self.group_size, is_last)
-            with self._gradients.micro_batch(is_last):
+            with self._gradients.micro_batch(is_last), self._passes.of("train"):
                 with phase(FORWARD):
                     outputs = self._forward(batch)
                 if self._weights:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._pytree import tree_leaves
 
-from allennlp_deepspeed.engine.gathered_parameters import PassOrders
+from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.gradients import gradient_memory
 from allennlp_deepspeed.processes import agreement
@@ -138,7 +138,7 @@ def _bytes_of(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) 
 
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     # The passes that train follow another order, which DeepSpeed is to record at stage 3.
-    with PassOrders(engine).of("without a backward pass"), hooks:
+    with Passes(engine).of("without a backward pass"), hooks:
         results = encode(size)
     tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:

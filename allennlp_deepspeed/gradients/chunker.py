@@ -13,7 +13,7 @@ from allennlp.data.data_loaders import TensorDict
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
-from allennlp_deepspeed.engine.gathered_parameters import PassOrders
+from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
 from allennlp_deepspeed.gradients.chunking import (
     Chunk,
@@ -59,7 +59,7 @@ class Chunker:
         self._engine = engine
         self._model = engine.module
         self._encode = encode
-        self._orders = PassOrders(engine)
+        self._passes = Passes(engine)
         self._chunk_size = settings.chunk_size
         self._found_chunk_size: Optional[int] = None
         self._may_trim = settings.trim_padding and self._model.encodes_without_padding
@@ -168,7 +168,7 @@ class Chunker:
                 padded = rows_of(inputs, index, index + 1)
                 trimmed = of_group.trimmed(padded, [index], self._least_length)
                 chunks = [Chunk(padded, slice(0), True), Chunk(trimmed, slice(0), True, True)]
-                with self._orders.of(("encode in evaluation", *inputs)), torch.no_grad():
+                with self._passes.of("encode in evaluation", *inputs), torch.no_grad():
                     of_both = [self._encode(chunk) for chunk in chunks]
                 difference = max(difference, _difference(*of_both))
         # What a module does by itself when it changes, and then what each was in.

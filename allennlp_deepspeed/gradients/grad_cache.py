@@ -4,8 +4,7 @@ Gradient caching: contrastive training with batches of any size, in the memory o
 
 import inspect
 import logging
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,8 @@ from allennlp.models import Model
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.gathered_parameters import (
-    PassOrders,
+    Passes,
     kept_gathered,
-    whole_modules_left_out,
     worth_keeping,
 )
 from allennlp_deepspeed.engine.shards import whole_shape
@@ -101,7 +99,7 @@ class GradCache:
         self._gradients = gradients
         self._batch_outputs = batch_outputs
         self._chunker = Chunker(settings, self._engine, self._encode)
-        self._orders = PassOrders(self._engine)
+        self._passes = Passes(self._engine)
         self._num_steps = 0
         # What stays gathered at stage 3 from one chunk to the next, once it is known.
         self._kept: Optional[List[torch.nn.Parameter]] = None
@@ -197,11 +195,11 @@ class GradCache:
         for i, (chunk, state) in enumerate(zip(chunks, states)):
             with self._gradients.micro_batch(is_last and i == len(chunks) - 1):
                 if i == 0:
-                    with self._pass("loss"):
+                    with self._passes.of("loss"):
                         outputs = self.build_cache(representations, batch, num_micro_batches)
                     state_after = random_states()
                 set_random_states(state)
-                with self._pass("encode with a graph", *chunk.inputs):
+                with self._passes.of("encode with a graph", *chunk.inputs):
                     self.forward_backward(chunk, representations)
         assert state_after is not None
         set_random_states(state_after)
@@ -228,7 +226,7 @@ class GradCache:
         of_batch: Representations = {}
         for chunk in chunks:
             states.append(repeatable_random_states())
-            with self._pass("encode", *chunk.inputs), torch.no_grad():
+            with self._passes.of("encode", *chunk.inputs), torch.no_grad():
                 representations = self._encode(chunk)
             if chunk.is_filler:
                 # As if there had been none.
@@ -312,13 +310,6 @@ class GradCache:
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         self._chunker.load_state_dict(state)
-
-    @contextmanager
-    def _pass(self, *kind: str) -> Iterator[None]:
-        """Surrounds a forward pass, with its backward pass if it has one."""
-        with whole_modules_left_out(self._engine) as left_out:
-            with self._orders.of((*kind, left_out)):
-                yield
 
     @during(BACKWARD)
     def _backward(self, loss: torch.Tensor) -> None:

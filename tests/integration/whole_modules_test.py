@@ -1,6 +1,6 @@
 """
-At stage 3 with gradient caching, DeepSpeed does nothing around modules whose parameters stay whole,
-and gathers those of others when they are called.
+At stage 3 DeepSpeed does nothing around modules whose parameters stay whole, and gathers those of
+others when they are called.
 """
 
 from collections import Counter
@@ -9,12 +9,13 @@ from unittest import mock
 
 import torch
 from allennlp.data import Vocabulary
+from allennlp.models import Model
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 
 from allennlp_deepspeed.contrastive import ContrastiveModel
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Side, numbers
+from tests.support.side_by_side import Batches, Side, numbers
 
 DIM = 4
 NUM_STEPS = 6  # of two epochs
@@ -73,16 +74,56 @@ def train(trainer: Any) -> Tuple[Dict[str, Any], Dict[int, int]]:
     return numbers(trainer), fetches
 
 
-def test_modules_are_left_to_themselves_once_their_parameters_are_whole() -> None:
+def assert_same(actual: Dict[str, Any], expected: Dict[str, Any]) -> None:
+    assert_same_weights(
+        {name: torch.tensor(array) for name, array in actual.items()},
+        {name: torch.tensor(array) for name, array in expected.items()},
+    )
+
+
+def test_modules_of_chunks_are_left_to_themselves_once_their_parameters_are_whole() -> None:
     arguments: Any = {"world_size": 2, "grad_cache": {"chunk_size": 2}}
     expected = Side(Encoder, batches, 0, world_size=2).on_all_ranks(train)
     for (weights, fetches), (expected_weights, _) in zip(
         Side(Encoder, batches, 3, **arguments).on_all_ranks(train), expected, strict=True
     ):
-        assert_same_weights(
-            {name: torch.tensor(array) for name, array in weights.items()},
-            {name: torch.tensor(array) for name, array in expected_weights.items()},
-        )
+        assert_same(weights, expected_weights)
         # In the first pass through the first chunk the model, which has a parameter of its own, and
         # three layers for each side; in that through the special pairs their layer, for each side.
         assert fetches[NUM_STEPS - 1] == 1 + 2 * 3 + 2
+
+
+class Norms(Model):
+    """Of three layers with parameters, two are small."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layers = nn.Sequential(
+            nn.Linear(DIM, 10 * DIM), nn.LayerNorm(10 * DIM), nn.Tanh(), nn.Linear(10 * DIM, 1)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": self.layers(inputs).square().mean()}
+
+
+def numbers_of(rank: int) -> List[Dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"inputs": torch.randn(6, DIM, generator=generator)} for _ in range(NUM_STEPS // 2)]
+
+
+def test_small_modules_are_left_to_themselves() -> None:
+    def train_plainly(trainer: Any) -> Dict[str, Any]:
+        trainer.train()
+        return numbers(trainer)
+
+    arguments: Any = {"world_size": 2, "validation_data_loader": Batches(numbers_of(2))}
+    expected = Side(Norms, numbers_of, **arguments).on_all_ranks(train_plainly)
+    zero = {"stage3_param_persistence_threshold": 10 * DIM}
+    for (weights, fetches), expected_weights in zip(
+        Side(Norms, numbers_of, 3, zero=zero, **arguments).on_all_ranks(train),
+        expected,
+        strict=True,
+    ):
+        assert_same(weights, expected_weights)
+        # The large one, forward and backward.
+        assert fetches[1] == 2
