@@ -14,6 +14,8 @@ from overrides import overrides
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_STEPS_BEFORE = 3
+
 
 class CountedStates(NamedTuple):
     """
@@ -47,9 +49,10 @@ class CountedStates(NamedTuple):
 @TrainerCallback.register("count_model_states")
 class CountModelStates(TrainerCallback):
     """
-    Counts the model states of each rank in the second optimizer step, when those of the optimizer
-    are there. What Python had before training must be out of its sight, by `gc.freeze()`.
-    Activations count as gradients: batches are to be tiny.
+    Counts the model states of each rank in the fourth optimizer step, when those of the optimizer
+    are there, and DeepSpeed has recorded in which order to gather parameters at stage 3. What
+    Python had before training must be out of its sight, by `gc.freeze()`. Activations count as
+    gradients: batches are to be tiny.
     """
 
     def __init__(self, serialization_dir: str) -> None:
@@ -101,7 +104,7 @@ class CountModelStates(TrainerCallback):
             )
             path = Path(self.serialization_dir) / f"counted_states_{dist.get_rank()}.json"
             path.write_text(json.dumps(states._asdict()))
-        self._is_counting = is_training and batch_number == 1
+        self._is_counting = is_training and batch_number == _STEPS_BEFORE
 
     def _count_into(self, counts: List[int]) -> None:
         if not self._is_counting:

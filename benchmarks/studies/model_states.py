@@ -76,9 +76,9 @@ def config(directory: Path, precision: str, workers: int, stage: int) -> Dict[st
         deepspeed_config["bf16"] = {"enabled": True}
     return training.config(
         directory,
-        # Two steps for each worker, of one text of two words: activations are nothing to the
+        # Four steps for each worker, of one text of two words: activations are nothing to the
         # weights.
-        [("one two", str(i % 2)) for i in range(2 * workers)],
+        [("one two", str(i % 2)) for i in range(4 * workers)],
         batch_size=1,
         num_workers=workers,
         trainer={
