@@ -105,11 +105,20 @@ def _on_meta_device() -> Iterator[None]:
     """
     float_tensor = torch.FloatTensor
 
-    def sized_on_meta(*args: Any) -> torch.Tensor:
-        is_size = all(isinstance(arg, int) for arg in args)
-        return torch.empty(*args) if is_size else float_tensor(*args)
+    class SizedOnMeta(type):
+        """A type, because modules that are imported meanwhile say `torch.FloatTensor | None`."""
 
-    with torch.device("meta"), mock.patch.object(torch, "FloatTensor", sized_on_meta):
+        def __call__(cls, *args: Any) -> torch.Tensor:
+            is_size = all(isinstance(arg, int) for arg in args)
+            return torch.empty(*args) if is_size else float_tensor(*args)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, float_tensor)
+
+    with (
+        torch.device("meta"),
+        mock.patch.object(torch, "FloatTensor", SizedOnMeta("FloatTensor", (), {})),
+    ):
         yield
 
 

@@ -429,7 +429,28 @@ class ReadsValues(Model):
         assert self.weight.sum().item() == 7
 
 
+@Model.register("names_types")
+class NamesTypes(Model):
+    """As modules of transformers do, which may be imported while the model is constructed."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+
+        def attend(states: torch.FloatTensor | None = None) -> torch.FloatTensor | None:
+            return states
+
+        self.weight = torch.nn.Parameter(torch.FloatTensor(7, 2))
+        assert not isinstance(self.weight, torch.FloatTensor)
+        assert attend() is None
+
+
 class TestModel:
+    def test_may_name_types_of_tensors(self, caplog) -> None:
+        config = load_config("classifier", {"model": {"type": "names_types"}})
+        model = construct_without_weights(Params(config))
+        assert [p.device.type for p in model.parameters()] == ["meta"]
+        assert "can't be constructed without" not in caplog.text
+
     def test_is_not_allocated(self) -> None:
         for name in ("bi_encoder", "classifier", "tagger", "transformer"):
             model = construct_without_weights(Params.from_file(FIXTURES / f"{name}.jsonnet"))
