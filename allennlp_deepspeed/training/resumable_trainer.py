@@ -1,5 +1,6 @@
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Tuple
 
+from allennlp.training.callbacks import ConfidenceChecksCallback
 from allennlp.training.scheduler import Scheduler
 from allennlp.training.trainer import TrainerCheckpoint
 from overrides import overrides
@@ -7,6 +8,7 @@ from overrides import overrides
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, Part
 from allennlp_deepspeed.engine import loss_scaling
+from allennlp_deepspeed.storage.checkpoint_directory import PointInTime
 from allennlp_deepspeed.storage.commit_record import CheckpointError
 from allennlp_deepspeed.training.batch_groups import micro_batch_size
 from allennlp_deepspeed.training.replay import Replay
@@ -100,6 +102,19 @@ class ResumableTrainer(ReportedTrainer):
         if start.steps == 0 and self._metric_tracker.should_stop_early():
             # It had stopped here.
             self._num_epochs = start.epochs
+
+    @overrides
+    def _try_train(self) -> Tuple[Dict[str, Any], int]:
+        """
+        Mends AllenNLP 2.10.1: the layers that are called are gathered in a list for the first step
+        of the first epoch, and in a training that continues after it forever. Gone when the
+        callback "confidence_checks" removes its hooks there.
+        """
+        if self._progress.start > PointInTime(0, 0):
+            for callback in self._callbacks:
+                if isinstance(callback, ConfidenceChecksCallback) and self._primary:
+                    callback._verification.destroy_hooks()
+        return super()._try_train()
 
     def instances_per_step(self) -> int:
         """Of all ranks. Micro-batches without a fixed size count as one."""

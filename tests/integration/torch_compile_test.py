@@ -20,6 +20,7 @@ from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 from torch._dynamo.utils import counters
 
+from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.contrastive import ContrastiveModel
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side, numbers
@@ -265,6 +266,21 @@ def test_many_micro_batches_are_compiled_once_with_confidence_checks(stage: int)
     )
     assert checked.num_graphs == without.num_graphs
     assert checked.metrics == pytest.approx(without.metrics)
+
+
+def test_a_training_that_continues_is_compiled_with_confidence_checks(tmp_path: Path) -> None:
+    graphs = []
+    for num_epochs in (1, 2):
+        side = compiled(
+            2,
+            world_size=1,
+            num_epochs=num_epochs,
+            callbacks=lambda: [ConfidenceChecksCallback("unused")],
+            checkpointer=DeepSpeedCheckpointer(tmp_path),
+        )
+        (outcome,) = side.on_all_ranks(train, tmp_path)
+        graphs.append(outcome.num_graphs)
+    assert graphs[0] == graphs[1] > 0
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -21,6 +21,7 @@ from allennlp.data import Vocabulary
 from allennlp.fairness import Separation, Sufficiency
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training import GradientDescentTrainer, gradient_descent_trainer
+from allennlp.training.callbacks import ConfidenceChecksCallback
 from allennlp.training.learning_rate_schedulers import ReduceOnPlateauLearningRateScheduler
 from allennlp.training.metric_tracker import MetricTracker
 from allennlp.training.metrics import (
@@ -134,6 +135,15 @@ def test_a_compiled_model_is_compiled_anew_while_its_normalizations_are_verified
     for _ in range(4):
         compiled(torch.ones(1))
     return counters["stats"]["unique_graphs"] == 4
+
+
+@mended_by("training.resumable_trainer.ResumableTrainer._try_train")
+def test_a_training_that_is_continued_gathers_layers_forever() -> bool:
+    callback, model = ConfidenceChecksCallback("unused"), torch.nn.Linear(1, 1)
+    trainer: Any = SimpleNamespace(_pytorch_model=model)
+    callback.on_start(trainer)
+    callback.on_batch(trainer, [], [], {}, epoch=1, batch_number=1, is_training=True)
+    return len(model._forward_hooks) > 0
 
 
 @mended_by("launch.find_learning_rate")
