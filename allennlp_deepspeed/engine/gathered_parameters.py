@@ -2,15 +2,20 @@
 Parameters that ZeRO stage 3 shards, where one step makes several passes through the model.
 """
 
+from collections import OrderedDict
 from contextlib import contextmanager, nullcontext
-from typing import Any, ContextManager, Dict, Hashable, Iterator, List, Tuple
+from typing import Any, ContextManager, Dict, Hashable, Iterable, Iterator, List, Tuple
 from unittest import mock
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from deepspeed.runtime.zero.partition_parameters import (
+    GatheredParameters,
+    ZeroParamStatus,
+    is_zero_param,
+)
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
     iter_params,
@@ -18,6 +23,9 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
 from deepspeed.utils import z3_leaf_module
 
 from allennlp_deepspeed.engine.module_hooks import without_backward_functions
+
+# Of which a layer that is left out at random makes many.
+_MAX_KINDS = 32
 
 
 class _Keeper:
@@ -39,9 +47,9 @@ class Passes:
     and validation follows training.
 
     Before and after each module DeepSpeed looks for what there is to gather and to release. A pass
-    leaves modules to themselves whose parameters are all whole and stay so: those without any, with
-    small ones, or with such that are `kept_gathered`. For a small module it takes longer to look
-    than to compute.
+    leaves modules to themselves whose parameters, with those of the modules in them, are all whole:
+    they have none, small ones, or such that are `kept_gathered`. Until the pass ends they stay so.
+    For a small module it takes longer to look than to compute.
 
     # Parameters
 
@@ -52,7 +60,7 @@ class Passes:
         # Not what wraps it at other stages.
         self._offload = getattr(engine.optimizer, "parameter_offload", None)
         self._modules: List[Any] = [m for m in engine.module.modules() if "ds_id" in vars(m)]
-        self._coordinators: Dict[Hashable, PartitionedParameterCoordinator] = {}
+        self._coordinators: OrderedDict[Hashable, PartitionedParameterCoordinator] = OrderedDict()
 
     def of(self, *kind: Hashable) -> ContextManager[None]:
         """
@@ -63,15 +71,38 @@ class Passes:
 
     @contextmanager
     def _of_sharded(self, kind: Tuple[Hashable, ...]) -> Iterator[None]:
-        whole = {module.ds_id: module for module in self._modules if _stays_whole(module)}
-        with self._recorded_as((*kind, *whole)), self._left_out(whole):
+        whole = self._whole_modules()
+        parameters = {p: None for module in whole.values() for p in _parameters(module)}
+        with (
+            self._recorded_as((*kind, *whole)),
+            self._left_out(whole),
+            kept_gathered(list(parameters)),
+            _kept_by_readers(),
+        ):
             yield
+
+    def _whole_modules(self) -> Dict[int, torch.nn.Module]:
+        """
+        By DeepSpeed's numbers. One that has another in it is found by DeepSpeed in the backward
+        pass, when activations are computed again, to release what the other's gathers for that.
+        """
+        found: Dict[int, torch.nn.Module] = {}
+        for module in reversed(self._modules):  # so that those in it come before
+            inner = () if z3_leaf_module(module) else module.children()
+            if all(getattr(child, "ds_id", None) in found for child in inner) and all(
+                map(_stays_whole, _parameters(module))
+            ):
+                found[module.ds_id] = module
+        return found
 
     @contextmanager
     def _recorded_as(self, kind: Hashable) -> Iterator[None]:
         offload: Any = self._offload
         if kind not in self._coordinators:
             self._coordinators[kind] = _another(offload)
+            if len(self._coordinators) > _MAX_KINDS:
+                self._coordinators.popitem(last=False)
+        self._coordinators.move_to_end(kind)
         others, offload.param_coordinator = offload.param_coordinator, self._coordinators[kind]
         try:
             yield
@@ -103,16 +134,39 @@ class Passes:
             yield
 
 
-def _stays_whole(module: Any) -> bool:
-    return all(
+def _parameters(module: Any) -> Iterable[Any]:
+    """Those for which DeepSpeed looks at the module: its own, and what it reads of others."""
+    return iter_params(module, recurse=z3_leaf_module(module))
+
+
+def _stays_whole(parameter: Any) -> bool:
+    return (
         is_zero_param(parameter)
         and parameter.ds_status == ZeroParamStatus.AVAILABLE
-        and (
-            parameter.ds_persist
-            or any(isinstance(user, _Keeper) for user in parameter.ds_active_sub_modules)
-        )
-        for parameter in iter_params(module, recurse=z3_leaf_module(module))
+        and (parameter.ds_persist or _is_kept(parameter))
     )
+
+
+def _is_kept(parameter: Any) -> bool:
+    return any(isinstance(user, _Keeper) for user in parameter.ds_active_sub_modules)
+
+
+@contextmanager
+def _kept_by_readers() -> Iterator[None]:
+    """
+    Within it `GatheredParameters`, in which a model can read parameters on its way, doesn't fail on
+    letting go of those that are kept.
+    """
+    to_partition = GatheredParameters._params_to_partition
+
+    def not_kept(gathered: GatheredParameters) -> List[Any]:
+        parameters = to_partition(gathered)
+        # What one rank may have changed is partitioned, or the change would be lost.
+        is_read = gathered.src_rank is None
+        return [p for p in parameters if not (is_read and _is_kept(p))]
+
+    with mock.patch.object(GatheredParameters, "_params_to_partition", not_kept):
+        yield
 
 
 def _another(offload: Any) -> PartitionedParameterCoordinator:

@@ -3,21 +3,26 @@ At stage 3 DeepSpeed does nothing around modules whose parameters stay whole, an
 others when they are called.
 """
 
+import gc
 from collections import Counter
-from typing import Any, Dict, List, Tuple
+from functools import partial
+from typing import Any, Callable, Dict, List, Tuple
 from unittest import mock
 
+import deepspeed
+import pytest
 import torch
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from allennlp_deepspeed.contrastive import ContrastiveModel
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side, numbers
 
-DIM = 4
+DIM = 8
 NUM_STEPS = 6  # of two epochs
 
 
@@ -60,14 +65,15 @@ def batches(rank: int) -> List[Dict[str, torch.Tensor]]:
     ]
 
 
-def train(trainer: Any) -> Tuple[Dict[str, Any], Dict[int, int]]:
-    """Weights, and for how many modules DeepSpeed has looked at parameters in each step."""
-    fetches: Counter = Counter()
+def train(trainer: Any) -> Tuple[Dict[str, Any], List[Dict[str, int]]]:
+    """Weights, and how often DeepSpeed has looked at each module's parameters in each step."""
+    fetches: List[Counter] = [Counter() for _ in range(NUM_STEPS + 1)]
     fetch = PartitionedParameterCoordinator.fetch_sub_module
+    names = {module: name for name, module in trainer.model.named_modules()}
 
-    def counted(*args: Any, **kwargs: Any) -> None:
-        fetches[trainer.engine.global_steps] += 1
-        fetch(*args, **kwargs)
+    def counted(coordinator: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        fetches[trainer.engine.global_steps][names[module]] += 1
+        fetch(coordinator, module, *args, **kwargs)
 
     with mock.patch.object(PartitionedParameterCoordinator, "fetch_sub_module", counted):
         trainer.train()
@@ -88,9 +94,12 @@ def test_modules_of_chunks_are_left_to_themselves_once_their_parameters_are_whol
         Side(Encoder, batches, 3, **arguments).on_all_ranks(train), expected, strict=True
     ):
         assert_same(weights, expected_weights)
-        # In the first pass through the first chunk the model, which has a parameter of its own, and
-        # three layers for each side; in that through the special pairs their layer, for each side.
-        assert fetches[NUM_STEPS - 1] == 1 + 2 * 3 + 2
+        counts = fetches[NUM_STEPS - 1]
+        # In the model itself there is what isn't whole.
+        assert counts.pop("") > 0
+        # Once for each side, in the first pass through the first chunk, or the special pairs.
+        modules = ["layers", "layers.0", "layers.2", "frozen", "for_some"]
+        assert counts == dict.fromkeys(modules, 2)
 
 
 class Norms(Model):
@@ -125,5 +134,118 @@ def test_small_modules_are_left_to_themselves() -> None:
         strict=True,
     ):
         assert_same(weights, expected_weights)
-        # The large one, forward and backward.
-        assert fetches[1] == 2
+        # The large one and those that it is in, forward and backward.
+        assert fetches[1] == dict.fromkeys(["", "layers", "layers.0"], 2)
+
+
+class Scale(nn.Module):
+    """One number, which is broadcast, so that an empty weight would not be an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.weight
+
+
+class LargeAndScale(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.large, self.weight = nn.Parameter(torch.ones(5 * DIM, 1)), weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(inputs, self.large) * self.weight
+
+
+class OneNumber(Model):
+    """Multiplies by the same number twice."""
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__(Vocabulary())
+        self.first, self.scale = nn.Linear(DIM, 1), Scale()
+        # Without these two reading it by its name, which DeepSpeed would see.
+        self.read = [self.scale.weight] if is_read else []
+        self.last = nn.Linear(1, 5 * DIM) if is_read else LargeAndScale(self.scale.weight)
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        states = self.scale(self.first(inputs))
+        with deepspeed.zero.GatheredParameters(self.read, enabled=len(self.read) > 0):
+            assert all(weight.shape == (1,) for weight in self.read)
+        return {"loss": self.last(states).square().mean()}
+
+
+class Adapted(Model):
+    """A frozen layer with an adapter in each block, whose activations are computed again."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(DIM),
+                nn.Linear(DIM, 4 * DIM).requires_grad_(False),
+                nn.Tanh(),
+                nn.Linear(4 * DIM, DIM).requires_grad_(False),
+                nn.Linear(DIM, DIM, bias=False),
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        for block in self.blocks:
+            inputs = inputs + checkpoint(block, inputs, use_reentrant=False)
+        return {"loss": inputs.square().mean()}
+
+
+@pytest.mark.parametrize(
+    "model, threshold",
+    [
+        pytest.param(partial(OneNumber, is_read=False), DIM, id="tied to one of a large layer"),
+        pytest.param(partial(OneNumber, is_read=True), DIM, id="read on the way"),
+        pytest.param(Adapted, 2 * DIM, id="frozen and computed again"),
+    ],
+)
+def test_what_is_whole_stays_so_for_the_backward_pass(
+    model: Callable[[], Model], threshold: int
+) -> None:
+    arguments: Any = {"world_size": 2, "num_gradient_accumulation_steps": 2}
+    zero = {"stage3_param_persistence_threshold": threshold}
+    sharded = Side(model, numbers_of, 3, zero=zero, **arguments).train()
+    assert_same_weights(sharded, Side(model, numbers_of, **arguments).train())
+
+
+class LayerDrop(Model):
+    """Leaves out another layer in each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(40))
+        self.num_calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        self.num_calls += 1
+        for i, layer in enumerate(self.layers):
+            if i != self.num_calls % 40:
+                inputs = torch.tanh(layer(inputs))
+        return {"loss": inputs.square().mean()}
+
+
+def test_passes_of_many_kinds_do_not_pile_up() -> None:
+    def train_and_count(trainer: Any) -> int:
+        trainer.train()
+        coordinators = [
+            value for value in gc.get_objects() if type(value) is PartitionedParameterCoordinator
+        ]
+        return len(coordinators)
+
+    side = Side(
+        LayerDrop,
+        lambda rank: numbers_of(rank) * 16,
+        3,
+        world_size=2,
+        # What has been gathered stays whole, and what has been left out isn't gathered.
+        num_gradient_accumulation_steps=2,
+        shard_within=1,
+        num_epochs=2,
+    )
+    assert side.on_all_ranks(train_and_count)[0] < 40
