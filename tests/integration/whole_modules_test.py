@@ -24,6 +24,7 @@ from tests.support.side_by_side import Batches, Side, numbers
 
 DIM = 8
 NUM_STEPS = 6  # of two epochs
+NUM_LAYERS = 41  # odd, so that the first micro-batch of two leaves out each
 
 
 class Encoder(ContrastiveModel):
@@ -183,10 +184,11 @@ class Adapted(Model):
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 nn.LayerNorm(DIM),
+                nn.Linear(DIM, DIM, bias=False),
                 nn.Linear(DIM, 4 * DIM).requires_grad_(False),
                 nn.Tanh(),
                 nn.Linear(4 * DIM, DIM).requires_grad_(False),
-                nn.Linear(DIM, DIM, bias=False),
+                nn.LayerNorm(DIM),  # small, and the first in the backward pass
             )
             for _ in range(3)
         )
@@ -219,13 +221,13 @@ class LayerDrop(Model):
 
     def __init__(self) -> None:
         super().__init__(Vocabulary())
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(40))
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(NUM_LAYERS))
         self.num_calls = 0
 
     def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         self.num_calls += 1
         for i, layer in enumerate(self.layers):
-            if i != self.num_calls % 40:
+            if i != self.num_calls % NUM_LAYERS:
                 inputs = torch.tanh(layer(inputs))
         return {"loss": inputs.square().mean()}
 
@@ -246,6 +248,6 @@ def test_passes_of_many_kinds_do_not_pile_up() -> None:
         # What has been gathered stays whole, and what has been left out isn't gathered.
         num_gradient_accumulation_steps=2,
         shard_within=1,
-        num_epochs=2,
+        num_epochs=4,
     )
-    assert side.on_all_ranks(train_and_count)[0] < 40
+    assert side.on_all_ranks(train_and_count)[0] < NUM_LAYERS
