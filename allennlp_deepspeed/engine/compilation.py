@@ -129,7 +129,7 @@ def _plain_while_verified(plain: Callable, compiled: Callable, module: torch.nn.
     """
     Mends AllenNLP 2.10.1: a list of all layers grows with each forward pass of the first step, in
     which hooks look for biases before a normalization, and each of its lengths is compiled anew
-    until PyTorch gives up. Gone when ten forward passes with these hooks are compiled less often.
+    until PyTorch gives up. Gone when four forward passes with these hooks are compiled less often.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
