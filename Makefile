@@ -62,8 +62,8 @@ WITH_OLDEST = PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" \
     TORCH_EXTENSIONS_DIR="$(CURDIR)/$(OLDEST)/torch_extensions"
 
 # Three beside one another on two cores: a fifth of the time a test waits, for another process, a
-# disk or a time limit. In short turns, because one of the three would otherwise be left with all the
-# tests on several hosts when the others are done.
+# disk or a time limit. In short turns, so that none of the three is left with many when the others
+# are done.
 test: ops
 	pytest -n 3 --maxschedchunk 8 tests
 

@@ -57,6 +57,7 @@ def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
     """
     forks = ("run_workers", "multiprocessing")
     items.sort(key=lambda item: not any(hasattr(item.module, name) for name in forks))  # type: ignore[attr-defined]
+    _spread(items)
     names = {(item.path, item.name) for item in items}
     for item in items:
         long = item.get_closest_marker("soak_cases")
@@ -66,6 +67,27 @@ def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
         stage = item.callspec.params.get("stage") if hasattr(item, "callspec") else None
         if is_training and stage == 1 and (item.path, item.name.replace("1", "2")) in names:
             item.add_marker(pytest.mark.soak)
+
+
+# Beside all that run on several hosts.
+_WAITING = ("watchdog_test.py",)
+
+
+def _spread(items: List[pytest.Item]) -> None:
+    """
+    Puts tests that wait for time limits between those that train: together they would leave the
+    cores idle. Tests of single objects, which are short, stay together at the end.
+    """
+
+    def waits(item: pytest.Item) -> bool:
+        return item.path.parent.name == "hosts" or item.path.name in _WAITING
+
+    waiting = [item for item in items if waits(item)]
+    others = [item for item in items if not waits(item)]
+    num_long = sum("unit" not in item.path.parts for item in others)
+    for i, item in enumerate(waiting):
+        others.insert(i * num_long // len(waiting) + i, item)
+    items[:] = others
 
 
 @pytest.hookimpl(wrapper=True)
