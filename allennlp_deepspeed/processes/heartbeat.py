@@ -196,16 +196,16 @@ class Heartbeat:
         watchdog = self._watchdog
         if watchdog is None:
             return
-        # While one of them reads data or saves, the others wait for it.
-        if any(not seen.activity.is_watched and not seen.is_stopped for seen in ranks.values()):
-            stuck = [rank for rank, seen in ranks.items() if seen.is_stopped]
-        else:
+        # The others wait for one that is stopped, from before it was seen to be. While one of them
+        # reads data or saves, they wait for that.
+        stuck = [rank for rank, seen in ranks.items() if seen.is_stopped]
+        if not stuck and all(seen.activity.is_watched for seen in ranks.values()):
             stuck = list(ranks)
         stuck = [rank for rank in stuck if ranks[rank].age >= watchdog]
         if not stuck:
             return
         # The one that is behind, for which the others wait.
-        first = min(stuck, key=lambda rank: (not ranks[rank].is_stopped, *ranks[rank].activity[1:]))
+        first = min(stuck, key=lambda rank: ranks[rank].activity[1:])
         how = "is stopped" if ranks[first].is_stopped else "has made no step"
         self._job.report(
             self._job.name_of(first),

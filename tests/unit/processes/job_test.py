@@ -198,3 +198,15 @@ class TestHeartbeat:
         monkeypatch.setattr("allennlp_deepspeed.processes.heartbeat.now", lambda: next(times))
         [failure] = self.failures(job, saving, saving, stopped=[1], ticks=2)
         assert "is stopped for 10 s" in failure.what
+
+    def test_the_others_wait_for_one_that_is_stopped(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # It is seen to be stopped some time after all have made their last step.
+        start = time.monotonic()
+        last = Activity(TRAINING, 0, 5, start)
+        times = iter([start + 1, start + 10.5, start + 11])
+        monkeypatch.setattr("allennlp_deepspeed.processes.heartbeat.now", lambda: next(times))
+        [failure] = self.failures(job, last, last, stopped=[1], ticks=3)
+        assert failure.who.startswith("rank 1 (")
+        assert "is stopped for 10 s" in failure.what
