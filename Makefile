@@ -92,9 +92,10 @@ upstream-%: $(VENV)/installed
 
 OF_MODELS := data/tokenizers data/token_indexers modules/token_embedders modules/transformer \
     common/cached_transformers_test.py
+# Classes of tests have either name there.
 RUN_OF_MODELS = ALLENNLP_SRC_DIR="$(ALLENNLP)" python -m pytest -c pyproject.toml \
     --rootdir "$(ALLENNLP)" --import-mode importlib --noconftest -p tests.upstream.allennlp_models \
-    $(addprefix "$(ALLENNLP)"/tests/,$(OF_MODELS))
+    -o python_classes="Test* *Test" $(addprefix "$(ALLENNLP)"/tests/,$(OF_MODELS))
 
 upstream-models: $(VENV)/installed
 	$(RUN_OF_MODELS)

