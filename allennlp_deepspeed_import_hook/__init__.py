@@ -24,7 +24,9 @@ ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 # For each of AllenNLP's modules that needs one, the context in which it is run: a module here and
 # a function of it.
 _CONTEXTS = {
+    "allennlp": ("garbage", "uncollected"),
     "allennlp.commands": ("garbage", "uncollected"),
+    "allennlp_deepspeed": ("garbage", "uncollected"),
     "allennlp.common.push_to_hf": ("shims", "former_classes_of_the_hub"),
     "allennlp.common.cached_transformers": ("shims", "former_transformers"),
     "allennlp.modules.transformer.transformer_module": ("shims", "weights_of_today"),

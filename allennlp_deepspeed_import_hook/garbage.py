@@ -1,5 +1,5 @@
 """
-Imports AllenNLP's commands without looking for garbage.
+Imports AllenNLP, and this package, without looking for garbage.
 """
 
 import gc
@@ -12,9 +12,9 @@ from typing import Iterator
 @contextmanager
 def uncollected(module: ModuleType) -> Iterator[None]:
     """
-    `allennlp.commands` imports everything that AllenNLP has, half a million objects of which none
-    is garbage. Python would look through all of them several times meanwhile, and in the command
-    that they are for now and again until it ends.
+    AllenNLP imports PyTorch, transformers and spaCy, and its commands everything that it has: half
+    a million objects of which none is garbage. Python would look through all of them several times
+    meanwhile, and in the command that they are for now and again until it ends.
     """
     was_enabled = gc.isenabled()
     gc.disable()

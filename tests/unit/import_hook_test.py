@@ -87,27 +87,31 @@ def test_a_python_without_the_package_starts(tmp_path: Path):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (("-c", "from allennlp.__main__ import run; run()"), "False True True"),
-        (("-m", "allennlp"), "False True True"),
-        (("-c", "import allennlp.commands"), "False True False"),
-        (("-c", "import gc; gc.disable(); import allennlp.commands"), "False False False"),
+        (("-c", "from allennlp.__main__ import run; run()"), "False False True True"),
+        (("-m", "allennlp"), "False False True True"),
+        (("-c", "import allennlp.commands"), "False False True False"),
+        (("-c", "import gc; gc.disable(); import allennlp.commands"), "False False False False"),
     ],
     ids=["command", "module", "notebook", "switched off before"],
 )
-def test_commands_are_imported_without_collecting_garbage(
+def test_allennlp_is_imported_without_collecting_garbage(
     tmp_path: Path, arguments: Tuple[str, str], expected: str
 ):
-    """Whether Python collects meanwhile and in the end, and whether it leaves them out then."""
+    """
+    Whether Python collects while it imports the package, its commands, and in the end, and whether
+    it leaves them out then.
+    """
     package = tmp_path / "allennlp"
     package.mkdir()
-    (package / "__init__.py").touch()
+    (package / "__init__.py").write_text("import gc\nis_enabled = gc.isenabled()\n")
     (package / "__main__.py").write_text(
         "def run():\n    import allennlp.commands\n\nif __name__ == '__main__':\n    run()\n"
     )
     (package / "commands.py").write_text(
         # Python 3.12 has some objects left out from the beginning.
-        "import atexit, gc\nmeanwhile, count = gc.isenabled(), gc.get_freeze_count()\n"
-        "atexit.register(lambda: print(meanwhile, gc.isenabled(), gc.get_freeze_count() > count))"
+        "import atexit, gc\nfrom allennlp import is_enabled\n"
+        "both, count = (is_enabled, gc.isenabled()), gc.get_freeze_count()\n"
+        "atexit.register(lambda: print(*both, gc.isenabled(), gc.get_freeze_count() > count))"
     )
     (tmp_path / "sitecustomize.py").write_text("import allennlp_deepspeed_import_hook")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
