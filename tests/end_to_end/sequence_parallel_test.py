@@ -101,7 +101,10 @@ LORA: Config = {
         pytest.param(PACKED, 2, id="packed-2"),
         pytest.param({**PACKED, **LORA}, 3, id="packed with adapters-3"),
         pytest.param({**PACKED, **LORA}, 0, id="packed with adapters-0", marks=pytest.mark.soak),
-        pytest.param(LORA, 2, id="adapters-2", marks=pytest.mark.soak),
+        # Rounding grows here with the higher one, also in one process that computes in tiles.
+        pytest.param(
+            {**LORA, "trainer.optimizer.lr": 0.1}, 2, id="adapters-2", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_packed_sequences_and_adapters(

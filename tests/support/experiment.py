@@ -176,8 +176,11 @@ class Experiments:
         self._root = root
         self._command = command
 
-    def run(self, config: Config) -> Result:
-        """Trains, unless it has been done already. Fails the test if the command fails."""
+    def run(self, config: Config, time_limit: float = TIME_LIMIT) -> Result:
+        """
+        Trains, unless it has been done already. Fails the test if the command fails, or takes
+        longer than `time_limit` seconds.
+        """
         text = json.dumps(config, sort_keys=True)
         directory = self._root / hashlib.sha256(text.encode()).hexdigest()[:16]
         directory.mkdir(parents=True, exist_ok=True)
@@ -193,7 +196,7 @@ class Experiments:
                     "--force",
                     "--include-package",
                     INCLUDED,
-                    time_limit=TIME_LIMIT,
+                    time_limit=time_limit,
                 ).check()
                 (directory / "done").touch()
         return result
