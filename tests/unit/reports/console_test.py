@@ -8,23 +8,25 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Dict, Iterator, List
+from typing import Any, Iterator, List, Tuple
 
 import pytest
 from allennlp.common import Tqdm
 from allennlp.common import logging as common_logging
+from transformers.utils.logging import is_progress_bar_enabled
 
 from allennlp_deepspeed.processes.announcements import announce, wants_whole_log
 from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed.reports import progress_line
 from allennlp_deepspeed.reports.console import Console, ConsoleSettings
-from allennlp_deepspeed.reports.console_logging import shown_on_console
+from allennlp_deepspeed.reports.console_logging import prepare_worker, shown_on_console
 from allennlp_deepspeed.reports.epoch_table import EpochTable
 from allennlp_deepspeed.reports.progress_line import ProgressLine, duration
+from tests.support.command import REPOSITORY
+from tests.support.workers import run_workers
 
 PLAIN = ConsoleSettings(is_terminal=False, is_file_friendly=False)
 TERMINAL = ConsoleSettings(is_terminal=True, is_file_friendly=False)
-HUB_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 
 logger = logging.getLogger("some.library")
 
@@ -134,29 +136,33 @@ def test_who_says_what_to_log_has_it_on_the_console(
     assert wants_whole_log() is expected
 
 
-@pytest.mark.parametrize("variables, expected", [({}, False), ({HUB_BARS: "0"}, True)])
-def test_a_worker_has_bars_of_transformers_if_they_are_asked_for(
-    variables: Dict[str, str], expected: bool
-) -> None:
+def _bars_before_and_in_a_worker() -> Tuple[bool, bool]:
     """In a process of its own, in which logging stays as it is for a worker."""
+    before = is_progress_bar_enabled()
+    prepare_worker(PLAIN, None)
+    return before, is_progress_bar_enabled()
+
+
+def test_a_worker_has_no_bars_of_transformers() -> None:
+    assert run_workers(1, lambda rank: _bars_before_and_in_a_worker()) == [(True, False)]
+
+
+def test_a_worker_has_bars_of_transformers_if_they_are_asked_for() -> None:
+    """In a Python of its own, because huggingface_hub reads its variables when it is imported."""
     code = (
-        "from transformers.utils.logging import is_progress_bar_enabled as is_enabled\n"
-        "from allennlp_deepspeed.reports.console import ConsoleSettings\n"
-        "from allennlp_deepspeed.reports.console_logging import prepare_worker\n"
-        "was = is_enabled()\n"
-        f"prepare_worker({PLAIN!r}, None)\n"
-        "print('bars', was, is_enabled())\n"
+        "from tests.unit.reports import console_test\n"
+        "print('bars', *console_test._bars_before_and_in_a_worker())\n"
     )
-    others = {name: value for name, value in os.environ.items() if name != HUB_BARS}
     shown = subprocess.run(
         [sys.executable, "-c", code],
-        env={**others, **variables},
+        cwd=REPOSITORY,
+        env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "0"},
         check=True,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert f"bars True {expected}" in shown.stdout
+    assert "bars True True" in shown.stdout
 
 
 @pytest.mark.parametrize("settings", [PLAIN, TERMINAL])
