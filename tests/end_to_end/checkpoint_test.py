@@ -106,6 +106,21 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one(
     assert_ends_alike(recover(uninterrupted, tmp_path, config, last), uninterrupted)
 
 
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.soak), 2])
+def test_a_recovered_run_of_fused_adam_ends_as_an_uninterrupted_one(
+    experiments: Experiments, tmp_path: Path, stage: int
+) -> None:
+    # So many steps that rounding them in another way shows.
+    every_third = {"save_every_num_batches": 3, "keep_most_recent_by_count": None}
+    long = {"trainer.num_epochs": 8, "trainer.checkpointer": every_third}
+    adam = {"type": "AdamW", "params": {"lr": 0.01}}
+    config = deepspeed(load_config("tagger", WORKERS, long), stage, optimizer=adam)
+    config["trainer"]["optimizer"] = None
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e4_b6")
+    assert_ends_alike(recovered, uninterrupted)
+
+
 @pytest.mark.parametrize(
     "changes, last",
     [
