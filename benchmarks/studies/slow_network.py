@@ -42,7 +42,8 @@ DEFAULT_CONTENDERS = [
 _ONLY_AT_STAGE_0 = ("gradient-descent",)
 WORLD_SIZE = 2
 WARMUP_STEPS = 3  # at stage 3 DeepSpeed learns in them in which order parameters are used
-MICRO_BATCHES = 4  # in a segment, or those of one step if that has more
+# In a segment, or two steps if these have more: one right after a pause is slower.
+MICRO_BATCHES = 4
 TIME_LIMIT = 600.0  # seconds, for all contenders of one combination
 _MEASURED_BYTES = 40_000_000
 
@@ -126,7 +127,7 @@ def measure(
     `RuntimeError`
         If the losses differ.
     """
-    plan = Plan(WARMUP_STEPS, settings.pairs, max(1, MICRO_BATCHES // accumulation))
+    plan = Plan(WARMUP_STEPS, settings.pairs, max(2, MICRO_BATCHES // accumulation))
     with tempfile.TemporaryDirectory() as directory:
         workload = LabelledTexts(MODEL, Path(directory), stage, accumulation)
         workload.prepare(WORLD_SIZE)

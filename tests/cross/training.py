@@ -263,9 +263,9 @@ def _train_with_command(case: Case, directory: Path) -> Finished:
         run = allennlp(*arguments, "--recover", include_packages=packages)
     (directory / "output_0.txt").write_text(run.output)
     if run.returncode != 0:
-        error = "ConfigurationError: "
-        if error in run.output:
-            return Finished(refusal=run.output[run.output.rindex(error) + len(error) :][:2000])
+        # A config that is refused ends the command with a message alone.
+        if "Traceback" not in run.output:
+            return Finished(refusal=run.output[-2000:])
         return Finished(failure=run.output[-3000:])
     result = Result(directory / "out")
     finished = _with_steps(case, result.serialization_dir, result.weights())
