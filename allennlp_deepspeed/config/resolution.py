@@ -240,7 +240,8 @@ def _resolve_optimizer(
     params = _params(optimizer)
     if params.get("lr") == AUTO:
         if settings.learning_rate is None:
-            findings.add(cannot_fill("optimizer.params.lr", "write the learning rate"))
+            line = cannot_fill("optimizer.params.lr", "write the learning rate")
+            findings.refuse("optimizer.params.lr", line)
         else:
             fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
     for name in [name for name, value in params.items() if value == AUTO]:
@@ -287,7 +288,10 @@ def _resolve_scheduler(
             continue
         path = f"scheduler.params.{name}"
         value, source = known.get(name, (None, ""))
-        if value is None:
+        if name == "warmup_max_lr" and findings.has_refused("optimizer.params.lr"):
+            # What is written there fills this one too.
+            params.pop(name, None)
+        elif value is None:
             findings.add(cannot_fill(path, _SCHEDULER_HINTS.get(name, "write a value")))
             params.pop(name, None)
         else:
@@ -316,8 +320,9 @@ def _refuse_both(
         needs_lr = lookup(section, "params.lr") == AUTO
         findings.add(
             f'{key} is "{name}", but {ROOT}.{path} is "{section["type"]}": give one of them. '
-            f'AllenNLP\'s stays if you remove the section (or write "{path}": null over a preset)'
-            + ("; DeepSpeed's needs a number for its lr then" if needs_lr else "")
+            f"AllenNLP's stays if you remove the section (where it is a preset's or imported, "
+            f'{{"{path}": null}} in its place does); DeepSpeed\'s if you remove {key}'
+            + (", and write a number for its lr" if needs_lr else "")
         )
 
 

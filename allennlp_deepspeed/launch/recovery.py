@@ -9,6 +9,7 @@ import os
 from typing import Any, Dict, List, Optional, Union
 
 from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
 from allennlp.models.archival import CONFIG_NAME
 
 from allennlp_deepspeed.checkpoint import universal
@@ -25,8 +26,7 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
     """
     Makes `allennlp train --recover` continue if `params` divides the work in another way than the
     training in `serialization_dir` did. The newest checkpoint is converted for the number of
-    workers, and the recorded config becomes `params`, which AllenNLP compares with it. Does nothing
-    if anything else is different, which is AllenNLP's to refuse.
+    workers, and the recorded config becomes `params`, which AllenNLP compares with it.
 
     # Parameters
 
@@ -38,6 +38,8 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
 
     # Raises
 
+    `ConfigurationError`
+        If anything else is different.
     `CheckpointError`
         If the newest checkpoint has to be converted and can't.
     """
@@ -47,8 +49,13 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
         return
     recorded = Params.from_file(path)
     differing = _differing_keys(params, recorded)
-    if not all(map(may_change, differing)):
-        return
+    fixed = [key for key in differing if not may_change(key)]
+    if fixed:
+        raise ConfigurationError(
+            f"A training that is continued has the config that it began with, which is {path}. "
+            f"Of this one differs: {_changes(params, recorded, fixed)}. Write it as it was, or "
+            "train into another directory."
+        )
     if node_rank == 0:
         on_corrupt = params.as_flat_dict().get("trainer.checkpointer.on_corrupt")
         _convert_newest(serialization_dir, number_of_workers(params), on_corrupt)
@@ -99,10 +106,7 @@ def _convert_newest(serialization_dir: str, world_size: int, on_corrupt: Optiona
 def _replace_config(
     path: str, params: Params, recorded: Params, differing: List[str], node_rank: int
 ) -> None:
-    now, then = params.as_flat_dict(), recorded.as_flat_dict()
-    changes = "; ".join(
-        f"{key} was {_value(then, key)} and is {_value(now, key)}" for key in differing
-    )
+    changes = _changes(params, recorded, differing)
     announce(logger, "Continues with another config, which %s has now: %s", path, changes)
     # Each node writes its own, if several see the same directory.
     temporary_path = f"{path}.n{node_rank}.unfinished"
@@ -110,6 +114,11 @@ def _replace_config(
     files.flush(temporary_path)
     files.rename(temporary_path, path)
     files.flush(os.path.dirname(path))
+
+
+def _changes(params: Params, recorded: Params, keys: List[str]) -> str:
+    now, then = params.as_flat_dict(), recorded.as_flat_dict()
+    return "; ".join(f"{key} was {_value(then, key)} and is {_value(now, key)}" for key in keys)
 
 
 def _value(flat: Dict[str, Any], key: str) -> str:

@@ -133,7 +133,7 @@ class Workers:
 
     def _forward(self, signal_number: int) -> None:
         logger.warning(
-            "Waits for the workers, which leave after the optimizer step or the validation batch "
+            "Waiting for the workers, which leave after the optimizer step or the validation batch "
             "that they are in. A second %s ends them in any case.",
             signal.Signals(signal_number).name,
         )

@@ -906,6 +906,16 @@ class TestOptimizerAndScheduler:
             "warmup_num_steps": 10,
         }
 
+    def test_one_learning_rate_is_asked_for_where_it_fills_two(self):
+        line = refusal(
+            {
+                "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+            }
+        )
+        assert "optimizer.params.lr is left open" in line
+        assert "warmup_max_lr" not in line
+
     def test_a_required_number_of_steps_need_not_be_written(self):
         scheduler = {"scheduler": {"type": "WarmupCosineLR"}}
         params = resolve(scheduler, num_epochs=2, batches_per_epoch=5).engine_config["scheduler"]

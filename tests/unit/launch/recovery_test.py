@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any, List, Optional
 
 import pytest
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.launch import recovery
@@ -53,3 +55,19 @@ def test_the_one_that_the_workers_will_choose(
     monkeypatch.setattr(universal, "convert", directories.append)
     recovery._convert_newest(str(tmp_path), 2, on_corrupt)
     assert directories == ([] if converted is None else [checkpoints.path(converted)])
+
+
+def test_what_cannot_change_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    def params(**trainer: Any) -> Params:
+        return Params({"trainer": {"type": "deepspeed", **trainer}})
+
+    recorded = tmp_path / "config.json"
+    params(grad_norm=1.5, num_epochs=8).to_file(str(recorded))
+    before = recorded.read_text()
+    with pytest.raises(ConfigurationError) as refused:
+        recovery.prepare(params(grad_norm=2.0, num_epochs=9), tmp_path)
+    assert "trainer.grad_norm was 1.5 and is 2.0" in str(refused.value)
+    assert "num_epochs" not in str(refused.value)
+    assert recorded.read_text() == before
+    recovery.prepare(params(grad_norm=1.5, num_epochs=9), tmp_path)
+    assert Params.from_file(recorded)["trainer"]["num_epochs"] == 9
