@@ -203,11 +203,16 @@ def test_allennlp_accepts_a_config_that_divides_the_work_in_another_way(training
         {"trainer.deepspeed_config.gradient_clipping": 0.5},
     ],
 )
-def test_any_other_difference_is_left_for_allennlp_to_refuse(training: Path, change: Config):
+def test_any_other_difference_is_refused_by_name(training: Path, change: Config):
     before = contents(training)
     config = Params.from_file(training / "config.json", {**change, **on(4)})
-    recovery.prepare(config, training)
+    with pytest.raises(ConfigurationError) as refused:
+        recovery.prepare(config, training)
+    [key] = change
+    assert f"Of this one differs: {key} was " in str(refused.value)
+    assert "cuda_devices" not in str(refused.value)
     assert contents(training) == before
+    # As AllenNLP does, which names all that differs.
     with pytest.raises(REFUSALS):
         create_serialization_dir(config, str(training), recover=True, force=False)
 

@@ -24,6 +24,7 @@ OF_OTHERS = {
     "Plugin allennlp_deepspeed could not be loaded": (allennlp, "common/plugins.py"),
     "cannot import name 'HfFolder'": None,
     "module transformers has no attribute AdamW": (transformers, "utils/import_utils.py"),
+    "ReduceLROnPlateau.__init__() got an unexpected keyword argument 'verbose'": None,
     "Address already in use": None,
     "CUDA out of memory": None,
     "terminated with signal SIGKILL": (torch, "multiprocessing/spawn.py"),
