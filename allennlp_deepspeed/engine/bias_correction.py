@@ -2,9 +2,11 @@
 The bias correction of DeepSpeed's Adam on the CPU.
 """
 
+from contextlib import ExitStack
 from typing import Any, Callable
 
 import torch
+from allennlp.training.optimizers import MultiOptimizer
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
@@ -19,6 +21,11 @@ def corrected_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], No
     way: a training that was interrupted has other weights than one that wasn't, if it is offloaded
     or on the CPU. Gone when both are the same to the last bit.
     """
+    if isinstance(optimizer, MultiOptimizer):
+        with ExitStack() as undo:
+            for part in optimizer.optimizers.values():
+                undo.callback(corrected_by_step_count(part))
+            return undo.pop_all().close
     forget_powers: Callable[..., Any]
     if isinstance(optimizer, DeepSpeedCPUAdam):
 
@@ -30,11 +37,12 @@ def corrected_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], No
 
     elif isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":
         # The same operator, of which a step of nothing is all that can be called.
-        nothing = [[torch.empty(0)]] * 4
+        nothing = torch.empty(0, dtype=torch.float32)
 
         def forget_powers(*_: Any) -> None:
+            mode = optimizer.adam_w_mode
             optimizer.multi_tensor_adam(
-                0, torch.empty(0), nothing, 0.0, 0.0, 0.0, 0.0, 0, optimizer.adam_w_mode, 0, 0.0
+                0, nothing, [[nothing]] * 4, 0.0, 0.0, 0.0, 0.0, 0, mode, 0, 0.0
             )
 
     else:

@@ -3,6 +3,8 @@ from typing import Any, Dict
 
 import pytest
 import torch
+from allennlp.common import Params
+from allennlp.training.optimizers import Optimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from allennlp_deepspeed.engine.bias_correction import corrected_by_step_count
@@ -52,3 +54,20 @@ def test_steps_after_an_interruption_are_those_of_one_optimizer(
     assert torch.equal(
         weights_after_steps(optimizer_class, settings, is_interrupted=True), expected
     )
+
+
+def test_each_optimizer_of_several_is_corrected() -> None:
+    """As `optimizer` is "multi", at stage 0."""
+    parameters = [(name, torch.nn.Parameter(torch.ones(3))) for name in ("one", "other")]
+    optimizers = {"default": {"type": "cpu_adam", "lr": 0.1}, "second": {"type": "fused_adam"}}
+    groups = [[["other"], {"optimizer_name": "second"}]]
+    several = Optimizer.from_params(
+        Params({"type": "multi", "optimizers": optimizers, "parameter_groups": groups}),
+        model_parameters=parameters,
+    )
+    undo = corrected_by_step_count(several)
+    parts = list(several.optimizers.values())
+    assert isinstance(parts[0], DeepSpeedCPUAdam) and isinstance(parts[1], FusedAdam)
+    assert [len(part._optimizer_step_pre_hooks) for part in parts] == [1, 1]
+    undo()
+    assert not any(part._optimizer_step_pre_hooks for part in parts)
