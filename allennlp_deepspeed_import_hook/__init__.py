@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 
-# For each of AllenNLP's modules that needs one, the context in which it is run: a module here and
-# a function of it.
+# For each module that needs one, of AllenNLP's and this package itself, the context in which it is
+# run: a module here and a function of it.
 _CONTEXTS = {
     "allennlp": ("garbage", "uncollected"),
     "allennlp.commands": ("garbage", "uncollected"),
@@ -44,7 +44,9 @@ class _Finder:
         for finder in sys.meta_path:
             spec = None if finder is _Finder else finder.find_spec(name, path, target)
             if spec is not None:
-                _wrap(spec)
+                # A folder that only has the name, such as a checkout's, has no loader.
+                if spec.loader is not None:
+                    _wrap(spec)
                 return spec
         return None
 

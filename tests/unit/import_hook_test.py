@@ -84,6 +84,31 @@ def test_a_python_without_the_package_starts(tmp_path: Path):
     assert shown.splitlines() == ["[]", "False False"]
 
 
+def test_this_package_is_imported_without_collecting_garbage(tmp_path: Path) -> None:
+    package = tmp_path / "allennlp_deepspeed"
+    package.mkdir()
+    (package / "__init__.py").write_text("import gc\nprint(gc.isenabled())\n")
+    (tmp_path / "sitecustomize.py").write_text("import allennlp_deepspeed_import_hook")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    code = "import gc, allennlp_deepspeed; print(gc.isenabled())"
+    assert _run("-c", code, env=environment, cwd=tmp_path).split() == ["False", "True"]
+
+
+def test_a_folder_with_the_name_alone_is_found(tmp_path: Path) -> None:
+    """As in the folder in which a checkout is."""
+    (tmp_path / "allennlp_deepspeed").mkdir()
+    code = (
+        f"import sys; sys.path[:] = [{str(tmp_path)!r}, *sys.path[1:]]\n"
+        "from importlib.machinery import PathFinder\n"
+        "import allennlp_deepspeed_import_hook as hook\n"
+        "sys.meta_path[:] = [hook._Finder, PathFinder]\n"
+        "sys.path[1:] = []\n"
+        "print(hook._Finder.find_spec('allennlp_deepspeed').loader)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    assert _run("-c", code, env=environment, cwd=tmp_path).split()[-1] == "None"
+
+
 @pytest.mark.parametrize(
     "arguments, expected",
     [
