@@ -75,8 +75,8 @@ _WAITING = ("watchdog_test.py",)
 
 def _spread(items: List[pytest.Item]) -> None:
     """
-    Puts tests that wait for time limits between those that train: together they would leave the
-    cores idle. Tests of single objects, which are short, stay together at the end.
+    Puts tests that wait for time limits between others, before most of those of single objects,
+    which are short: together they would leave the cores idle.
     """
 
     def waits(item: pytest.Item) -> bool:

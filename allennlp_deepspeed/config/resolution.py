@@ -241,7 +241,7 @@ def _resolve_optimizer(
     if params.get("lr") == AUTO:
         if settings.learning_rate is None:
             line = cannot_fill("optimizer.params.lr", "write the learning rate")
-            findings.refuse("optimizer.params.lr", line)
+            findings.refuse(f"{ROOT}.optimizer.params.lr", line)
         else:
             fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
     for name in [name for name, value in params.items() if value == AUTO]:
@@ -288,7 +288,7 @@ def _resolve_scheduler(
             continue
         path = f"scheduler.params.{name}"
         value, source = known.get(name, (None, ""))
-        if name == "warmup_max_lr" and findings.has_refused("optimizer.params.lr"):
+        if name == "warmup_max_lr" and findings.has_refused(f"{ROOT}.optimizer.params.lr"):
             # What is written there fills this one too.
             params.pop(name, None)
         elif value is None:

@@ -53,8 +53,9 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
     if fixed:
         raise ConfigurationError(
             f"A training that is continued has the config that it began with, which is {path}. "
-            f"Of this one differs: {_changes(params, recorded, fixed)}. Write it as it was, or "
-            "train into another directory."
+            f"Of this one differs: {_changes(params, recorded, fixed[:_MAX_NAMED])}"
+            + (f"; and {len(fixed) - _MAX_NAMED} more" if len(fixed) > _MAX_NAMED else "")
+            + ". Write it as it was, or train into another directory."
         )
     if node_rank == 0:
         on_corrupt = params.as_flat_dict().get("trainer.checkpointer.on_corrupt")
@@ -121,5 +122,14 @@ def _changes(params: Params, recorded: Params, keys: List[str]) -> str:
     return "; ".join(f"{key} was {_value(then, key)} and is {_value(now, key)}" for key in keys)
 
 
+# Of what can't change. Another experiment's directory differs in everything.
+_MAX_NAMED = 5
+_MAX_LENGTH = 100  # characters of a value
+
+
 def _value(flat: Dict[str, Any], key: str) -> str:
-    return json.dumps(flat[key]) if key in flat else "not set"
+    if key not in flat:
+        return "not set"
+    # From Python a value may be no JSON.
+    text = json.dumps(flat[key], default=repr)
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}..."

@@ -264,7 +264,7 @@ def _train_with_command(case: Case, directory: Path) -> Finished:
     (directory / "output_0.txt").write_text(run.output)
     if run.returncode != 0:
         # A config that is refused ends the command with a message alone.
-        if "Traceback" not in run.output:
+        if run.returncode == 1 and "Traceback" not in run.output:
             return Finished(refusal=run.output[-2000:])
         return Finished(failure=run.output[-3000:])
     result = Result(directory / "out")

@@ -143,6 +143,9 @@ def _bars_before_and_in_a_worker() -> Tuple[bool, bool]:
     return before, is_progress_bar_enabled()
 
 
+@pytest.mark.skipif(
+    "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ, reason="the environment says what to do"
+)
 def test_a_worker_has_no_bars_of_transformers() -> None:
     assert run_workers(1, lambda rank: _bars_before_and_in_a_worker()) == [(True, False)]
 
