@@ -42,8 +42,7 @@ DEFAULT_CONTENDERS = [
 _ONLY_AT_STAGE_0 = ("gradient-descent",)
 WORLD_SIZE = 2
 WARMUP_STEPS = 3  # at stage 3 DeepSpeed learns in them in which order parameters are used
-# In a segment, or two steps if these have more: one right after a pause is slower.
-MICRO_BATCHES = 4
+MICRO_BATCHES = 4  # in a segment, or those of two steps if these have more
 TIME_LIMIT = 600.0  # seconds, for all contenders of one combination
 _MEASURED_BYTES = 40_000_000
 
