@@ -1,0 +1,87 @@
+"""
+Saving a checkpoint while training goes on.
+"""
+
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from allennlp.training.callbacks import TrainerCallback
+from torch import nn
+
+from allennlp_deepspeed import DeepSpeedCheckpointer
+from allennlp_deepspeed.reports.communication import CommunicationCounter, Traffic
+from tests.support.collectives import needs_counting
+from tests.support.side_by_side import Side, numbers
+
+DIM = 8
+
+
+class TwoLayers(Model):
+    """All but the weights of the first layer are small, and one of these isn't trained."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layers = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
+        self.layers[2].bias.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": self.layers(inputs).square().mean()}
+
+
+def batches(rank: int) -> List[Dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"inputs": torch.randn(6, DIM, generator=generator)} for _ in range(3)]
+
+
+class Save(TrainerCallback):
+    """After the second step, and counts what crosses the network for it."""
+
+    def __init__(self, serialization_dir: Path) -> None:
+        super().__init__(str(serialization_dir))
+        self.counter = CommunicationCounter()
+        self.elements: List[int] = []  # of each parameter that this rank has after the save
+
+    def on_batch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.engine.global_steps != 2 or self.counter.read():
+            return
+        checkpointer = DeepSpeedCheckpointer(self.serialization_dir)
+        with self.counter:
+            checkpointer.save_checkpoint(trainer)
+        self.elements = [parameter.data.numel() for parameter in trainer.model.parameters()]
+        checkpointer.finish()
+
+
+def train(trainer: Any) -> Dict[str, Any]:
+    trainer.train()
+    return numbers(trainer)
+
+
+def train_and_save(trainer: Any) -> Tuple[Dict[str, Any], List[int], Dict[str, Traffic]]:
+    (save,) = (callback for callback in trainer.callbacks if isinstance(callback, Save))
+    return train(trainer), save.elements, save.counter.read()
+
+
+@needs_counting
+@pytest.mark.parametrize("offloaded", [{}, {"offload_param": {"device": "cpu"}}])
+def test_what_stage_3_keeps_whole_is_not_gathered_for_a_save(
+    tmp_path: Path, offloaded: Dict[str, Any]
+) -> None:
+    zero = {"stage3_param_persistence_threshold": DIM, **offloaded}
+    arguments: Any = {"world_size": 2, "zero": zero}
+    without = Side(TwoLayers, batches, 3, **arguments).on_all_ranks(train)
+    saving = Side(TwoLayers, batches, 3, callbacks=lambda: [Save(tmp_path)], **arguments)
+    for (weights, elements, traffic), expected in zip(
+        saving.on_all_ranks(train_and_save), without, strict=True
+    ):
+        # What the ranks agree on, such as whether the tag is the same.
+        assert "all_reduce" in traffic
+        assert not any("gather" in kind for kind in traffic)
+        assert elements == [0, DIM, DIM, 1]
+        assert all((weights[name] == expected[name]).all() for name in expected)
+    path = tmp_path / "checkpoint_e0_b2"
+    model_states = torch.load(path / "engine" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    assert all(tensor.numel() == 0 for tensor in model_states["module"].values())
