@@ -9,6 +9,7 @@ environment variable `ALLENNLP_DEEPSPEED_IMPORT_HOOK=0` nothing happens.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any, Optional
+
+# Python 3.12 leaves some objects out of looking for garbage from the beginning.
+NUM_FROZEN_BY_PYTHON = gc.get_freeze_count()
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 

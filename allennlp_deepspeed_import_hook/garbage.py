@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Iterator
 
+from allennlp_deepspeed_import_hook import NUM_FROZEN_BY_PYTHON
+
 
 @contextmanager
 def uncollected(module: ModuleType) -> Iterator[None]:
@@ -23,6 +25,10 @@ def uncollected(module: ModuleType) -> Iterator[None]:
     finally:
         if _is_command():
             gc.freeze()
+        elif gc.get_freeze_count() <= NUM_FROZEN_BY_PYTHON:
+            # From the youngest generation, which Python looks through next, to the oldest.
+            gc.freeze()
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

@@ -143,6 +143,25 @@ def test_allennlp_is_imported_without_collecting_garbage(
     assert _run(*arguments, env=environment).strip() == expected
 
 
+@pytest.mark.parametrize(
+    "before, generation", [("", 2), ("gc.freeze(); ", 0)], ids=["", "user has left some out"]
+)
+def test_what_is_imported_is_not_looked_through_next(
+    tmp_path: Path, before: str, generation: int
+) -> None:
+    """In which generation what the package has made is, where no command has it left out."""
+    package = tmp_path / "allennlp"
+    package.mkdir()
+    (package / "__init__.py").write_text("made = [[]]\n")
+    (tmp_path / "sitecustomize.py").write_text("import allennlp_deepspeed_import_hook")
+    code = (
+        f"import gc; gc.disable(); {before}import allennlp\n"
+        "print([any(o is allennlp.made for o in gc.get_objects(i)) for i in range(3)].index(True))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    assert _run("-c", code, env=environment, cwd=tmp_path).strip() == str(generation)
+
+
 @pytest.mark.parametrize("correct_bias", [True, False])
 def test_adamw_steps_as_its_paper_says(correct_bias: bool):
     weight = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
