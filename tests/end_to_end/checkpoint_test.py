@@ -295,6 +295,7 @@ def test_an_asynchronous_save_saves_the_moment_of_the_save(
     assert_ends_alike(recovered, uninterrupted)
 
 
+@pytest.mark.soak_cases("0")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_checkpoints_are_saved_and_pruned_as_asked(experiments: Experiments, stage: int):
     config = load_config("tagger", WORKERS, {"trainer.checkpointer": {}})

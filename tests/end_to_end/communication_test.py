@@ -61,7 +61,7 @@ def test_stage_3_gathers_parameters_and_scatters_gradients(experiments: Experime
     assert counts["reduce_scatter_bytes_per_step"] == MODEL_BYTES
 
 
-@pytest.mark.soak_cases("0")
+@pytest.mark.soak_cases("0", "2")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_validation_and_saving_are_not_counted(experiments: Experiments, stage: int):
     config = deepspeed(load_config("tagger", TWO_WORKERS, COUNTED, SAVED), stage)

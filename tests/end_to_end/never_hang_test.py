@@ -189,6 +189,7 @@ def test_a_signal_leaves_an_archive_of_the_best_weights(
     )
 
 
+@pytest.mark.soak
 def test_ctrl_c_with_spawned_workers(tmp_path: Path):
     # As a user's are. Most of the time is for imports.
     signal = callback("send_signal", point=TRAINING, signal_name="SIGINT", to="session")

@@ -206,7 +206,7 @@ def test_everything_is_loaded_as_it_was(
         assert_continues(recovered, uninterrupted)
 
 
-@pytest.mark.soak_cases("sections0-0", "sections1-1", "sections1-2")
+@pytest.mark.soak_cases("sections0-0", "sections1-1", "sections1-2", "sections0-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("sections", [{}, BF16])
 def test_tied_and_frozen_parameters_and_buffers_are_loaded_as_they_were(
