@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Dict
 
 import pytest
+import torch._dynamo.config
 from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
@@ -125,8 +126,13 @@ def test_a_checkpoint_of_the_counterpart_is_continued(
 @pytest.fixture(scope="session")
 def muon_experiments(session_directory: Path) -> Experiments:
     # PyTorch would take a minute to compile Muon's kernels.
-    command = partial(allennlp, environment={"TORCHDYNAMO_DISABLE": "1"})
+    command = partial(allennlp, enter=_leave_uncompiled)
     return Experiments(session_directory / "muon_experiments", command)
+
+
+def _leave_uncompiled() -> None:
+    # The environment variable is read by what has been imported already.
+    torch._dynamo.config.disable = True
 
 
 @pytest.mark.parametrize(
