@@ -25,16 +25,27 @@ NUM_FROZEN_BY_PYTHON = gc.get_freeze_count()
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 
-# For each module that needs one, of AllenNLP's and this package itself, the context in which it is
-# run: a module here and a function of it.
+# The contexts in which modules of AllenNLP's and this package itself are run: modules here and
+# functions of them.
 _CONTEXTS = {
-    "allennlp": ("garbage", "uncollected"),
-    "allennlp.commands": ("garbage", "uncollected"),
-    "allennlp_deepspeed": ("garbage", "uncollected"),
-    "allennlp.common.push_to_hf": ("shims", "former_classes_of_the_hub"),
-    "allennlp.common.cached_transformers": ("shims", "former_transformers"),
-    "allennlp.modules.transformer.transformer_module": ("shims", "weights_of_today"),
-    "allennlp.training.optimizers": ("shims", "former_adamw"),
+    "allennlp": ("deferred.imports", "garbage.uncollected"),
+    "allennlp.commands": ("garbage.uncollected",),
+    "allennlp_deepspeed": ("garbage.uncollected",),
+    "allennlp.common.push_to_hf": ("shims.former_classes_of_the_hub",),
+    "allennlp.common.cached_transformers": ("shims.former_transformers",),
+    "allennlp.modules.transformer.transformer_module": ("shims.weights_of_today",),
+    "allennlp.training.optimizers": ("shims.former_adamw",),
+    **dict.fromkeys(
+        (
+            "allennlp.common.util",
+            "allennlp.data.fields.text_field",
+            "allennlp.data.token_indexers.spacy_indexer",
+            "allennlp.data.tokenizers.sentence_splitter",
+            "allennlp.data.tokenizers.spacy_tokenizer",
+            "allennlp.training.metrics.evalb_bracketing_scorer",
+        ),
+        ("deferred.imports",),
+    ),
 }
 
 
@@ -61,10 +72,13 @@ def _wrap(spec: ModuleSpec) -> None:
 
     def exec_module(module: ModuleType) -> None:
         import importlib
+        from contextlib import ExitStack
 
-        where, name = _CONTEXTS[spec.name]
-        contexts = importlib.import_module(f"allennlp_deepspeed_import_hook.{where}")
-        with getattr(contexts, name)(module):
+        with ExitStack() as stack:
+            for name in _CONTEXTS[spec.name]:
+                where, _, function = name.partition(".")
+                contexts = importlib.import_module(f"allennlp_deepspeed_import_hook.{where}")
+                stack.enter_context(getattr(contexts, function)(module))
             run(module)
 
     loader.exec_module = exec_module

@@ -162,6 +162,132 @@ def test_what_is_imported_is_not_looked_through_next(
     assert _run("-c", code, env=environment, cwd=tmp_path).strip() == str(generation)
 
 
+# A package of the name, which says when it is imported, and a module of AllenNLP's that imports it.
+SPACY = {
+    "spacy/__init__.py": "print('imported')\n__version__ = '3'\nfrom spacy import tokens\n"
+    "def load(name): return name\n",
+    "spacy/tokens/__init__.py": "class Token: pass\n",
+    "spacy/cli/__init__.py": "",
+    "spacy/cli/download.py": "def download(name): print('downloaded', name)\n",
+    "allennlp/__init__.py": "import spacy\n",
+    "allennlp/common/__init__.py": "",
+    "allennlp/common/util.py": """
+from typing import Dict, List
+import spacy
+from spacy.cli.download import download
+from spacy.tokens import Token as SpacyToken
+models: Dict[str, SpacyToken] = {}
+def first(tokens: List[spacy.tokens.Token]) -> SpacyToken: return tokens[0]
+def is_token(x): return isinstance(x, (spacy.tokens.Token, SpacyToken))
+""",
+}
+
+
+@pytest.mark.parametrize(
+    "code, printed",
+    [
+        ("print(util.is_token('x'), util.models)", ["False {}"]),
+        ("print(issubclass(int, util.SpacyToken))", ["False"]),
+        ("print(util.spacy.__version__)", ["imported", "3"]),
+        ("util.download('it')", ["imported", "downloaded it"]),
+        ("util.spacy.cli.download.download('it')", ["imported", "downloaded it"]),
+        ("print(util.is_token(util.SpacyToken()))", ["imported", "True"]),
+        ("import spacy; print(util.is_token(spacy.tokens.Token()))", ["imported", "True"]),
+        (
+            "import spacy; print(issubclass(spacy.tokens.Token, util.SpacyToken))",
+            ["imported", "True"],
+        ),
+        (
+            "from unittest import mock\n"
+            "with mock.patch('allennlp.common.util.spacy.load', len): import spacy\n"
+            "with mock.patch('allennlp.common.util.spacy.load', len): print(spacy.load('four'))\n"
+            "print(spacy.load('four'))",
+            ["imported", "4", "four"],
+        ),
+        ("util.spacy.other", ["imported", "AttributeError"]),
+    ],
+    ids=str,
+)
+def test_packages_that_few_need_are_imported_when_they_are_used(
+    tmp_path: Path, code: str, printed: List[str]
+) -> None:
+    _write(tmp_path, SPACY)
+    assert _shown_by(tmp_path, f"from allennlp.common import util\n{code}") == printed
+
+
+@pytest.mark.parametrize(
+    "code, printed",
+    [
+        ("import spacy; from allennlp.common import util", ["imported", "True True"]),
+        ("from allennlp.common import util; import spacy", ["imported", "False True"]),
+    ],
+)
+def test_a_package_that_is_there_is_not_put_off(
+    tmp_path: Path, code: str, printed: List[str]
+) -> None:
+    _write(tmp_path, SPACY)
+    code += "\nprint(util.SpacyToken is spacy.tokens.Token, util.SpacyToken == util.SpacyToken)"
+    assert _shown_by(tmp_path, code) == printed
+
+
+def test_a_package_that_is_missing_is_missed_at_once(tmp_path: Path) -> None:
+    """AllenNLP says which packages it needs."""
+    files = {name: text for name, text in SPACY.items() if not name.startswith("spacy")}
+    _write(tmp_path, files)
+    code = "import sys; sys.path[:] = sys.path[:-1]\nimport allennlp"
+    assert _shown_by(tmp_path, code, "-S") == ["ModuleNotFoundError"]
+
+
+def _write(directory: Path, files: Dict[str, str]) -> None:
+    for name, text in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+
+
+def _shown_by(directory: Path, code: str, *arguments: str) -> List[str]:
+    """What Python prints, and the class of the exception that it ends with."""
+    indented = "\n    ".join(code.splitlines())
+    code = (
+        f"import sys; sys.path.insert(0, {str(directory)!r})\n"
+        "import allennlp_deepspeed_import_hook\n"
+        f"try:\n    {indented}\nexcept Exception as e:\n    print(type(e).__name__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return _run(*arguments, "-c", code, env=environment, cwd=directory).splitlines()
+
+
+def test_what_is_put_off_works_as_before(tmp_path: Path) -> None:
+    """With the packages themselves, which AllenNLP's commands don't import any more."""
+    code = """
+import sys
+import allennlp.commands
+assert not {"spacy", "nltk"} & set(sys.modules)
+from allennlp.common.util import sanitize
+from allennlp.data.fields import TextField
+from allennlp.data.token_indexers import SpacyTokenIndexer
+from allennlp.data.tokenizers import SpacyTokenizer, Token
+assert sanitize({"tokens": [Token("a"), None, (1, "b")]}) == {"tokens": ["a", "None", [1, "b"]]}
+TextField([Token("a")], {})
+assert "spacy" not in sys.modules
+import spacy
+spacy.blank("en").to_disk(sys.argv[1])
+tokens = SpacyTokenizer(language=sys.argv[1], keep_spacy_tokens=True).tokenize("Two words.")
+assert [type(token) for token in tokens] == [spacy.tokens.Token] * 3
+assert sanitize(tokens) == ["Two", "words", "."]
+assert len(TextField(tokens, {"tokens": SpacyTokenIndexer()}).tokens) == 3
+assert len(SpacyTokenIndexer().tokens_to_indices(tokens, None)["tokens"]) == 3
+from typing import get_type_hints
+from allennlp.training.metrics import EvalbBracketingScorer
+import nltk
+get_type_hints(EvalbBracketingScorer.__call__)
+print("worked")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    code = f"import allennlp_deepspeed_import_hook\n{code}"
+    shown = _run("-c", code, tmp_path / "model", env=environment, cwd=tmp_path)
+    assert shown.splitlines()[-1] == "worked"
+
+
 @pytest.mark.parametrize("correct_bias", [True, False])
 def test_adamw_steps_as_its_paper_says(correct_bias: bool):
     weight = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))

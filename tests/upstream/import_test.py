@@ -7,11 +7,12 @@ from types import ModuleType
 
 import huggingface_hub
 import transformers
-from allennlp.common import cached_transformers
+from allennlp.common import cached_transformers, util
 from allennlp.data.token_indexers import pretrained_transformer_indexer
 from allennlp.data.tokenizers import pretrained_transformer_tokenizer
 from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
 from allennlp.training import optimizers
+from allennlp.training.metrics import evalb_bracketing_scorer
 
 from tests.upstream.unmended import mended_by
 
@@ -43,6 +44,13 @@ def test_tokenizers_and_models_have_changed() -> bool:
         _mentions(pretrained_transformer_tokenizer, ".encode_plus(")
         and _mentions(pretrained_transformer_indexer, ".build_inputs_with_special_tokens(")
         and _mentions(cached_transformers, "AutoTokenizer.from_pretrained")
+    )
+
+
+@mended_by("deferred.imports")
+def test_whoever_imports_allennlp_imports_spacy_and_nltk() -> bool:
+    return _mentions(util, "\nimport spacy\n") and _mentions(
+        evalb_bracketing_scorer, "\nfrom nltk import Tree\n"
     )
 
 
