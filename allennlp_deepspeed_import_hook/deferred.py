@@ -16,11 +16,11 @@ from unittest import mock
 # They take an eighth of the time in which AllenNLP's command is imported.
 _PACKAGES = ("spacy", "nltk")
 
-# Modules that have been asked for and not imported yet, by their packages.
+# Modules that have been asked for, by their packages.
 _put_off: Dict[str, List[str]] = defaultdict(list)
 
-# Where AllenNLP asks of anything that it writes whether it is one.
-_NAMED_WHILE_RUNNING = {("spacy",): "tokens", ("spacy", "tokens"): "Token"}
+# Of spaCy. AllenNLP asks of anything that it writes whether it is one.
+_NAMED_WHILE_RUNNING = (("tokens",), ("tokens", "Token"))
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def imports(module: ModuleType) -> Iterator[None]:
         ):
             return import_at_once(name, globals, locals, fromlist, level)
         _put_off[package].append(name)
-        return Deferred(tuple((name if fromlist else package).split(".")), is_running)
+        return Deferred(name if fromlist else package, (), is_running)
 
     with mock.patch.object(builtins, "__import__", import_or_defer):
         yield
@@ -64,32 +64,42 @@ class Deferred(type):
 
     # Parameters
 
-    path : `Tuple[str, ...]`
-        The package, and the names that lead to it from there.
+    module : `str`
+    names : `Tuple[str, ...]`
+        What leads to it from there.
     is_running : `List[bool]`
         Empties when the module of AllenNLP's has been run that imports it: until then it names
         what is in it, without a use for it.
     """
 
-    def __new__(cls, path: Tuple[str, ...], is_running: Any) -> "Deferred":
-        return super().__new__(cls, path[-1], (), {"__module__": ".".join(path[:-1])})
+    def __new__(cls, module: str, names: Tuple[str, ...], is_running: Any) -> "Deferred":
+        return super().__new__(cls, (module, *names)[-1], (), {"__module__": module})
 
-    def __init__(self, path: Tuple[str, ...], is_running: Any) -> None:
-        type.__setattr__(self, "_path", path)
-        type.__setattr__(self, "_is_running", is_running)
+    def __init__(self, module: str, names: Tuple[str, ...], is_running: Any) -> None:
+        type.__setattr__(self, "_where", (module, names, is_running))
+        type.__setattr__(self, "_found", None)
 
     def _import(self) -> Any:
-        package, *names = self._path
-        for module in _put_off.pop(package, [package]):
-            importlib.import_module(module)
-        return functools.reduce(getattr, names, sys.modules[package])
+        if self._found is None:
+            module, names, _ = self._where
+            # Those of others are found as what is in this package.
+            for name in (module, *_put_off[module]):
+                importlib.import_module(name)
+            found = functools.reduce(getattr, names, sys.modules[module])
+            type.__setattr__(self, "_found", found)
+        return self._found
+
+    def _is_imported(self) -> bool:
+        return self._where[0] in sys.modules
 
     def __getattr__(self, name: str) -> Any:
-        if self._is_running and not name.startswith("__"):
-            return Deferred((*self._path, name), self._is_running)
-        if _NAMED_WHILE_RUNNING.get(self._path) == name and self._path[0] not in sys.modules:
-            return Deferred((*self._path, name), self._is_running)
-        if self._is_running:
+        module, names, is_running = self._where
+        is_special = name.startswith("__")
+        if is_running and not is_special or (*names, name) in _NAMED_WHILE_RUNNING:
+            within = Deferred(module, (*names, name), is_running)
+            type.__setattr__(self, name, within)
+            return within
+        if is_running:
             raise AttributeError(name)
         return getattr(self._import(), name)
 
@@ -103,7 +113,7 @@ class Deferred(type):
         return self._import()(*args, **kwargs)
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return self._path[0] in sys.modules and isinstance(instance, self._import())
+        return self._is_imported() and isinstance(instance, self._import())
 
     def __subclasscheck__(self, subclass: type) -> bool:
-        return self._path[0] in sys.modules and issubclass(subclass, self._import())
+        return self._is_imported() and issubclass(subclass, self._import())

@@ -32,10 +32,8 @@ def config(session_directory: Path, worker_id: str) -> Dict[str, Any]:
     ).as_dict(quiet=True)
 
 
-@pytest.mark.soak_cases("2")
-@pytest.mark.parametrize(
-    "stage", [*(pytest.param(s, marks=pytest.mark.soak) for s in (0, 1)), 2, 3]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", range(4))
 def test_bf16_trains_to_within_noise_of_fp32(
     experiments: Experiments, config: Dict[str, Any], stage: int
 ) -> None:

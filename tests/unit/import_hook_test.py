@@ -167,7 +167,7 @@ SPACY = {
     "spacy/__init__.py": "print('imported')\n__version__ = '3'\nfrom spacy import tokens\n"
     "def load(name): return name\n",
     "spacy/tokens/__init__.py": "class Token: pass\n",
-    "spacy/cli/__init__.py": "",
+    "spacy/cli/__init__.py": "from spacy.cli.download import download",
     "spacy/cli/download.py": "def download(name): print('downloaded', name)\n",
     "allennlp/__init__.py": "import spacy\n",
     "allennlp/common/__init__.py": "",
@@ -190,7 +190,7 @@ def is_token(x): return isinstance(x, (spacy.tokens.Token, SpacyToken))
         ("print(issubclass(int, util.SpacyToken))", ["False"]),
         ("print(util.spacy.__version__)", ["imported", "3"]),
         ("util.download('it')", ["imported", "downloaded it"]),
-        ("util.spacy.cli.download.download('it')", ["imported", "downloaded it"]),
+        ("util.spacy.cli.download('it')", ["imported", "downloaded it"]),
         ("print(util.is_token(util.SpacyToken()))", ["imported", "True"]),
         ("import spacy; print(util.is_token(spacy.tokens.Token()))", ["imported", "True"]),
         (
@@ -274,6 +274,9 @@ spacy.blank("en").to_disk(sys.argv[1])
 tokens = SpacyTokenizer(language=sys.argv[1], keep_spacy_tokens=True).tokenize("Two words.")
 assert [type(token) for token in tokens] == [spacy.tokens.Token] * 3
 assert sanitize(tokens) == ["Two", "words", "."]
+from allennlp.common import util
+from spacy.cli.download import download
+assert util.spacy_download._import() is download
 assert len(TextField(tokens, {"tokens": SpacyTokenIndexer()}).tokens) == 3
 assert len(SpacyTokenIndexer().tokens_to_indices(tokens, None)["tokens"]) == 3
 from typing import get_type_hints
