@@ -24,10 +24,10 @@ export NO_MKDOCS_2_WARNING := 1
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make demo-llm  fine-tune a language model and compare it before and after (under 10 minutes)"
-	@echo "make test    run the whole test suite"
+	@echo "make test    run the test suite, but for what takes long (about 15 minutes)"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
 	@echo "make test-oldest  the same, with the oldest versions of PyTorch and transformers that are supported, in an environment of its own"
-	@echo "make coverage  run the whole test suite and report which lines it has run, in workers too"
+	@echo "make coverage  run the same and report which lines it has run, in workers too"
 	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, and run the long tests (about an hour)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
@@ -61,14 +61,16 @@ test-oldest: $(OLDEST)/installed
 WITH_OLDEST = PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" \
     TORCH_EXTENSIONS_DIR="$(CURDIR)/$(OLDEST)/torch_extensions"
 
-# What tests write is in memory, where there is room for the 4 GB, and removed if all have passed.
-# Three beside one another on two cores: a fifth of the time a test waits, for another process or a
-# time limit. In short turns, so that none of the three is left with many when the others are done.
+# What tests write, less than 2 GB, is in memory, where there is room for several times that, and
+# removed if all have passed. Three beside one another on two cores: a fifth of the time a test
+# waits, for another process or a time limit. In short turns, so that none of the three is left with
+# many when the others are done.
 test: ops
 	free=$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 {print $$4}'); \
 	if [ "$${free:-0}" -gt 10000000 ]; then export TMPDIR=/dev/shm; fi; \
 	TMPDIR=$$(mktemp -d) && export TMPDIR && \
-	pytest -n 3 --maxschedchunk 8 tests && rm -r "$$TMPDIR"
+	if pytest -n 3 --maxschedchunk 8 tests; then rm -r "$$TMPDIR"; \
+	else echo "What tests have written is in $$TMPDIR: remove it."; exit 1; fi
 
 # Tables are committed under benchmarks/results; raw data stay out of git, in raw/ there.
 soak: $(OPS)/CPUAdamBuilder.built

@@ -9,7 +9,6 @@ environment variable `ALLENNLP_DEEPSPEED_IMPORT_HOOK=0` nothing happens.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 
@@ -20,33 +19,32 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any, Optional
 
-# Python 3.12 leaves some objects out of looking for garbage from the beginning.
-NUM_FROZEN_BY_PYTHON = gc.get_freeze_count()
-
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 
-# The contexts in which modules of AllenNLP's and this package itself are run: modules here and
-# functions of them.
+# The context in which a module of AllenNLP's, or this package itself, is run: a module here and a
+# function of it.
 _CONTEXTS = {
-    "allennlp": ("deferred.imports", "garbage.uncollected"),
-    "allennlp.commands": ("garbage.uncollected",),
-    "allennlp_deepspeed": ("garbage.uncollected",),
-    "allennlp.common.push_to_hf": ("shims.former_classes_of_the_hub",),
-    "allennlp.common.cached_transformers": ("shims.former_transformers",),
-    "allennlp.modules.transformer.transformer_module": ("shims.weights_of_today",),
-    "allennlp.training.optimizers": ("shims.former_adamw",),
-    **dict.fromkeys(
-        (
-            "allennlp.common.util",
-            "allennlp.data.fields.text_field",
-            "allennlp.data.token_indexers.spacy_indexer",
-            "allennlp.data.tokenizers.sentence_splitter",
-            "allennlp.data.tokenizers.spacy_tokenizer",
-            "allennlp.training.metrics.evalb_bracketing_scorer",
-        ),
-        ("deferred.imports",),
-    ),
+    "allennlp": ("garbage", "uncollected"),
+    "allennlp.commands": ("garbage", "uncollected"),
+    "allennlp_deepspeed": ("garbage", "uncollected"),
+    "allennlp.common.push_to_hf": ("shims", "former_classes_of_the_hub"),
+    "allennlp.common.cached_transformers": ("shims", "former_transformers"),
+    "allennlp.modules.transformer.transformer_module": ("shims", "weights_of_today"),
+    "allennlp.training.optimizers": ("shims", "former_adamw"),
 }
+
+# Those that import what few need.
+_DEFERRING = frozenset(
+    {
+        "allennlp",
+        "allennlp.common.util",
+        "allennlp.data.fields.text_field",
+        "allennlp.data.token_indexers.spacy_indexer",
+        "allennlp.data.tokenizers.sentence_splitter",
+        "allennlp.data.tokenizers.spacy_tokenizer",
+        "allennlp.training.metrics.evalb_bracketing_scorer",
+    }
+)
 
 
 class _Finder:
@@ -54,7 +52,7 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
-        if name not in _CONTEXTS:
+        if name not in _CONTEXTS and name not in _DEFERRING:
             return None
         for finder in sys.meta_path:
             spec = None if finder is _Finder else finder.find_spec(name, path, target)
@@ -72,14 +70,20 @@ def _wrap(spec: ModuleSpec) -> None:
 
     def exec_module(module: ModuleType) -> None:
         import importlib
-        from contextlib import ExitStack
+        from contextlib import nullcontext
 
-        with ExitStack() as stack:
-            for name in _CONTEXTS[spec.name]:
-                where, _, function = name.partition(".")
-                contexts = importlib.import_module(f"allennlp_deepspeed_import_hook.{where}")
-                stack.enter_context(getattr(contexts, function)(module))
-            run(module)
+        context: Any = nullcontext
+        if spec.name in _CONTEXTS:
+            where, name = _CONTEXTS[spec.name]
+            contexts = importlib.import_module(f"allennlp_deepspeed_import_hook.{where}")
+            context = getattr(contexts, name)
+        source = loader.get_source(spec.name) if spec.name in _DEFERRING else None
+        with context(module):
+            if source is None:
+                run(module)
+            else:
+                deferred = importlib.import_module("allennlp_deepspeed_import_hook.deferred")
+                deferred.run(module, source)
 
     loader.exec_module = exec_module
 

@@ -205,6 +205,13 @@ def is_token(x): return isinstance(x, (spacy.tokens.Token, SpacyToken))
             ["imported", "4", "four"],
         ),
         ("util.spacy.other", ["imported", "AttributeError"]),
+        (
+            "import spacy; util.is_token('x')\n"
+            "print(util.SpacyToken is spacy.tokens.Token, util.spacy is spacy)",
+            ["imported", "True True"],
+        ),
+        ("class Own(util.SpacyToken): pass\nprint(util.is_token(Own()))", ["imported", "True"]),
+        ("sys.modules['spacy'] = None; print(util.is_token('x'))", ["False"]),
     ],
     ids=str,
 )
@@ -276,7 +283,7 @@ assert [type(token) for token in tokens] == [spacy.tokens.Token] * 3
 assert sanitize(tokens) == ["Two", "words", "."]
 from allennlp.common import util
 from spacy.cli.download import download
-assert util.spacy_download._import() is download
+assert util.spacy_download is download
 assert len(TextField(tokens, {"tokens": SpacyTokenIndexer()}).tokens) == 3
 assert len(SpacyTokenIndexer().tokens_to_indices(tokens, None)["tokens"]) == 3
 from typing import get_type_hints
