@@ -1,6 +1,7 @@
 """A failure on one rank, or a signal to any process, ends the whole job, and none of it is left."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,9 @@ def test_a_rank_that_is_killed_ends_all_with_their_data_loaders(tmp_path: Path):
         callback("send_signal", point="step 2 of epoch 0", signal_name="SIGKILL", rank=1),
         {"data_loader": {"batch_size": 6, "num_workers": 1, "max_instances_in_memory": 12}},
     )
-    assert "process 1 terminated with signal SIGKILL" in fails(config, tmp_path)
+    # The other one can be told by its connection before the parent is told by the kernel.
+    is_told = "process 1 terminated with signal SIGKILL|Connection (reset|closed) by peer"
+    assert re.search(is_told, fails(config, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_tokenizers_and_models_have_changed() -> bool:
     )
 
 
-@mended_by("deferred.imports")
+@mended_by("deferred.run")
 def test_whoever_imports_allennlp_imports_spacy_and_nltk() -> bool:
     return _mentions(util, "\nimport spacy\n") and _mentions(
         evalb_bracketing_scorer, "\nfrom nltk import Tree\n"
