@@ -45,6 +45,15 @@ def experiments(session_directory: Path) -> Experiments:
     return Experiments(session_directory / "experiments")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """
+    Weights that a test draws are the same in any order of tests, and not those of a fixture that
+    another test has left the seed of.
+    """
+    torch.manual_seed(20)
+
+
 @pytest.hookimpl(tryfirst=True)  # before those with the mark are left out
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
     """
