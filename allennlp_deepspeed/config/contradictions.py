@@ -40,6 +40,18 @@ def check_zero(
         )
 
 
+def check_moving_average(
+    moving_average: Any, zero: DeepSpeedZeroConfig, findings: Findings
+) -> None:
+    optimizer = zero.offload_optimizer
+    if moving_average is not None and optimizer is not None and optimizer.device == "nvme":
+        findings.add(
+            "moving_average is of weights in memory, but "
+            f'{ROOT}.zero_optimization.offload_optimizer.device is "nvme": remove moving_average, '
+            'or write "device": "cpu"'
+        )
+
+
 def check_gradient_synchronization(mode: Any, zero: DeepSpeedZeroConfig) -> None:
     if mode not in ("auto", "boundary", 1) and zero.stage < 2:
         raise ConfigurationError(

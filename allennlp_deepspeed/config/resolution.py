@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from allennlp_deepspeed.config.contradictions import (
     check_data_types,
     check_gradient_synchronization,
+    check_moving_average,
     check_with_deepspeed,
     check_zero,
 )
@@ -109,6 +110,7 @@ def resolve(
     _check_section_params(config, findings)
     zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
     check_zero(zero, grad_norm, findings)
+    check_moving_average(settings.moving_average, zero, findings)
     with findings.collect():
         check_gradient_synchronization(settings.gradient_synchronization, zero)
     with findings.collect():

@@ -45,6 +45,8 @@ class TrainerSettings:
         That of the AllenNLP optimizer.
     learning_rate_scheduler : `str`, optional (default = `None`)
         The registered name or the class name of the AllenNLP scheduler.
+    moving_average : `Any`, optional (default = `None`)
+        Whatever stands for one, `None` if there is none.
     micro_batch_size : `int`, optional (default = `None`)
         The data loader's batch size. `None` if it is not known or varies.
     num_epochs : `int`, optional (default = `None`)
@@ -78,6 +80,7 @@ class TrainerSettings:
     optimizer: Optional[str] = None
     learning_rate: Optional[float] = None
     learning_rate_scheduler: Optional[str] = None
+    moving_average: Any = None
     micro_batch_size: Optional[int] = None
     num_epochs: Optional[int] = None
     batches_per_epoch: Optional[int] = None

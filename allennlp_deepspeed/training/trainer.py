@@ -5,7 +5,6 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 from allennlp.common import Lazy
-from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpAccelerator
@@ -161,12 +160,6 @@ class DeepSpeedTrainer(ResumableTrainer):
                 [data_loader, self._validation_data_loader],
             )
             self._loss_of_validation = ValidationLoss(model)
-            if self._moving_average is not None and self.engine.zero_nvme_offload_optimizer():
-                raise ConfigurationError(
-                    "'trainer.moving_average' needs the weights that it averages in memory. "
-                    "Remove it, or write 'cpu' for "
-                    "deepspeed_config.zero_optimization.offload_optimizer.device."
-                )
             self._given_moving_average = self._moving_average
             self._attach_engine()
             self._has_global_loss = (

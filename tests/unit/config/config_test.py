@@ -964,6 +964,14 @@ class TestOffloading:
         message = refusal("zero_3_nvme")
         assert "zero_optimization.offload_param.nvme_path is left open" in message
 
+    def test_a_moving_average_is_not_of_what_is_in_files(self):
+        average = {"moving_average": {"type": "exponential"}}
+        message = refusal("zero_3_nvme", serialization_dir="run", **average)
+        assert 'remove moving_average, or write "device": "cpu"' in message
+        offload = {"type": "zero_3_nvme", "zero_optimization": {"offload_optimizer": None}}
+        assert resolve(offload, serialization_dir="run", **average).zero_stage == 3
+        assert resolve("zero_3_offload", **average).zero_stage == 3
+
     def test_parameters_are_offloaded_at_stage_3_only(self):
         config = {"type": "zero_3_offload", "zero_optimization": {"stage": 2}}
         message = refusal(config)
