@@ -9,7 +9,8 @@ import inspect
 import pkgutil
 import sys
 import warnings
-from typing import Any, Callable, Dict, Hashable, List, Optional, Set, Union
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Set, Union
 from unittest import mock
 
 import numpy as np
@@ -35,6 +36,36 @@ def apply() -> None:
     hide_deprecations_of_renamed_functions()
     show_progress_without_widgets()
     import_packages_in_one_go()
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    A function that is called as it is where the code around it is compiled. As
+    `torch.compiler.disable`, which imports the compiler at once: in seconds, and here only when the
+    function is called.
+    """
+    return torch._disable_dynamo(function)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def optimizers_without_compiler() -> Iterator[None]:
+    """
+    In it PyTorch's optimizers are constructed without importing the compiler, which they do to be
+    left out of what it compiles. For those that nothing is trained with.
+    """
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    with mock.patch.object(torch.optim.Optimizer, "add_param_group", add_param_group):
+        yield
+
+
+def step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
+    """A step, for which one of PyTorch's imports the compiler as well."""
+    step = type(optimizer).step
+    if not step.__module__.startswith("torch.optim."):
+        optimizer.step()
+        return
+    with torch.no_grad():
+        inspect.unwrap(step)(optimizer)
 
 
 def construct_reduce_on_plateau_without_verbose() -> None:

@@ -7,18 +7,21 @@ import dataclasses
 import json
 import logging
 import os
+import sys
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.modules import TokenEmbedder
 from overrides import overrides
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from allennlp_deepspeed.config.schema import did_you_mean
 from allennlp_deepspeed.storage import files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +161,12 @@ def add_adapters(
         ) from error
 
 
-def transformers_in(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
+def transformers_in(model: torch.nn.Module) -> Dict[str, "PreTrainedModel"]:
     """Those of transformers' models that are no part of another such, by name."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return {}  # of which it takes seconds to import
+    from transformers import PreTrainedModel
+
     return _outermost(model, lambda module: isinstance(module, PreTrainedModel))
 
 
@@ -167,7 +174,7 @@ def has_adapters(transformer: torch.nn.Module) -> bool:
     return "peft_config" in vars(transformer)
 
 
-def adapted_transformers(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
+def adapted_transformers(model: torch.nn.Module) -> Dict[str, "PreTrainedModel"]:
     """
     The transformers in `model` that have adapters, by name.
 
@@ -185,7 +192,7 @@ def adapted_transformers(model: torch.nn.Module) -> Dict[str, PreTrainedModel]:
     return transformers
 
 
-def save_adapters(transformer: PreTrainedModel, directory: str) -> None:
+def save_adapters(transformer: "PreTrainedModel", directory: str) -> None:
     """
     Writes the adapters alone, as `peft.PeftModel.from_pretrained` loads them into the transformer
     that they were trained in, and of a language model `peft.AutoPeftModelForCausalLM` with it:
@@ -219,7 +226,7 @@ def save_adapters(transformer: PreTrainedModel, directory: str) -> None:
     config.save_pretrained(directory)
 
 
-def warn_of_base(transformer: PreTrainedModel, directory: str) -> None:
+def warn_of_base(transformer: "PreTrainedModel", directory: str) -> None:
     """
     Says how to load adapters if their configuration can't say where the transformer is. Arguments
     are those of `save_adapters`.
@@ -244,7 +251,9 @@ def warn_of_base(transformer: PreTrainedModel, directory: str) -> None:
         )
 
 
-def _is_causal_lm(transformer: PreTrainedModel) -> bool:
+def _is_causal_lm(transformer: "PreTrainedModel") -> bool:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     return type(transformer) is MODEL_FOR_CAUSAL_LM_MAPPING.get(type(transformer.config), None)
 
 

@@ -31,18 +31,34 @@ _CONTEXTS = {
     "allennlp.common.cached_transformers": ("shims", "former_transformers"),
     "allennlp.modules.transformer.transformer_module": ("shims", "weights_of_today"),
     "allennlp.training.optimizers": ("shims", "former_adamw"),
+    "transformers.optimization": ("deferred", "completed"),
 }
 
 # Those that import what few need.
 _DEFERRING = frozenset(
     {
         "allennlp",
+        "allennlp.common.cached_transformers",
         "allennlp.common.util",
+        "allennlp.data.data_loaders.data_collator",
         "allennlp.data.fields.text_field",
+        "allennlp.data.image_loader",
         "allennlp.data.token_indexers.spacy_indexer",
+        "allennlp.data.tokenizers.pretrained_transformer_tokenizer",
         "allennlp.data.tokenizers.sentence_splitter",
         "allennlp.data.tokenizers.spacy_tokenizer",
+        "allennlp.data.vocabulary",
+        "allennlp.fairness.bias_direction",
+        "allennlp.fairness.bias_mitigators",
+        "allennlp.fairness.fairness_metrics",
+        "allennlp.modules.token_embedders.pretrained_transformer_embedder",
+        "allennlp.modules.transformer.activation_layer",
+        "allennlp.modules.vision.grid_embedder",
+        "allennlp.modules.vision.region_detector",
+        "allennlp.training.learning_rate_schedulers.learning_rate_scheduler",
+        "allennlp.training.metrics.auc",
         "allennlp.training.metrics.evalb_bracketing_scorer",
+        "allennlp.training.metrics.spearman_correlation",
     }
 )
 

@@ -2,21 +2,30 @@
 Leaves out imports of AllenNLP's that few of its users need, until they are needed.
 """
 
+import __future__
+
 import ast
+import copyreg
 import functools
 import importlib
 import sys
 from collections import defaultdict
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
 
-# They take an eighth of the time in which AllenNLP's command is imported.
-_PACKAGES = ("spacy", "nltk")
+_PACKAGES = ("nltk", "scipy", "sklearn", "spacy", "torchvision")
+
+# It imports what is in it one by one, when it is asked for.
+_LAZY = "transformers"
 
 # Of spaCy, what AllenNLP names without using it: in annotations, and where it asks of anything that
 # it writes whether it is one.
 _NAMED = {("spacy", ("tokens",)), ("spacy", ("tokens", "Token"))}
+
+# Where nothing constructs from annotations, which are of transformers' classes.
+_UNANNOTATED = ("allennlp.common.cached_transformers",)
 
 _CALL = "__import_when_used__"
 
@@ -28,8 +37,9 @@ def run(module: ModuleType, source: str) -> None:
     somebody else, it and its like are replaced by what they stand for. A package that is missing,
     or has been imported, has none.
 
-    Mends AllenNLP 2.10.1: spaCy and NLTK are imported by whoever imports AllenNLP. Gone when
-    importing `allennlp.commands` imports neither.
+    Mends AllenNLP 2.10.1: whoever imports its commands imports spaCy, NLTK, SciPy, scikit-learn,
+    torchvision and the models of transformers. Gone when importing `allennlp.commands` imports none
+    of them.
 
     # Parameters
 
@@ -42,7 +52,8 @@ def run(module: ModuleType, source: str) -> None:
     tree.body = [new for statement in tree.body for new in _deferred(statement)]
     variables = vars(module)
     variables[_CALL] = functools.partial(_put_off, variables)
-    exec(compile(tree, module.__file__, "exec", dont_inherit=True), variables)
+    flags = __future__.annotations.compiler_flag if module.__name__ in _UNANNOTATED else 0
+    exec(compile(tree, module.__file__, "exec", flags, dont_inherit=True), variables)
     del variables[_CALL]
 
 
@@ -53,22 +64,28 @@ def _deferred(statement: ast.stmt) -> List[ast.stmt]:
     if isinstance(statement, ast.Import):
         return [
             _assignment(statement, alias.asname or alias.name, alias.name)
-            if alias.name in _PACKAGES and _may_wait(alias.name)
+            if (alias.asname or "." not in alias.name) and _may_wait(alias.name)
             else ast.copy_location(ast.Import([alias]), statement)
             for alias in statement.names
         ]
-    if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-        package = statement.module.partition(".")[0]
-        if package in _PACKAGES and _may_wait(package):
-            return [
-                _assignment(statement, alias.asname or alias.name, statement.module, alias.name)
-                for alias in statement.names
-            ]
+    if (
+        isinstance(statement, ast.ImportFrom)
+        and statement.module
+        and not statement.level
+        and _may_wait(statement.module, *(alias.name for alias in statement.names))
+    ):
+        return [
+            _assignment(statement, alias.asname or alias.name, statement.module, alias.name)
+            for alias in statement.names
+        ]
     return [statement]
 
 
-def _may_wait(package: str) -> bool:
-    return package not in sys.modules and find_spec(package) is not None
+def _may_wait(module: str, *names: str) -> bool:
+    package = module.partition(".")[0]
+    if package == _LAZY:
+        return bool(names) and find_spec(package) is not None
+    return package in _PACKAGES and package not in sys.modules and find_spec(package) is not None
 
 
 def _assignment(statement: ast.stmt, variable: str, *path: str) -> ast.stmt:
@@ -87,12 +104,12 @@ class _Variable(NamedTuple):
     stand_in: "Deferred"
 
 
-_waiting: Dict[str, List[_Variable]] = defaultdict(list)  # by their packages
+_waiting: Dict[str, List[_Variable]] = defaultdict(list)  # by their groups
 
 
 def _put_off(variables: Dict[str, Any], variable: str, module: str, *names: str) -> "Deferred":
     stand_in = Deferred.of(module, names)
-    _waiting[stand_in._package].append(_Variable(variables, variable, stand_in))
+    _waiting[stand_in._group].append(_Variable(variables, variable, stand_in))
     return stand_in
 
 
@@ -104,6 +121,7 @@ class Deferred(type):
 
     # Not names of what it may stand for.
     _package: str
+    _group: str  # of what is imported together
     _path: Tuple[str, Tuple[str, ...]]  # the module, and what leads to it from there
 
     def __new__(mcs, name: str, bases: Tuple[Any, ...], members: Dict[str, Any]) -> Any:
@@ -116,7 +134,12 @@ class Deferred(type):
     @classmethod
     def of(mcs, module: str, names: Tuple[str, ...]) -> "Deferred":
         package = module.partition(".")[0]
-        members = {"__module__": module, "_package": package, "_path": (module, names)}
+        members = {
+            "__module__": module,
+            "_package": package,
+            "_group": ".".join((module, *names)) if package == _LAZY else package,
+            "_path": (module, names),
+        }
         stand_in: Deferred = mcs((module, *names)[-1], (), members)
         return stand_in
 
@@ -124,12 +147,12 @@ class Deferred(type):
         """Imports the package, and returns what it stands for."""
         module, names = self._path
         # The others are found as what is in the package.
-        for variable in _waiting[self._package]:
+        for variable in _waiting[self._group]:
             importlib.import_module(variable.stand_in._path[0])
-        for variables, name, stand_in in _waiting.pop(self._package, []):
+        for variables, name, stand_in in _waiting.pop(self._group, []):
             if variables.get(name) is stand_in:
                 variables[name] = stand_in._resolve()
-        return functools.reduce(getattr, names, importlib.import_module(module))
+        return _found(module, names)
 
     def _is_imported(self) -> bool:
         return sys.modules.get(self._package) is not None
@@ -148,6 +171,15 @@ class Deferred(type):
     def __delattr__(self, name: str) -> None:
         delattr(self._resolve(), name)
 
+    def __eq__(self, other: Any) -> bool:
+        # AllenNLP keeps one in an object, and compares it with the variable later.
+        return other is self or (self._is_imported() and other is self._resolve())
+
+    __hash__ = type.__hash__
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._resolve()[key]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._resolve()(*args, **kwargs)
 
@@ -156,3 +188,61 @@ class Deferred(type):
 
     def __subclasscheck__(self, subclass: type) -> bool:
         return self._is_imported() and issubclass(subclass, self._resolve())
+
+
+def _found(module: str, names: Tuple[str, ...]) -> Any:
+    return functools.reduce(getattr, names, importlib.import_module(module))
+
+
+# In a pickle there is what it stands for.
+copyreg.pickle(Deferred, lambda stand_in: (_found, stand_in._path))  # type: ignore[arg-type]
+
+_bases: Dict[str, List[type]] = defaultdict(list)  # by the modules that they are in
+
+
+@contextmanager
+def base(package: ModuleType, name: str, module: str) -> Iterator[None]:
+    """
+    Has classes be derived from a stand-in for an optimizer, whose place it takes itself as soon as
+    the module that has it is imported; they import it where they are constructed. If it has been
+    imported, there is none.
+
+    Mends AllenNLP 2.10.1: its "huggingface_adafactor" inherits from an optimizer of transformers,
+    with which come their models and PEFT. Gone when importing `allennlp.training.optimizers`
+    imports neither.
+
+    # Parameters
+
+    package : `ModuleType`, required.
+        What the classes find the optimizer in.
+    name : `str`, required.
+    module : `str`, required.
+        What has it; `completed` is to be its context.
+    """
+    if module in sys.modules:
+        yield
+        return
+    import torch
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        getattr(importlib.import_module(module), name).__init__(self, *args, **kwargs)
+
+    stand_in = type(name, (torch.optim.Optimizer,), {"__module__": module, "__init__": construct})
+    vars(package)[name] = stand_in
+    _bases[module].append(stand_in)
+    try:
+        yield
+    finally:
+        del vars(package)[name]
+
+
+@contextmanager
+def completed(module: ModuleType) -> Iterator[None]:
+    """Run in it, a module takes the place of the stand-ins for its classes."""
+    yield
+    for stand_in in _bases.pop(module.__name__, []):
+        itself = getattr(module, stand_in.__name__)
+        derived: Any
+        for derived in stand_in.__subclasses__():
+            bases = derived.__bases__
+            derived.__bases__ = tuple(itself if base is stand_in else base for base in bases)

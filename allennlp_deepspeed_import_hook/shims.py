@@ -15,6 +15,8 @@ from unittest import mock
 
 import torch
 
+from allennlp_deepspeed_import_hook import deferred
+
 _SAFETENSORS = "model.safetensors"
 
 
@@ -225,7 +227,9 @@ def former_adamw(module: ModuleType) -> Iterator[None]:
     transformers = sys.modules["transformers"]
     if not hasattr(transformers, "AdamW"):
         transformers.AdamW = AdamW  # type: ignore[attr-defined]
-    yield
+    # Transformers 4's own AdamW has imported that.
+    with deferred.base(transformers, "Adafactor", "transformers.optimization"):
+        yield
 
 
 class AdamW(torch.optim.Optimizer):

@@ -11,6 +11,7 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Tuple
 import torch
 
 from allennlp_deepspeed.attention.layouts import Layout
+from allennlp_deepspeed.compat import uncompiled
 
 # Of the scores that are in memory at a time: few stay in a CPU's cache, many keep a GPU busy. A
 # block of queries that attends to all may have more.
@@ -97,7 +98,7 @@ class Plan:
 
 
 # Of loops whose lengths depend on the layout there is nothing to gain by compiling.
-@torch.compiler.disable
+@uncompiled
 def attend_in_blocks(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -6,12 +6,14 @@ backward, on CPUs forward only, which is all that PyTorch 2.14 has there.
 import functools
 import os
 import shutil
-from typing import Any, Callable, Hashable, Optional, Set
+from typing import TYPE_CHECKING, Any, Callable, Hashable, Optional, Set
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from allennlp_deepspeed.attention.layouts import MAX_BLOCK, Layout
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # Of the kernels for GPUs.
 _MIN_HEAD_DIM = 16
@@ -93,8 +95,10 @@ def attend_with_flex_attention(
     return _compiled(query.device.type)(query, key, value, block_mask=block_mask, scale=scale)
 
 
-def _block_mask(key_mask: torch.Tensor, layout: Layout, blocks: torch.Tensor) -> BlockMask:
+def _block_mask(key_mask: torch.Tensor, layout: Layout, blocks: torch.Tensor) -> "BlockMask":
     """In blocks of `flex_attention`'s size, in each of which the mask itself decides."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     is_shared = len(blocks) == 1
     size = layout.block
 
@@ -122,6 +126,8 @@ def _block_mask(key_mask: torch.Tensor, layout: Layout, blocks: torch.Tensor) ->
 
 @functools.cache
 def _compiled(device_type: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
     # What PyTorch 2.14.1 compiles for CPUs and any length may fail with "index out of bounds".
     return torch.compile(flex_attention, dynamic=False if device_type == "cpu" else None)
 

@@ -1,4 +1,4 @@
-from typing import Any, List, Set, Tuple
+from typing import TYPE_CHECKING, Any, List, Set, Tuple
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
@@ -6,9 +6,11 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointEngine,
 )
 from overrides import overrides
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from allennlp_deepspeed.storage import files, serialization
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import DefaultStager
 
 # PyTorch 2.11's stager is closed when it has copied one state. One that isn't keeps its memory for
 # the next.
@@ -86,7 +88,9 @@ class FileCheckpointEngine(CheckpointEngine):
         return True
 
 
-def _stager() -> DefaultStager:
+def _stager() -> "DefaultStager":
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
     has_gpu = torch.cuda.is_available()
     return DefaultStager(
         StagingOptions(

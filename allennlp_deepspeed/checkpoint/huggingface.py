@@ -9,20 +9,14 @@ import os
 import re
 import tarfile
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME, extracted_archive, get_weights_path
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_MAPPING,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 
 from allennlp_deepspeed import lora
 from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
@@ -36,6 +30,9 @@ from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.storage import files, serialization
 from allennlp_deepspeed.storage.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -294,13 +291,15 @@ def _transformer(model: Model, module: Optional[str]) -> Any:
     return module, transformers[module]
 
 
-def _check_loadable(transformer: PreTrainedModel, name: str) -> None:
+def _check_loadable(transformer: "PreTrainedModel", name: str) -> None:
     """
     # Raises
 
     `ConfigurationError`
         If transformers would take what is written for another model.
     """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
     loaded: List[Any] = []
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         classes: Any = mapping.get(type(transformer.config), ())
@@ -315,9 +314,11 @@ def _check_loadable(transformer: PreTrainedModel, name: str) -> None:
 
 
 def _tokenizer(
-    serialization_dir: str, transformer: PreTrainedModel
+    serialization_dir: str, transformer: "PreTrainedModel"
 ) -> Optional[PreTrainedTokenizerBase]:
     """That which the training has saved, or that which it has loaded for the pretrained model."""
+    from transformers import AutoTokenizer
+
     saved = pretrained.saved_tokenizer(serialization_dir)
     if saved is not None:
         return saved

@@ -8,7 +8,19 @@ import os
 import zipfile
 from collections import OrderedDict
 from contextlib import ExitStack
-from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, List, Optional, Tuple, Type
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Hashable,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Tuple,
+    Type,
+)
 from unittest import mock
 
 import torch
@@ -18,10 +30,12 @@ from deepspeed import zero
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
-from transformers import PreTrainedModel
 
 from allennlp_deepspeed.compat import transformer_key
 from allennlp_deepspeed.engine import wrapped_model as engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Of the parameters that constructors have looked at, and that stay whole at a time.
 _MAX_WHOLE_ELEMENTS = 50_000_000
@@ -134,6 +148,8 @@ class PartitionedConstruction:
 
     def _observe(self) -> None:
         """Has this object told of each look at a parameter."""
+        from transformers import PreTrainedModel
+
         get_attribute = Module.__getattr__
         named_parameters = Module.named_parameters
         load_from_state_dict = Module._load_from_state_dict
@@ -181,7 +197,7 @@ class PartitionedConstruction:
                     self._touch(parameter)
             save_to_state_dict(module, *args, **kwargs)
 
-        def _from_pretrained(cls: Type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+        def _from_pretrained(cls: Type["PreTrainedModel"], *args: Any, **kwargs: Any) -> Any:
             # It takes the keys of state dicts of the whole model, and not the values.
             with mock.patch.object(self, "_is_in_from_pretrained", True):
                 model = from_pretrained(cls, *args, **kwargs)
@@ -268,7 +284,7 @@ def _own_parameters(module: Module) -> Iterable[Tuple[str, Parameter]]:
     return [(name, p) for name, p in module._parameters.items() if p is not None]
 
 
-def _transformers_without_copies() -> Callable[..., PreTrainedModel]:
+def _transformers_without_copies() -> Callable[..., "PreTrainedModel"]:
     """
     Gives AllenNLP's `cached_transformers.get` for transformers that are too large to be held twice:
     instead of a copy of the one in the cache it returns one that isn't there. If it is asked for
@@ -280,7 +296,7 @@ def _transformers_without_copies() -> Callable[..., PreTrainedModel]:
     first_times: Dict[Hashable, Tuple[torch.Tensor, Callable[[], Any]]] = {}
 
     @functools.wraps(get)
-    def get_without_copy(*args: Any, **kwargs: Any) -> PreTrainedModel:
+    def get_without_copy(*args: Any, **kwargs: Any) -> "PreTrainedModel":
         call = inspect.signature(get).bind(*args, **kwargs)
         call.apply_defaults()
         key = transformer_key(call.arguments)

@@ -1,14 +1,16 @@
 import itertools
 import weakref
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
-from transformers import PreTrainedModel, modeling_utils
 from transformers import __version__ as transformers_version
 
 from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KEY = "trainer.sequence_parallel_size"
 
@@ -75,7 +77,9 @@ class UlyssesAttention:
         If the numbers haven't been shown to be right with such a model.
     """
 
-    def __init__(self, transformer: PreTrainedModel, group: SequenceGroup) -> None:
+    def __init__(self, transformer: "PreTrainedModel", group: SequenceGroup) -> None:
+        from transformers import modeling_utils
+
         self._transformer = transformer
         self.group = group
         self._implementation: str = transformer.config._attn_implementation
@@ -274,7 +278,7 @@ class UlyssesAttention:
             )
 
 
-def _check(transformer: PreTrainedModel, size: int, implementation: str) -> None:
+def _check(transformer: "PreTrainedModel", size: int, implementation: str) -> None:
     if int(transformers_version.partition(".")[0]) < 5:
         raise ConfigurationError(
             f"'{KEY}' is {size}, which needs transformers 5, and this is {transformers_version}: "

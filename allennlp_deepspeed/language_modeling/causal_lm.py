@@ -1,5 +1,5 @@
 import logging
-from typing import Any, Dict, Optional, Set, Union
+from typing import TYPE_CHECKING, Any, Dict, Optional, Set, Union
 
 import torch
 from allennlp.common import Params
@@ -9,8 +9,6 @@ from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 from allennlp.nn import RegularizerApplicator
 from overrides import overrides
-from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from allennlp_deepspeed import lora as adapters
 from allennlp_deepspeed.language_modeling import packing, pretrained
@@ -24,6 +22,9 @@ from allennlp_deepspeed.language_modeling.output_head import output_head
 from allennlp_deepspeed.language_modeling.probes import check_sight
 from allennlp_deepspeed.language_modeling.token_loss_model import SequenceSharing, TokenLossModel
 from allennlp_deepspeed.language_modeling.token_metrics import TokenMetrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class CausalLM(TokenLossModel):
         return 0 if labels is None else (self._targets(labels) != IGNORED).sum()
 
     @overrides
-    def transformer_to_share(self) -> PreTrainedModel:
+    def transformer_to_share(self) -> "PreTrainedModel":
         return self.transformer
 
     @overrides(check_signature=False)
@@ -280,13 +281,15 @@ def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _check_causal(transformer: PreTrainedModel) -> None:
+def _check_causal(transformer: "PreTrainedModel") -> None:
     """
     # Raises
 
     `ConfigurationError`
         If it is an encoder, which sees the tokens that it predicts.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
     config = transformer.config
     is_causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
@@ -298,7 +301,7 @@ def _check_causal(transformer: PreTrainedModel) -> None:
         )
 
 
-def _check_no_router_loss(transformer: PreTrainedModel) -> None:
+def _check_no_router_loss(transformer: "PreTrainedModel") -> None:
     """
     # Raises
 
@@ -315,7 +318,7 @@ def _check_no_router_loss(transformer: PreTrainedModel) -> None:
         )
 
 
-def _check_output_layer(transformer: PreTrainedModel) -> None:
+def _check_output_layer(transformer: "PreTrainedModel") -> None:
     """
     # Raises
 

@@ -4,12 +4,14 @@ What comes after the layers of a causal language model: how logits are made of h
 
 import logging
 from functools import partial
-from typing import Any, Callable, Iterator, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, Iterator, NamedTuple, Optional
 from unittest import mock
 
 import torch
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class OutputHead(NamedTuple):
     backbone_name: str
     adjust: Optional[Adjustment]
 
-    def backbone(self, transformer: PreTrainedModel) -> torch.nn.Module:
+    def backbone(self, transformer: "PreTrainedModel") -> torch.nn.Module:
         """That of a model like the one that the head has been found out for."""
         backbone = getattr(transformer, self.backbone_name)
         return backbone if isinstance(backbone, torch.nn.Module) else backbone()
@@ -49,7 +51,7 @@ class _States(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-def output_head(transformer: PreTrainedModel) -> Optional[OutputHead]:
+def output_head(transformer: "PreTrainedModel") -> Optional[OutputHead]:
     """
     Finds out what a model does between hidden states and logits by having it do so with other
     values: no weight is used.
@@ -89,7 +91,7 @@ def output_head(transformer: PreTrainedModel) -> Optional[OutputHead]:
 
 @torch.no_grad()
 def _applied(
-    transformer: PreTrainedModel,
+    transformer: "PreTrainedModel",
     backbone: torch.nn.Module,
     output_layer: torch.nn.Module,
     values: torch.Tensor,
@@ -108,7 +110,7 @@ def _applied(
 
 
 def _adjustments(
-    transformer: PreTrainedModel, results: torch.Tensor, probes: torch.Tensor
+    transformer: "PreTrainedModel", results: torch.Tensor, probes: torch.Tensor
 ) -> Iterator[Optional[Adjustment]]:
     factor = float(results[_PROBES.index(1.0)])
     yield None if factor == 1 else partial(torch.mul, other=factor)

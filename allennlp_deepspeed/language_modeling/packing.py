@@ -2,17 +2,14 @@
 Examples one after another in the same sequence, none of which sees another.
 """
 
-from typing import Iterable, Iterator, List, NamedTuple
+from typing import TYPE_CHECKING, Iterable, Iterator, List, NamedTuple
 
 import torch
 import transformers
 from allennlp.common.checks import ConfigurationError
-from transformers import PreTrainedModel
 
-try:
-    from transformers import masking_utils
-except ImportError:  # before transformers 4.53
-    masking_utils = None  # type: ignore[assignment]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _FUNCTION = "find_packed_sequence_indices"
 
@@ -38,6 +35,10 @@ Sequence = List[Example]
 
 def is_supported() -> bool:
     """Whether this version of transformers makes masks that keep packed examples apart."""
+    try:
+        from transformers import masking_utils
+    except ImportError:  # before transformers 4.53
+        return False
     return hasattr(masking_utils, _FUNCTION)
 
 
@@ -56,7 +57,7 @@ def check_supported() -> None:
         )
 
 
-def check_batch(transformer: PreTrainedModel, batch_size: int) -> None:
+def check_batch(transformer: "PreTrainedModel", batch_size: int) -> None:
     """
     # Parameters
 

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import shutil
-from typing import Any, Dict, MutableMapping, NamedTuple, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, MutableMapping, NamedTuple, Optional, Tuple, Union
 from weakref import WeakKeyDictionary
 
 import huggingface_hub.errors
@@ -16,17 +16,12 @@ import torch
 import transformers
 from allennlp.common.checks import ConfigurationError
 from filelock import FileLock
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 
 from allennlp_deepspeed.config.schema import did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +63,7 @@ def transformer(
     arguments: Dict[str, Any],
     load_weights: bool,
     serialization_dir: Directory,
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """
     # Parameters
 
@@ -95,20 +90,22 @@ def transformer(
     try:
         if load_weights and config is None:
             name, of_file = _name_and_file(model_name)
-            pretrained = AutoModelForCausalLM.from_pretrained(name, **of_file, **arguments)
+            pretrained = transformers.AutoModelForCausalLM.from_pretrained(
+                name, **of_file, **arguments
+            )
             return _unmarked(pretrained) if of_file else pretrained
         if saved is not None and not load_weights:
-            loaded = AutoConfig.from_pretrained(saved)
+            loaded = transformers.AutoConfig.from_pretrained(saved)
             # By which adapters know it, and not where it was saved.
             loaded.name_or_path = model_name or ""
         elif config is not None:
-            loaded = AutoConfig.for_model(**config)
+            loaded = transformers.AutoConfig.for_model(**config)
         else:
             name, of_file = _name_and_file(model_name)
             of_files = {k: v for k, v in arguments.items() if k not in ("dtype", "torch_dtype")}
-            loaded = AutoConfig.from_pretrained(name, **of_file, **of_files)
+            loaded = transformers.AutoConfig.from_pretrained(name, **of_file, **of_files)
         arguments = {k: v for k, v in arguments.items() if config is not None or k in _OF_CONFIG}
-        constructed = AutoModelForCausalLM.from_config(loaded, **arguments)
+        constructed = transformers.AutoModelForCausalLM.from_config(loaded, **arguments)
     except (ImportError, OSError, TypeError, ValueError, _InvalidConfig) as error:
         key = "config" if model_name is None else "model_name"
         raise ConfigurationError(
@@ -116,7 +113,7 @@ def transformer(
             f"transformers {VERSION} can't make a causal language model: {error}"
         ) from error
     if saved is not None and saved_files(serialization_dir, "generation_config.json"):
-        constructed.generation_config = GenerationConfig.from_pretrained(saved)
+        constructed.generation_config = transformers.GenerationConfig.from_pretrained(saved)
     return constructed
 
 
@@ -287,7 +284,7 @@ def _saved_for(source: _Source, serialization_dir: Directory) -> PreTrainedToken
 def _from_directory(directory: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
     arguments = {key: value for key, value in arguments.items() if key not in _OF_FILES}
     try:
-        return AutoTokenizer.from_pretrained(directory, **arguments)
+        return transformers.AutoTokenizer.from_pretrained(directory, **arguments)
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"The tokenizer of the archive is one that transformers {VERSION} can't load: {error}"
@@ -341,12 +338,12 @@ def _what_tokens_depend_on(a_tokenizer: PreTrainedTokenizerBase) -> Dict[str, An
 @functools.lru_cache(maxsize=4)
 def _loaded(name: str, arguments: str) -> PreTrainedTokenizerBase:
     """Once for the reader and the model of a process: from a GGUF file it takes seconds."""
-    return AutoTokenizer.from_pretrained(name, **json.loads(arguments))
+    return transformers.AutoTokenizer.from_pretrained(name, **json.loads(arguments))
 
 
 def save(
     serialization_dir: Directory,
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     its_tokenizer: Optional[PreTrainedTokenizerBase],
 ) -> None:
     """
@@ -391,10 +388,11 @@ def _check_model_type(config: Dict[str, Any]) -> None:
             "'model.config' has no 'model_type': write which of transformers' models it is for, "
             '"llama" for example.'
         )
-    if config["model_type"] not in CONFIG_MAPPING:
+    if config["model_type"] not in transformers.CONFIG_MAPPING:
+        known = list(transformers.CONFIG_MAPPING)
         raise ConfigurationError(
             f"'model.config.model_type' is '{config['model_type']}', which transformers {VERSION} "
-            f"don't have: {did_you_mean(config['model_type'], list(CONFIG_MAPPING), _MODELS)}"
+            f"don't have: {did_you_mean(config['model_type'], known, _MODELS)}"
         )
 
 
@@ -407,7 +405,7 @@ def _name_and_file(name: Optional[str]) -> Tuple[str, Dict[str, str]]:
     return directory or os.curdir, {"gguf_file": file}
 
 
-def _unmarked(model: PreTrainedModel) -> PreTrainedModel:
+def _unmarked(model: "PreTrainedModel") -> "PreTrainedModel":
     """
     The weights of a GGUF file aren't quantized any more once they have been loaded, but the model
     and its configuration still say so.

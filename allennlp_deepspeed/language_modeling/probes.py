@@ -4,19 +4,23 @@ mustn't see.
 """
 
 from contextlib import contextmanager
-from typing import Any, Iterator
+from typing import TYPE_CHECKING, Any, Iterator
 
 import torch
 from allennlp.common.checks import ConfigurationError
-from transformers import PreTrainedModel
+
+from allennlp_deepspeed.compat import uncompiled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Of an example. Longer than the convolutions that some models have beside attention.
 _LENGTH = 6
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
-def check_sight(module: torch.nn.Module, transformer: PreTrainedModel, is_packed: bool) -> None:
+def check_sight(module: torch.nn.Module, transformer: "PreTrainedModel", is_packed: bool) -> None:
     """
     To be called by every rank, because ZeRO stage 3 gathers weights for it.
 
@@ -54,7 +58,7 @@ def check_sight(module: torch.nn.Module, transformer: PreTrainedModel, is_packed
                 )
 
 
-def _tokens(transformer: PreTrainedModel) -> torch.Tensor:
+def _tokens(transformer: "PreTrainedModel") -> torch.Tensor:
     """Two examples, of shape (1, 2 * _LENGTH), of tokens that are no special ones."""
     weight: Any = transformer.get_input_embeddings().weight
     config = transformer.config
@@ -81,7 +85,7 @@ def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _evaluating(transformer: PreTrainedModel) -> Iterator[None]:
+def _evaluating(transformer: "PreTrainedModel") -> Iterator[None]:
     """Within it there is no dropout."""
     training = [module for module in transformer.modules() if module.training]
     for module in training:

@@ -1,9 +1,11 @@
-from typing import Any, ContextManager, Optional, Protocol, Type, Union
+from typing import TYPE_CHECKING, Any, ContextManager, Optional, Protocol, Type, Union
 
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class SequenceSharing(Protocol):
@@ -91,7 +93,7 @@ class TokenLossModel(Model):
         """Tokens are what the loss is a mean over."""
         return self.num_loss_tokens(**inputs)
 
-    def transformer_to_share(self) -> PreTrainedModel:
+    def transformer_to_share(self) -> "PreTrainedModel":
         """
         The transformer whose attention is to go over the parts of all workers.
 

@@ -8,6 +8,7 @@ AllenNLP has no seam before that, so `install` puts itself in front of
 
 import functools
 import inspect
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Callable, Dict, Optional
@@ -44,6 +45,10 @@ from allennlp_deepspeed.processes.supervision import supervised_workers
 from allennlp_deepspeed.processes.worker_device import capabilities
 from allennlp_deepspeed.reports.console import ConsoleSettings
 from allennlp_deepspeed.reports.console_logging import prepare_worker, shown_on_console
+
+# What workers use models of transformers for, by keys and types. Where a config doesn't show it,
+# each worker imports them itself.
+_NEED_TRANSFORMERS = re.compile("transformer|causal_lm|ddp_accelerator")
 
 __all__ = ["check", "has_deepspeed_trainer", "install", "worker_devices", "worker_preparation"]
 
@@ -112,7 +117,13 @@ def _fork_server(params: Params, launched: Optional[Launched]) -> Optional[ForkS
     on with, and keep it where it isn't seen.
     """
     has_workers = params.get("distributed") is not None or launched is not None
-    return ForkServer() if has_workers and command() and is_safe_here() else None
+    if not has_workers or not command() or not is_safe_here():
+        return None
+    # The compiler, because optimizers leave themselves out of what it compiles.
+    modules = ["torch._dynamo"]
+    if _NEED_TRANSFORMERS.search(str(params.as_dict(quiet=True))):
+        modules.append("transformers.modeling_utils")
+    return ForkServer(modules)
 
 
 def fill_in(params: Params) -> None:

@@ -23,6 +23,7 @@ from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import MultiOptimizer, Optimizer
 
+from allennlp_deepspeed.compat import optimizers_without_compiler
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.section_params import in_silence
 from allennlp_deepspeed.config.settings import registered_name
@@ -148,12 +149,14 @@ def _check_optimizer(trainer: Section, parameters: List[Any], findings: Findings
     section = _section(trainer.get("optimizer")) or {}
 
     def construct(section: Section) -> torch.optim.Optimizer:
-        return Optimizer.from_params(Params(section), model_parameters=parameters)
+        with optimizers_without_compiler():
+            return Optimizer.from_params(Params(section), model_parameters=parameters)
 
     def stand_in() -> torch.optim.Optimizer:
         group = {"params": [parameters[0][1]]}
         groups = [group, *({"params": []} for _ in section.get("parameter_groups") or [])]
-        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        with optimizers_without_compiler():
+            return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
     name = section.get("type", Optimizer.default_implementation)
     known = Registrable._registry[Optimizer].get(name, (MultiOptimizer, None))[0]

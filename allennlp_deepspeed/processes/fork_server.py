@@ -6,6 +6,7 @@ before it began anything that can't be forked.
 """
 
 import gc
+import importlib
 import logging
 import multiprocessing.context
 import multiprocessing.util
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from typing import Any, Iterator, Optional, Sequence
 from unittest import mock
@@ -43,9 +44,15 @@ class ForkServer:
     `multiprocessing`'s fork server, which forks a process whenever it is asked for one. But where
     that one is a new Python, this is a fork of this process, with everything that is imported here.
     A context, at whose end it is gone. To be entered by the main thread.
+
+    # Parameters
+
+    modules : `Sequence[str]`, optional (default = `()`)
+        What else the processes will need, which it imports while this one goes on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        self._modules = modules
         self._server = forkserver.ForkServer()  # type: ignore[no-untyped-call]
         self._pid: Optional[int] = None
         self._can_compute: Optional[bool] = None
@@ -54,7 +61,7 @@ class ForkServer:
         reader, writer = os.pipe()
 
         def fork_and_tell(path: Any, arguments: Sequence[Any], descriptors: Any) -> int:
-            self._pid = _fork(str(arguments[-1]), reader, writer)
+            self._pid = _fork(str(arguments[-1]), self._modules, reader, writer)
             return self._pid
 
         # Its own process, which must not be a fork of this one.
@@ -152,7 +159,7 @@ def become_a_worker(environment: "dict[str, str]") -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
-def _fork(command: str, reader: int, writer: int) -> int:
+def _fork(command: str, modules: Sequence[str], reader: int, writer: int) -> int:
     """
     Has a fork of this process run Python code, instead of a new Python.
 
@@ -160,6 +167,8 @@ def _fork(command: str, reader: int, writer: int) -> int:
 
     command : `str`
         The code.
+    modules : `Sequence[str]`
+        Are imported before.
     reader : `int`
     writer : `int`
         Of a pipe into which a byte goes if the fork can compute.
@@ -186,6 +195,7 @@ def _fork(command: str, reader: int, writer: int) -> int:
         if _computes():
             os.write(writer, b"1")
         os.close(writer)
+        _import(modules)
         exec(command, {})
     except SystemExit:
         pass
@@ -193,6 +203,19 @@ def _fork(command: str, reader: int, writer: int) -> int:
         traceback.print_exc()
     finally:
         os._exit(0)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """What can't be imported here is for whoever needs it to say."""
+    # Ctrl-C is for the process that this is a fork of, and for workers.
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
+    for module in modules:
+        with suppress(Exception):
+            importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def _computes() -> bool:

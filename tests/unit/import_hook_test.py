@@ -292,10 +292,158 @@ import nltk
 get_type_hints(EvalbBracketingScorer.__call__)
 print("worked")
 """
+    _runs_with_the_hook(code, tmp_path)
+
+
+def _runs_with_the_hook(code: str, directory: Path, *arguments: Any) -> None:
+    """Python code that prints "worked" at its end."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     code = f"import allennlp_deepspeed_import_hook\n{code}"
-    shown = _run("-c", code, tmp_path / "model", env=environment, cwd=tmp_path)
+    shown = _run("-c", code, directory / "model", *arguments, env=environment, cwd=directory)
     assert shown.splitlines()[-1] == "worked"
+
+
+# What takes longest to import, of what the commands don't use themselves.
+HEAVY = [
+    "nltk",
+    "peft",
+    "scipy.stats",
+    "sklearn.svm",
+    "spacy",
+    "sympy",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torchvision",
+    "transformers.modeling_utils",
+    "transformers.optimization",
+]
+
+
+@pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5,
+    reason="transformers 4 have an AdamW, which AllenNLP's inherits from",
+)
+@pytest.mark.parametrize(
+    "command", [["--version"], ["deepspeed", "check"], ["deepspeed", "estimate"]]
+)
+def test_a_command_imports_what_it_uses(tmp_path: Path, command: List[str]) -> None:
+    """Whatever the model, nothing of it is computed."""
+    code = f"""
+import sys
+sys.argv[1:2] = {command!r}
+from allennlp.__main__ import run
+try:
+    run()
+except SystemExit as exit:
+    assert not exit.code
+print(sorted({set(HEAVY)!r} & set(sys.modules)) or "worked")
+"""
+    config = {
+        "dataset_reader": {"type": "text_classification_json", "tokenizer": "whitespace"},
+        "train_data_path": str(tmp_path / "train.jsonl"),
+        "model": {
+            "type": "basic_classifier",
+            "text_field_embedder": {
+                "token_embedders": {"tokens": {"type": "embedding", "embedding_dim": 4}}
+            },
+            "seq2vec_encoder": {"type": "lstm", "input_size": 4, "hidden_size": 4},
+        },
+        "data_loader": {"batch_size": 2},
+        "trainer": {
+            "type": "deepspeed",
+            "deepspeed_config": "zero_2",
+            "optimizer": {"type": "adam", "lr": 0.1},
+            "num_epochs": 1,
+        },
+        "distributed": {"cuda_devices": [-1, -1]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "train.jsonl").write_text('{"text": "a b", "label": "c"}\n' * 4)
+    (tmp_path / ".allennlp_plugins").write_text("allennlp_deepspeed\n")
+    files = [] if command == ["--version"] else [tmp_path / "config.json"]
+    _runs_with_the_hook(code, tmp_path, *files)
+
+
+def test_heavy_imports_that_are_put_off_work_as_before(tmp_path: Path) -> None:
+    """With the packages themselves."""
+    code = """
+import copy, pickle, sys
+import torch
+from torch.nn import Parameter
+from allennlp.commands import main
+from allennlp.common import Params
+from allennlp.fairness import Independence
+from allennlp.modules.transformer.activation_layer import ActivationLayer
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+from allennlp.training.metrics import Auc, SpearmanCorrelation
+from allennlp.training.optimizers import HuggingfaceAdafactor, Optimizer
+
+metric = Independence(2, 2, dist_metric="wasserstein")
+for copied in (metric, copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
+    for _ in range(2):
+        copied(torch.tensor([0, 1, 1, 0]), torch.tensor([0, 0, 1, 1]))
+        distances = copied.get_metric()
+        assert {label: round(float(d), 6) for label, d in distances.items()} == {0: 0.0, 1: 0.0}
+
+auc = Auc()
+auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
+assert auc.get_metric() == 0.75
+spearman = SpearmanCorrelation()
+spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 4.0]))
+assert round(spearman.get_metric(), 6) == 1.0
+
+weight = Parameter(torch.ones(2, 3))
+sgd = Optimizer.from_params(Params({"type": "sgd", "lr": 1.0}), model_parameters=[("w", weight)])
+schedule = Params({"type": "constant_with_warmup", "num_warmup_steps": 2})
+LearningRateScheduler.from_params(schedule, optimizer=sgd, num_epochs=1)
+assert sgd.param_groups[0]["lr"] == 0.0
+
+class Own(HuggingfaceAdafactor):
+    pass
+
+import transformers
+assert issubclass(Own, transformers.Adafactor)
+settings = {"type": "huggingface_adafactor", "lr": 0.1, "relative_step": False}
+trained = [Parameter(torch.arange(6.0).view(2, 3)) for _ in range(2)]
+optimizers = [
+    Optimizer.from_params(Params(settings), model_parameters=[("w", trained[0])]),
+    transformers.Adafactor([trained[1]], lr=0.1, relative_step=False),
+]
+for parameter, optimizer in zip(trained, optimizers):
+    parameter.grad = torch.ones(2, 3)
+    optimizer.step()
+assert torch.equal(*trained) and not torch.equal(trained[0], torch.arange(6.0).view(2, 3))
+
+layer = ActivationLayer(2, 2, "gelu")
+assert type(layer.act_fn) is type(transformers.activations.ACT2FN["gelu"])
+from allennlp.modules.token_embedders import pretrained_transformer_embedder as embedder
+assert isinstance(transformers.XLNetConfig(), embedder.XLNetConfig)
+assert not isinstance(transformers.BertConfig(), embedder.XLNetConfig)
+from allennlp.data import image_loader
+assert pickle.loads(pickle.dumps(image_loader.torchvision.io.read_image))
+assert image_loader.torchvision is sys.modules["torchvision"]
+print("worked")
+"""
+    _runs_with_the_hook(code, tmp_path)
+
+
+@pytest.mark.parametrize("first", ["optimizer", "transformers"])
+def test_the_base_of_an_optimizer_is_the_same_in_any_order(tmp_path: Path, first: str) -> None:
+    used = {
+        "optimizer": "HuggingfaceAdafactor([('w', Parameter(torch.ones(1)))])",
+        "transformers": "transformers.Adafactor",
+    }
+    code = f"""
+import torch
+import transformers
+from torch.nn import Parameter
+from allennlp.training.optimizers import HuggingfaceAdafactor, Optimizer
+{used[first]}
+assert HuggingfaceAdafactor.__mro__[1:3] == (Optimizer, transformers.Adafactor)
+assert isinstance({used["optimizer"]}, transformers.Adafactor)
+print("worked")
+"""
+    _runs_with_the_hook(code, tmp_path)
 
 
 @pytest.mark.parametrize("correct_bias", [True, False])

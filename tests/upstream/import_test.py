@@ -8,11 +8,17 @@ from types import ModuleType
 import huggingface_hub
 import transformers
 from allennlp.common import cached_transformers, util
+from allennlp.data import image_loader
 from allennlp.data.token_indexers import pretrained_transformer_indexer
 from allennlp.data.tokenizers import pretrained_transformer_tokenizer
-from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
+from allennlp.fairness import fairness_metrics
+from allennlp.modules.transformer import (
+    TransformerEmbeddings,
+    activation_layer,
+    transformer_module,
+)
 from allennlp.training import optimizers
-from allennlp.training.metrics import evalb_bracketing_scorer
+from allennlp.training.metrics import auc, evalb_bracketing_scorer
 
 from tests.upstream.unmended import mended_by
 
@@ -48,10 +54,20 @@ def test_tokenizers_and_models_have_changed() -> bool:
 
 
 @mended_by("deferred.run")
-def test_whoever_imports_allennlp_imports_spacy_and_nltk() -> bool:
-    return _mentions(util, "\nimport spacy\n") and _mentions(
-        evalb_bracketing_scorer, "\nfrom nltk import Tree\n"
+def test_whoever_imports_allennlp_imports_much() -> bool:
+    return (
+        _mentions(util, "\nimport spacy\n")
+        and _mentions(evalb_bracketing_scorer, "\nfrom nltk import Tree\n")
+        and _mentions(activation_layer, "\nfrom transformers.models.bert.modeling_bert import")
+        and _mentions(auc, "\nfrom sklearn import metrics\n")
+        and _mentions(fairness_metrics, "\nfrom scipy.stats import wasserstein_distance\n")
+        and _mentions(image_loader, "\nimport torchvision\n")
     )
+
+
+@mended_by("deferred.base")
+def test_an_optimizer_brings_the_models_of_transformers() -> bool:
+    return _mentions(optimizers, "(Optimizer, transformers.Adafactor)")
 
 
 @mended_by("shims.weights_of_today")

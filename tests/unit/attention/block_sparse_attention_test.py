@@ -9,6 +9,7 @@ import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.modules import Seq2SeqEncoder
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from allennlp_deepspeed.attention import (
@@ -183,7 +184,7 @@ def test_flex_attention_gives_the_same(name: str):
     with torch.no_grad():
         # Compiling takes seconds; uncompiled it is the same function of the same mask.
         with (
-            mock.patch.object(flex_kernel, "_compiled", lambda _: flex_kernel.flex_attention),
+            mock.patch.object(flex_kernel, "_compiled", lambda _: flex_attention),
             mock.patch.object(flex_kernel, "_compiled_for_cpu", set()),
         ):
             result = attention(name, "flex_attention").attend(*tensors, is_there, LAYER)
@@ -232,7 +233,7 @@ def test_for_more_shapes_than_pytorch_compiles_it_falls_back(nothing_said, caplo
     tensors, is_there = inputs(torch.float32)
     with (
         torch.no_grad(),
-        mock.patch.object(flex_kernel, "_compiled", lambda _: flex_kernel.flex_attention),
+        mock.patch.object(flex_kernel, "_compiled", lambda _: flex_attention),
         mock.patch.object(flex_kernel, "_compiled_for_cpu", set()),
     ):
         sparse = attention("fixed", "flex_attention")

@@ -6,11 +6,13 @@ examples are packed.
 import json
 import logging
 import random
+import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
 import torch
+import transformers
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, Instance, Vocabulary
 
@@ -228,7 +230,8 @@ def test_packing_of_one_example(tokenizer: str) -> None:
 def test_packing_is_refused_where_examples_would_see_each_other(
     tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "masking_utils", None)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
+    monkeypatch.delattr(transformers, "masking_utils", raising=False)
     with pytest.raises(ConfigurationError, match="'dataset_reader.pack' is true, but with"):
         CausalLMReader(tokenizer, max_length=9, pack=True)
 
