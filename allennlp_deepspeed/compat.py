@@ -58,16 +58,6 @@ def optimizers_without_compiler() -> Iterator[None]:
         yield
 
 
-def step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
-    """A step, for which one of PyTorch's imports the compiler as well."""
-    step = type(optimizer).step
-    if not step.__module__.startswith("torch.optim."):
-        optimizer.step()
-        return
-    with torch.no_grad():
-        inspect.unwrap(step)(optimizer)
-
-
 def construct_reduce_on_plateau_without_verbose() -> None:
     """
     The key is still taken from a config, and means nothing.

@@ -32,6 +32,7 @@ _CONTEXTS = {
     "allennlp.modules.transformer.transformer_module": ("shims", "weights_of_today"),
     "allennlp.training.optimizers": ("shims", "former_adamw"),
     "transformers.optimization": ("deferred", "completed"),
+    "transformers.processing_utils": ("shims", "same_transformers"),
 }
 
 # Those that import what few need.

@@ -13,7 +13,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 _PACKAGES = ("nltk", "scipy", "sklearn", "spacy", "torchvision")
 
@@ -33,9 +33,9 @@ _CALL = "__import_when_used__"
 def run(module: ModuleType, source: str) -> None:
     """
     Runs a module of AllenNLP's with stand-ins for what it imports of these packages at its top,
-    which import the package when they are used: called, or asked for an attribute. When one has, or
-    somebody else, it and its like are replaced by what they stand for. A package that is missing,
-    or has been imported, has none.
+    which import the package when they are used: called, or asked for an attribute. When one has, it
+    and those of its package, or of its name in transformers, are replaced by what they stand for. A
+    package that is missing has none, and one that has been imported, but for transformers.
 
     Mends AllenNLP 2.10.1: whoever imports its commands imports spaCy, NLTK, SciPy, scikit-learn,
     torchvision and the models of transformers. Gone when importing `allennlp.commands` imports none
@@ -180,6 +180,18 @@ class Deferred(type):
     def __getitem__(self, key: Any) -> Any:
         return self._resolve()[key]
 
+    def __contains__(self, key: Any) -> bool:
+        return key in self._resolve()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._resolve())
+
+    def __len__(self) -> int:
+        return len(self._resolve())
+
+    def __bool__(self) -> bool:
+        return True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._resolve()(*args, **kwargs)
 
@@ -194,8 +206,22 @@ def _found(module: str, names: Tuple[str, ...]) -> Any:
     return functools.reduce(getattr, names, importlib.import_module(module))
 
 
-# In a pickle there is what it stands for.
-copyreg.pickle(Deferred, lambda stand_in: (_found, stand_in._path))  # type: ignore[arg-type]
+class _Imported(NamedTuple):
+    """A module, in a pickle."""
+
+    name: str
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, (self.name,)
+
+
+def _reduced(stand_in: Deferred) -> Any:
+    """In a pickle there is where to find what it stands for, which needs nothing of this package."""
+    module, names = stand_in._path
+    return functools.reduce, (getattr, names, _Imported(module))
+
+
+copyreg.pickle(Deferred, _reduced)  # type: ignore[arg-type]
 
 _bases: Dict[str, List[type]] = defaultdict(list)  # by the modules that they are in
 
@@ -204,8 +230,8 @@ _bases: Dict[str, List[type]] = defaultdict(list)  # by the modules that they ar
 def base(package: ModuleType, name: str, module: str) -> Iterator[None]:
     """
     Has classes be derived from a stand-in for an optimizer, whose place it takes itself as soon as
-    the module that has it is imported; they import it where they are constructed. If it has been
-    imported, there is none.
+    the module that has it is imported; they import it where they are constructed, or come out of a
+    pickle. If it has been imported, there is none.
 
     Mends AllenNLP 2.10.1: its "huggingface_adafactor" inherits from an optimizer of transformers,
     with which come their models and PEFT. Gone when importing `allennlp.training.optimizers`
@@ -224,10 +250,16 @@ def base(package: ModuleType, name: str, module: str) -> Iterator[None]:
         return
     import torch
 
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        getattr(importlib.import_module(module), name).__init__(self, *args, **kwargs)
+    def method_of_itself(method: str) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            itself = getattr(importlib.import_module(module), name)
+            return getattr(itself, method)(self, *args, **kwargs)
 
-    stand_in = type(name, (torch.optim.Optimizer,), {"__module__": module, "__init__": construct})
+        return call
+
+    # `__setstate__` is called of one that is copied, or comes out of a pickle.
+    methods = {method: method_of_itself(method) for method in ("__init__", "__setstate__", "step")}
+    stand_in = type(name, (torch.optim.Optimizer,), {"__module__": module, **methods})
     vars(package)[name] = stand_in
     _bases[module].append(stand_in)
     try:

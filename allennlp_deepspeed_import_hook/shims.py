@@ -5,7 +5,6 @@ it needs.
 """
 
 import functools
-import importlib
 import math
 import sys
 from contextlib import ExitStack, contextmanager
@@ -217,14 +216,27 @@ def _of_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., An
 
 
 @contextmanager
+def same_transformers(module: ModuleType) -> Iterator[None]:
+    """
+    What has been put into `transformers`, or been replaced there, stays for whoever imports it.
+
+    Mends transformers 5.23: a module of theirs, which comes with the first model, runs
+    `transformers` once more as it is imported, and leaves a new one in its place. Gone when
+    `transformers` is the same before and after the first model.
+    """
+    former = sys.modules["transformers"]
+    yield
+    sys.modules["transformers"] = former
+
+
+@contextmanager
 def former_adamw(module: ModuleType) -> Iterator[None]:
     """
     Mends AllenNLP 2.10.1: its "huggingface_adamw" inherits from `transformers.AdamW`, which
     transformers 5 doesn't have. Gone when `allennlp.training.optimizers` can be imported.
     """
-    # The first import of a model puts another object in the place of the module `transformers`.
-    importlib.import_module("transformers.models.auto")
-    transformers = sys.modules["transformers"]
+    import transformers
+
     if not hasattr(transformers, "AdamW"):
         transformers.AdamW = AdamW  # type: ignore[attr-defined]
     # Transformers 4's own AdamW has imported that.

@@ -44,7 +44,9 @@ def check_moving_average(
     moving_average: Any, zero: DeepSpeedZeroConfig, findings: Findings
 ) -> None:
     optimizer = zero.offload_optimizer
-    if moving_average is not None and optimizer is not None and optimizer.device == "nvme":
+    # At other stages that is in memory too.
+    is_in_files = zero.stage == 3 and optimizer is not None and optimizer.device == "nvme"
+    if moving_average is not None and is_in_files:
         findings.add(
             "moving_average is of weights in memory, but "
             f'{ROOT}.zero_optimization.offload_optimizer.device is "nvme": remove moving_average, '

@@ -10,7 +10,6 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import MultiOptimizer, Optimizer
 
-from allennlp_deepspeed.compat import optimizers_without_compiler, step_without_compiler
 from allennlp_deepspeed.engine.model_states import OptimizerStates
 from allennlp_deepspeed.optimizers import CPULionOptimizer, registered_class
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
@@ -131,13 +130,12 @@ def _without_operators(optimizer: Dict[str, Any]) -> Dict[str, Any]:
 
 def _bytes_by_parameter(optimizer: Params, parameters: NamedParameters) -> Dict[str, int]:
     """Of the states that have as many dimensions as a parameter, after a step."""
-    with optimizers_without_compiler():
-        constructed: Any = Optimizer.from_params(
-            params=optimizer.duplicate(), model_parameters=parameters
-        )
+    constructed: Any = Optimizer.from_params(
+        params=optimizer.duplicate(), model_parameters=parameters
+    )
     for _, parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    step_without_compiler(constructed)
+    constructed.step()
     optimizers = (
         constructed.optimizers.values()
         if isinstance(constructed, MultiOptimizer)

@@ -211,7 +211,7 @@ def _import(modules: Sequence[str]) -> None:
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     for module in modules:
-        with suppress(Exception):
+        with suppress(Exception, SystemExit):
             importlib.import_module(module)
     gc.freeze()
     gc.enable()

@@ -407,6 +407,8 @@ class Own(HuggingfaceAdafactor):
     pass
 
 import transformers
+from allennlp.modules.transformer import activation_layer
+assert "gelu" in activation_layer.ACT2FN and len(list(activation_layer.ACT2FN)) > 5
 assert issubclass(Own, transformers.Adafactor)
 settings = {"type": "huggingface_adafactor", "lr": 0.1, "relative_step": False}
 trained = [Parameter(torch.arange(6.0).view(2, 3)) for _ in range(2)]
@@ -427,6 +429,49 @@ assert not isinstance(transformers.BertConfig(), embedder.XLNetConfig)
 from allennlp.data import image_loader
 assert pickle.loads(pickle.dumps(image_loader.torchvision.io.read_image))
 assert image_loader.torchvision is sys.modules["torchvision"]
+print("worked")
+"""
+    _runs_with_the_hook(code, tmp_path)
+
+
+def test_a_pickle_is_read_where_nothing_has_been_imported(tmp_path: Path) -> None:
+    written = """
+import pickle, sys, torch
+from allennlp.fairness import Independence
+from allennlp.training.optimizers import HuggingfaceAdafactor
+metric = pickle.dumps(Independence(2, 2, dist_metric="wasserstein"))
+assert b"allennlp_deepspeed" not in metric and "scipy.stats" not in sys.modules
+weight = torch.nn.Parameter(torch.ones(2, 3))
+optimizer = HuggingfaceAdafactor([("w", weight)], lr=0.1, relative_step=False)
+open(sys.argv[1], "wb").write(pickle.dumps((metric, optimizer)))
+print("worked")
+"""
+    read = """
+import pickle, sys, torch
+import allennlp.training.optimizers
+metric, optimizer = pickle.loads(open(sys.argv[1], "rb").read())
+((weight,),) = [group["params"] for group in optimizer.param_groups]
+weight.grad = torch.ones(2, 3)
+optimizer.step()
+assert (weight != 1).all()
+from scipy.stats import wasserstein_distance
+assert pickle.loads(metric)._dist_metric is wasserstein_distance
+print("worked")
+"""
+    for code in (written, read):
+        _runs_with_the_hook(code, tmp_path)
+
+
+def test_transformers_are_the_same_module_after_their_first_model(tmp_path: Path) -> None:
+    code = """
+import sys
+import transformers
+from allennlp.common import cached_transformers
+former = getattr(transformers, "AdamW", None)
+assert transformers.BertModel.__name__ == "BertModel"
+assert cached_transformers.transformers is sys.modules["transformers"] is transformers
+import transformers as again
+assert again is transformers and getattr(again, "AdamW", None) is former
 print("worked")
 """
     _runs_with_the_hook(code, tmp_path)

@@ -19,6 +19,7 @@ from allennlp.modules.transformer import (
 )
 from allennlp.training import optimizers
 from allennlp.training.metrics import auc, evalb_bracketing_scorer
+from transformers import processing_utils
 
 from tests.upstream.unmended import mended_by
 
@@ -36,9 +37,13 @@ def test_the_hub_has_dropped_classes() -> bool:
 
 @mended_by("shims.former_adamw")
 def test_transformers_have_dropped_an_optimizer() -> bool:
-    # Not what this module has imported: the first import of a model puts another in its place.
     is_dropped = optimizers.transformers.AdamW.__module__ == _SHIMS  # type: ignore[attr-defined]
     return is_dropped and _mentions(optimizers, "transformers.AdamW")
+
+
+@mended_by("shims.same_transformers")
+def test_transformers_replace_themselves() -> bool:
+    return _mentions(processing_utils, " = direct_transformers_import(")
 
 
 @mended_by("shims.former_transformers")

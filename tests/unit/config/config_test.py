@@ -971,6 +971,8 @@ class TestOffloading:
         offload = {"type": "zero_3_nvme", "zero_optimization": {"offload_optimizer": None}}
         assert resolve(offload, serialization_dir="run", **average).zero_stage == 3
         assert resolve("zero_3_offload", **average).zero_stage == 3
+        offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}
+        assert resolve(offload, serialization_dir="run", **average).zero_stage == 2
 
     def test_parameters_are_offloaded_at_stage_3_only(self):
         config = {"type": "zero_3_offload", "zero_optimization": {"stage": 2}}
