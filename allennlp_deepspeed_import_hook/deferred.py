@@ -216,7 +216,7 @@ class _Imported(NamedTuple):
 
 
 def _reduced(stand_in: Deferred) -> Any:
-    """In a pickle there is where to find what it stands for, which needs nothing of this package."""
+    """In a pickle there is where to find what it stands for, without this package."""
     module, names = stand_in._path
     return functools.reduce, (getattr, names, _Imported(module))
 
