@@ -9,8 +9,7 @@ import inspect
 import pkgutil
 import sys
 import warnings
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Set, Union
+from typing import Any, Callable, Dict, Hashable, List, Optional, Set, Union
 from unittest import mock
 
 import numpy as np
@@ -45,17 +44,6 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     function is called.
     """
     return torch._disable_dynamo(function)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def optimizers_without_compiler() -> Iterator[None]:
-    """
-    In it PyTorch's optimizers are constructed without importing the compiler, which they do to be
-    left out of what it compiles. For those that nothing is trained with.
-    """
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    with mock.patch.object(torch.optim.Optimizer, "add_param_group", add_param_group):
-        yield
 
 
 def construct_reduce_on_plateau_without_verbose() -> None:

@@ -5,11 +5,14 @@ nothing else decides whether they can be constructed.
 """
 
 import importlib.util
+import inspect
 import json
 import logging
 import re
 import sys
-from typing import Any, Callable, Dict, Iterable, List, Optional
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional
+from unittest import mock
 
 import torch
 from allennlp.common import Params, Registrable
@@ -23,7 +26,6 @@ from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import MultiOptimizer, Optimizer
 
-from allennlp_deepspeed.compat import optimizers_without_compiler
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.section_params import in_silence
 from allennlp_deepspeed.config.settings import registered_name
@@ -149,13 +151,13 @@ def _check_optimizer(trainer: Section, parameters: List[Any], findings: Findings
     section = _section(trainer.get("optimizer")) or {}
 
     def construct(section: Section) -> torch.optim.Optimizer:
-        with optimizers_without_compiler():
+        with _without_compiler():
             return Optimizer.from_params(Params(section), model_parameters=parameters)
 
     def stand_in() -> torch.optim.Optimizer:
         group = {"params": [parameters[0][1]]}
         groups = [group, *({"params": []} for _ in section.get("parameter_groups") or [])]
-        with optimizers_without_compiler():
+        with _without_compiler():
             return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
     name = section.get("type", Optimizer.default_implementation)
@@ -165,6 +167,17 @@ def _check_optimizer(trainer: Section, parameters: List[Any], findings: Findings
     if not _try(construct, section, "trainer.optimizer", findings):
         return None
     return lambda: construct(json.loads(json.dumps(section)))
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """
+    In it PyTorch's optimizers are constructed without importing the compiler, which they do to be
+    left out of what it compiles.
+    """
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    with mock.patch.object(torch.optim.Optimizer, "add_param_group", add_param_group):
+        yield
 
 
 def _check_loader(loader: Any, name: str, findings: Findings) -> None:

@@ -89,6 +89,28 @@ def test_workers_have_the_variables_of_now_and_random_states_of_their_own() -> N
         assert not psutil.pid_exists(servers[0])
 
 
+# Of Python's own, which nothing imports that is imported here.
+RARE = "this"
+
+
+def _tell_of_module(rank: int, connection: Connection) -> None:
+    connection.send((RARE in sys.modules, signal.getsignal(signal.SIGINT)))
+
+
+def _start_with_modules(connection: Connection) -> None:
+    with ForkServer(["there_is_no_such_module", RARE]) as server:
+        supervision.spawn(None, _tell_of_module, (connection,), nprocs=2, fork_server=server)
+    connection.send(RARE in sys.modules)
+
+
+def test_the_server_imports_what_workers_need() -> None:
+    assert RARE not in sys.modules
+    with process(_start_with_modules) as (_, connection):
+        workers = [received(connection) for _ in range(2)]
+        assert workers == [(True, signal.default_int_handler)] * 2
+        assert received(connection) is False
+
+
 def _tell_parent(rank: int, connection: Connection) -> None:
     connection.send(os.getppid())
 
