@@ -106,7 +106,6 @@ def precisions() -> Config:
     return config_with("block_sparse_transformer", BIGBIRD, {**TWO_WORKERS, **EPOCHS})
 
 
-@pytest.mark.soak_cases("bf16-3")
 @pytest.mark.parametrize("stage, precision", [(3, BF16), (0, FP16)], ids=["bf16-3", "fp16-0"])
 def test_half_precision_trains_as_fp32_does(
     experiments: Experiments, stage: int, precision: Config

@@ -15,7 +15,6 @@ from tests.support.experiment import (
 WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
 
 
-@pytest.mark.soak_cases("1-1", "1-2", "1-3", "3-0")
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 3])
 def test_a_callback_that_changes_gradients_sees_those_of_all_ranks(

@@ -61,7 +61,6 @@ def test_stage_3_gathers_parameters_and_scatters_gradients(experiments: Experime
     assert counts["reduce_scatter_bytes_per_step"] == MODEL_BYTES
 
 
-@pytest.mark.soak_cases("0", "2")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_validation_and_saving_are_not_counted(experiments: Experiments, stage: int):
     config = deepspeed(load_config("tagger", TWO_WORKERS, COUNTED, SAVED), stage)
@@ -107,7 +106,6 @@ def test_tensorboard_has_every_step_and_every_epoch(
     ]
 
 
-@pytest.mark.soak_cases("checkpoint_e1_b0-0", "checkpoint_e1_b0-2")
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("last", ["checkpoint_e1_b2", "checkpoint_e1_b0"])
 def test_the_sums_of_an_interrupted_epoch_go_on(

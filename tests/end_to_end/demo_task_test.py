@@ -32,7 +32,7 @@ def config(session_directory: Path, worker_id: str) -> Dict[str, Any]:
     ).as_dict(quiet=True)
 
 
-@pytest.mark.soak
+@pytest.mark.soak_cases("0", "1")
 @pytest.mark.parametrize("stage", range(4))
 def test_bf16_trains_to_within_noise_of_fp32(
     experiments: Experiments, config: Dict[str, Any], stage: int

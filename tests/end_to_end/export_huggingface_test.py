@@ -149,7 +149,6 @@ def test_weights_are_in_files_of_the_size_that_is_asked_for(
     assert_same_logits(AutoModelForCausalLM.from_pretrained(out), result.archive)
 
 
-@pytest.mark.soak_cases("archive-False")
 @pytest.mark.parametrize("excluded", [False, True])
 @pytest.mark.parametrize("source", ["archive", "checkpoint"])
 def test_adapters_of_a_language_model_are_those_of_peft(

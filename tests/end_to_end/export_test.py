@@ -59,7 +59,6 @@ def _ties(weights: Dict[str, torch.Tensor]) -> List[List[str]]:
     return list(names.values())
 
 
-@pytest.mark.soak_cases("0-sections4", "1-sections5")
 @pytest.mark.parametrize(
     "stage, sections",
     [*[(s, {}) for s in STAGES], *[(s, BF16) for s in STAGES], (1, FP32_GRADIENTS)],
@@ -74,17 +73,6 @@ def test_exported_weights_are_those_of_training(
     assert_identical(weights, dumped(result, "e0_b4")["weights"])
 
 
-@pytest.mark.soak_cases(
-    "False-sections0-0",
-    "False-sections1-0",
-    "False-sections1-1",
-    "False-sections1-2",
-    "True-sections0-0",
-    "True-sections0-3",
-    "True-sections1-1",
-    "True-sections1-2",
-    "True-sections1-3",
-)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("sections", [{}, BF16])
 @pytest.mark.parametrize("async_save", [False, True])
@@ -104,7 +92,6 @@ def test_tied_and_frozen_parameters_and_buffers_are_exported(
     assert_identical(exported(result, tmp_path / "export"), expected)
 
 
-@pytest.mark.soak_cases("0")
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_moving_average_is_exported(experiments: Experiments, tmp_path: Path, stage: int):
     config = deepspeed(resizable(4, {"trainer.moving_average": {"decay": 0.9}}), stage)
@@ -150,7 +137,6 @@ def test_a_conversion_takes_the_memory_of_one_parameter(experiments: Experiments
     assert memory.peak == largest < sum(weight.nbytes for weight in weights.values()) / 2
 
 
-@pytest.mark.soak_cases("home")
 @pytest.mark.parametrize("plugins", ["working directory", "home"])
 def test_the_installed_command_finds_the_commands_of_this_package(
     experiments: Experiments, tmp_path: Path, plugins: str

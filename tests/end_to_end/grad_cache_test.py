@@ -95,7 +95,6 @@ def assert_same(actual: Result, expected: Result) -> None:
     assert_same_metrics(metrics, expected_metrics)
 
 
-@pytest.mark.soak_cases("1-0", "1-3", "4-0", "4-2")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_the_weights_are_those_of_one_piece(experiments: Experiments, num_workers: int, stage: int):
@@ -112,7 +111,6 @@ def test_a_part_of_the_workers_shards_parameters_and_reduces_first(
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
 
 
-@pytest.mark.soak_cases("3-boundary")
 @pytest.mark.parametrize("stage, mode", MODES)
 def test_gradients_are_reduced_as_often_as_the_mode_says(
     experiments: Experiments, stage: int, mode: str
@@ -235,7 +233,6 @@ def test_local_negatives(experiments: Experiments, stage: int):
         )
 
 
-@pytest.mark.soak_cases("1-2-cpu")
 @pytest.mark.parametrize(
     "num_workers, stage, device",
     [(1, 2, "cpu"), (2, 2, "cpu"), (2, 3, "cpu"), (2, 3, "nvme")],
@@ -254,7 +251,6 @@ def test_offload_where_a_chunk_uses_only_one_encoder(
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
 
 
-@pytest.mark.soak_cases("1-2-query", "1-2-document", "2-2-document", "2-3-query")
 @pytest.mark.parametrize("side", ["query", "document"])
 @pytest.mark.parametrize("num_workers, stage", [(1, 2), (2, 2), (2, 3)])
 def test_a_frozen_encoder(experiments: Experiments, num_workers: int, stage: int, side: str):
@@ -295,7 +291,6 @@ def test_a_regularizer_counts_once(experiments: Experiments, stage: int):
     assert_same(result, experiments.run(in_one_piece(regularizer)))
 
 
-@pytest.mark.soak_cases("0-sections0", "3-sections1")
 @pytest.mark.parametrize(
     "sections",
     [

@@ -107,7 +107,6 @@ def test_gradients_are_reduced_as_often_as_the_mode_says(
     assert_same_run(result, experiments.run(config))
 
 
-@pytest.mark.soak_cases("1-boundary", "2-boundary", "3-micro_batch")
 @pytest.mark.parametrize("stage, mode", MODES)
 def test_at_the_boundary_accumulation_costs_no_communication(
     experiments: Experiments, stage: int, mode: str
@@ -122,12 +121,6 @@ def test_at_the_boundary_accumulation_costs_no_communication(
     assert_same_run(result, experiments.run(config))
 
 
-@pytest.mark.soak_cases(
-    "overlap_comm-1-boundary",
-    "overlap_comm-2-boundary",
-    "overlap_comm-3-boundary",
-    "offload-2-micro_batch",
-)
 @pytest.mark.parametrize("stage, mode", [*MODES[1:], *PARTLY])  # stage 0 has no such settings
 @pytest.mark.parametrize(
     "sections",
@@ -161,16 +154,7 @@ BF16 = {"bf16": {"enabled": True}}
 SOAK = [pytest.mark.soak]  # by `make soak`: they differ from the others in little
 
 
-@pytest.mark.soak_cases(
-    "bf16, 1, boundary",
-    "bf16, 2, boundary",
-    "bf16, 3, micro_batch",
-    "fp32 accumulation, 2, boundary",
-    "fp32 accumulation, 2, micro_batch",
-    "fp32 accumulation, 3, boundary",
-    "bf16, 2, in part",
-    "bf16, 3, in part",
-)
+@pytest.mark.soak_cases("bf16, 2, in part", "bf16, 3, in part")
 @pytest.mark.parametrize(
     "stage, mode, sections",
     [
@@ -199,7 +183,6 @@ def test_lower_precision_trains_as_fp32_does(
     assert_trains_alike(actual, experiments.run(config))
 
 
-@pytest.mark.soak_cases("2-boundary", "3-micro_batch")
 @pytest.mark.parametrize(
     "stage, mode",
     [*MODES[1:], *(pytest.param(stage, ["^_odd"], id=f"{stage}-in part") for stage in (2, 3))],
@@ -248,11 +231,6 @@ def test_parameters_that_only_one_worker_uses(experiments: Experiments, mode: st
     assert_same_run(experiments.run(actual), experiments.run(config))
 
 
-@pytest.mark.soak_cases(
-    "backward_in_chunks-1-1",
-    "backward_in_chunks_and_read-2-1",
-    "backward_in_chunks_and_read-2-0",
-)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "callback, reductions_in_a_step",
@@ -274,7 +252,6 @@ def test_a_callback_goes_backward_in_chunks(
     assert reduced(traffic(result)[1])[1] == expected
 
 
-@pytest.mark.soak_cases("1-boundary", "2-boundary", "3-micro_batch")
 @pytest.mark.parametrize("stage, mode", MODES)
 def test_a_callback_goes_backward_in_chunks_of_each_micro_batch(
     experiments: Experiments, stage: int, mode: str
@@ -289,7 +266,6 @@ def test_a_callback_goes_backward_in_chunks_of_each_micro_batch(
     assert reduced(traffic(result)[0])[1] == expected
 
 
-@pytest.mark.soak_cases("1-boundary", "2-boundary", "3-micro_batch")
 @pytest.mark.parametrize("stage, mode", MODES)
 def test_a_model_goes_backward_in_chunks(experiments: Experiments, stage: int, mode: str):
     in_chunks = counted(

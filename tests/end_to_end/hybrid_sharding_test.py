@@ -39,7 +39,6 @@ def metrics(result: Result) -> Dict[str, Any]:
     return {key: value for key, value in result.metrics().items() if "communication" not in key}
 
 
-@pytest.mark.soak_cases("1")
 @pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 2])
 def test_training_is_that_of_gradient_descent(
     experiments: Experiments, num_gradient_accumulation_steps: int
@@ -130,7 +129,6 @@ def test_all_workers_of_one_node_are_plain_stage_3(experiments: Experiments):
     assert 'shard_within is "node" (4 workers), which are all: it changes nothing' in log
 
 
-@pytest.mark.soak_cases("checkpoint_e1_b0")
 @pytest.mark.parametrize("last", ["checkpoint_e1_b2", "checkpoint_e1_b0"])
 def test_a_recovered_run_ends_as_an_uninterrupted_one(
     experiments: Experiments, tmp_path: Path, last: str

@@ -82,7 +82,6 @@ def changed(**trainer: object) -> Config:
     return {**LAUNCHED_CONFIG, "trainer": {**LAUNCHED_CONFIG["trainer"], **trainer}}
 
 
-@pytest.mark.soak_cases("accelerate", "open_mpi", "environment")
 @pytest.mark.parametrize(
     "name",
     [

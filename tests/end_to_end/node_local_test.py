@@ -46,7 +46,6 @@ def train_on_two_nodes(config: Dict[str, Any], directory: Path, *arguments: str)
         return [run.check() for run in pool.map(train, NODES)]
 
 
-@pytest.mark.soak_cases("0", "2")
 @pytest.mark.parametrize("stage", range(4))
 def test_nodes_without_a_shared_directory_recover_from_what_all_of_them_hold(
     experiments: Experiments, tmp_path: Path, stage: int

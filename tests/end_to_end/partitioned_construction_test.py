@@ -75,7 +75,6 @@ def test_an_archive_whose_vocabulary_grows(experiments: Experiments) -> None:
     assert_same_run(experiments.run(deepspeed(config, stage=3)), expected)
 
 
-@pytest.mark.soak_cases("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_modules_that_a_model_wraps_with_the_accelerator(
     experiments: Experiments, precision: str

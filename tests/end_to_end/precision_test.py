@@ -47,7 +47,6 @@ def test_bf16_trains_as_fp32_does(experiments: Experiments, stage: int) -> None:
     assert evaluate(actual) == pytest.approx(evaluate(expected), abs=0.05)
 
 
-@pytest.mark.soak_cases("tagger-2", "transformer-3")
 @pytest.mark.parametrize("model, stage", [("tagger", 2), ("transformer", 3)])
 def test_bf16_trains_other_modules(experiments: Experiments, model: str, stage: int) -> None:
     config = load_config(model, TWO_WORKERS, EPOCHS)
@@ -63,7 +62,6 @@ def test_torch_autocast_trains_as_fp32_does(experiments: Experiments) -> None:
     assert_fp32_master_weights(actual)
 
 
-@pytest.mark.soak_cases("1", "0")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp16_trains_as_fp32_does(experiments: Experiments, stage: int) -> None:
     config = load_config("classifier", TWO_WORKERS, EPOCHS, SGD)

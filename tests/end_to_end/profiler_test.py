@@ -59,7 +59,6 @@ def without_profile(metrics: Dict[str, Any]) -> Dict[str, Any]:
     return {key: value for key, value in metrics.items() if "profile" not in key}
 
 
-@pytest.mark.soak_cases("2")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_steps_are_recorded_on_each_rank(experiments: Experiments, stage: int):
     config = load_config("tagger", TWO_WORKERS, {"trainer.num_gradient_accumulation_steps": 2})

@@ -118,7 +118,6 @@ def assert_continues(recovered: Result, uninterrupted: Result) -> None:
     assert_same_weights(recovered.weights(), uninterrupted.weights(), TOLERANCE)
 
 
-@pytest.mark.soak_cases("2-4-0", "4-2-2", "1-2-0", "1-2-1", "1-2-2")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("before, after", WORKERS)
 def test_another_number_of_workers_continues_the_same_training(
@@ -206,7 +205,6 @@ def test_everything_is_loaded_as_it_was(
         assert_continues(recovered, uninterrupted)
 
 
-@pytest.mark.soak_cases("sections0-0", "sections1-1", "sections1-2", "sections0-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("sections", [{}, BF16])
 def test_tied_and_frozen_parameters_and_buffers_are_loaded_as_they_were(

@@ -70,7 +70,6 @@ def test_a_training_goes_on_after_an_interruption(
     assert_same_weights(continued.weights(), result.weights(), tolerance=1e-6)
 
 
-@pytest.mark.soak_cases("0")
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_are_reduced_once_a_step(experiments: Experiments, stage: int):
     config = chunked(3)

@@ -145,7 +145,6 @@ def with_gradient_descent(optimizer: Any) -> List[Outcome]:
     return side.on_all_ranks(train)
 
 
-@pytest.mark.soak_cases("adam-0")
 @pytest.mark.parametrize(
     "optimizer, stage",
     [
@@ -171,7 +170,6 @@ BF16 = {"deepspeed_config": {"bf16": {"enabled": True}}}
 OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 
 
-@pytest.mark.soak_cases("recomputed-0")
 @pytest.mark.parametrize(
     "stage, arguments",
     [
@@ -228,7 +226,6 @@ def pair_batches(rank: int) -> List[Dict[str, torch.Tensor]]:
     ]
 
 
-@pytest.mark.soak_cases("0")
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_chunks_of_grad_cache_drop_out_the_same_twice(stage: int) -> None:
     graphs = GRAPHS if stage == 0 else FORWARD_GRAPHS
@@ -251,7 +248,6 @@ def test_lengths_that_change_are_compiled_as_asked_for(dynamic: Any, num_graphs:
     assert side.on_all_ranks(train)[0].num_graphs == num_graphs + 1
 
 
-@pytest.mark.soak_cases("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_many_micro_batches_are_compiled_once_with_confidence_checks(stage: int) -> None:
     """They gather the names of all layers in the micro-batches of the first step."""

@@ -149,7 +149,6 @@ def expected(bert: str, is_adapted: bool) -> StateDict:
     return Side(model, id_batches, world_size=2, optimizer=SGD).train()
 
 
-@pytest.mark.soak_cases("all weights-1", "lora-1")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_attention_trains_as_with_gradient_descent(
     bert: str, is_adapted: bool, expected: StateDict, stage: int
@@ -165,7 +164,6 @@ def test_attention_trains_as_with_gradient_descent(
     assert_same_weights(actual.train(), expected)
 
 
-@pytest.mark.soak_cases("all weights-3")
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_compiled_layers_train_as_with_gradient_descent(
     bert: str, is_adapted: bool, expected: StateDict, stage: int
