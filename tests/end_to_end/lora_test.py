@@ -33,12 +33,7 @@ from tests.support.experiment import (
     load_config,
 )
 
-STAGES = [
-    0,
-    1,
-    2,
-    3,
-]
+STAGES = range(4)
 
 IDS = torch.tensor([[2, 7, 8, 3]])
 
