@@ -12,9 +12,6 @@ import pytest
 
 from tests.support.command import REPOSITORY
 
-# `make bench` runs them too, and looks at their losses first.
-pytestmark = pytest.mark.soak
-
 CONTENDERS = ["bare", "ours", "ours-micro-batch", "ours-flush", "gradient-descent"]
 
 
@@ -70,6 +67,7 @@ def test_tables_and_plot_are_written(directory: Path) -> None:
     assert (directory / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
 def test_gradient_caching_is_compared_with_others_that_do_the_same(tmp_path: Path) -> None:
     settings = "--stages 0 --batch 6 --chunk 4 --tokens 4 --uneven 2 6 --pairs 1"
     results = run_study("contrastive", *settings.split(), output=tmp_path)
@@ -89,6 +87,7 @@ def test_gradient_caching_is_compared_with_others_that_do_the_same(tmp_path: Pat
     assert "| ours-cached | ddp-cached |" in (tmp_path / "contrastive.md").read_text()
 
 
+@pytest.mark.soak
 def test_a_part_of_the_gradients_lies_between_none_and_all(tmp_path: Path) -> None:
     settings = "--stages 2 --shares 0 0.5 1 --accumulation 4 --pairs 1 --steps 1"
     rows = run_study("holding", *settings.split(), output=tmp_path)["rows"]
@@ -99,6 +98,7 @@ def test_a_part_of_the_gradients_lies_between_none_and_all(tmp_path: Path) -> No
     assert (tmp_path / "holding.png").exists()
 
 
+@pytest.mark.soak_cases("['0', '1', '2']")
 @pytest.mark.parametrize("stages", [["3"], ["0", "1", "2"]], ids=str)
 def test_counted_model_states_are_those_of_the_paper_and_the_estimate(
     tmp_path: Path, stages: List[str]
@@ -112,6 +112,7 @@ def test_counted_model_states_are_those_of_the_paper_and_the_estimate(
         assert row["estimated_to_counted"] == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.soak
 def test_the_largest_micro_batch_is_compared_with_one_that_was_written(tmp_path: Path) -> None:
     settings = "--stages 2 --share 8 --megabytes 50 --pairs 1"
     results = run_study("global_batch", *settings.split(), output=tmp_path)
@@ -123,6 +124,7 @@ def test_the_largest_micro_batch_is_compared_with_one_that_was_written(tmp_path:
     assert "| 2 | auto | by hand |" in (tmp_path / "global_batch.md").read_text()
 
 
+@pytest.mark.soak
 def test_block_sparse_attention_is_compared_with_dense_attention(tmp_path: Path) -> None:
     settings = ["--lengths", "130", "--layouts", "bigbird", "--pairs", "1"]
     (row,) = run_study("sparse_attention", *settings, output=tmp_path)["rows"]
