@@ -8,10 +8,11 @@ import hashlib
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Callable, Iterable, Iterator
 
 import torch
+from torch.serialization import get_crc32_options, set_crc32_options
 
 _HASH_CHUNK_SIZE = 4 * 1024 * 1024  # bytes
 
@@ -51,11 +52,33 @@ def make_directory(path: str) -> None:
     os.makedirs(path, exist_ok=True)
 
 
-def save(value: Any, path: str) -> None:
-    """`torch.save`. The file is not on disk before `flush`."""
+def save(value: Any, path: str, crc32: bool = True) -> None:
+    """
+    `torch.save`. The file is not on disk before `flush`.
+
+    # Parameters
+
+    value : `Any`
+    path : `str`
+    crc32 : `bool`, optional (default = `True`)
+        `False` saves PyTorch the time for the checksums in the zip file that it writes, which
+        `torch.load` doesn't look at; other programs call the file damaged. PyTorch has one setting
+        for all threads: only one of them may say `False`, and what others save meanwhile may be
+        without checksums too.
+    """
     before_operation("save", path)
-    with _naming(path), open(path, "wb") as file:
+    with _naming(path), open(path, "wb") as file, nullcontext() if crc32 else _without_crc32():
         torch.save(value, file)
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def empty_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
