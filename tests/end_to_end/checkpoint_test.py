@@ -88,7 +88,6 @@ def assert_ends_alike(recovered: Result, uninterrupted: Result) -> None:
     assert recovered.metrics_of_epochs() == uninterrupted.metrics_of_epochs()
 
 
-@pytest.mark.soak_cases("checkpoint_e1_b4-0", "checkpoint_e1_b4-1", "checkpoint_e1_b4-2")
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("last", ["checkpoint_e1_b2", "checkpoint_e1_b4", "checkpoint_e1_b0"])
 def test_a_recovered_run_ends_as_an_uninterrupted_one(

@@ -196,7 +196,6 @@ def test_any_model_with_the_interface(experiments: Experiments, stage: int):
     assert result.final_metrics()[key] == pytest.approx(expected.final_metrics()[key], rel=1e-5)
 
 
-@pytest.mark.soak_cases("1-2-True", "2-1-False")
 @pytest.mark.parametrize("trim_padding", [True, False])
 @pytest.mark.parametrize("num_workers, stage", [(1, 2), (2, 1), (2, 3)])
 def test_dropout_is_the_same_in_both_passes(

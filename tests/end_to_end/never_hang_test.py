@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_ends_all_with_their_data_loaders(tmp_path: Path):
     [
         pytest.param(allennlp, id="forked"),
         # As a user's are. Most of the time is for imports.
-        pytest.param(subprocess_allennlp, id="spawned", marks=pytest.mark.soak),
+        pytest.param(subprocess_allennlp, id="spawned"),
     ],
 )
 def test_the_log_has_the_traceback_of_a_rank_that_fails(tmp_path: Path, command: Any):
@@ -239,7 +239,6 @@ def test_a_signal_to_a_single_process(tmp_path: Path, signal_name: str, point: s
     assert len(checkpoints) == (2 if signal_name == "SIGTERM" else 1)
 
 
-@pytest.mark.soak_cases("3-validation batch 2 of epoch 1-checkpoint_e1_b7")
 @pytest.mark.parametrize(
     "stage, point, checkpoint",
     [

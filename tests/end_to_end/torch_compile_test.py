@@ -61,7 +61,6 @@ def test_the_archive_is_that_of_a_training_without(
     assert predicted[0] == pytest.approx(predicted[1], rel=1e-4)
 
 
-@pytest.mark.soak
 def test_a_training_goes_on_after_an_interruption(
     experiments: Experiments, compiled: Config, tmp_path: Path
 ):

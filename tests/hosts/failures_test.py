@@ -71,7 +71,7 @@ def cut(hosts: Hosts, commands: List[Command]) -> None:
     [
         (kill, "host-1 (rank 1) can't be heard of any more. Then rank 0 (host-0) has failed"),
         (freeze, "host-1 (rank 1) hasn't been heard of for 4 s"),
-        pytest.param(cut, "host-1 (rank 1) hasn't been heard of for 4 s", marks=pytest.mark.soak),
+        (cut, "host-1 (rank 1) hasn't been heard of for 4 s"),
     ],
 )
 def test_a_host_that_is_gone_is_named(

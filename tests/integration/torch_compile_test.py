@@ -328,7 +328,6 @@ class Squares(Model):
         return {"loss": (inputs - torch.tanh(inputs * self.weight)).square().mean()}
 
 
-@pytest.mark.soak  # a compiler that has nothing in its cache has the cores for itself there
 def test_generated_code_trains_to_the_same() -> None:
     def batches(rank: int) -> List[Dict[str, torch.Tensor]]:
         return [{"inputs": torch.linspace(-2, 1 + i, 3 * DIM).view(3, DIM)} for i in range(3)]

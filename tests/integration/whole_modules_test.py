@@ -232,7 +232,6 @@ class LayerDrop(Model):
         return {"loss": inputs.square().mean()}
 
 
-@pytest.mark.soak
 def test_passes_of_many_kinds_do_not_pile_up() -> None:
     def train_and_count(trainer: Any) -> int:
         trainer.train()

@@ -150,7 +150,6 @@ def test_a_worker_has_no_bars_of_transformers() -> None:
     assert run_workers(1, lambda rank: _bars_before_and_in_a_worker()) == [(True, False)]
 
 
-@pytest.mark.soak
 def test_a_worker_has_bars_of_transformers_if_they_are_asked_for() -> None:
     """In a Python of its own, because huggingface_hub reads its variables when it is imported."""
     code = (
