@@ -59,7 +59,9 @@ def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
     """
     Leaves to `make soak` the cases of tests that `soak_cases` names, and trainings at ZeRO stage 1
     where the same test has them at stage 2: DeepSpeed has one optimizer for both, and the two
-    differ in when gradients are reduced, which `gradient_synchronization_test.py` is about.
+    differ in when gradients are reduced, which `gradient_synchronization_test.py` is about. Two
+    cases are the same if their names are with a 2 for each 1: a case that has another 1 in its name
+    runs at both stages.
 
     Tests that fork workers come first: a fork doesn't take along the threads that an engine has
     started in this process, and can wait for what they held.

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Callable, Iterable, Iterator
 
 import torch
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils.serialization import config
 
 _HASH_CHUNK_SIZE = 4 * 1024 * 1024  # bytes
 
@@ -62,23 +62,16 @@ def save(value: Any, path: str, crc32: bool = True) -> None:
     path : `str`
     crc32 : `bool`, optional (default = `True`)
         `False` saves PyTorch the time for the checksums in the zip file that it writes, which
-        `torch.load` doesn't look at; other programs call the file damaged. PyTorch has one setting
-        for all threads: only one of them may say `False`, and what others save meanwhile may be
-        without checksums too.
+        `torch.load` doesn't look at; other programs call the file damaged. In PyTorch 2.11 the
+        setting is one for all threads: only one of them may say `False`, and what others begin to
+        save meanwhile may be without checksums too.
     """
     before_operation("save", path)
-    with _naming(path), open(path, "wb") as file, nullcontext() if crc32 else _without_crc32():
+    # PyTorch gives its module `patch` while it is imported.
+    without: Any = config
+    checksums = nullcontext() if crc32 else without.patch("save.compute_crc32", False)
+    with _naming(path), open(path, "wb") as file, checksums:
         torch.save(value, file)
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
 
 
 def empty_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
