@@ -164,7 +164,10 @@ def _is_replaced(parameter: Any) -> bool:
 
 
 def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
-    """Whether this rank's share of the weights differs from what the optimizer steps."""
+    """
+    Whether this rank's share of the weights differs from what the optimizer steps; `None` if that
+    is known already, or can't be.
+    """
     master = fragment.in_master(fragment.master.detach())
     if not is_zero_param(parameter):
         weights = fragment.in_whole(parameter.detach())
@@ -176,5 +179,7 @@ def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
         if weights.numel() < fragment.size:
             return None  # on NVMe
     master = master.to(weights.device, weights.dtype)
+    if weights.device.type == "cpu" and torch.equal(weights, master):
+        return None  # found in one pass, where there is no device to wait for
     # NaN, which isn't equal to itself, is an error of its own.
     return ((weights != master) & (weights == weights)).any().to(parameter.device)

@@ -47,6 +47,7 @@ from allennlp_deepspeed.engine.engine_mends import (
     remove_hooks,
     undo_first_step,
 )
+from allennlp_deepspeed.engine.graph_capture import no_check_on_cpu
 from allennlp_deepspeed.engine.hierarchical_communication import hierarchical_communication
 from allennlp_deepspeed.engine.loaded_weights import check_loaded_weights
 from allennlp_deepspeed.engine.process_environment import (
@@ -229,6 +230,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             regularizer.gather_with_model()
         undo_first_step(self.engine)
         keep_adagrad(self.engine)
+        self._undo.enter_context(no_check_on_cpu(self.engine))
         self._undo.callback(bias_correction.corrected_by_step_count(self.optimizer))
         if config.precision == "fp16":
             self._undo.enter_context(loss_scaling.mended_loss_scale(self.engine))
