@@ -125,8 +125,13 @@ def _all_gather_into_tensor(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    if not (_has_neighbours() and _is_large(group, output_tensor, input_tensor)):
+    if not _is_large(group, output_tensor, input_tensor):
         return flat(backend, output_tensor, input_tensor, group=group, async_op=async_op)
+    if not _has_neighbours():
+        # By the connections that gradients have just crossed. Those of another group have been
+        # idle since the step before, and TCP starts slowly after that.
+        across = _in_use[-1].across
+        return flat(backend, output_tensor, input_tensor, group=across, async_op=async_op)
     gathering = _in_use[-1].all_gather(output_tensor, input_tensor)
     return gathering if async_op else gathering.wait()
 

@@ -81,7 +81,7 @@ class HierarchicalCollectives:
 
     def __init__(self, node_size: int) -> None:
         self.node_size = node_size
-        self._within, self._across = node_groups(node_size)
+        self._within, self.across = node_groups(node_size)
         self._num_nodes = dist.get_world_size() // node_size
         self._node, self._place = divmod(dist.get_rank(), node_size)
         self._crossing: Deque[Gathering] = deque()
@@ -105,7 +105,7 @@ class HierarchicalCollectives:
         adding_up = _SumOfOwn(padded, sizes, self._place, self._within)
         yield
         own.copy_(adding_up.wait())
-        crossing: Any = dist.all_reduce(own, group=self._across, async_op=True)
+        crossing: Any = dist.all_reduce(own, group=self.across, async_op=True)
         yield
         crossing.wait()
         gathering: Any = dist.all_gather_into_tensor(padded, own, group=self._within, async_op=True)
@@ -153,7 +153,7 @@ class HierarchicalCollectives:
             adding_up = _SumOfOwn(flat, [sum(of) for of in sizes], self._place, self._within)
             yield
             of_node = adding_up.wait()
-        crossing = _SumOfOwn(of_node, sizes[self._place], self._node, self._across)
+        crossing = _SumOfOwn(of_node, sizes[self._place], self._node, self.across)
         yield
         output.copy_(crossing.wait())
 
@@ -177,7 +177,7 @@ class HierarchicalCollectives:
         """
         parts = output.view(self._num_nodes, self.node_size, -1)
         work: Any = dist.all_gather(
-            list(parts[:, self._place]), own.view(-1), group=self._across, async_op=True
+            list(parts[:, self._place]), own.view(-1), group=self.across, async_op=True
         )
         gathering = Gathering(work, parts, self._place, self._within, self._crossing)
         self._crossing.append(gathering)

@@ -34,6 +34,7 @@ from allennlp_deepspeed.training.batch_groups import BatchGroup, BatchGroups
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback, may_read_metrics
 from allennlp_deepspeed.training.construction import checked, construct, destroyed_on_failure
 from allennlp_deepspeed.training.even_batches import EvenBatches, ValidatesWholeSet
+from allennlp_deepspeed.training.metric_sums import summed_beside_training
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.readings import Readings
@@ -182,7 +183,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         `KeyboardInterrupt`
             In a single process, after Ctrl-C.
         """
-        with self.session(), self._interruption:
+        with self.session(), self._interruption, summed_beside_training():
             metrics = super().train()
             self._leave_if_interrupted("after its last epoch")
             return metrics

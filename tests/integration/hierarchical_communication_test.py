@@ -12,6 +12,7 @@ import torch
 from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.processes.hierarchical_collectives import node_groups
 from allennlp_deepspeed.reports.communication import CommunicationCounter
 from tests.integration.unused_parameters_test import TwoHeads, batches_of
 from tests.support.experiment import assert_same_weights
@@ -77,7 +78,10 @@ class ReadsGradients(TrainerCallback):
 
 
 def trained(case: Case, stage: int, rank: int, reduce_within: Optional[int]) -> Any:
-    """In a process group of all workers. Weights, and bytes of collectives by name."""
+    """
+    In a process group of all workers. Weights, bytes of collectives by name, and the names of those
+    between nodes.
+    """
     side = Side(
         lambda: TwoHeads(SIZE),
         lambda rank: batches_of(case.heads, 4, SIZE)[rank],
@@ -92,11 +96,15 @@ def trained(case: Case, stage: int, rank: int, reduce_within: Optional[int]) -> 
     )
     with tempfile.TemporaryDirectory() as directory:
         trainer = side.construct(rank, Path(directory))
+        between_nodes = set()
         with trainer.session():
+            if reduce_within is not None:
+                across = node_groups(reduce_within).across
+                across.register_pre_hook(0, lambda args: between_nodes.add(args.name.name.lower()))
             with CommunicationCounter() as counter:
                 trainer.train()
             traffic = {name: count.bytes for name, count in counter.read().items()}
-            return numbers(trainer), traffic
+            return numbers(trainer), traffic, between_nodes
 
 
 def stages_and_cases(quick: List[Tuple[int, str]]) -> List[Any]:
@@ -121,7 +129,7 @@ def test_weights_are_those_without_and_large_tensors_go_by_way_of_two(
         with process_environment(CPU, rank):
             return [trained(case, stage, rank, reduce_within) for reduce_within in (2, None)]
 
-    (actual, traffic), (expected, traffic_without) = run_workers(4, train)[0]
+    (actual, traffic, between_nodes), (expected, traffic_without, _) = run_workers(4, train)[0]
     assert_same_weights(tensors(actual), tensors(expected), tolerance=case.tolerance)
     assert 8 * among_all(traffic) < among_all(traffic_without)
 
@@ -135,10 +143,12 @@ def test_workers_by_themselves_are_sent_only_what_each_has_to_sum(stage: int, ca
         with process_environment(CPU, rank):
             return [trained(case, stage, rank, reduce_within) for reduce_within in (1, None)]
 
-    (actual, traffic), (expected, traffic_without) = run_workers(4, train)[0]
+    (actual, traffic, between_nodes), (expected, traffic_without, _) = run_workers(4, train)[0]
     assert_same_weights(tensors(actual), tensors(expected), tolerance=case.tolerance)
     if case.name not in ("plain", "offload") or stage == 0:
         return
+    # What is gathered goes by the connections of the exchange, which are not idle then.
+    assert {"alltoall", "allgather"} == {name.strip("_").split("_")[0] for name in between_nodes}
     # Takes the place of what gloo sends as much for as for the sums of all.
     whole = "all_reduce" if stage < 3 else "reduce_scatter"
     assert traffic_without[whole] - traffic.get(whole, 0) > 0.9 * traffic["all_to_all"] > 0

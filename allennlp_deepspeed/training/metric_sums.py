@@ -1,0 +1,131 @@
+"""
+Has metrics count on while their counts are summed over all ranks.
+"""
+
+import operator
+import sys
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, Tuple, Type, Union
+
+import torch
+import torch.distributed as dist
+from allennlp.common.util import is_distributed
+from allennlp.nn.util import distributed_device
+from allennlp.training.metrics import (
+    Average,
+    BooleanAccuracy,
+    CategoricalAccuracy,
+    Entropy,
+    Metric,
+)
+
+Number = Union[int, float]
+
+_is_in_use = False
+
+
+@contextmanager
+def summed_beside_training() -> Iterator[None]:
+    """
+    Within it metrics whose counts are numbers don't wait for those of the other ranks, but when
+    they are looked at, or when the next batch's are added. The sums are the same to the last bit,
+    and so is the order of all collectives. To be entered by every rank. Where counts are on a GPU,
+    it does nothing: there only reading them waits.
+
+    Mends AllenNLP 2.10.1: a metric waits in each forward pass until all ranks have come as far, and
+    for one or two round trips. Gone when `CategoricalAccuracy` counts a batch without the others.
+    """
+    global _is_in_use
+    _wait_when_read(CategoricalAccuracy, "correct_count", "total_count")
+    _wait_when_read(BooleanAccuracy, "_correct_count", "_total_count")
+    _wait_when_read(Average, "_total_value", "_count")
+    _wait_when_read(Entropy, "_entropy", "_count")
+    was_in_use, _is_in_use = _is_in_use, True
+    try:
+        yield
+    finally:
+        _is_in_use = was_in_use
+
+
+class _ComingSum:
+    """
+    A number that is on its way.
+
+    # Parameters
+
+    tensor : `torch.Tensor`, required.
+        Of one element, which is the sum once the work is done.
+    work : `dist.Work`, required.
+    before : `Number`, optional (default = `0`)
+        What it is added to.
+    """
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work, before: Number = 0) -> None:
+        self._tensor = tensor
+        self._work = work
+        self._before = before
+
+    def item(self) -> "_ComingSum":
+        """As of a tensor, which some metrics take it for."""
+        return self
+
+    def __radd__(self, before: Number) -> "_ComingSum":
+        return _ComingSum(self._tensor, self._work, before)
+
+    def wait(self) -> Number:
+        self._work.wait()
+        return self._before + self._tensor.item()
+
+    def __reduce__(self) -> Tuple[Callable, Tuple[Number]]:
+        # A copy of a metric has the number.
+        return operator.pos, (self.wait(),)
+
+
+class _WaitsWhenRead:
+    """
+    An attribute with a number that may be coming, and has come when it is read.
+
+    # Parameters
+
+    name : `str`, required.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, metric: Any, _: Type) -> Any:
+        if metric is None:
+            return self
+        try:
+            value = metric.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+        if isinstance(value, _ComingSum):
+            value = metric.__dict__[self._name] = value.wait()
+        return value
+
+    def __set__(self, metric: Any, value: Any) -> None:
+        metric.__dict__[self._name] = value
+
+    def __delete__(self, metric: Any) -> None:
+        del metric.__dict__[self._name]
+
+
+def _wait_when_read(metric_class: Type[Metric], *attributes: str) -> None:
+    if attributes[0] in vars(metric_class):
+        return
+    for name in attributes:
+        setattr(metric_class, name, _WaitsWhenRead(name))
+    module: Any = sys.modules[metric_class.__module__]
+    wait_for_sum = module.dist_reduce_sum
+
+    def dist_reduce_sum(value: Any) -> Any:
+        if not (_is_in_use and is_distributed() and distributed_device().type == "cpu"):
+            return wait_for_sum(value)
+        # As AllenNLP does it, in the same precision.
+        tensor = torch.as_tensor(value, device="cpu")
+        tensor = tensor.clone() if tensor is value else tensor
+        work: Any = dist.all_reduce(tensor, async_op=True)
+        return _ComingSum(tensor, work)
+
+    module.dist_reduce_sum = dist_reduce_sum
