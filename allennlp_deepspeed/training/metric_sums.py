@@ -2,10 +2,9 @@
 Has metrics count on while their counts are summed over all ranks.
 """
 
-import operator
 import sys
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Tuple, Type, Union
+from typing import Any, Iterator, List, Optional, Tuple, Type, Union
 
 import torch
 import torch.distributed as dist
@@ -21,30 +20,35 @@ from allennlp.training.metrics import (
 
 Number = Union[int, float]
 
-_is_in_use = False
+# What the step has assigned, of which metric and attribute; `None` outside of steps.
+_assigned: Optional[List[Tuple[Metric, str]]] = None
 
 
 @contextmanager
 def summed_beside_training() -> Iterator[None]:
     """
-    Within it metrics whose counts are numbers don't wait for those of the other ranks, but when
-    they are looked at, or when the next batch's are added. The sums are the same to the last bit,
-    and so is the order of all collectives. To be entered by every rank. Where counts are on a GPU,
-    it does nothing: there only reading them waits.
+    Surrounds the micro-batches of an optimizer step. Within it metrics whose counts are numbers
+    don't wait for those of the other ranks, but when they are looked at, or when the next batch's
+    are added; when it ends, all have come. The sums are the same to the last bit, and so is the
+    order of all collectives. To be entered by every rank. Where counts are on a GPU, it does
+    nothing: there only reading them waits.
 
     Mends AllenNLP 2.10.1: a metric waits in each forward pass until all ranks have come as far, and
     for one or two round trips. Gone when `CategoricalAccuracy` counts a batch without the others.
     """
-    global _is_in_use
+    global _assigned
     _wait_when_read(CategoricalAccuracy, "correct_count", "total_count")
     _wait_when_read(BooleanAccuracy, "_correct_count", "_total_count")
     _wait_when_read(Average, "_total_value", "_count")
     _wait_when_read(Entropy, "_entropy", "_count")
-    was_in_use, _is_in_use = _is_in_use, True
+    _assigned = []
     try:
         yield
+        for metric, name in _assigned:
+            getattr(metric, name)
     finally:
-        _is_in_use = was_in_use
+        # After an exception the other ranks may not have come as far, and nobody waits here.
+        _assigned = None
 
 
 class _ComingSum:
@@ -76,10 +80,6 @@ class _ComingSum:
         self._work.wait()
         return self._before + self._tensor.item()
 
-    def __reduce__(self) -> Tuple[Callable, Tuple[Number]]:
-        # A copy of a metric has the number.
-        return operator.pos, (self.wait(),)
-
 
 class _WaitsWhenRead:
     """
@@ -105,6 +105,8 @@ class _WaitsWhenRead:
         return value
 
     def __set__(self, metric: Any, value: Any) -> None:
+        if isinstance(value, _ComingSum) and _assigned is not None:
+            _assigned.append((metric, self._name))
         metric.__dict__[self._name] = value
 
     def __delete__(self, metric: Any) -> None:
@@ -120,7 +122,7 @@ def _wait_when_read(metric_class: Type[Metric], *attributes: str) -> None:
     wait_for_sum = module.dist_reduce_sum
 
     def dist_reduce_sum(value: Any) -> Any:
-        if not (_is_in_use and is_distributed() and distributed_device().type == "cpu"):
+        if not (_assigned is not None and is_distributed() and distributed_device().type == "cpu"):
             return wait_for_sum(value)
         # As AllenNLP does it, in the same precision.
         tensor = torch.as_tensor(value, device="cpu")

@@ -183,7 +183,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         `KeyboardInterrupt`
             In a single process, after Ctrl-C.
         """
-        with self.session(), self._interruption, summed_beside_training():
+        with self.session(), self._interruption:
             metrics = super().train()
             self._leave_if_interrupted("after its last epoch")
             return metrics
@@ -252,7 +252,8 @@ class DeepSpeedTrainer(ResumableTrainer):
 
         self._sequence_parallelism.look_at(batches)
         outputs = []
-        with self._gradient_step.accumulate(batches, group_size, num_fillers):
+        step = self._gradient_step.accumulate(batches, group_size, num_fillers)
+        with summed_beside_training(), step:
             for i, batch in enumerate(batches, start=1):
                 is_last = i == len(batches)
                 outputs.append(self._gradient_step.micro_batch(batch, is_last))
