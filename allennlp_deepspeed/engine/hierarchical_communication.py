@@ -7,16 +7,16 @@ import importlib
 import logging
 from contextlib import ExitStack, contextmanager
 from functools import partialmethod
-from typing import Any, Callable, FrozenSet, Iterator, List, Optional, Sequence, Union
+from typing import Any, Callable, Iterator, List, Optional
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from allennlp_deepspeed.engine.shard_exchange import ShardExchange
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.hierarchical_collectives import HierarchicalCollectives
 
@@ -31,10 +31,12 @@ _patches = ExitStack()
 
 
 @contextmanager
-def hierarchical_communication(engine: DeepSpeedEngine, within: Optional[int]) -> Iterator[None]:
+def hierarchical_communication(
+    engine: DeepSpeedEngine, within: Optional[int]
+) -> Iterator[Optional[ShardExchange]]:
     """
     Within it DeepSpeed's large collectives over all ranks are hierarchical. To be entered by every
-    rank.
+    rank. Gives what sums gradients at stages 1 and 2, if they are.
 
     # Parameters
 
@@ -52,7 +54,7 @@ def hierarchical_communication(engine: DeepSpeedEngine, within: Optional[int]) -
             sizes,
         )
     if within is None or len(set(sizes)) > 1:
-        yield
+        yield None
         return
     if within > 1:
         logger.info(
@@ -63,8 +65,12 @@ def hierarchical_communication(engine: DeepSpeedEngine, within: Optional[int]) -
     collectives = HierarchicalCollectives(within)
     _use(collectives)
     try:
-        with _scattered(engine.optimizer, collectives):
-            yield
+        if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+            exchange = ShardExchange(engine.optimizer, collectives, _SMALLEST)
+            with exchange.in_use():
+                yield exchange
+        else:
+            yield None
     finally:
         _in_use.remove(collectives)
         if not _in_use:
@@ -156,67 +162,3 @@ def _is_large(group: Any, tensor: torch.Tensor, *others: torch.Tensor) -> bool:
 
 def _is_of_all(group: Any) -> bool:
     return group is None or dist.get_world_size(group) == dist.get_world_size()
-
-
-@contextmanager
-def _scattered(optimizer: Any, collectives: HierarchicalCollectives) -> Iterator[None]:
-    """
-    Within it the ranks that shard an optimizer at stages 1 and 2 get the sums of their own shards.
-    By itself DeepSpeed has all of them get those of all.
-    """
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
-        yield
-        return
-    all_reduce_and_copy = optimizer.allreduce_and_copy_with_multiple_ranks
-
-    def reduce_scatter_and_copy(
-        bucket: List[torch.Tensor],
-        communication_data_type: torch.dtype,
-        log: Any = None,
-        divide: bool = True,
-        process_group: Any = None,
-        bucket_ranks: Sequence[Union[int, FrozenSet[int]]] = (),
-        output_bucket: Any = None,
-    ) -> None:
-        """
-        Takes slices of gradients, and for each the ranks that step it: one, or several where Muon
-        steps a matrix that is on more than one.
-        """
-        owners = [rank for ranks in bucket_ranks for rank in _owners(ranks)]
-        is_large = sum(gradient.nbytes for gradient in bucket) >= _SMALLEST
-        has_one_owner_each = len(owners) == len(bucket)
-        if divide or not (has_one_owner_each and is_large and _is_of_all(process_group)):
-            all_reduce_and_copy(
-                bucket,
-                communication_data_type,
-                log=log,
-                divide=divide,
-                process_group=process_group,
-                bucket_ranks=bucket_ranks,
-                output_bucket=output_bucket,
-            )
-            return
-        by_owner: List[List[torch.Tensor]] = [[] for _ in range(dist.get_world_size())]
-        for owner, gradient in zip(owners, bucket):
-            by_owner[owner].append(gradient.view(-1))
-        sizes = [sum(gradient.numel() for gradient in gradients) for gradients in by_owner]
-        flat = torch.cat([gradient for gradients in by_owner for gradient in gradients])
-        sums = collectives.reduce_scatter(flat.to(communication_data_type), sizes)
-        own = [i for i, owner in enumerate(owners) if owner == dist.get_rank()]
-        for i, of_slice in zip(own, sums.split([bucket[i].numel() for i in own])):
-            reduced = of_slice.view_as(bucket[i])
-            output = None if output_bucket is None else output_bucket[i]
-            # May be more precise than the slice.
-            optimizer._add_to_grad_partition_buffer(output, reduced)
-            bucket[i].copy_(reduced)
-            if optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():
-                bucket[i].record_stream(optimizer.reduction_stream)
-
-    with mock.patch.object(
-        optimizer, "allreduce_and_copy_with_multiple_ranks", reduce_scatter_and_copy
-    ):
-        yield
-
-
-def _owners(ranks: Union[int, FrozenSet[int]]) -> FrozenSet[int]:
-    return frozenset((ranks,)) if isinstance(ranks, int) else ranks

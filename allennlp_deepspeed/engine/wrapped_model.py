@@ -182,19 +182,20 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         local_rank: int,
         optimizer: Optional[torch.optim.Optimizer],
     ) -> None:
-        self._undo.enter_context(process_environment(device, local_rank))
+        enter = self._undo.enter_context
+        enter(process_environment(device, local_rank))
         if self._compiler is not None and config.zero_stage < 3:
             forward = self._compiler.compiled(model.forward, model)
-            self._undo.enter_context(mock.patch.object(model, "forward", forward))
+            enter(mock.patch.object(model, "forward", forward))
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
             # with weights in half precision refuses unless autocast brings them together.
             self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
             forward = _returning_fp32(self._autocast(model.forward))
             # The model may have one of its own, where a library or a user has wrapped it.
-            self._undo.enter_context(mock.patch.object(model, "forward", forward))
+            enter(mock.patch.object(model, "forward", forward))
             if config.zero_stage < 3:  # where `PartitionedRegularizer` sees to it
-                self._undo.enter_context(penalty_in_fp32(model))
+                enter(penalty_in_fp32(model))
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
@@ -202,7 +203,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         before = Restoration(model, optimizer)
         self._undo.callback(self._leave, before, is_alone=dist.get_world_size() == 1)
         if config.precision == "fp16":
-            self._undo.enter_context(in_fp16(device))
+            enter(in_fp16(device))
         import_muon_without_compiler()
         with autocast_of_one_engine():
             self._engine, *_ = deepspeed.initialize(
@@ -216,28 +217,24 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.precision == "torch_autocast" and config.zero_stage > 0:
             know_autocast(self.engine)
         before.find_added()
-        self._undo.enter_context(hierarchical_communication(self.engine, config.reduce_within))
-        self._undo.enter_context(
-            deepspeed_logging.mended_reports(self.engine, config.finds_micro_batch_size)
-        )
-        self._undo.enter_context(
-            activation_checkpointing.configured(model, config.engine_config, device)
-        )
+        self.shard_exchange = enter(hierarchical_communication(self.engine, config.reduce_within))
+        enter(deepspeed_logging.mended_reports(self.engine, config.finds_micro_batch_size))
+        enter(activation_checkpointing.configured(model, config.engine_config, device))
         if config.zero_stage == 3:
-            self._undo.enter_context(module_hooks.only_with_graph(model))
-            self._undo.enter_context(module_hooks.leaf_modules_called_again(self.engine))
+            enter(module_hooks.only_with_graph(model))
+            enter(module_hooks.leaf_modules_called_again(self.engine))
         if regularizer is not None:
             regularizer.gather_with_model()
         undo_first_step(self.engine)
         keep_adagrad(self.engine)
-        self._undo.enter_context(no_check_on_cpu(self.engine))
+        enter(no_check_on_cpu(self.engine))
         self._undo.callback(bias_correction.corrected_by_step_count(self.optimizer))
         if config.precision == "fp16":
-            self._undo.enter_context(loss_scaling.mended_loss_scale(self.engine))
+            enter(loss_scaling.mended_loss_scale(self.engine))
         if self._compiler is not None:
             if config.zero_stage == 3:
-                self._undo.enter_context(self._compiler.leaf_modules(model))
-            self._undo.enter_context(self._compiler.around(model))
+                enter(self._compiler.leaf_modules(model))
+            enter(self._compiler.around(model))
         before.hand_over(self.engine, is_alone=dist.get_world_size() == 1)
         if self._loss_scale is not None:
             loss_scaling.load_state_dict(self.engine, self._loss_scale)

@@ -7,7 +7,7 @@ import zlib
 from array import array
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from deepspeed.utils import z3_leaf_parameter
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
+from allennlp_deepspeed.engine.shard_exchange import ShardExchange
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
-from allennlp_deepspeed.gradients.average_over_ranks import GradientAverage, set_gradient
+from allennlp_deepspeed.gradients.average_over_ranks import GradientAverage, put_aside, set_gradient
+from allennlp_deepspeed.gradients.early_start import EarlyStart
 from allennlp_deepspeed.gradients.holding import AUTO, BOUNDARY, MICRO_BATCH, Holding
 from allennlp_deepspeed.processes.phases import BACKWARD, during
 
@@ -73,6 +75,8 @@ class GradientSynchronizer:
         `DistributedDataParallel` does. Callbacks that read or change gradients need this: at ZeRO
         stages 2 and 3 there is otherwise nothing left on a parameter after its backward pass. It
         costs one more reduction for each pass.
+    exchange : `ShardExchange`, optional (default = `None`)
+        What sums gradients at stages 1 and 2, if DeepSpeed doesn't.
 
     # Raises
 
@@ -93,6 +97,7 @@ class GradientSynchronizer:
         find_unused_parameters: bool = False,
         several_passes: bool = False,
         average_each_pass: bool = False,
+        exchange: Optional[ShardExchange] = None,
     ) -> None:
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
@@ -165,11 +170,17 @@ class GradientSynchronizer:
         if not get_accelerator().resolves_data_dependency():
             self._streams = {}
         self._checksum = 0
+        self._early: Optional[EarlyStart] = None
+        if exchange is not None and exchange.starts_early:
+            self._early = EarlyStart(engine, exchange, self._parameters, self._group_indices)
+        are_final = not (several_passes or average_each_pass or self._accumulators)
         self._average = GradientAverage(self._parameters)
         self._hooks: List[RemovableHandle] = []
         for i, parameter in enumerate(self._parameters):
             if not self._waits_for_all:
                 self._add_hook(parameter, partial(self._reduce_in_pass, i))
+            elif self._early is not None and are_final:
+                self._add_hook(parameter, partial(self._early.come, i))
             elif average_each_pass and dist.get_world_size() > 1:
                 self._add_hook(parameter, self._average_after_pass)
         for i in self._accumulators:
@@ -228,6 +239,8 @@ class GradientSynchronizer:
         del self._reduced[:]
         if self._engine.is_gradient_accumulation_boundary() != is_last:
             self._engine.set_gradient_accumulation_boundary(is_last)
+        if self._early is not None:
+            self._early.start_micro_batch()
         self._prepare_pass()
         yield
         if self._is_due:
@@ -285,6 +298,8 @@ class GradientSynchronizer:
         if self._has_held and self._accumulators:
             self._reduces_in_pass = False
         self._has_held |= not self._reduces_in_pass
+        if self._early is not None:
+            self._early.is_open = self._is_last and not self._is_in_no_sync
 
     def _reduce_in_pass(self, index: int, _: torch.nn.Parameter) -> None:
         """Reduces the gradient that has come, and those that have waited for it."""
@@ -341,6 +356,8 @@ class GradientSynchronizer:
         optimizer.setup_buckets()
         if optimizer.use_grad_accum_attribute:
             optimizer._fill_param_grad_accum_attribute(parameter)
+        if self._early is not None:
+            self._early.start(index)
         group_index = self._group_indices[parameter]
         optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
 
@@ -386,24 +403,10 @@ class GradientSynchronizer:
         is_first = optimizer.micro_step_id == 0 and not self._is_last
         if self._is_offloaded and is_first and self._stage < 3:
             self._clear_accumulated_on_cpu()
-        with self._put_aside(itertools.compress(self._parameters, stays)):
+        # At stage 2 DeepSpeed counts what it finds among what has been reduced, and clears it.
+        staying = itertools.compress(self._parameters, stays) if self._stage < 3 else ()
+        with put_aside(staying):
             optimizer.overlapping_partition_gradients_reduce_epilogue()
-
-    @contextmanager
-    def _put_aside(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """
-        Takes gradients off their parameters meanwhile: at stage 2 DeepSpeed counts what it finds
-        there among what has been reduced, and clears it.
-        """
-        if self._stage == 3:
-            yield
-            return
-        gradients = {parameter: parameter.grad for parameter in parameters}
-        for parameter in gradients:
-            parameter.grad = None
-        yield
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
 
     def _clear_accumulated_on_cpu(self) -> None:
         """

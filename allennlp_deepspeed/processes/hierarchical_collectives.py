@@ -10,14 +10,17 @@ SGD](https://arxiv.org/abs/1811.05233), of which the all-reduce across is left t
 """
 
 from collections import deque
-from typing import Any, Deque, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Deque, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-PIECE_BYTES = 2**23
-"""What is reduced is reduced in pieces of this size, of which three are under way at a time."""
+PIECE_BYTES = 2**22
+"""What is reduced is reduced in pieces of this size."""
+
+# So many are under way at a time. They take twice their size.
+_MOST_PIECES = 7
 
 _DONE = object()
 
@@ -81,9 +84,9 @@ class HierarchicalCollectives:
 
     def __init__(self, node_size: int) -> None:
         self.node_size = node_size
-        self._within, self.across = node_groups(node_size)
+        self.within, self.across = node_groups(node_size)
         self._num_nodes = dist.get_world_size() // node_size
-        self._node, self._place = divmod(dist.get_rank(), node_size)
+        self.node, self.place = divmod(dist.get_rank(), node_size)
         self._crossing: Deque[Gathering] = deque()
 
     @torch.no_grad()
@@ -100,15 +103,15 @@ class HierarchicalCollectives:
     def _all_reduce_piece(self, flat: torch.Tensor) -> Iterator[None]:
         padding = -flat.numel() % self.node_size
         padded = F.pad(flat, (0, padding)) if padding else flat
-        own = padded.chunk(self.node_size)[self._place]
+        own = padded.chunk(self.node_size)[self.place]
         sizes = [own.numel()] * self.node_size
-        adding_up = _SumOfOwn(padded, sizes, self._place, self._within)
+        adding_up = _SumOfOwn(padded, sizes, self.place, self.within)
         yield
         own.copy_(adding_up.wait())
         crossing: Any = dist.all_reduce(own, group=self.across, async_op=True)
         yield
         crossing.wait()
-        gathering: Any = dist.all_gather_into_tensor(padded, own, group=self._within, async_op=True)
+        gathering: Any = dist.all_gather_into_tensor(padded, own, group=self.within, async_op=True)
         yield
         gathering.wait()
         if padding:
@@ -133,29 +136,11 @@ class HierarchicalCollectives:
         output = tensor.new_empty(sizes[dist.get_rank()])
         num_receivers = max(1, sum(size > 0 for size in sizes))
         step = max(1, PIECE_BYTES // tensor.itemsize // num_receivers)
-        _interleave(
-            self._reduce_scatter_piece(
-                [elements[i : i + step] for elements in for_rank], output[i : i + step]
-            )
-            for i in range(0, max(sizes), step)
-        )
+        sums = Sums(self)
+        for i in range(0, max(sizes), step):
+            sums.add([elements[i : i + step] for elements in for_rank])
+        sums.take(output)
         return output
-
-    def _reduce_scatter_piece(
-        self, for_rank: Sequence[torch.Tensor], output: torch.Tensor
-    ) -> Iterator[None]:
-        # For each place on a node, the elements for those ranks that have it.
-        for_places = [for_rank[i :: self.node_size] for i in range(self.node_size)]
-        flat = torch.cat([elements for for_place in for_places for elements in for_place])
-        sizes = [[elements.numel() for elements in for_place] for for_place in for_places]
-        of_node = flat
-        if self.node_size > 1:
-            adding_up = _SumOfOwn(flat, [sum(of) for of in sizes], self._place, self._within)
-            yield
-            of_node = adding_up.wait()
-        crossing = _SumOfOwn(of_node, sizes[self._place], self._node, self.across)
-        yield
-        output.copy_(crossing.wait())
 
     @torch.no_grad()
     def all_gather(self, output: torch.Tensor, own: torch.Tensor) -> "Gathering":
@@ -177,9 +162,9 @@ class HierarchicalCollectives:
         """
         parts = output.view(self._num_nodes, self.node_size, -1)
         work: Any = dist.all_gather(
-            list(parts[:, self._place]), own.view(-1), group=self.across, async_op=True
+            list(parts[:, self.place]), own.view(-1), group=self.across, async_op=True
         )
-        gathering = Gathering(work, parts, self._place, self._within, self._crossing)
+        gathering = Gathering(work, parts, self.place, self.within, self._crossing)
         self._crossing.append(gathering)
         return gathering
 
@@ -235,6 +220,115 @@ class Gathering:
             )
             for of_node in self._parts
         ]
+
+
+class Sums:
+    """
+    A reduce-scatter that begins while some of what is to be summed is still computed. Every rank
+    must construct it, add as many elements for each rank, in the same pieces, and take as often,
+    though each its own number.
+
+    # Parameters
+
+    collectives : `HierarchicalCollectives`, required.
+    """
+
+    def __init__(self, collectives: HierarchicalCollectives) -> None:
+        self._collectives = collectives
+        self._under_way: Deque[_Piece] = deque()
+        self._done: Deque[torch.Tensor] = deque()
+
+    @torch.no_grad()
+    def add(self, for_rank: Sequence[torch.Tensor]) -> None:
+        """
+        Begins with a piece. Waits only for those that were begun long before.
+
+        # Parameters
+
+        for_rank : `Sequence[torch.Tensor]`, required.
+            Elements for each rank, in one dimension, of which some may have none.
+        """
+        piece = _Piece(self._collectives, for_rank)
+        if self._under_way:
+            self._under_way[-1].cross()
+        self._under_way.append(piece)
+        if len(self._under_way) > _MOST_PIECES:
+            self._done.append(self._under_way.popleft().wait())
+
+    @torch.no_grad()
+    def take(self, output: torch.Tensor) -> None:
+        """
+        Waits for sums, in the order in which they were begun with, after those that were taken
+        before.
+
+        # Parameters
+
+        output : `torch.Tensor`, required.
+            Becomes as many as it has elements, in one dimension.
+        """
+        if self._under_way:
+            self._under_way[-1].cross()
+        while self._done or self._under_way:
+            is_empty = not self._done and self._under_way[0].size == 0
+            # From a piece in which this rank has nothing, others still wait for what it sends.
+            if output.numel() == 0 and not is_empty:
+                break
+            sums = self._done.popleft() if self._done else self._under_way.popleft().wait()
+            size = min(sums.numel(), output.numel())
+            output[:size].copy_(sums[:size])
+            output = output[size:]
+            if size < sums.numel():
+                self._done.appendleft(sums[size:])
+
+
+class _Piece:
+    """
+    A part of a reduce-scatter, which has been started.
+
+    # Parameters
+
+    collectives : `HierarchicalCollectives`, required.
+    for_rank : `Sequence[torch.Tensor]`, required.
+        As for `Sums.add`.
+
+    # Attributes
+
+    size : `int`
+        This rank's elements.
+    """
+
+    def __init__(
+        self, collectives: HierarchicalCollectives, for_rank: Sequence[torch.Tensor]
+    ) -> None:
+        self._collectives = collectives
+        node_size = collectives.node_size
+        # For each place on a node, the elements for those ranks that have it.
+        for_places = [for_rank[i::node_size] for i in range(node_size)]
+        self._of_node = torch.cat([elements for of_place in for_places for elements in of_place])
+        self._sizes = [[elements.numel() for elements in of_place] for of_place in for_places]
+        self.size = self._sizes[collectives.place][collectives.node]
+        self._adding_up: Optional[_SumOfOwn] = None
+        self._crossing: Optional[_SumOfOwn] = None
+        if node_size == 1:
+            self.cross()
+        else:
+            sizes = [sum(of_place) for of_place in self._sizes]
+            self._adding_up = _SumOfOwn(self._of_node, sizes, collectives.place, collectives.within)
+
+    def cross(self) -> None:
+        """Goes on from the sums of the node to those of all, once there are any."""
+        if self._crossing is not None:
+            return
+        if self._adding_up is not None:
+            self._of_node, self._adding_up = self._adding_up.wait(), None
+        own = self._collectives
+        self._crossing = _SumOfOwn(self._of_node, self._sizes[own.place], own.node, own.across)
+
+    def wait(self) -> torch.Tensor:
+        """The sums of this rank's elements."""
+        self.cross()
+        assert self._crossing is not None
+        return self._crossing.wait()
 
 
 class _SumOfOwn:

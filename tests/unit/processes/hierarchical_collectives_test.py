@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.processes import hierarchical_collectives
-from allennlp_deepspeed.processes.hierarchical_collectives import HierarchicalCollectives
+from allennlp_deepspeed.processes.hierarchical_collectives import HierarchicalCollectives, Sums
 from allennlp_deepspeed.reports.communication import CommunicationCounter
 from tests.support.collectives import needs_counting
 from tests.support.workers import run_workers
@@ -68,6 +68,35 @@ def test_every_rank_has_the_sum_of_its_own_elements(num_nodes: int, node_size: i
         for result, sizes in zip(results, len(PIECES) * cases, strict=True):
             expected = sum_of_all(world_size, sum(sizes)).split(sizes)[rank]
             assert torch.equal(torch.tensor(result), expected)
+
+
+@LAYOUTS
+def test_sums_can_be_taken_in_other_parts_than_they_were_added(num_nodes: int, node_size: int):
+    world_size = num_nodes * node_size
+    # Elements for each rank, of which the last has none but in one piece. More than are under way
+    # at a time.
+    pieces = 3 * [[3] * (world_size - 1) + [0], [1] * (world_size - 1) + [4], [0] * world_size]
+
+    def work(rank: int) -> List[torch.Tensor]:
+        sums = Sums(HierarchicalCollectives(node_size))
+        taken = []
+        for i, sizes in enumerate(pieces):
+            sums.add(numbers(rank + 10 * i, sum(sizes)).split(sizes))
+            if i in (2, 5, 8):
+                own = sum(sizes[rank] for sizes in pieces[i - 2 : i + 1])
+                for size in (own // 2, own - own // 2):
+                    taken.append(torch.empty(size))
+                    sums.take(taken[-1])
+        return [torch.cat(taken).numpy()]
+
+    for rank, (result,) in enumerate(run_workers(world_size, work)):
+        expected = [
+            torch.stack([numbers(other + 10 * i, sum(sizes)) for other in range(world_size)])
+            .sum(dim=0)
+            .split(sizes)[rank]
+            for i, sizes in enumerate(pieces)
+        ]
+        assert torch.equal(torch.tensor(result), torch.cat(expected))
 
 
 @LAYOUTS
