@@ -77,7 +77,7 @@ class ShardExchange:
             return
         gradient = self._optimizer.get_gradient_for_reduction(parameter).reshape(-1)
         self._started += gradient.numel()
-        most = max(1, hierarchical_collectives.PIECE_BYTES // gradient.itemsize)
+        most = max(1, hierarchical_collectives.PIECE_BYTES // self._communication_dtype().itemsize)
         for owner, start, end in self._slices(parameter, group_index):
             for elements in gradient[start:end].split(most):
                 self._waiting.append((owner, elements))

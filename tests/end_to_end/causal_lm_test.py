@@ -24,6 +24,7 @@ from tests.fixtures.tiny_gguf import VOCABULARY, tiny_gguf
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.command import allennlp
 from tests.support.experiment import (
+    NVME,
     ONE_PROCESS,
     TWO_WORKERS,
     Config,
@@ -132,7 +133,7 @@ def test_keys_of_the_model_and_the_reader(
         (3, {"trainer.activation_checkpointing": [r"layers\.\d+$"]}, {}),
         pytest.param(2, {}, {"offload_optimizer": {"device": "cpu"}}, marks=pytest.mark.soak),
         (3, {}, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
-        (3, {}, on_nvme("offload_optimizer", "offload_param")),
+        pytest.param(3, {}, on_nvme("offload_optimizer", "offload_param"), marks=NVME),
     ],
     ids=["checkpointing-2", "checkpointing-3", "cpu-2", "cpu-3", "nvme-3"],
 )

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.fuzz import recipes
@@ -14,6 +15,8 @@ CASES = range(60)
 
 @pytest.mark.parametrize("name", recipes.NAMES)
 def test_the_check_lets_every_config_pass_as_it_is(name: str, session_directory: Path) -> None:
+    if "nvme" in name and not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("needs Debian's package libaio-dev")
     outcome = checked(recipes.recipe(name, session_directory))
     assert outcome is None, outcome
 
