@@ -25,7 +25,7 @@ class ShardExchange:
     optimizer : `DeepSpeedZeroOptimizer`, required.
     collectives : `HierarchicalCollectives`, required.
     smallest : `int`, required.
-        Bytes of a bucket. DeepSpeed sums smaller ones itself, unless they have been sent before.
+        Bytes of a bucket. DeepSpeed sums smaller ones itself, unless they were started early.
 
     # Attributes
 
@@ -78,12 +78,23 @@ class ShardExchange:
         gradient = self._optimizer.get_gradient_for_reduction(parameter).reshape(-1)
         self._started += gradient.numel()
         most = max(1, hierarchical_collectives.PIECE_BYTES // self._communication_dtype().itemsize)
+        first_new = len(self._waiting)
         for owner, start, end in self._slices(parameter, group_index):
             for elements in gradient[start:end].split(most):
                 self._waiting.append((owner, elements))
                 self._waiting_elements += elements.numel()
                 if self._waiting_elements >= most:
-                    self._send_waiting()
+                    self.send_waiting()
+                    first_new = 0
+        # A gradient that is too large for its bucket DeepSpeed divides where it is, before it asks.
+        self._waiting[first_new:] = [
+            (owner, elements.clone()) for owner, elements in self._waiting[first_new:]
+        ]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether DeepSpeed has asked for all sums that were started."""
+        return self._started == 0
 
     def _sums_in_order(self) -> bool:
         """Whether DeepSpeed asks for all sums here, in the order in which it is given gradients."""
@@ -116,7 +127,10 @@ class ShardExchange:
         ends = [start for start, _ in starts[1:]] + [parameter.numel()]
         return [(owner, start, end) for (start, owner), end in zip(starts, ends)]
 
-    def _send_waiting(self) -> None:
+    def send_waiting(self) -> None:
+        """Sends what is too little for a piece. To be called by every rank at the same place."""
+        if not self._waiting:
+            return
         optimizer = self._optimizer
         flat, sizes = _by_owner(self._waiting)
         self._waiting, self._waiting_elements = [], 0
@@ -191,9 +205,8 @@ class ShardExchange:
         self, bucket: List[torch.Tensor], own: List[int], dtype: torch.dtype
     ) -> torch.Tensor:
         self._started -= sum(gradient.numel() for gradient in bucket)
-        # By every rank, also one that has nothing of this bucket.
-        if self._waiting:
-            self._send_waiting()
+        # Also where this rank has nothing of the bucket.
+        self.send_waiting()
         size = sum(bucket[i].numel() for i in own)
         sums = torch.empty(size, dtype=dtype, device=bucket[0].device)
         self._sums.take(sums)

@@ -59,6 +59,7 @@ from allennlp_deepspeed.engine.process_environment import (
 from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, penalty_in_fp32
 from allennlp_deepspeed.engine.restoration import Restoration
 from allennlp_deepspeed.engine.sequence_tiling import tile_modules
+from allennlp_deepspeed.engine.shard_exchange import ShardExchange
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo = ExitStack()
         self._autocast: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
+        self.shard_exchange: Optional[ShardExchange] = None  # while the engine is up
         self._compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
         self._loss_scale: Optional[Dict[str, Any]] = None  # of the engine before
         self.bring_up()
@@ -367,7 +369,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         try:
             self._undo.close()
         finally:
-            self.model, self._engine = self._plain_model, None
+            self.model, self._engine, self.shard_exchange = self._plain_model, None, None
             _up.discard(self)
             # What an engine is made of refers to each other, and holds memory, threads and files.
             gc.collect()

@@ -1,5 +1,4 @@
-from contextlib import contextmanager
-from typing import Iterable, Iterator, List, Sequence
+from typing import List, Sequence
 
 import deepspeed.comm
 import torch
@@ -65,14 +64,3 @@ def set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.data = data.new_zeros(()).expand(gradient.shape)
     parameter.grad = gradient
     parameter.data = data
-
-
-@contextmanager
-def put_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Within it the parameters have no gradients; after it they have theirs again."""
-    gradients = {parameter: parameter.grad for parameter in parameters}
-    for parameter in gradients:
-        parameter.grad = None
-    yield
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient

@@ -1,4 +1,4 @@
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterable, List
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -12,8 +12,9 @@ class EarlyStart:
 
     Where DeepSpeed is given them only after the last backward pass of a step, `come` starts them
     from inside it: in one order on all ranks, each as soon as it and those before it are there. One
-    that the pass has no use for holds up those after it until the pass is done. So ranks that use
-    different parameters start the same.
+    that the pass has no use for holds up those after it until the pass is done, when `start_rest`
+    starts them all, before DeepSpeed is given any. So the order, and what goes together, are the
+    same for ranks that use different parameters.
 
     # Parameters
 
@@ -67,17 +68,33 @@ class EarlyStart:
             )
         self._has_come[index] = True
         while self._next < len(self._parameters) and self._has_come[self._next]:
-            parameter = self._parameters[self._next]
-            if self._optimizer.use_grad_accum_attribute:
-                self._optimizer._fill_param_grad_accum_attribute(parameter)
-            self._start(self._next)
+            self.start(self._next)
             self._next += 1
 
-    def start(self, index: int) -> None:
-        """Starts a gradient that DeepSpeed is about to be given, if it hasn't been."""
-        if index >= self._next:
-            self._start(index)
+    def start_rest(self, indices: Iterable[int]) -> None:
+        """Starts those of the gradients that `come` hasn't. They come to DeepSpeed after that."""
+        for index in indices:
+            if index >= self._next:
+                self.start(index)
+        self._exchange.send_waiting()
 
-    def _start(self, index: int) -> None:
+    def start(self, index: int) -> None:
+        """Starts one gradient. Every rank must do so in the same order."""
         parameter = self._parameters[index]
+        if self._optimizer.use_grad_accum_attribute:
+            self._optimizer._fill_param_grad_accum_attribute(parameter)
         self._exchange.start(parameter, self._group_indices[parameter])
+
+    def raise_if_unfinished(self) -> None:
+        """
+        # Raises
+
+        `RuntimeError`
+            If a step has ended while gradients were on their way.
+        """
+        if not self._exchange.is_idle:
+            raise RuntimeError(
+                "A step has failed while its gradients were on their way to the other workers, and "
+                "no other can follow it: construct the trainer anew, or write "
+                "'trainer.reduce_within': null, which sends them when the backward pass is done."
+            )

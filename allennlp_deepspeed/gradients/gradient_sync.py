@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine.shard_exchange import ShardExchange
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
-from allennlp_deepspeed.gradients.average_over_ranks import GradientAverage, put_aside, set_gradient
+from allennlp_deepspeed.gradients.average_over_ranks import GradientAverage, set_gradient
 from allennlp_deepspeed.gradients.early_start import EarlyStart
-from allennlp_deepspeed.gradients.holding import AUTO, BOUNDARY, MICRO_BATCH, Holding
+from allennlp_deepspeed.gradients.holding import AUTO, BOUNDARY, MICRO_BATCH, Holding, put_aside
 from allennlp_deepspeed.processes.phases import BACKWARD, during
 
 
@@ -47,7 +47,7 @@ class GradientSynchronizer:
     It is right only if every rank has gradients for the same parameters. Where it may not be so,
     gradients are held until the backward passes are done, those that a rank lacks are zeros, and
     then all are reduced. At stage 0 and, without `overlap_comm`, at stage 1, this costs nothing and
-    is always done.
+    is always done. With an `exchange` that `starts_early` they are sent before (`EarlyStart`).
 
     Where DeepSpeed offloads the optimizer, it steps with what the last micro-batch has reduced, and
     for other parameters with what is left of the step before. So the last micro-batch reduces every
@@ -214,6 +214,8 @@ class GradientSynchronizer:
         """
         if self._stage == 3:
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
+        if self._early is not None:
+            self._early.raise_if_unfinished()
         self._hold(True)
         try:
             yield
@@ -356,7 +358,7 @@ class GradientSynchronizer:
         optimizer.setup_buckets()
         if optimizer.use_grad_accum_attribute:
             optimizer._fill_param_grad_accum_attribute(parameter)
-        if self._early is not None:
+        if self._early is not None and not self._waits_for_all:
             self._early.start(index)
         group_index = self._group_indices[parameter]
         optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
@@ -389,7 +391,7 @@ class GradientSynchronizer:
         optimizer = self._engine.optimizer
         if self._stage < 3:
             optimizer.setup_buckets()  # also if there is nothing to reduce
-        is_reduced = set(self._reduced)
+        is_reduced, rest = set(self._reduced), []
         for i, parameter in enumerate(self._parameters):
             if i in is_reduced or stays[i]:
                 continue
@@ -397,6 +399,10 @@ class GradientSynchronizer:
                 if not (self._waits_for_all or (self._is_offloaded and self._is_last)):
                     continue
                 self._set_zero_gradient(parameter)
+            rest.append(i)
+        if self._early is not None and self._waits_for_all:
+            self._early.start_rest(rest)
+        for i in rest:
             self._reduce(i)
         if not self._waits_for_all:
             self._checksum = zlib.crc32(self._reduced, self._checksum)

@@ -6,7 +6,8 @@ import itertools
 import json
 import logging
 import re
-from typing import Any, Dict, List, Optional, Sequence, Union
+from contextlib import contextmanager
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
@@ -183,3 +184,14 @@ def _held_within(most: float, sizes: Sequence[int]) -> List[bool]:
             holds[i] = True
             most -= sizes[i]
     return holds
+
+
+@contextmanager
+def put_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Within it the parameters have no gradients; after it they have theirs again."""
+    gradients = {parameter: parameter.grad for parameter in parameters}
+    for parameter in gradients:
+        parameter.grad = None
+    yield
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient

@@ -80,6 +80,13 @@ class HierarchicalCollectives:
     node_size : `int`, required.
         How many ranks are on a node. It divides the number of all, and the ranks of a node follow
         each other.
+
+    # Attributes
+
+    node, place : `int`
+        Of this rank: the number of its node, and its own on that.
+    within, across : `dist.ProcessGroup`
+        The ranks of its node, and those with the same place on every node, by node.
     """
 
     def __init__(self, node_size: int) -> None:
@@ -241,7 +248,8 @@ class Sums:
     @torch.no_grad()
     def add(self, for_rank: Sequence[torch.Tensor]) -> None:
         """
-        Begins with a piece. Waits only for those that were begun long before.
+        Begins with a piece. Waits for the node's sums of the piece before it, and for those of all
+        of the one that was begun so many before it that no more are to be under way.
 
         # Parameters
 

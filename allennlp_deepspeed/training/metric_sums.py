@@ -2,9 +2,12 @@
 Has metrics count on while their counts are summed over all ranks.
 """
 
+import functools
+import inspect
+import operator
 import sys
 from contextlib import contextmanager
-from typing import Any, Iterator, List, Optional, Tuple, Type, Union
+from typing import Any, Callable, Iterator, List, Optional, Tuple, Type, Union
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,9 @@ Number = Union[int, float]
 
 # What the step has assigned, of which metric and attribute; `None` outside of steps.
 _assigned: Optional[List[Tuple[Metric, str]]] = None
+
+# Whether the attributes of the metric that is counting resolve themselves when they are read.
+_may_come = False
 
 
 @contextmanager
@@ -80,6 +86,10 @@ class _ComingSum:
         self._work.wait()
         return self._before + self._tensor.item()
 
+    def __reduce__(self) -> Tuple[Callable, Tuple[Number]]:
+        # A copy of a metric has the number.
+        return operator.pos, (self.wait(),)
+
 
 class _WaitsWhenRead:
     """
@@ -119,10 +129,30 @@ def _wait_when_read(metric_class: Type[Metric], *attributes: str) -> None:
     for name in attributes:
         setattr(metric_class, name, _WaitsWhenRead(name))
     module: Any = sys.modules[metric_class.__module__]
-    wait_for_sum = module.dist_reduce_sum
+    count, wait_for_sum = metric_class.__call__, module.dist_reduce_sum
+
+    @functools.cache
+    def resolve_themselves(of_class: Type[Metric]) -> bool:
+        # A subclass may have attributes of its own, with these names.
+        found = (inspect.getattr_static(of_class, name) for name in attributes)
+        return all(isinstance(attribute, _WaitsWhenRead) for attribute in found)
+
+    @functools.wraps(count)
+    def count_on(metric: Metric, *args: Any, **kwargs: Any) -> Any:
+        global _may_come
+        _may_come = (
+            _assigned is not None
+            and is_distributed()
+            and distributed_device().type == "cpu"
+            and resolve_themselves(type(metric))
+        )
+        try:
+            return count(metric, *args, **kwargs)
+        finally:
+            _may_come = False
 
     def dist_reduce_sum(value: Any) -> Any:
-        if not (_assigned is not None and is_distributed() and distributed_device().type == "cpu"):
+        if not _may_come:
             return wait_for_sum(value)
         # As AllenNLP does it, in the same precision.
         tensor = torch.as_tensor(value, device="cpu")
@@ -130,4 +160,5 @@ def _wait_when_read(metric_class: Type[Metric], *attributes: str) -> None:
         work: Any = dist.all_reduce(tensor, async_op=True)
         return _ComingSum(tensor, work)
 
+    setattr(metric_class, "__call__", count_on)  # noqa: B010
     module.dist_reduce_sum = dist_reduce_sum

@@ -129,7 +129,7 @@ def test_weights_are_those_without_and_large_tensors_go_by_way_of_two(
         with process_environment(CPU, rank):
             return [trained(case, stage, rank, reduce_within) for reduce_within in (2, None)]
 
-    (actual, traffic, between_nodes), (expected, traffic_without, _) = run_workers(4, train)[0]
+    (actual, traffic, _), (expected, traffic_without, _) = run_workers(4, train)[0]
     assert_same_weights(tensors(actual), tensors(expected), tolerance=case.tolerance)
     assert 8 * among_all(traffic) < among_all(traffic_without)
 

@@ -11,12 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from torch.utils.checkpoint import checkpoint
 
 from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.engine.shard_exchange import ShardExchange
+from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.processes import hierarchical_collectives
 from allennlp_deepspeed.processes.hierarchical_collectives import node_groups
 from tests.integration.unused_parameters_test import TwoHeads, batches_of
@@ -47,6 +49,21 @@ class Layers(Model):
         if self.use_reentrant:
             return checkpoint(self.layers[index], hidden, use_reentrant=True)
         return self.layers[index](hidden)
+
+
+class WithoutBias(Layers):
+    """The parameter that comes first is a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].bias = None
+
+
+class UsedByOne(Layers):
+    """A layer in the middle is used by rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__(order=(0, 1, 2) if dist.get_rank() == 0 else (0, 2))
 
 
 class GoesBackward(Layers):
@@ -147,6 +164,58 @@ def test_a_layer_that_is_not_used_makes_no_difference(stage: int) -> None:
 
     early, plain = on_four_ranks(work)
     assert_same_weights(tensors(early), tensors(plain), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_that_is_larger_than_its_bucket(stage: int) -> None:
+    """DeepSpeed divides it where it is. What waits for a piece is of before."""
+
+    def work(rank: int) -> List[Weights]:
+        zero = {"reduce_bucket_size": 500}
+        # All of it waits until DeepSpeed asks.
+        with mock.patch.object(hierarchical_collectives, "PIECE_BYTES", 2**22):
+            return [
+                trained(WithoutBias, stage, rank, reduce_within, zero=zero)
+                for reduce_within in (1, None)
+            ]
+
+    early, plain = on_four_ranks(work)
+    assert_same_weights(tensors(early), tensors(plain), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("bucket_size", [1100, 1500])
+def test_ranks_that_use_different_layers_send_the_same_pieces(bucket_size: int) -> None:
+    def work(rank: int) -> List[Weights]:
+        zero = {"reduce_bucket_size": bucket_size}
+        return [
+            trained(UsedByOne, 1, rank, reduce_within, zero=zero) for reduce_within in (1, None)
+        ]
+
+    early, plain = on_four_ranks(work)
+    assert_same_weights(tensors(early), tensors(plain), tolerance=1e-6)
+
+
+def test_no_step_follows_one_that_has_failed_with_gradients_on_their_way() -> None:
+    def work(rank: int) -> str:
+        side = Side(
+            Layers, lambda rank: batches_of("00", 4, SIZE)[rank], 1, world_size=4, reduce_within=1
+        )
+        with tempfile.TemporaryDirectory() as directory:
+            trainer = side.construct(rank, Path(directory))
+            with trainer.session():
+                step = trainer._gradient_step
+                (batch,) = batches_of("0", 4, SIZE)[rank]
+                with (
+                    pytest.raises(KeyError),
+                    step.accumulate([batch], 1),
+                    mock.patch.object(GradientSynchronizer, "_reduce_rest", side_effect=KeyError),
+                ):
+                    step.micro_batch(batch, is_last=True)
+                with pytest.raises(RuntimeError) as error, step.accumulate([batch], 1):
+                    pass
+                return str(error.value)
+
+    assert "'trainer.reduce_within': null" in on_four_ranks(work)
 
 
 def test_at_stage_1_ranks_may_use_different_parameters() -> None:

@@ -1,5 +1,8 @@
 """Metrics count on while their counts are summed, and nobody sees anything but numbers."""
 
+import copy
+import itertools
+import pickle
 from contextlib import nullcontext, suppress
 from typing import Any, Callable, Dict, List
 
@@ -87,6 +90,41 @@ def test_after_a_step_there_are_numbers_in_any_case():
         return [are_coming, vars(metric)["total_count"], type(vars(metric)["correct_count"])]
 
     assert run_workers(2, measure) == [[True, 22, float]] * 2
+
+
+class AccuracyOfItsOwn(CategoricalAccuracy):
+    """Whose attributes aren't those that resolve themselves."""
+
+    total_count: float = 0.0
+
+
+def test_a_subclass_may_have_attributes_of_its_own_and_steps_may_be_left():
+    def measure(rank: int) -> List[Any]:
+        metrics = [CategoricalAccuracy(), AccuracyOfItsOwn()]
+        read = []
+        for context in (summed_beside_training(), nullcontext()):
+            with context:
+                for metric, i in itertools.product(metrics, range(3)):
+                    metric(*categorical(rank, i))
+            read.append([metric.get_metric() for metric in metrics])
+        return read + [[vars(metric)["total_count"] for metric in metrics]]
+
+    for read in run_workers(2, measure):
+        assert [mine == other for mine, other in read] == [True] * 3
+        assert read[-1] == [2 * 3 * 11] * 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_that_is_made_in_a_step_has_numbers(copied: Callable[[Metric], Metric]):
+    def measure(rank: int) -> List[Any]:
+        metric = CategoricalAccuracy()
+        with summed_beside_training():
+            metric(*categorical(rank, 0))
+            copy_of_metric = copied(metric)
+            metric(*categorical(rank, 1))
+        return [vars(copy_of_metric)["total_count"], metric.total_count]
+
+    assert run_workers(2, measure) == [[11, 22]] * 2
 
 
 def test_an_exception_waits_for_nobody_and_the_next_step_is_as_ever():
