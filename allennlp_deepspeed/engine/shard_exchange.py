@@ -80,10 +80,12 @@ class ShardExchange:
         most = max(1, hierarchical_collectives.PIECE_BYTES // self._communication_dtype().itemsize)
         first_new = len(self._waiting)
         for owner, start, end in self._slices(parameter, group_index):
-            for elements in gradient[start:end].split(most):
-                self._waiting.append((owner, elements))
-                self._waiting_elements += elements.numel()
-                if self._waiting_elements >= most:
+            while start < end:
+                size = min(end - start, most - self._waiting_elements)
+                self._waiting.append((owner, gradient[start : start + size]))
+                self._waiting_elements += size
+                start += size
+                if self._waiting_elements == most:
                     self.send_waiting()
                     first_new = 0
         # A gradient that is too large for its bucket DeepSpeed divides where it is, before it asks.

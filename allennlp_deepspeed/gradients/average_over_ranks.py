@@ -1,9 +1,11 @@
-from typing import List, Sequence
+from typing import List, Sequence, Union
 
 import deepspeed.comm
 import torch
+from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.gradients.holding import AUTO, BOUNDARY
 from allennlp_deepspeed.processes import agreement
 
 
@@ -55,6 +57,35 @@ class GradientAverage:
             gradients, torch._utils._unflatten_dense_tensors(flat, gradients)
         ):
             gradient.copy_(average)
+
+
+def check_readable(mode: Union[str, float, Sequence[str]], are_accumulated_elsewhere: bool) -> None:
+    """
+    # Parameters
+
+    mode : `Union[str, float, Sequence[str]]`, required.
+        The trainer's `gradient_synchronization`.
+    are_accumulated_elsewhere : `bool`, required.
+        Whether gradients of the micro-batches before are not on their parameters.
+
+    # Raises
+
+    `ConfigurationError`
+        If there aren't all gradients for a callback that reads them.
+    """
+    if are_accumulated_elsewhere:
+        raise ConfigurationError(
+            "A callback with 'on_backward' needs gradients that stay on the parameters, and "
+            "deepspeed_config.data_types.grad_accum_dtype has them accumulated elsewhere, in "
+            "another precision. Remove that key, or say in the callback's class that it does "
+            "not read gradients: `reads_gradients = False`."
+        )
+    if mode not in (AUTO, BOUNDARY, 1):
+        raise ConfigurationError(
+            f"'trainer.gradient_synchronization' is {mode!r}, but a callback with "
+            "'on_backward' may read the gradients of the micro-batches before. Write "
+            '"boundary", or say in its class that it does not: `reads_gradients = False`.'
+        )
 
 
 def set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

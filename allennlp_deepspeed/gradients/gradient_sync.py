@@ -11,7 +11,6 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Unio
 
 import torch
 import torch.distributed as dist
-from allennlp.common.checks import ConfigurationError
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine.shard_exchange import ShardExchange
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
+from allennlp_deepspeed.gradients import average_over_ranks
 from allennlp_deepspeed.gradients.average_over_ranks import GradientAverage, set_gradient
 from allennlp_deepspeed.gradients.early_start import EarlyStart
 from allennlp_deepspeed.gradients.holding import AUTO, BOUNDARY, MICRO_BATCH, Holding, put_aside
@@ -47,7 +47,7 @@ class GradientSynchronizer:
     It is right only if every rank has gradients for the same parameters. Where it may not be so,
     gradients are held until the backward passes are done, those that a rank lacks are zeros, and
     then all are reduced. At stage 0 and, without `overlap_comm`, at stage 1, this costs nothing and
-    is always done. With an `exchange` that `starts_early` they are sent before (`EarlyStart`).
+    is always done; where `EarlyStart` sends them before, with all that are held in any case.
 
     Where DeepSpeed offloads the optimizer, it steps with what the last micro-batch has reduced, and
     for other parameters with what is left of the step before. So the last micro-batch reduces every
@@ -57,13 +57,9 @@ class GradientSynchronizer:
 
     engine : `DeepSpeedEngine`, required.
     mode : `Union[str, float, Sequence[str]]`, optional (default = `"auto"`)
-        `"boundary"` holds gradients until the last micro-batch of an optimizer step: each is
-        reduced exactly once a step. `"micro_batch"`, for stages 2 and 3, reduces after each
-        micro-batch, as DeepSpeed does by itself, and holds none. A number from 0 to 1, for these
-        stages too, is the share of a whole gradient that is held, and regular expressions are
-        found (by `re.search`) in the names of the parameters whose gradients are. `"auto"` trains
-        the first step like `"micro_batch"`, and then holds as much as fits into half the memory
-        which that has left free on every rank.
+        The trainer's `gradient_synchronization`, of which `Holding` finds what is held until the
+        last micro-batch of an optimizer step. With `"boundary"` each gradient is reduced exactly
+        once a step.
     num_micro_batches : `int`, optional (default = `1`)
         In an optimizer step, but for short ones.
     find_unused_parameters : `bool`, optional (default = `False`)
@@ -111,20 +107,9 @@ class GradientSynchronizer:
         # In the order in which they are reduced.
         places = {p: i for i, p in enumerate(engine.module.parameters())}
         self._parameters = sorted(self._group_indices, key=lambda p: -places.get(p, -1))
-        if average_each_pass and self._accumulation_dtype_differs():
-            raise ConfigurationError(
-                "A callback with 'on_backward' needs gradients that stay on the parameters, and "
-                "deepspeed_config.data_types.grad_accum_dtype has them accumulated elsewhere, in "
-                "another precision. Remove that key, or say in the callback's class that it does "
-                "not read gradients: `reads_gradients = False`."
-            )
-        if average_each_pass and mode not in (AUTO, BOUNDARY, 1):
-            raise ConfigurationError(
-                f"'trainer.gradient_synchronization' is {mode!r}, but a callback with "
-                "'on_backward' may read the gradients of the micro-batches before. Write "
-                '"boundary", or say in its class that it does not: `reads_gradients = False`.'
-            )
-        self._waits_for_all = (
+        if average_each_pass:
+            average_over_ranks.check_readable(mode, self._accumulation_dtype_differs())
+        self._must_wait = (
             self._is_reduced_at_once
             or (self._stage == 1 and not engine.optimizer.overlap_comm)
             or several_passes
@@ -173,15 +158,22 @@ class GradientSynchronizer:
         self._early: Optional[EarlyStart] = None
         if exchange is not None and exchange.starts_early:
             self._early = EarlyStart(engine, exchange, self._parameters, self._group_indices)
-        are_final = not (several_passes or average_each_pass or self._accumulators)
+        self._comes_early = self._early is not None and not (
+            several_passes or average_each_pass or self._accumulators
+        )
+        self._has_several = num_micro_batches > 1
         self._average = GradientAverage(self._parameters)
         self._hooks: List[RemovableHandle] = []
+        self._waits_for_all = self._must_wait
+        self._add_hooks()
+
+    def _add_hooks(self) -> None:
         for i, parameter in enumerate(self._parameters):
             if not self._waits_for_all:
                 self._add_hook(parameter, partial(self._reduce_in_pass, i))
-            elif self._early is not None and are_final:
+            elif self._early is not None and self._comes_early:
                 self._add_hook(parameter, partial(self._early.come, i))
-            elif average_each_pass and dist.get_world_size() > 1:
+            elif self._average_each_pass and dist.get_world_size() > 1:
                 self._add_hook(parameter, self._average_after_pass)
         for i in self._accumulators:
             # After DeepSpeed's own hook, which does nothing while gradients are held.
@@ -189,8 +181,18 @@ class GradientSynchronizer:
 
     def remove_hooks(self) -> None:
         """Leaves the parameters as they were."""
-        for hook in self._hooks:
-            hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _start_early(self) -> None:
+        """
+        Has DeepSpeed copy gradients, where all are held, while they are sent, not in the pass.
+        """
+        holds_all = self._comes_early and self._has_several and all(self.holding.each)
+        if self._waits_for_all != (self._must_wait or holds_all):
+            self._waits_for_all = not self._waits_for_all
+            self.remove_hooks()
+            self._add_hooks()
 
     def _add_hook(self, parameter: torch.nn.Parameter, hook: Callable) -> None:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -216,6 +218,7 @@ class GradientSynchronizer:
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
         if self._early is not None:
             self._early.raise_if_unfinished()
+            self._start_early()
         self._hold(True)
         try:
             yield

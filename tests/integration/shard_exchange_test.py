@@ -130,6 +130,7 @@ def on_four_ranks(work: Callable[[int], Any]) -> Any:
     [
         pytest.param(1, {}, id="1"),
         pytest.param(2, {}, id="2"),
+        pytest.param(2, {"gradient_synchronization": "auto"}, id="2-auto"),
         pytest.param(2, {"gradient_synchronization": 0.5}, id="2-half"),
         pytest.param(2, {"zero": {"reduce_bucket_size": 1500}}, id="2-small-buckets"),
     ],
@@ -183,12 +184,15 @@ def test_a_gradient_that_is_larger_than_its_bucket(stage: int) -> None:
     assert_same_weights(tensors(early), tensors(plain), tolerance=1e-6)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("bucket_size", [1100, 1500])
-def test_ranks_that_use_different_layers_send_the_same_pieces(bucket_size: int) -> None:
+def test_ranks_that_use_different_layers_send_the_same_pieces(stage: int, bucket_size: int) -> None:
     def work(rank: int) -> List[Weights]:
         zero = {"reduce_bucket_size": bucket_size}
         return [
-            trained(UsedByOne, 1, rank, reduce_within, zero=zero) for reduce_within in (1, None)
+            # Without it such ranks are right at stage 1 only.
+            trained(UsedByOne, stage if reduce_within else 1, rank, reduce_within, zero=zero)
+            for reduce_within in (1, None)
         ]
 
     early, plain = on_four_ranks(work)
