@@ -7,8 +7,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from allennlp_deepspeed.processes import hierarchical_collectives
 from allennlp_deepspeed.processes.hierarchical_collectives import HierarchicalCollectives, Sums
+
+PIECE_BYTES = 2**20
+"""
+Of gradients that are sent early: the sooner the first is full, the sooner a connection comes up to
+speed.
+"""
 
 
 class ShardExchange:
@@ -77,7 +82,7 @@ class ShardExchange:
             return
         gradient = self._optimizer.get_gradient_for_reduction(parameter).reshape(-1)
         self._started += gradient.numel()
-        most = max(1, hierarchical_collectives.PIECE_BYTES // self._communication_dtype().itemsize)
+        most = max(1, PIECE_BYTES // self._communication_dtype().itemsize)
         first_new = len(self._waiting)
         for owner, start, end in self._slices(parameter, group_index):
             while start < end:

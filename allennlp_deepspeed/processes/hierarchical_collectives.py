@@ -19,8 +19,8 @@ import torch.nn.functional as F
 PIECE_BYTES = 2**22
 """What is reduced is reduced in pieces of this size."""
 
-# So many are under way at a time. They take twice their size.
-_MOST_PIECES = 7
+# What a rank sends of pieces that are under way at a time. They take twice as much.
+_MOST_BYTES = 2**25
 
 _DONE = object()
 
@@ -248,8 +248,8 @@ class Sums:
     @torch.no_grad()
     def add(self, for_rank: Sequence[torch.Tensor]) -> None:
         """
-        Begins with a piece. Waits for the node's sums of the piece before it, and for those of all
-        of the one that was begun so many before it that no more are to be under way.
+        Begins with a piece. Waits for the node's sums of the piece before it, and for the first
+        pieces where more would be under way than there is room for.
 
         # Parameters
 
@@ -260,7 +260,7 @@ class Sums:
         if self._under_way:
             self._under_way[-1].cross()
         self._under_way.append(piece)
-        if len(self._under_way) > _MOST_PIECES:
+        while len(self._under_way) > 1 and sum(p.nbytes for p in self._under_way) > _MOST_BYTES:
             self._done.append(self._under_way.popleft().wait())
 
     @torch.no_grad()
@@ -301,8 +301,8 @@ class _Piece:
 
     # Attributes
 
-    size : `int`
-        This rank's elements.
+    nbytes, size : `int`
+        The bytes that this rank gives, and the elements that it gets.
     """
 
     def __init__(
@@ -314,6 +314,7 @@ class _Piece:
         for_places = [for_rank[i::node_size] for i in range(node_size)]
         self._of_node = torch.cat([elements for of_place in for_places for elements in of_place])
         self._sizes = [[elements.numel() for elements in of_place] for of_place in for_places]
+        self.nbytes = self._of_node.nbytes
         self.size = self._sizes[collectives.place][collectives.node]
         self._adding_up: Optional[_SumOfOwn] = None
         self._crossing: Optional[_SumOfOwn] = None

@@ -16,10 +16,10 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 from torch.utils.checkpoint import checkpoint
 
+from allennlp_deepspeed.engine import shard_exchange
 from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.engine.shard_exchange import ShardExchange
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.processes import hierarchical_collectives
 from allennlp_deepspeed.processes.hierarchical_collectives import node_groups
 from tests.integration.unused_parameters_test import TwoHeads, batches_of
 from tests.support.experiment import assert_same_weights
@@ -116,7 +116,7 @@ def on_four_ranks(work: Callable[[int], Any]) -> Any:
     def in_its_environment(rank: int) -> Any:
         # Of which each layer has several.
         with (
-            mock.patch.object(hierarchical_collectives, "PIECE_BYTES", 1024),
+            mock.patch.object(shard_exchange, "PIECE_BYTES", 1024),
             process_environment(CPU, rank),
         ):
             return work(rank)
@@ -174,7 +174,7 @@ def test_a_gradient_that_is_larger_than_its_bucket(stage: int) -> None:
     def work(rank: int) -> List[Weights]:
         zero = {"reduce_bucket_size": 500}
         # All of it waits until DeepSpeed asks.
-        with mock.patch.object(hierarchical_collectives, "PIECE_BYTES", 2**22):
+        with mock.patch.object(shard_exchange, "PIECE_BYTES", 2**22):
             return [
                 trained(WithoutBias, stage, rank, reduce_within, zero=zero)
                 for reduce_within in (1, None)
