@@ -132,7 +132,7 @@ def _wait_when_read(metric_class: Type[Metric], *attributes: str) -> None:
     count, wait_for_sum = metric_class.__call__, module.dist_reduce_sum
 
     @functools.cache
-    def resolve_themselves(of_class: Type[Metric]) -> bool:
+    def resolve_themselves(of_class: Any) -> bool:
         # A subclass may have attributes of its own, with these names.
         found = (inspect.getattr_static(of_class, name) for name in attributes)
         return all(isinstance(attribute, _WaitsWhenRead) for attribute in found)
@@ -140,11 +140,12 @@ def _wait_when_read(metric_class: Type[Metric], *attributes: str) -> None:
     @functools.wraps(count)
     def count_on(metric: Metric, *args: Any, **kwargs: Any) -> Any:
         global _may_come
+        of_class: Any = type(metric)
         _may_come = (
             _assigned is not None
             and is_distributed()
             and distributed_device().type == "cpu"
-            and resolve_themselves(type(metric))
+            and resolve_themselves(of_class)
         )
         try:
             return count(metric, *args, **kwargs)
