@@ -19,12 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from allennlp_deepspeed.language_modeling import CausalLM, packing
 from tests.end_to_end.checkpoint_test import recover
 from tests.end_to_end.export_test import exported
+from tests.end_to_end.offload_test import NVME
 from tests.end_to_end.precision_test import BF16, FP16
 from tests.fixtures.tiny_gguf import VOCABULARY, tiny_gguf
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.command import allennlp
 from tests.support.experiment import (
-    NVME,
     ONE_PROCESS,
     TWO_WORKERS,
     Config,
