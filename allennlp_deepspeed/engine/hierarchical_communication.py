@@ -16,7 +16,7 @@ from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from allennlp_deepspeed.engine.shard_exchange import ShardExchange
+from allennlp_deepspeed.engine.shard_exchange import ShardExchange, is_of_all
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.hierarchical_collectives import HierarchicalCollectives
 
@@ -156,9 +156,5 @@ def _is_large(group: Any, tensor: torch.Tensor, *others: torch.Tensor) -> bool:
     return (
         tensor.nbytes >= _SMALLEST
         and all(t.is_contiguous() for t in (tensor, *others))
-        and _is_of_all(group)
+        and is_of_all(group)
     )
-
-
-def _is_of_all(group: Any) -> bool:
-    return group is None or dist.get_world_size(group) == dist.get_world_size()

@@ -195,11 +195,10 @@ class ShardExchange:
         self, bucket: List[torch.Tensor], owners: List[int], process_group: Any
     ) -> bool:
         """Whether each slice has one owner, of all ranks, and there is enough of them."""
-        size = process_group and dist.get_world_size(process_group)
         return (
             len(owners) == len(bucket)
             and sum(gradient.nbytes for gradient in bucket) >= self._smallest
-            and size in (None, dist.get_world_size())
+            and is_of_all(process_group)
         )
 
     def _exchange(
@@ -218,6 +217,11 @@ class ShardExchange:
         sums = torch.empty(size, dtype=dtype, device=bucket[0].device)
         self._sums.take(sums)
         return sums
+
+
+def is_of_all(group: Any) -> bool:
+    """Whether a group, or the default one for `None`, has all ranks."""
+    return group is None or dist.get_world_size(group) == dist.get_world_size()
 
 
 def _owners(ranks: Union[int, FrozenSet[int]]) -> FrozenSet[int]:
