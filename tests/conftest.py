@@ -5,6 +5,7 @@ Fixtures for all tests.
 import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +18,10 @@ import pytest
 # tenth of a training's CPU time. All processes of tests have this from here.
 with contextlib.suppress(OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+# A shell that runs tests in the background ignores Ctrl-C in its place, and so would all commands.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Imports leave no garbage, and looking for it takes a sixth of their time.
 gc.disable()

@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 _PARTITION_SIZE = "zero_optimization.zero_hpz_partition_size"
 
 
-def resolve_shard_within(config: Dict[str, Any], settings: TrainerSettings) -> bool:
+def resolve_shard_within(
+    config: Dict[str, Any], settings: TrainerSettings, accumulates: bool
+) -> Union[bool, str]:
     """
-    Whether each worker keeps the parameters that it has gathered whole until the step ends. Over
-    several, DeepSpeed's partition size is filled.
+    Whether each worker keeps the parameters that it has gathered whole until the step ends, or
+    "auto", those that there is room for. Over several workers, DeepSpeed's partition size is
+    filled.
     """
     stage = lookup(config, STAGE)
     if settings.shard_within == AUTO:
-        size = said(config, _PARTITION_SIZE)
-        # By itself a worker has nobody to shard with, and would hold all parameters.
-        has_nodes = stage == 3 and size is None and _has_nodes("shard_within", 2, settings)
-        if has_nodes:
-            fill(config, _PARTITION_SIZE, settings.workers_per_node, 'from shard_within, "auto"')
-        return False
+        # A pass keeps by itself what its backward pass needs again soon.
+        keeps = stage == 3 and accumulates and settings.world_size > 1
+        return AUTO if keeps and said(config, _PARTITION_SIZE) is None else False
     if settings.shard_within is None:
         return False
     num_ranks, description = _num_ranks_within("shard_within", settings)
@@ -71,7 +71,7 @@ def resolve_reduce_within(settings: TrainerSettings) -> Optional[int]:
     if settings.reduce_within == AUTO:
         # NCCL looks at what joins the GPUs, and has rings and trees that cross once each way.
         is_gloo = settings.device_type == "cpu"
-        has_nodes = is_gloo and _has_nodes("reduce_within", 1, settings)
+        has_nodes = is_gloo and _has_nodes(settings)
         return settings.workers_per_node if has_nodes else None
     num_ranks, description = _num_ranks_within("reduce_within", settings)
     if num_ranks == settings.world_size:
@@ -81,16 +81,15 @@ def resolve_reduce_within(settings: TrainerSettings) -> Optional[int]:
     return num_ranks
 
 
-def _has_nodes(key: str, num_workers: int, settings: TrainerSettings) -> bool:
-    """Whether there are several nodes, with at least so many workers on each."""
+def _has_nodes(settings: TrainerSettings) -> bool:
+    """Whether there are several nodes."""
     on_each = settings.workers_per_node
-    if on_each is None or not num_workers <= on_each < settings.world_size:
+    if on_each is None or on_each >= settings.world_size:
         return False
     if settings.world_size % on_each:
         logger.warning(
-            '%s is "auto", and does nothing: there are %d workers, and %d on this node, so that '
-            "nodes don't have as many each",
-            key,
+            'reduce_within is "auto", and does nothing: there are %d workers, and %d on this node, '
+            "so that nodes don't have as many each",
             settings.world_size,
             on_each,
         )
@@ -121,10 +120,10 @@ def _num_ranks_within(key: str, settings: TrainerSettings) -> Tuple[int, str]:
 
 
 def check_partition_size(
-    zero: DeepSpeedZeroConfig, settings: TrainerSettings, keeps_parameters: bool
+    zero: DeepSpeedZeroConfig, settings: TrainerSettings, keeps_parameters: Union[bool, str]
 ) -> None:
     has_nvme_parameters = zero.offload_param is not None and zero.offload_param.device == "nvme"
-    if keeps_parameters and has_nvme_parameters:
+    if keeps_parameters is True and has_nvme_parameters:
         raise ConfigurationError(
             "shard_within is 1, but DeepSpeed has only a few buffers for parameters that come from "
             'NVMe: write "cpu" for zero_optimization.offload_param.device, or remove shard_within'

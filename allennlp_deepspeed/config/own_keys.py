@@ -177,14 +177,14 @@ TRAINER_KEYS: Dict[str, Key] = {
     ),
     "shard_within": Key(
         Union[int, Literal["node", "auto"], None],
-        default=None,
+        default="auto",
         doc='At ZeRO stage 3: `"node"`, or a number of workers that divides that of all. Once '
         "gathered from all in an optimizer step, parameters stay sharded over so many neighbouring "
-        "workers until the step ends, and gathering them again stays among these. With `1` they "
-        'stay whole on each worker. `"auto"` is '
-        '`"node"` at stage 3 on several nodes of several workers, and nothing otherwise. Fills '
-        "DeepSpeed's `zero_hpz_partition_size` (hpZ of [ZeRO++](https://arxiv.org/abs/2306.10209), "
-        "section 3.2).",
+        "workers until the step ends, and gathering them again stays among these: DeepSpeed's "
+        "`zero_hpz_partition_size` (hpZ of [ZeRO++](https://arxiv.org/abs/2306.10209), section "
+        '3.2). With `1` they stay whole on each worker. With `"auto"` and several micro-batches in '
+        "a step, as many stay whole as fit into half of the memory that the first two steps have "
+        "left free on every worker.",
         advice='must be "node", "auto" or a number of workers',
         may_change=True,
     ),

@@ -85,9 +85,11 @@ def resolve(
     reduce_within: Optional[int] = None
     with findings.collect():
         reduce_within = resolve_reduce_within(settings)
-    keeps_parameters = False
+    keeps_parameters: Union[bool, str] = False
+    # What micro-batches have room for is found in the first steps, in which parameters would too.
+    has_several = num_gradient_accumulation_steps > 1
     with findings.collect():
-        keeps_parameters = resolve_shard_within(config, settings)
+        keeps_parameters = resolve_shard_within(config, settings, has_several)
     with findings.collect():
         _resolve_sequence_parallel_size(config, settings)
     _resolve_reports(config, settings, findings)

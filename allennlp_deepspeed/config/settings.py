@@ -59,7 +59,7 @@ class TrainerSettings:
     bf16_supported : `bool`, optional (default = `True`)
         Whether the device computes in bf16.
     serialization_dir : `str`, optional (default = `None`)
-    shard_within : `Union[int, str]`, optional (default = `None`)
+    shard_within : `Union[int, str]`, optional (default = `"auto"`)
         "node", "auto" or a number of workers.
     reduce_within : `Union[int, str]`, optional (default = `"auto"`)
         "node", "auto" or a number of workers.
@@ -89,7 +89,7 @@ class TrainerSettings:
     device_type: str = "cpu"
     bf16_supported: bool = True
     serialization_dir: Optional[str] = None
-    shard_within: Union[int, str, None] = None
+    shard_within: Union[int, str, None] = TRAINER_KEYS["shard_within"].default
     reduce_within: Union[int, str, None] = TRAINER_KEYS["reduce_within"].default
     sequence_tiling: Any = None
     torch_compile: Union[bool, Dict[str, Any], None] = None
@@ -218,8 +218,8 @@ class ResolvedConfig:
         What the config says for `zero_force_ds_cpu_optimizer`, `None` if it leaves it open.
     reduce_within : `int`, optional
         How many neighbouring workers reduce before all do, `None` if all do at once.
-    keeps_parameters : `bool`
-        Whether parameters that stage 3 has gathered stay whole until the step ends.
+    keeps_parameters : `Union[bool, str]`
+        Whether parameters that stage 3 has gathered stay whole until the step ends, or "auto".
     torch_compile : `Dict[str, Any]`, optional
         Arguments of `torch.compile`, `None` if nothing is compiled.
     finds_micro_batch_size : `bool`, optional (default = `False`)
@@ -236,7 +236,7 @@ class ResolvedConfig:
     offload_device: str
     forces_cpu_optimizer: Optional[bool]
     reduce_within: Optional[int]
-    keeps_parameters: bool
+    keeps_parameters: Union[bool, str]
     torch_compile: Optional[Dict[str, Any]]
     finds_micro_batch_size: bool = False
 

@@ -302,7 +302,7 @@ class _States:
             self._size.total - self._kept_gathered(),
             int(self._zero.max_reuse_distance) // 2 + fetched,
         )
-        if self._keeps_parameters:
+        if self._keeps_parameters is True:  # "auto" only what there is room for
             gathered = self._size.total - self._kept_gathered()
         if self._zero.zero_hpz_partition_size > 1:
             gathered += self._size.total // int(self._zero.zero_hpz_partition_size)

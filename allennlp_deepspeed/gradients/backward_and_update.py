@@ -7,17 +7,14 @@ from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.embedding_max_norm import MaxNorm
-from allennlp_deepspeed.engine.gathered_parameters import (
-    Passes,
-    all_that_are_sharded,
-    kept_gathered,
-)
+from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.inner_gradients import InnerGradients
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients.grad_cache import GradCache
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.gradients.kept_parameters import KeptParameters
 from allennlp_deepspeed.gradients.loss_weights import LossWeights
 from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, OPTIMIZER, during, phase
 
@@ -68,7 +65,6 @@ class GradientStep:
         self._engine = wrapped_model.engine
         self._optimizer = wrapped_model.optimizer
         self._finds_micro_batch_size = wrapped_model.config.finds_micro_batch_size
-        self._keeps_parameters = wrapped_model.config.keeps_parameters
         self._reports_norm = wrapped_model.config.grad_norm is not False
         self._gradients = gradients
         self._passes = Passes(self._engine)
@@ -86,6 +82,13 @@ class GradientStep:
         self._norm: Norm = None
         self.group_size = wrapped_model.config.num_gradient_accumulation_steps
         """The number of micro-batches by which the losses of the step are divided."""
+        self.kept_parameters = KeptParameters(
+            self._engine,
+            wrapped_model.config.keeps_parameters,
+            "until the end of each optimizer step",
+            [torch.distributed.get_world_size(), self.group_size],
+        )
+        """Those that are gathered once a step."""
 
     @contextmanager
     def accumulate(
@@ -107,9 +110,9 @@ class GradientStep:
         self._num_micro_batches = 0
         self._weight_watch.check()
         self._weights = self._loss_weights.of(batches, group_size, num_fillers)
-        # If they stay whole, that ends before the optimizer steps their shards.
-        kept = all_that_are_sharded(self._engine) if self._keeps_parameters else []
-        with kept_gathered(kept), self._gradients.accumulate():
+        self.kept_parameters.start_step(self._gradients.holding.left_free)
+        # That they stay whole ends before the optimizer steps their shards.
+        with self.kept_parameters.in_use(), self._gradients.accumulate():
             yield
 
     def micro_batch(self, batch: TensorDict, is_last: bool) -> Outputs:

@@ -7,21 +7,14 @@ import logging
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
-import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
-from allennlp_deepspeed.engine.gathered_parameters import (
-    Passes,
-    kept_gathered,
-    worth_keeping,
-)
-from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.gradients import gradient_memory
 from allennlp_deepspeed.gradients.chunker import Chunker, Representations
 from allennlp_deepspeed.gradients.chunking import (
     Chunk,
@@ -29,6 +22,7 @@ from allennlp_deepspeed.gradients.chunking import (
     num_examples,
 )
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.gradients.kept_parameters import AUTO, KeptParameters
 from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, during, phase
 from allennlp_deepspeed.processes.random_states import (
     random_states,
@@ -37,9 +31,6 @@ from allennlp_deepspeed.processes.random_states import (
 )
 
 logger = logging.getLogger(__name__)
-
-# The second has the gradients that are held since the first.
-_STEPS_BEFORE_KEEPING = 2
 
 
 class GradCache:
@@ -100,9 +91,8 @@ class GradCache:
         self._batch_outputs = batch_outputs
         self._chunker = Chunker(settings, self._engine, self._encode)
         self._passes = Passes(self._engine)
-        self._num_steps = 0
-        # What stays gathered at stage 3 from one chunk to the next, once it is known.
-        self._kept: Optional[List[torch.nn.Parameter]] = None
+        self._kept = KeptParameters(self._engine, AUTO, "from one chunk to the next")
+        self._is_first = True
 
     @staticmethod
     def check(settings: GradCacheSettings, model: Model) -> None:
@@ -172,16 +162,16 @@ class GradCache:
             an input has no chunk size.
         """
         chunks = self._chunker.chunks(batch)
+        is_first, self._is_first = self._is_first, is_last
         if len(chunks) == 1:
             with self._gradients.micro_batch(is_last):
                 with phase(FORWARD):
                     outputs = self._batch_outputs(batch, True)
                 self._backward(self._loss(outputs) / num_micro_batches)
             return _without_graph(outputs)
-        if self._kept is None and self._num_steps == _STEPS_BEFORE_KEEPING:
-            self._kept = self._find_what_to_keep()
-        self._num_steps += is_last
-        with kept_gathered(self._kept or []):
+        if is_first:
+            self._kept.start_step()
+        with self._kept.in_use():
             return self._train_on_chunks(chunks, batch, num_micro_batches, is_last)
 
     def _train_on_chunks(
@@ -347,21 +337,6 @@ class GradCache:
                 "'trainer.grad_cache' needs a scalar, of all examples: return its mean."
             )
         return loss
-
-    def _find_what_to_keep(self) -> List[torch.nn.Parameter]:
-        """To be called by every rank, after steps that have shown how much memory they need."""
-        if self._engine.zero_optimization_stage() < 3:
-            return []
-        free = gradient_memory.least_left_free(self._engine.device)
-        kept = worth_keeping(self._engine, max(0, free // 2))
-        if kept and dist.get_rank() == 0:
-            logger.info(
-                "Parameters of %d elements stay gathered from one chunk to the next from here on: "
-                "%d bytes are left free on every rank, of which half may be used.",
-                sum(whole_shape(p).numel() for p in kept),
-                free,
-            )
-        return kept
 
 
 def _without_graph(outputs: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:

@@ -52,6 +52,8 @@ class Holding:
         self._sizes = sizes
         self._num_micro_batches = num_micro_batches
         self._found: Optional[Dict[str, Any]] = None
+        self.left_free = 0
+        """Bytes on every rank which `find` has left to longer batches, as far as it was called."""
         self.is_known = setting != AUTO
         # Until it is known, none is.
         self.each = [False] * len(sizes) if setting == AUTO else _held(setting, names, sizes)
@@ -85,6 +87,7 @@ class Holding:
         free = gradient_memory.least_left_free(get_accelerator().current_device_name())
         whole = sum(self._sizes)
         self._hold(min(max(0, free // 2) // dtype.itemsize, whole))
+        self.left_free = free - free // 2
         if dist.get_rank() == 0:
             logger.info(
                 "%d %% of a gradient, which takes %d bytes, are held until the last micro-batch of "

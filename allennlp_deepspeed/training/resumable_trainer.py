@@ -18,7 +18,7 @@ from allennlp_deepspeed.training.reported_trainer import ReportedTrainer
 _LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
 
 # Parts that only find out how to train, and may do so again.
-_MAY_BE_NEW = {"grad_cache", "gradient_synchronization", "micro_batches"}
+_MAY_BE_NEW = {"grad_cache", "gradient_synchronization", "kept_parameters", "micro_batches"}
 
 
 class ResumableTrainer(ReportedTrainer):
@@ -42,6 +42,7 @@ class ResumableTrainer(ReportedTrainer):
             "gradient_scaler": loss_scaling.grad_scaler(self.engine),
             "best_weights": self.best_weights,
             "gradient_synchronization": self._gradients.holding,
+            "kept_parameters": self._gradient_step.kept_parameters,
             "grad_cache": self._grad_cache,
             "micro_batches": self._micro_batches,
             "replay": self._replay,

@@ -64,17 +64,17 @@ def _stage_3(k: int) -> int:
     return _EXCHANGE + (2 * k - 1) * _GATHERING
 
 
-_IN_NODE = {"shard_within": "auto"}
+_IN_NODE = {"shard_within": "node"}
 VARIANTS = [
     Variant("`gradient_descent`", None, 1, _EXCHANGE),
     Variant("`gradient_descent`, accumulation 8", None, 8, _EXCHANGE),
     Variant("stage 0", 0, 1, _EXCHANGE),
     Variant("stage 1", 1, 1, _EXCHANGE),
     Variant("stage 2", 2, 1, _EXCHANGE),
-    Variant('stage 3, `"shard_within": "auto"`', 3, 1, _EXCHANGE, _IN_NODE),
+    Variant('stage 3, `"shard_within": "node"`', 3, 1, _EXCHANGE, _IN_NODE),
     Variant("stage 0, accumulation 8", 0, 8, _EXCHANGE),
     Variant("stage 2, accumulation 8", 2, 8, _EXCHANGE),
-    Variant('stage 3, `"shard_within": "auto"`, accumulation 8', 3, 8, _EXCHANGE, _IN_NODE),
+    Variant('stage 3, `"shard_within": "node"`, accumulation 8', 3, 8, _EXCHANGE, _IN_NODE),
     Variant("stage 3", 3, 1, _stage_3(1)),
     Variant("stage 3, accumulation 8", 3, 8, _stage_3(8)),
 ]

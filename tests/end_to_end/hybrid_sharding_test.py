@@ -87,6 +87,39 @@ def test_a_worker_by_itself_keeps_them_whole_until_the_step_ends(
     assert_same_weights(result.weights(), reference.weights(), tolerance=0)
 
 
+# As many as DeepSpeed keeps by itself until the backward pass, if nothing is said.
+ROOM = {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
+TWO_MICRO_BATCHES: Config = {"trainer.num_gradient_accumulation_steps": 2}
+
+
+def test_by_itself_a_worker_keeps_whole_what_there_is_room_for(experiments: Experiments):
+    config = load_config("tagger", FOUR_WORKERS, COUNTED, TWO_MICRO_BATCHES)
+    result = experiments.run(sharded(config, **ROOM))
+    reference = sharded(config, **ROOM)
+    reference["trainer"]["shard_within"] = None
+    gathered_again = experiments.run(reference)
+    # The second epoch is after the two steps that show how much memory they need.
+    bytes_of = [communication(r, 1) for r in (result, gathered_again)]
+    gathered = [counts["all_gather_bytes_per_step"] for counts in bytes_of]
+    assert gathered == [MODEL_BYTES, 2 * MODEL_BYTES]
+    assert bytes_of[0]["reduce_scatter_bytes"] == bytes_of[1]["reduce_scatter_bytes"]
+    log = (result.serialization_dir / "out_worker0.log").read_text()
+    assert "stay gathered until the end of each optimizer step from here on" in log
+    assert_same_metrics(metrics(result), metrics(gathered_again))
+    assert_same_weights(result.weights(), gathered_again.weights())
+
+
+def test_what_is_kept_whole_is_the_same_in_a_recovered_run(
+    experiments: Experiments, tmp_path: Path
+):
+    config = sharded(load_config("tagger", CHECKPOINTS, FOUR_WORKERS), **ROOM)
+    uninterrupted = experiments.run(config)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
+    assert_ends_alike(recovered, uninterrupted)
+    log = (recovered.serialization_dir / "out_worker0.log").read_text()
+    assert "on every rank: as before" in log
+
+
 @pytest.mark.parametrize(
     "within", [2, pytest.param(1, marks=pytest.mark.soak)], ids=lambda within: f"within {within}"
 )

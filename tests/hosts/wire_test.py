@@ -18,7 +18,7 @@ LIMIT = 1.1
         "stage 0",
         pytest.param("stage 1", marks=pytest.mark.soak),
         "stage 2",
-        pytest.param('stage 3, `"shard_within": "auto"`', id="stage 3 within nodes"),
+        pytest.param('stage 3, `"shard_within": "node"`', id="stage 3 within nodes"),
         pytest.param("stage 2, accumulation 8", marks=pytest.mark.soak),
         pytest.param("stage 3, accumulation 8", marks=pytest.mark.soak),
     ],

@@ -1003,7 +1003,7 @@ class TestShardWithin:
             (2, 2, 2),
             (None, 2, 2),
             (None, None, 1),
-            ("auto", None, 4),
+            ("auto", None, 1),
             ("auto", 2, 2),
             # All of them: as without the key.
             (8, None, 1),
@@ -1050,7 +1050,6 @@ class TestShardWithin:
         resolved = resolve(self.ZERO_3, **settings)
         assert resolved.keeps_parameters
         assert "zero_hpz_partition_size" not in resolved.engine_config["zero_optimization"]
-        assert not resolve(self.ZERO_3, **{**settings, "shard_within": "auto"}).keeps_parameters
         assert not resolve(self.ZERO_3, **{**settings, "world_size": 1}).keeps_parameters
         on_nvme = {"device": "nvme", "nvme_path": "/nvme"}
         config = {"zero_optimization": {"stage": 3, "offload_param": on_nvme}}
@@ -1064,18 +1063,16 @@ class TestShardWithin:
     def test_a_node_of_unknown_size_is_asked_for(self):
         assert "write the number" in refusal(self.ZERO_3, shard_within="node", world_size=4)
 
-    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-    @pytest.mark.parametrize("workers_per_node, world_size", [(4, 4), (1, 4), (None, 4), (3, 4)])
-    def test_auto_is_nothing_without_several_nodes_of_several_workers(
-        self, stage, workers_per_node, world_size
-    ):
-        resolved = resolve(
-            {"zero_optimization": {"stage": stage}},
-            shard_within="auto",
-            workers_per_node=workers_per_node,
-            world_size=world_size,
-        )
-        assert "zero_hpz_partition_size" not in resolved.engine_config["zero_optimization"]
+    def test_auto_keeps_what_there_is_room_for_where_it_is_gathered_again(self):
+        def keeps(stage=3, hpz=1, **settings):
+            defaults = {"world_size": 4, "num_gradient_accumulation_steps": 2}
+            zero = {"stage": stage, **({} if hpz == 1 else {"zero_hpz_partition_size": hpz})}
+            return resolve({"zero_optimization": zero}, **{**defaults, **settings}).keeps_parameters
+
+        assert keeps() == keeps(shard_within="auto") == "auto"
+        assert [keeps(stage=stage) for stage in (0, 1, 2)] == [False] * 3
+        assert not keeps(shard_within=None) and not keeps(shard_within=4) and not keeps(hpz=2)
+        assert not keeps(world_size=1) and not keeps(num_gradient_accumulation_steps=1)
 
     def test_the_second_copy_cannot_lie_on_nvme(self):
         message = refusal("zero_3_nvme", shard_within=2, world_size=4, serialization_dir="out")

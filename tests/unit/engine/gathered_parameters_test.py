@@ -5,6 +5,7 @@ from typing import Any, List
 
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from allennlp_deepspeed.engine.gathered_parameters import worth_keeping
 
@@ -13,17 +14,23 @@ def sharded(size: int, device: Any = None, is_small: bool = False) -> Any:
     """As DeepSpeed leaves a parameter at stage 3."""
     parameter: Any = torch.nn.Parameter(torch.empty(0))
     parameter.ds_numel = size
+    parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    parameter.ds_active_sub_modules = set()
     parameter.ds_persist = is_small
     parameter.ds_tensor = SimpleNamespace(final_location=device)
     return parameter
 
 
-def kept(parameters: List[Any], most: int, live: int = 10**9) -> List[int]:
+def engine_of(parameters: List[Any], live: int = 10**9) -> Any:
     offload = SimpleNamespace(_max_available_parameters_in_numel=live)
-    engine: Any = SimpleNamespace(
+    return SimpleNamespace(
         module=SimpleNamespace(parameters=lambda: iter(parameters)),
         optimizer=SimpleNamespace(parameter_offload=offload),
     )
+
+
+def kept(parameters: List[Any], most: int, live: int = 10**9) -> List[int]:
+    engine = engine_of(parameters, live)
     return [parameter.ds_numel for parameter in worth_keeping(engine, most)]
 
 
