@@ -7,7 +7,7 @@ import importlib
 import logging
 from contextlib import ExitStack, contextmanager
 from functools import partialmethod
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional
 from unittest import mock
 
 import torch
@@ -24,19 +24,33 @@ logger = logging.getLogger(__name__)
 
 # Bytes. What is smaller costs calls and not bytes.
 _SMALLEST = 4096
+# Bytes of a few numbers, which each rank sends to each in one trip.
+_FEW = 64
 
 # Of the engines that are up and have one.
 _in_use: List[HierarchicalCollectives] = []
 _patches = ExitStack()
 
 
+class ByNodes(NamedTuple):
+    """
+    # Parameters
+
+    shard_exchange : `ShardExchange`
+        What sums gradients at stages 1 and 2, `None` at others.
+    """
+
+    shard_exchange: Optional[ShardExchange]
+
+
 @contextmanager
 def hierarchical_communication(
     engine: DeepSpeedEngine, within: Optional[int]
-) -> Iterator[Optional[ShardExchange]]:
+) -> Iterator[Optional[ByNodes]]:
     """
-    Within it DeepSpeed's large collectives over all ranks are hierarchical. To be entered by every
-    rank. Gives what sums gradients at stages 1 and 2, if they are.
+    Within it DeepSpeed's large collectives over all ranks are hierarchical, and on CPUs a few
+    numbers are reduced in one trip. To be entered by every rank. Gives `None` if it leaves them as they
+    are.
 
     # Parameters
 
@@ -68,9 +82,9 @@ def hierarchical_communication(
         if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
             exchange = ShardExchange(engine.optimizer, collectives, _SMALLEST)
             with exchange.in_use():
-                yield exchange
+                yield ByNodes(exchange)
         else:
-            yield None
+            yield ByNodes(None)
     finally:
         _in_use.remove(collectives)
         if not _in_use:
@@ -100,6 +114,11 @@ def _all_reduce(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
+    if not async_op and _is_few(group, tensor) and (_is_sum(op) or _is_max(op)):
+        # Such as the norm of a gradient, for which an optimizer waits.
+        everyones = agreement.everyones_at_once(tensor)
+        tensor.copy_(everyones.sum(dim=0) if _is_sum(op) else everyones.amax(dim=0))
+        return None
     if async_op or not (_has_neighbours() and _is_sum(op) and _is_large(group, tensor)):
         return flat(backend, tensor, op=op, group=group, async_op=async_op)
     _in_use[-1].all_reduce(tensor)
@@ -149,6 +168,15 @@ def _has_neighbours() -> bool:
 
 def _is_sum(op: Any) -> bool:
     return op in (ReduceOp.SUM, dist.ReduceOp.SUM)
+
+
+def _is_max(op: Any) -> bool:
+    return op in (ReduceOp.MAX, dist.ReduceOp.MAX)
+
+
+def _is_few(group: Any, tensor: torch.Tensor) -> bool:
+    """Whether a collective is over all ranks, and takes the time of its trips."""
+    return tensor.device.type == "cpu" and tensor.nbytes <= _FEW and is_of_all(group)
 
 
 def _is_large(group: Any, tensor: torch.Tensor, *others: torch.Tensor) -> bool:

@@ -142,6 +142,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._autocast: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
         self.shard_exchange: Optional[ShardExchange] = None  # while the engine is up
+        self.goes_by_nodes = False
+        """Whether communication is hierarchical, of the engine that is up."""
         self._compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
         self._loss_scale: Optional[Dict[str, Any]] = None  # of the engine before
         self.bring_up()
@@ -219,7 +221,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.precision == "torch_autocast" and config.zero_stage > 0:
             know_autocast(self.engine)
         before.find_added()
-        self.shard_exchange = enter(hierarchical_communication(self.engine, config.reduce_within))
+        by_nodes = enter(hierarchical_communication(self.engine, config.reduce_within))
+        self.goes_by_nodes = by_nodes is not None
+        self.shard_exchange = None if by_nodes is None else by_nodes.shard_exchange
         enter(deepspeed_logging.mended_reports(self.engine, config.finds_micro_batch_size))
         enter(activation_checkpointing.configured(model, config.engine_config, device))
         if config.zero_stage == 3:
