@@ -49,8 +49,8 @@ def hierarchical_communication(
 ) -> Iterator[Optional[ByNodes]]:
     """
     Within it DeepSpeed's large collectives over all ranks are hierarchical, and on CPUs a few
-    numbers are reduced in one trip. To be entered by every rank. Gives `None` if it leaves them as they
-    are.
+    numbers are reduced in one trip. To be entered by every rank. Gives `None` if it leaves all as
+    it is.
 
     # Parameters
 
@@ -152,11 +152,8 @@ def _all_gather_into_tensor(
 ) -> Any:
     if not _is_large(group, output_tensor, input_tensor):
         return flat(backend, output_tensor, input_tensor, group=group, async_op=async_op)
-    if not _has_neighbours():
-        # By the connections that gradients have just crossed. Those of another group have been
-        # idle since the step before, and TCP starts slowly after that.
-        across = _in_use[-1].across
-        return flat(backend, output_tensor, input_tensor, group=across, async_op=async_op)
+    # Also without neighbours by the connections that gradients have just crossed. Those of another
+    # group have been idle since the step before, and TCP starts slowly after that.
     gathering = _in_use[-1].all_gather(output_tensor, input_tensor)
     return gathering if async_op else gathering.wait()
 

@@ -9,6 +9,7 @@ within the node. (The "2D-torus all-reduce" of [Massively Distributed
 SGD](https://arxiv.org/abs/1811.05233), of which the all-reduce across is left to the backend.)
 """
 
+import itertools
 from collections import deque
 from typing import Any, Deque, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -19,8 +20,18 @@ import torch.nn.functional as F
 PIECE_BYTES = 2**22
 """What is reduced is reduced in pieces of this size."""
 
+NUM_LANES = 4
+"""
+Groups of the same ranks between nodes, by which pieces take turns. Each has a connection of its
+own, which comes up to speed by itself, and gloo works at two pieces of each at a time: with one
+group there would be nothing under way for half of the time, on a link that takes long.
+"""
+
 # What a rank sends of pieces that are under way at a time. They take twice as much.
 _MOST_BYTES = 2**25
+
+# Of what a rank gives to a gathering, the fewest bytes that are worth a message.
+_LEAST_GATHERED = 2**16
 
 _DONE = object()
 
@@ -33,12 +44,12 @@ class NodeGroups(NamedTuple):
 
     within : `dist.ProcessGroup`
         The ranks of its node.
-    across : `dist.ProcessGroup`
-        Those with the same place on every node, by node.
+    lanes : `List[dist.ProcessGroup]`
+        Those with the same place on every node, by node; `NUM_LANES` groups of them.
     """
 
     within: dist.ProcessGroup
-    across: dist.ProcessGroup
+    lanes: List[dist.ProcessGroup]
 
 
 # By the number of ranks on a node, with the default group that they are parts of.
@@ -63,8 +74,10 @@ def node_groups(node_size: int) -> NodeGroups:
         places = [list(ranks) for ranks in zip(*nodes)]
         # Every rank has to make all groups, also those that it isn't in, in the same order.
         within: Any = [dist.new_group(ranks) for ranks in nodes][rank // node_size]
-        across: Any = [dist.new_group(ranks) for ranks in places][rank % node_size]
-        groups = NodeGroups(within, across)
+        lanes: Any = [
+            [dist.new_group(ranks) for ranks in places][rank % node_size] for _ in range(NUM_LANES)
+        ]
+        groups = NodeGroups(within, lanes)
         _groups[node_size] = dist.group.WORLD, groups
     return groups
 
@@ -85,16 +98,19 @@ class HierarchicalCollectives:
 
     node, place : `int`
         Of this rank: the number of its node, and its own on that.
-    within, across : `dist.ProcessGroup`
-        The ranks of its node, and those with the same place on every node, by node.
+    within : `dist.ProcessGroup`
+        The ranks of its node.
+    lanes : `List[dist.ProcessGroup]`
+        Of those with the same place on every node, by node.
     """
 
     def __init__(self, node_size: int) -> None:
         self.node_size = node_size
-        self.within, self.across = node_groups(node_size)
+        self.within, self.lanes = node_groups(node_size)
         self._num_nodes = dist.get_world_size() // node_size
         self.node, self.place = divmod(dist.get_rank(), node_size)
         self._crossing: Deque[Gathering] = deque()
+        self._lanes_of_gatherings = itertools.cycle(self.lanes)
 
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -105,9 +121,9 @@ class HierarchicalCollectives:
             Of any shape. Becomes the sum of all ranks'.
         """
         pieces = tensor.view(-1).split(max(1, PIECE_BYTES // tensor.itemsize))
-        _interleave(self._all_reduce_piece(piece) for piece in pieces)
+        _interleave(map(self._all_reduce_piece, pieces, itertools.cycle(self.lanes)))
 
-    def _all_reduce_piece(self, flat: torch.Tensor) -> Iterator[None]:
+    def _all_reduce_piece(self, flat: torch.Tensor, lane: dist.ProcessGroup) -> Iterator[None]:
         padding = -flat.numel() % self.node_size
         padded = F.pad(flat, (0, padding)) if padding else flat
         own = padded.chunk(self.node_size)[self.place]
@@ -115,7 +131,7 @@ class HierarchicalCollectives:
         adding_up = _SumOfOwn(padded, sizes, self.place, self.within)
         yield
         own.copy_(adding_up.wait())
-        crossing: Any = dist.all_reduce(own, group=self.across, async_op=True)
+        crossing: Any = dist.all_reduce(own, group=lane, async_op=True)
         yield
         crossing.wait()
         gathering: Any = dist.all_gather_into_tensor(padded, own, group=self.within, async_op=True)
@@ -168,10 +184,17 @@ class HierarchicalCollectives:
             have an order of its own.
         """
         parts = output.view(self._num_nodes, self.node_size, -1)
-        work: Any = dist.all_gather(
-            list(parts[:, self.place]), own.view(-1), group=self.across, async_op=True
-        )
-        gathering = Gathering(work, parts, self.place, self.within, self._crossing)
+        size = max(1, -(-own.numel() // NUM_LANES), _LEAST_GATHERED // own.itemsize)
+        crossing: List[Any] = [
+            dist.all_gather(
+                [part[i : i + size] for part in parts[:, self.place]],
+                own.view(-1)[i : i + size],
+                group=next(self._lanes_of_gatherings),
+                async_op=True,
+            )
+            for i in range(0, own.numel(), size)
+        ]
+        gathering = Gathering(crossing, parts, self.place, self.within, self._crossing)
         self._crossing.append(gathering)
         return gathering
 
@@ -182,7 +205,7 @@ class Gathering:
 
     # Parameters
 
-    work : `dist.Work`, required.
+    works : `List[dist.Work]`, required.
         Of the crossing.
     parts : `torch.Tensor`, required.
         Of shape (nodes, ranks on a node, elements of each).
@@ -196,31 +219,35 @@ class Gathering:
 
     def __init__(
         self,
-        work: dist.Work,
+        works: List[dist.Work],
         parts: torch.Tensor,
         place: int,
         group: dist.ProcessGroup,
         crossing: Deque["Gathering"],
     ) -> None:
-        self._work = work
+        self._works = works
         self._parts = parts
         self._place = place
         self._group = group
         self._crossing = crossing
-        self._going_round: List[Any] = []
+        self._going_round: Optional[List[Any]] = None
 
     @torch.no_grad()
     def wait(self) -> None:
         """Returns when all is there, on a GPU when the current stream is to wait for it."""
         # DeepSpeed waits for a module's parameters in the order of a set, which is by their
         # addresses, so another on each rank. The order of collectives has to be one for all.
-        while not self._going_round:
+        while self._going_round is None:
             self._crossing.popleft()._pass_on()
         for work in self._going_round:
             work.wait()
 
     def _pass_on(self) -> None:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
+        if self._parts.shape[1] == 1:
+            self._going_round = []
+            return
         self._going_round = [
             dist.all_gather_into_tensor(
                 of_node.view(-1), of_node[self._place], group=self._group, async_op=True
@@ -242,6 +269,7 @@ class Sums:
 
     def __init__(self, collectives: HierarchicalCollectives) -> None:
         self._collectives = collectives
+        self._lanes = itertools.cycle(collectives.lanes)
         self._under_way: Deque[_Piece] = deque()
         self._done: Deque[torch.Tensor] = deque()
 
@@ -256,7 +284,7 @@ class Sums:
         for_rank : `Sequence[torch.Tensor]`, required.
             Elements for each rank, in one dimension, of which some may have none.
         """
-        piece = _Piece(self._collectives, for_rank)
+        piece = _Piece(self._collectives, for_rank, next(self._lanes))
         if self._under_way:
             self._under_way[-1].cross()
         self._under_way.append(piece)
@@ -298,6 +326,8 @@ class _Piece:
     collectives : `HierarchicalCollectives`, required.
     for_rank : `Sequence[torch.Tensor]`, required.
         As for `Sums.add`.
+    lane : `dist.ProcessGroup`, required.
+        By which it crosses.
 
     # Attributes
 
@@ -306,9 +336,13 @@ class _Piece:
     """
 
     def __init__(
-        self, collectives: HierarchicalCollectives, for_rank: Sequence[torch.Tensor]
+        self,
+        collectives: HierarchicalCollectives,
+        for_rank: Sequence[torch.Tensor],
+        lane: dist.ProcessGroup,
     ) -> None:
         self._collectives = collectives
+        self._lane = lane
         node_size = collectives.node_size
         # For each place on a node, the elements for those ranks that have it.
         for_places = [for_rank[i::node_size] for i in range(node_size)]
@@ -331,7 +365,7 @@ class _Piece:
         if self._adding_up is not None:
             self._of_node, self._adding_up = self._adding_up.wait(), None
         own = self._collectives
-        self._crossing = _SumOfOwn(self._of_node, self._sizes[own.place], own.node, own.across)
+        self._crossing = _SumOfOwn(self._of_node, self._sizes[own.place], own.node, self._lane)
 
     def wait(self) -> torch.Tensor:
         """The sums of this rank's elements."""

@@ -99,8 +99,10 @@ def trained(case: Case, stage: int, rank: int, reduce_within: Optional[int]) -> 
         between_nodes = set()
         with trainer.session():
             if reduce_within is not None:
-                across = node_groups(reduce_within).across
-                across.register_pre_hook(0, lambda args: between_nodes.add(args.name.name.lower()))
+                for lane in node_groups(reduce_within).lanes:
+                    lane.register_pre_hook(
+                        0, lambda args: between_nodes.add(args.name.name.lower())
+                    )
             with CommunicationCounter() as counter:
                 trainer.train()
             traffic = {name: count.bytes for name, count in counter.read().items()}

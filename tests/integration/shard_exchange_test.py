@@ -100,8 +100,8 @@ def trained(
         trainer = side.construct(rank, Path(directory))
         with trainer.session():
             if events is not None:
-                across = node_groups(reduce_within or 1).across
-                across.register_pre_hook(0, lambda args: events.append(args.name.name.lower()))
+                for lane in node_groups(reduce_within or 1).lanes:
+                    lane.register_pre_hook(0, lambda args: events.append(args.name.name.lower()))
                 last = next(trainer.model.parameters())
                 last.register_post_accumulate_grad_hook(lambda _: events.append("last gradient"))
             trainer.train()

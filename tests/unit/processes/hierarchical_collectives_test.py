@@ -6,7 +6,11 @@ import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.processes import hierarchical_collectives
-from allennlp_deepspeed.processes.hierarchical_collectives import HierarchicalCollectives, Sums
+from allennlp_deepspeed.processes.hierarchical_collectives import (
+    NUM_LANES,
+    HierarchicalCollectives,
+    Sums,
+)
 from allennlp_deepspeed.reports.communication import CommunicationCounter
 from tests.support.collectives import needs_counting
 from tests.support.workers import run_workers
@@ -152,7 +156,7 @@ def test_groups_are_made_once_for_a_default_group():
         HierarchicalCollectives(2)
         return before, len(dist.distributed_c10d._world.pg_map)
 
-    assert run_workers(4, work) == [(3, 3)] * 4
+    assert run_workers(4, work) == [(2 + NUM_LANES,) * 2] * 4  # with the default one
 
 
 @needs_counting
