@@ -237,6 +237,9 @@ def _set_up(worker: Worker, time_limit: float) -> None:
     # What a launcher sets, and DeepSpeed reads.
     rank, world_size = worker.rank, worker.world_size
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    # Of its host, which the link between hosts says.
+    on_host = os.environ.get("ALLENNLP_PROCS_PER_NODE", str(world_size))
+    os.environ["LOCAL_WORLD_SIZE"] = on_host
     dist.init_process_group(
         "nccl" if is_on_gpu else "gloo",
         init_method=f"file://{worker.directory / 'store'}",
