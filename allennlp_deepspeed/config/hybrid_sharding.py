@@ -25,19 +25,26 @@ _PARTITION_SIZE = "zero_optimization.zero_hpz_partition_size"
 
 def resolve_shard_within(
     config: Dict[str, Any], settings: TrainerSettings, accumulates: bool
-) -> Union[bool, str]:
+) -> str:
     """
-    Whether each worker keeps the parameters that it has gathered whole until the step ends, or
-    "auto", those that there is room for. Over several workers, DeepSpeed's partition size is
-    filled.
+    Which parameters stay whole on each worker until the step ends once they are gathered: "all",
+    "none" or "auto", as many as there is room for. Where they stay sharded over several workers,
+    DeepSpeed's partition size is filled.
+
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+    settings : `TrainerSettings`, required.
+    accumulates : `bool`, required.
+        Whether a step has several micro-batches.
     """
     stage = lookup(config, STAGE)
     if settings.shard_within == AUTO:
         # A pass keeps by itself what its backward pass needs again soon.
         keeps = stage == 3 and accumulates and settings.world_size > 1
-        return AUTO if keeps and said(config, _PARTITION_SIZE) is None else False
+        return AUTO if keeps and said(config, _PARTITION_SIZE) is None else "none"
     if settings.shard_within is None:
-        return False
+        return "none"
     num_ranks, description = _num_ranks_within("shard_within", settings)
     if stage != 3:
         raise ConfigurationError(
@@ -57,11 +64,11 @@ def resolve_shard_within(
             "over all workers anyway",
             description,
         )
-        return False
+        return "none"
     _check_divides("shard_within", num_ranks, description, settings)
     if num_ranks > 1 and size is None:
         fill(config, _PARTITION_SIZE, num_ranks, "from shard_within")
-    return num_ranks == 1
+    return "all" if num_ranks == 1 else "none"
 
 
 def resolve_reduce_within(settings: TrainerSettings) -> Optional[int]:
@@ -120,10 +127,10 @@ def _num_ranks_within(key: str, settings: TrainerSettings) -> Tuple[int, str]:
 
 
 def check_partition_size(
-    zero: DeepSpeedZeroConfig, settings: TrainerSettings, keeps_parameters: Union[bool, str]
+    zero: DeepSpeedZeroConfig, settings: TrainerSettings, kept_parameters: str
 ) -> None:
     has_nvme_parameters = zero.offload_param is not None and zero.offload_param.device == "nvme"
-    if keeps_parameters is True and has_nvme_parameters:
+    if kept_parameters == "all" and has_nvme_parameters:
         raise ConfigurationError(
             "shard_within is 1, but DeepSpeed has only a few buffers for parameters that come from "
             'NVMe: write "cpu" for zero_optimization.offload_param.device, or remove shard_within'

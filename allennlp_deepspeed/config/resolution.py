@@ -85,11 +85,11 @@ def resolve(
     reduce_within: Optional[int] = None
     with findings.collect():
         reduce_within = resolve_reduce_within(settings)
-    keeps_parameters: Union[bool, str] = False
+    kept_parameters = "none"
     # What micro-batches have room for is found in the first steps, in which parameters would too.
     has_several = num_gradient_accumulation_steps > 1
     with findings.collect():
-        keeps_parameters = resolve_shard_within(config, settings, has_several)
+        kept_parameters = resolve_shard_within(config, settings, has_several)
     with findings.collect():
         _resolve_sequence_parallel_size(config, settings)
     _resolve_reports(config, settings, findings)
@@ -116,7 +116,7 @@ def resolve(
     with findings.collect():
         check_gradient_synchronization(settings.gradient_synchronization, zero)
     with findings.collect():
-        check_partition_size(zero, settings, keeps_parameters)
+        check_partition_size(zero, settings, kept_parameters)
     check_data_types(config, zero, precision, findings)
     torch_compile: Optional[Dict[str, Any]] = None
     with findings.collect():
@@ -136,7 +136,7 @@ def resolve(
         offload_device=_offload_device(zero),
         forces_cpu_optimizer=forces_cpu_optimizer,
         reduce_within=reduce_within,
-        keeps_parameters=keeps_parameters,
+        kept_parameters=kept_parameters,
         torch_compile=torch_compile,
         finds_micro_batch_size=settings.num_gradient_accumulation_steps == AUTO,
     )

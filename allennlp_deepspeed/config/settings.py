@@ -218,8 +218,9 @@ class ResolvedConfig:
         What the config says for `zero_force_ds_cpu_optimizer`, `None` if it leaves it open.
     reduce_within : `int`, optional
         How many neighbouring workers reduce before all do, `None` if all do at once.
-    keeps_parameters : `Union[bool, str]`
-        Whether parameters that stage 3 has gathered stay whole until the step ends, or "auto".
+    kept_parameters : `str`
+        Of those that stage 3 has gathered, "all", "none" or "auto", as many as there is room for,
+        stay whole until the step ends.
     torch_compile : `Dict[str, Any]`, optional
         Arguments of `torch.compile`, `None` if nothing is compiled.
     finds_micro_batch_size : `bool`, optional (default = `False`)
@@ -236,7 +237,7 @@ class ResolvedConfig:
     offload_device: str
     forces_cpu_optimizer: Optional[bool]
     reduce_within: Optional[int]
-    keeps_parameters: Union[bool, str]
+    kept_parameters: str
     torch_compile: Optional[Dict[str, Any]]
     finds_micro_batch_size: bool = False
 

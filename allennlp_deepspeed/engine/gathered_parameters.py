@@ -77,7 +77,7 @@ class Passes:
             self._recorded_as((*kind, *whole)),
             self._left_out(whole),
             kept_gathered(list(parameters)),
-            _kept_by_readers(),
+            kept_by_readers(),
         ):
             yield
 
@@ -152,7 +152,7 @@ def _is_kept(parameter: Any) -> bool:
 
 
 @contextmanager
-def _kept_by_readers() -> Iterator[None]:
+def kept_by_readers() -> Iterator[None]:
     """
     Within it `GatheredParameters`, in which a model can read parameters on its way, doesn't fail on
     letting go of those that are kept.
@@ -161,9 +161,14 @@ def _kept_by_readers() -> Iterator[None]:
 
     def not_kept(gathered: GatheredParameters) -> List[Any]:
         parameters = to_partition(gathered)
-        # What one rank may have changed is partitioned, or the change would be lost.
-        is_read = gathered.src_rank is None
-        return [p for p in parameters if not (is_read and _is_kept(p))]
+        if gathered.src_rank is None:
+            return [p for p in parameters if not _is_kept(p)]
+        # What one rank may have changed is partitioned, or the change would be lost, and is kept no
+        # longer until the context ends in which it was.
+        for parameter in parameters:
+            users = parameter.ds_active_sub_modules
+            users.difference_update([user for user in users if isinstance(user, _Keeper)])
+        return parameters
 
     with mock.patch.object(GatheredParameters, "_params_to_partition", not_kept):
         yield

@@ -32,25 +32,27 @@ _in_use: List[HierarchicalCollectives] = []
 _patches = ExitStack()
 
 
-class ByNodes(NamedTuple):
+class Communication(NamedTuple):
     """
     # Parameters
 
-    shard_exchange : `ShardExchange`
-        What sums gradients at stages 1 and 2, `None` at others.
+    goes_by_nodes : `bool`
+        Whether it is hierarchical.
+    shard_exchange : `ShardExchange`, optional (default = `None`)
+        What sums gradients, if it is, at stages 1 and 2.
     """
 
-    shard_exchange: Optional[ShardExchange]
+    goes_by_nodes: bool
+    shard_exchange: Optional[ShardExchange] = None
 
 
 @contextmanager
 def hierarchical_communication(
     engine: DeepSpeedEngine, within: Optional[int]
-) -> Iterator[Optional[ByNodes]]:
+) -> Iterator[Communication]:
     """
     Within it DeepSpeed's large collectives over all ranks are hierarchical, and on CPUs a few
-    numbers are reduced in one trip. To be entered by every rank. Gives `None` if it leaves all as
-    it is.
+    numbers are reduced in one trip. To be entered by every rank. Gives what it has come to.
 
     # Parameters
 
@@ -68,7 +70,7 @@ def hierarchical_communication(
             sizes,
         )
     if within is None or len(set(sizes)) > 1:
-        yield None
+        yield Communication(goes_by_nodes=False)
         return
     if within > 1:
         logger.info(
@@ -82,9 +84,9 @@ def hierarchical_communication(
         if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
             exchange = ShardExchange(engine.optimizer, collectives, _SMALLEST)
             with exchange.in_use():
-                yield ByNodes(exchange)
+                yield Communication(True, exchange)
         else:
-            yield ByNodes(None)
+            yield Communication(True)
     finally:
         _in_use.remove(collectives)
         if not _in_use:

@@ -174,7 +174,8 @@ class _States:
         self._optimizer_states = optimizer_states
         self._stage = config.zero_stage
         self._world_size = world_size
-        self._keeps_parameters = config.keeps_parameters
+        # "auto" takes only what there is room for.
+        self._keeps_parameters = config.kept_parameters == "all"
         self._zero = DeepSpeedZeroConfig(**config.engine_config.get("zero_optimization", {}))
         self._is_bf16 = config.precision == "bf16"
         self._trained = sum(size.trainable)
@@ -302,7 +303,7 @@ class _States:
             self._size.total - self._kept_gathered(),
             int(self._zero.max_reuse_distance) // 2 + fetched,
         )
-        if self._keeps_parameters is True:  # "auto" only what there is room for
+        if self._keeps_parameters:
             gathered = self._size.total - self._kept_gathered()
         if self._zero.zero_hpz_partition_size > 1:
             gathered += self._size.total // int(self._zero.zero_hpz_partition_size)

@@ -221,9 +221,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.precision == "torch_autocast" and config.zero_stage > 0:
             know_autocast(self.engine)
         before.find_added()
-        by_nodes = enter(hierarchical_communication(self.engine, config.reduce_within))
-        self.goes_by_nodes = by_nodes is not None
-        self.shard_exchange = None if by_nodes is None else by_nodes.shard_exchange
+        communication = enter(hierarchical_communication(self.engine, config.reduce_within))
+        self.goes_by_nodes, self.shard_exchange = communication
         enter(deepspeed_logging.mended_reports(self.engine, config.finds_micro_batch_size))
         enter(activation_checkpointing.configured(model, config.engine_config, device))
         if config.zero_stage == 3:

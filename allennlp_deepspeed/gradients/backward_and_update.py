@@ -84,8 +84,8 @@ class GradientStep:
         """The number of micro-batches by which the losses of the step are divided."""
         self.kept_parameters = KeptParameters(
             self._engine,
-            wrapped_model.config.keeps_parameters,
-            "until the end of each optimizer step",
+            wrapped_model.config.kept_parameters,
+            "until each step ends from here on ('shard_within')",
             [torch.distributed.get_world_size(), self.group_size],
         )
         """Those that are gathered once a step."""
@@ -110,7 +110,6 @@ class GradientStep:
         self._num_micro_batches = 0
         self._weight_watch.check()
         self._weights = self._loss_weights.of(batches, group_size, num_fillers)
-        self.kept_parameters.start_step(self._gradients.holding.left_free)
         # That they stay whole ends before the optimizer steps their shards.
         with self.kept_parameters.in_use(), self._gradients.accumulate():
             yield
@@ -169,6 +168,7 @@ class GradientStep:
             self._moving_average.apply(num_steps)
         self._weight_watch.snapshot()
         self._gradients.find_what_to_hold()
+        self.kept_parameters.finish_step(self._gradients.holding.left_free)
         return norm
 
     def step(self) -> Tuple[bool, Norm]:

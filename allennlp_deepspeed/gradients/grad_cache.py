@@ -11,7 +11,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 
-from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
+from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
@@ -22,7 +22,7 @@ from allennlp_deepspeed.gradients.chunking import (
     num_examples,
 )
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.gradients.kept_parameters import AUTO, KeptParameters
+from allennlp_deepspeed.gradients.kept_parameters import KeptParameters
 from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, during, phase
 from allennlp_deepspeed.processes.random_states import (
     random_states,
@@ -91,8 +91,7 @@ class GradCache:
         self._batch_outputs = batch_outputs
         self._chunker = Chunker(settings, self._engine, self._encode)
         self._passes = Passes(self._engine)
-        self._kept = KeptParameters(self._engine, AUTO, "from one chunk to the next")
-        self._is_first = True
+        self._kept = KeptParameters(self._engine, AUTO, "from one chunk to the next from here on")
 
     @staticmethod
     def check(settings: GradCacheSettings, model: Model) -> None:
@@ -162,17 +161,17 @@ class GradCache:
             an input has no chunk size.
         """
         chunks = self._chunker.chunks(batch)
-        is_first, self._is_first = self._is_first, is_last
         if len(chunks) == 1:
             with self._gradients.micro_batch(is_last):
                 with phase(FORWARD):
                     outputs = self._batch_outputs(batch, True)
                 self._backward(self._loss(outputs) / num_micro_batches)
             return _without_graph(outputs)
-        if is_first:
-            self._kept.start_step()
         with self._kept.in_use():
-            return self._train_on_chunks(chunks, batch, num_micro_batches, is_last)
+            outputs = self._train_on_chunks(chunks, batch, num_micro_batches, is_last)
+        if is_last:
+            self._kept.finish_step(self._gradients.holding.left_free)
+        return outputs
 
     def _train_on_chunks(
         self, chunks: List[Chunk], batch: TensorDict, num_micro_batches: int, is_last: bool

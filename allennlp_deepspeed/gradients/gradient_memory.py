@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.processes.worker_device import available_memory
 
 
 def of_whole_gradient(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> int:
@@ -37,4 +38,4 @@ def _left_free(device: torch.device) -> int:
     workers_here = int(os.environ.get("ALLENNLP_PROCS_PER_NODE", dist.get_world_size()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # given in KiB
     above_now = max(0, peak - psutil.Process().memory_info().rss)
-    return psutil.virtual_memory().available // workers_here - above_now
+    return available_memory() // workers_here - above_now

@@ -53,7 +53,7 @@ class Holding:
         self._num_micro_batches = num_micro_batches
         self._found: Optional[Dict[str, Any]] = None
         self.left_free = 0
-        """Bytes on every rank which `find` has left to longer batches, as far as it was called."""
+        """Bytes on every rank that were left to longer batches; 0 if nothing was to be found."""
         self.is_known = setting != AUTO
         # Until it is known, none is.
         self.each = [False] * len(sizes) if setting == AUTO else _held(setting, names, sizes)
@@ -71,7 +71,7 @@ class Holding:
         if self.is_known or state is None or "elements" not in state:  # as 0.1.0 has saved it
             return
         if state["where"] == self._where():
-            self._hold(state["elements"])
+            self._hold(state["elements"], state.get("left_free", 0))
             logger.info("%d %% of a gradient are held, as before.", self._percentage())
 
     def find(self, dtype: torch.dtype) -> None:
@@ -86,8 +86,7 @@ class Holding:
         """
         free = gradient_memory.least_left_free(get_accelerator().current_device_name())
         whole = sum(self._sizes)
-        self._hold(min(max(0, free // 2) // dtype.itemsize, whole))
-        self.left_free = free - free // 2
+        self._hold(min(max(0, free // 2) // dtype.itemsize, whole), free - free // 2)
         if dist.get_rank() == 0:
             logger.info(
                 "%d %% of a gradient, which takes %d bytes, are held until the last micro-batch of "
@@ -98,10 +97,11 @@ class Holding:
                 free,
             )
 
-    def _hold(self, elements: int) -> None:
+    def _hold(self, elements: int, left_free: int) -> None:
         self.each = _held_within(elements, self._sizes)
         self.is_known = True
-        self._found = {"elements": elements, "where": self._where()}
+        self.left_free = left_free
+        self._found = {"elements": elements, "left_free": left_free, "where": self._where()}
 
     def _where(self) -> List[int]:
         return [dist.get_world_size(), self._num_micro_batches]

@@ -3,14 +3,17 @@ Which parameters that ZeRO stage 3 shards stay whole while a step goes on.
 """
 
 import logging
-from typing import Any, ContextManager, Dict, List, Optional, Union
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.engine.gathered_parameters import (
     all_that_are_sharded,
+    kept_by_readers,
     kept_gathered,
     worth_keeping,
 )
@@ -19,7 +22,6 @@ from allennlp_deepspeed.gradients import gradient_memory
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
 # The second has the optimizer's states, and the gradients that are held, since the first.
 _STEPS_BEFORE_FINDING = 2
 
@@ -32,11 +34,11 @@ class KeptParameters:
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-    setting : `Union[bool, str]`, required.
-        Whether they stay so. With "auto", as many do as there is room for after two steps. At
-        stages other than 3 nothing is sharded.
+    which : `str`, required.
+        "none" or "all". With "auto", as many as there is room for after two steps. At stages other
+        than 3 nothing is sharded.
     until : `str`, required.
-        From when to when they stay so, for the log.
+        From when to when they stay so, for the log, and how to turn it off.
     where : `List[int]`, optional (default = `None`)
         How the work is divided. What has been found holds for the same only.
     """
@@ -44,7 +46,7 @@ class KeptParameters:
     def __init__(
         self,
         engine: DeepSpeedEngine,
-        setting: Union[bool, str],
+        which: str,
         until: str,
         where: Optional[List[int]] = None,
     ) -> None:
@@ -52,48 +54,59 @@ class KeptParameters:
         self._until = until
         self._where = where
         self._num_steps = 0
-        self._found: Optional[Dict[str, Any]] = None
-        self._finds = setting == AUTO and engine.zero_optimization_stage() == 3
+        self._most: Optional[int] = None  # bytes
+        self._finds = which == AUTO and engine.zero_optimization_stage() == 3
         self.parameters: List[torch.nn.Parameter] = []
         """Those that stay whole."""
-        if setting is True:
+        if which == "all":
             self.parameters = all_that_are_sharded(engine)
 
-    def start_step(self, reserve: int = 0) -> None:
+    def finish_step(self, reserve: int = 0) -> None:
         """
-        Finds what to keep once steps have shown how much memory they need.
+        Finds what to keep from the next step on, once steps have shown how much memory they need.
 
         # Parameters
 
         reserve : `int`, optional (default = `0`)
             Bytes that are to be left free on every rank: half of what is free now, if that is more.
         """
-        if self._finds and self._num_steps == _STEPS_BEFORE_FINDING:
-            free = gradient_memory.least_left_free(self._engine.device)
-            self._keep(max(0, free - max(reserve, free - free // 2)), f"{free} bytes are left free")
         self._num_steps += 1
+        if self._finds and self._most is None and self._num_steps == _STEPS_BEFORE_FINDING:
+            free = gradient_memory.least_left_free(self._engine.device)
+            most = max(0, free - max(reserve, free - free // 2))
+            self._keep(most, f"{free} bytes are left free")
 
-    def in_use(self) -> ContextManager[None]:
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
         """Within it they stay whole. To be left before the optimizer steps."""
-        return kept_gathered(self.parameters)
+        if not self.parameters:
+            yield
+            return
+        with kept_gathered(self.parameters), kept_by_readers():
+            yield
 
-    def state_dict(self) -> Optional[Dict[str, Any]]:
-        """What was found and where, `None` if it wasn't."""
-        return self._found
+    def state_dict(self) -> Dict[str, Any]:
+        """After how many steps, what was found, `None` if it wasn't, and where."""
+        return {"steps": self._num_steps, "bytes": self._most, "where": self._where}
 
-    def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
-        """Takes what the training before an interruption has found, if this one is still to."""
-        if self._finds and state is not None and state["where"] == self._where:
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        """
+        Takes what the training before an interruption has found, and otherwise finds it after as
+        many steps as that would have.
+        """
+        if not self._finds or state["where"] != self._where:
+            return
+        self._num_steps = state["steps"]
+        if state["bytes"] is not None:
             self._keep(state["bytes"], "as before")
 
     def _keep(self, most: int, why: str) -> None:
-        self._finds = False
-        self._found = {"bytes": most, "where": self._where}
+        self._most = most
         self.parameters = worth_keeping(self._engine, most)
         if self.parameters and dist.get_rank() == 0:
             logger.info(
-                "Parameters of %d elements stay gathered %s from here on, in at most %d bytes on "
-                "every rank: %s.",
+                "Parameters of %d elements stay gathered %s, in at most %d bytes on every rank: "
+                "%s.",
                 sum(whole_shape(p).numel() for p in self.parameters),
                 self._until,
                 most,

@@ -37,13 +37,13 @@ def highest(
     dtype : `torch.dtype`, optional (default = `torch.int32`)
         Of what is sent.
     at_once : `bool`, optional (default = `False`)
-        Whether `everyones_at_once` is to take the place of the all-reduce. The same on every rank.
+        Whether `everyones_at_once` takes the place of the all-reduce. The same on every rank.
 
     # Returns
 
     `Union[int, float, List[int], List[float]]`
     """
-    if at_once and world_size() > 1:
+    if at_once:
         own = torch.tensor(value, dtype=dtype, device=device)
         agreed: Any = everyones_at_once(own).amax(dim=0).tolist()
         return agreed
@@ -151,6 +151,8 @@ def everyones_at_once(own: torch.Tensor) -> torch.Tensor:
     `torch.Tensor`
         Of shape (ranks, ...).
     """
+    if world_size() == 1:
+        return own.unsqueeze(0)
     for_each = own.expand(world_size(), *own.shape).contiguous()
     received = torch.empty_like(for_each)
     dist.all_to_all_single(received, for_each)

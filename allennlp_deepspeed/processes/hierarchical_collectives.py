@@ -45,7 +45,8 @@ class NodeGroups(NamedTuple):
     within : `dist.ProcessGroup`
         The ranks of its node.
     lanes : `List[dist.ProcessGroup]`
-        Those with the same place on every node, by node; `NUM_LANES` groups of them.
+        Those with the same place on every node, by node: `NUM_LANES` groups with gloo, otherwise
+        one.
     """
 
     within: dist.ProcessGroup
@@ -74,8 +75,10 @@ def node_groups(node_size: int) -> NodeGroups:
         places = [list(ranks) for ranks in zip(*nodes)]
         # Every rank has to make all groups, also those that it isn't in, in the same order.
         within: Any = [dist.new_group(ranks) for ranks in nodes][rank // node_size]
+        # Of NCCL each group has buffers of its own, and those of a device are not to run at once.
+        num_lanes = NUM_LANES if dist.get_backend() == dist.Backend.GLOO else 1
         lanes: Any = [
-            [dist.new_group(ranks) for ranks in places][rank % node_size] for _ in range(NUM_LANES)
+            [dist.new_group(ranks) for ranks in places][rank % node_size] for _ in range(num_lanes)
         ]
         groups = NodeGroups(within, lanes)
         _groups[node_size] = dist.group.WORLD, groups
@@ -184,7 +187,7 @@ class HierarchicalCollectives:
             have an order of its own.
         """
         parts = output.view(self._num_nodes, self.node_size, -1)
-        size = max(1, -(-own.numel() // NUM_LANES), _LEAST_GATHERED // own.itemsize)
+        size = max(1, -(-own.numel() // len(self.lanes)), _LEAST_GATHERED // own.itemsize)
         crossing: List[Any] = [
             dist.all_gather(
                 [part[i : i + size] for part in parts[:, self.place]],

@@ -16,9 +16,9 @@ def computing_undisturbed() -> Iterator[None]:
     worker that is sending it, which may hold a lock then, on which gloo's threads wait actively.
 
     Where the process has another policy already, it is left alone. Nothing is done on systems
-    without the policy.
+    without the policy. Processes that are started within have it too, such as those that read data.
     """
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if not _has_usual_policy():
         yield
         return
     _change(os.SCHED_OTHER, os.SCHED_BATCH)
@@ -27,6 +27,12 @@ def computing_undisturbed() -> Iterator[None]:
     finally:
         # Also for threads that have been started within, which have it from those that did.
         _change(os.SCHED_BATCH, os.SCHED_OTHER)
+
+
+def _has_usual_policy() -> bool:
+    with suppress(AttributeError, OSError):  # other systems, and containers that don't tell
+        return os.sched_getscheduler(0) == os.SCHED_OTHER
+    return False
 
 
 def _change(old: int, new: int) -> None:

@@ -3,12 +3,17 @@ What a worker knows of its device and of its node.
 """
 
 import os
-from typing import Any, Dict, Optional, Union
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Dict, Iterator, Optional, Tuple, Union
 
 import psutil
 import torch
 from allennlp.common.checks import check_for_gpu
 from allennlp.common.util import int_to_device
+
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def worker_device(cuda_device: Optional[Union[int, torch.device]]) -> torch.device:
@@ -42,6 +47,45 @@ def memory_size(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
+
+
+def available_memory() -> int:
+    """
+    The bytes of CPU memory that processes of this machine can still have, or those of this
+    process's control group, with which containers and schedulers limit it, if these are less.
+    """
+    available = psutil.virtual_memory().available
+    for group, limit, usage in _control_groups():
+        with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            left = int((group / limit).read_text()) - int((group / usage).read_text())
+            # What of files is in memory goes where it is needed.
+            statistics = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+            files = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
+            available = min(available, left + int(files))
+    return max(0, available)
+
+
+def _control_groups() -> Iterator[Tuple[Path, str, str]]:
+    """Each that this process is in, and its files with the limit and with what is in use."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, files = _CONTROL_GROUPS, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = _CONTROL_GROUPS / "memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = root / path.lstrip("/")
+        # In a container the root is its own group, whatever the path says.
+        for ancestor in (group, *group.parents):
+            yield (ancestor, *files)
+            if ancestor == root:
+                break
 
 
 def capabilities(device: torch.device) -> Dict[str, Any]:

@@ -43,10 +43,6 @@ def summed_beside_training() -> Iterator[None]:
     for one or two round trips. Gone when `CategoricalAccuracy` counts a batch without the others.
     """
     global _assigned
-    _wait_when_read(CategoricalAccuracy, "correct_count", "total_count")
-    _wait_when_read(BooleanAccuracy, "_correct_count", "_total_count")
-    _wait_when_read(Average, "_total_value", "_count")
-    _wait_when_read(Entropy, "_entropy", "_count")
     _assigned = []
     try:
         yield
@@ -124,8 +120,6 @@ class _WaitsWhenRead:
 
 
 def _wait_when_read(metric_class: Type[Metric], *attributes: str) -> None:
-    if attributes[0] in vars(metric_class):
-        return
     for name in attributes:
         setattr(metric_class, name, _WaitsWhenRead(name))
     module: Any = sys.modules[metric_class.__module__]
@@ -163,3 +157,10 @@ def _wait_when_read(metric_class: Type[Metric], *attributes: str) -> None:
 
     setattr(metric_class, "__call__", count_on)  # noqa: B010
     module.dist_reduce_sum = dist_reduce_sum
+
+
+# Before anything takes the classes' methods, as what keeps metrics out of compiled graphs does.
+_wait_when_read(CategoricalAccuracy, "correct_count", "total_count")
+_wait_when_read(BooleanAccuracy, "_correct_count", "_total_count")
+_wait_when_read(Average, "_total_value", "_count")
+_wait_when_read(Entropy, "_entropy", "_count")

@@ -44,7 +44,7 @@ def agree_on_steps(
     at_once: bool = False,
 ) -> StepAgreement:
     """
-    Makes known to all ranks what each knows, in one reduction of 56 bytes. To be called by every
+    Makes known to all ranks what each knows, in one collective, of 56 bytes. To be called by every
     rank. Waits for the device.
 
     # Parameters

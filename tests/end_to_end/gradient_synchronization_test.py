@@ -56,8 +56,9 @@ def counted(config: Config, stage: int, mode: Any = "auto", **sections: Any) -> 
     config = deepspeed(config, stage, **sections)
     config["trainer"].update(
         gradient_synchronization=mode,
-        # Nothing but the steps themselves.
+        # Nothing but the steps themselves, and not what workers agree on after the second.
         log_every_num_steps=1000,
+        shard_within=None,
         callbacks=[*config["trainer"]["callbacks"], "count_communication"],
     )
     return config

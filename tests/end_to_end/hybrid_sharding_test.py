@@ -1,5 +1,6 @@
 """`shard_within` changes which ranks parameters come from, and nothing else."""
 
+import re
 from pathlib import Path
 from typing import Any, Dict
 
@@ -104,20 +105,28 @@ def test_by_itself_a_worker_keeps_whole_what_there_is_room_for(experiments: Expe
     assert gathered == [MODEL_BYTES, 2 * MODEL_BYTES]
     assert bytes_of[0]["reduce_scatter_bytes"] == bytes_of[1]["reduce_scatter_bytes"]
     log = (result.serialization_dir / "out_worker0.log").read_text()
-    assert "stay gathered until the end of each optimizer step from here on" in log
-    assert_same_metrics(metrics(result), metrics(gathered_again))
-    assert_same_weights(result.weights(), gathered_again.weights())
+    assert "stay gathered until each step ends from here on ('shard_within')" in log
+    assert metrics(result) == metrics(gathered_again)
+    assert_same_weights(result.weights(), gathered_again.weights(), tolerance=0)
 
 
+@pytest.mark.parametrize(
+    "last, why",
+    [("checkpoint_e1_b1", "as before"), ("checkpoint_e0_b1", "bytes are left free")],
+    ids=["found", "not found yet"],
+)
 def test_what_is_kept_whole_is_the_same_in_a_recovered_run(
-    experiments: Experiments, tmp_path: Path
+    experiments: Experiments, tmp_path: Path, last: str, why: str
 ):
     config = sharded(load_config("tagger", CHECKPOINTS, FOUR_WORKERS), **ROOM)
+    config["trainer"]["checkpointer"]["save_every_num_batches"] = 1
     uninterrupted = experiments.run(config)
-    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
+    recovered = recover(uninterrupted, tmp_path, config, last)
     assert_ends_alike(recovered, uninterrupted)
     log = (recovered.serialization_dir / "out_worker0.log").read_text()
-    assert "on every rank: as before" in log
+    # After that of the training before.
+    _, line = re.findall("Parameters of .* stay gathered .*", log)
+    assert "('shard_within')" in line and line.endswith(f"{why}.")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ others when they are called.
 import gc
 from collections import Counter
 from functools import partial
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 from unittest import mock
 
 import deepspeed
@@ -251,3 +251,46 @@ def test_passes_of_many_kinds_do_not_pile_up() -> None:
         num_epochs=4,
     )
     assert side.on_all_ranks(train_and_count)[0] < NUM_LAYERS
+
+
+class Momentum(Model):
+    """With a frozen layer that follows another one, in each forward pass, and one that is read."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.online = nn.Linear(DIM, DIM)
+        self.target = nn.Linear(DIM, DIM).requires_grad_(False)
+        # DeepSpeed gathers what it sees a forward pass take from a module.
+        self._weights = [self.online.weight, self.target.weight]
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        outputs = self.online(inputs)
+        online, target = self._weights
+        is_sharded = hasattr(target, "ds_id")
+        gathered = deepspeed.zero.GatheredParameters
+        with (
+            gathered([target], modifier_rank=0, enabled=is_sharded),
+            gathered([online], enabled=is_sharded),
+            torch.no_grad(),
+        ):
+            target.lerp_(online, 0.5)
+        return {"loss": (outputs - self.target(inputs).tanh()).square().mean()}
+
+
+@pytest.mark.parametrize("shard_within", [1, "auto", None])
+def test_what_is_kept_can_be_read_and_changed_on_the_way(shard_within: Any) -> None:
+    def side(stage: Optional[int], **arguments: Any) -> Side:
+        return Side(
+            Momentum,
+            lambda rank: numbers_of(rank) * 4,
+            stage,
+            world_size=2,
+            # What a model gathers by itself, DeepSpeed is not to gather at the same time.
+            zero={"stage3_prefetch_bucket_size": 0},
+            num_gradient_accumulation_steps=2,
+            **arguments,
+        )
+
+    weights = side(3, shard_within=shard_within).train()
+    assert_same_weights(weights, side(None).train())
+    assert not torch.equal(weights["target.weight"], weights["online.weight"])

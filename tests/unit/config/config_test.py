@@ -1045,12 +1045,13 @@ class TestShardWithin:
         assert "must divide the number of workers, which is 8" in refusal(config, world_size=8)
 
     @pytest.mark.parametrize("shard_within", ["node", 1])
-    def test_one_worker_by_itself_keeps_parameters_whole(self, shard_within):
+    def test_one_worker_by_itself_kept_parameters_whole(self, shard_within):
         settings = {"shard_within": shard_within, "workers_per_node": 1, "world_size": 4}
         resolved = resolve(self.ZERO_3, **settings)
-        assert resolved.keeps_parameters
+        assert resolved.kept_parameters == "all"
         assert "zero_hpz_partition_size" not in resolved.engine_config["zero_optimization"]
-        assert not resolve(self.ZERO_3, **{**settings, "world_size": 1}).keeps_parameters
+        alone = resolve(self.ZERO_3, **{**settings, "world_size": 1})
+        assert alone.kept_parameters == "none"
         on_nvme = {"device": "nvme", "nvme_path": "/nvme"}
         config = {"zero_optimization": {"stage": 3, "offload_param": on_nvme}}
         assert "only a few buffers" in refusal(config, **settings)
@@ -1064,15 +1065,15 @@ class TestShardWithin:
         assert "write the number" in refusal(self.ZERO_3, shard_within="node", world_size=4)
 
     def test_auto_keeps_what_there_is_room_for_where_it_is_gathered_again(self):
-        def keeps(stage=3, hpz=1, **settings):
+        def kept(stage=3, hpz=1, **settings):
             defaults = {"world_size": 4, "num_gradient_accumulation_steps": 2}
             zero = {"stage": stage, **({} if hpz == 1 else {"zero_hpz_partition_size": hpz})}
-            return resolve({"zero_optimization": zero}, **{**defaults, **settings}).keeps_parameters
+            return resolve({"zero_optimization": zero}, **{**defaults, **settings}).kept_parameters
 
-        assert keeps() == keeps(shard_within="auto") == "auto"
-        assert [keeps(stage=stage) for stage in (0, 1, 2)] == [False] * 3
-        assert not keeps(shard_within=None) and not keeps(shard_within=4) and not keeps(hpz=2)
-        assert not keeps(world_size=1) and not keeps(num_gradient_accumulation_steps=1)
+        assert kept() == kept(shard_within="auto") == "auto"
+        assert [kept(stage=stage) for stage in (0, 1, 2)] == ["none"] * 3
+        assert kept(shard_within=None) == kept(shard_within=4) == kept(hpz=2) == "none"
+        assert kept(world_size=1) == kept(num_gradient_accumulation_steps=1) == "none"
 
     def test_the_second_copy_cannot_lie_on_nvme(self):
         message = refusal("zero_3_nvme", shard_within=2, world_size=4, serialization_dir="out")

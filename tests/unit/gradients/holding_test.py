@@ -56,6 +56,7 @@ def test_what_fits_into_half_of_the_free_memory_is_held_from_then_on(
             continued.load_state_dict(holding.state_dict())
             assert continued.each == others
             assert continued.is_known == (num_micro_batches == 4)
+            assert continued.left_free == (holding.left_free if num_micro_batches == 4 else 0)
 
 
 def test_what_version_0_1_0_has_saved_is_found_anew() -> None:
