@@ -53,8 +53,8 @@ class GradCache:
     far as these need. Whether it does is tried before the first step in which each text field has
     as much padding as tokens in some text.
 
-    At stage 3 parameters stay gathered for all chunks of a micro-batch, as far as half of the
-    memory that two steps have left free takes them.
+    At stage 3 parameters stay gathered for all chunks of a micro-batch at least, as far as half of
+    the memory that two steps have left free takes them.
 
     Besides representations and inputs, what grows with the batch is a random state for each chunk,
     of some 30 kB. The host waits for the device twice a micro-batch, to know how many examples the

@@ -76,7 +76,7 @@ VARIANTS = [
     Variant("stage 2, accumulation 8", 2, 8, _EXCHANGE),
     Variant('stage 3, `"shard_within": "node"`, accumulation 8', 3, 8, _EXCHANGE, _IN_NODE),
     Variant("stage 3", 3, 1, _stage_3(1)),
-    Variant("stage 3, accumulation 8", 3, 8, _stage_3(8)),
+    Variant("stage 3, accumulation 8", 3, 8, _stage_3(8), {"shard_within": None}),
 ]
 
 
