@@ -39,7 +39,8 @@ class Holding(Ours):
 
     @overrides
     def settings(self, workload: Workload) -> Dict[str, Any]:
-        return {"gradient_synchronization": self._share}
+        # Only gradients are held.
+        return {"gradient_synchronization": self._share, "shard_within": None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
