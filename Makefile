@@ -62,14 +62,14 @@ WITH_OLDEST = PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" \
     TORCH_EXTENSIONS_DIR="$(CURDIR)/$(OLDEST)/torch_extensions"
 
 # What tests write, less than 2 GB, is in memory, where there is room for several times that, and
-# removed if all have passed. Four beside one another on two cores: half of the time a test
-# waits, for another process or a time limit. In short turns, so that none of the four is left with
+# removed if all have passed. Three beside one another on two cores: a fifth of the time a test
+# waits, for another process or a time limit. In short turns, so that none of the three is left with
 # many when the others are done.
 test: ops
 	free=$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 {print $$4}'); \
 	if [ "$${free:-0}" -gt 10000000 ]; then export TMPDIR=/dev/shm; fi; \
 	TMPDIR=$$(mktemp -d) && export TMPDIR && \
-	if pytest -n 4 --maxschedchunk 8 tests; then rm -r "$$TMPDIR"; \
+	if pytest -n 3 --maxschedchunk 8 tests; then rm -r "$$TMPDIR"; \
 	else echo "What tests have written is in $$TMPDIR: remove it."; exit 1; fi
 
 # Tables are committed under benchmarks/results; raw data stay out of git, in raw/ there.

@@ -1,6 +1,6 @@
 """
-Over how many neighbouring ranks parameters stay sharded once they are gathered, and how many reduce
-gradients before all do.
+Over how many neighbouring ranks parameters stay sharded once they are gathered, or whether they
+stay whole, and how many ranks reduce gradients before all do.
 """
 
 import json
@@ -42,7 +42,7 @@ def resolve_shard_within(
     if settings.shard_within == AUTO:
         # A pass keeps by itself what its backward pass needs again soon.
         keeps = stage == 3 and accumulates and settings.world_size > 1
-        return AUTO if keeps and said(config, _PARTITION_SIZE) is None else "none"
+        return AUTO if keeps and said(config, _PARTITION_SIZE) in (None, 1) else "none"
     if settings.shard_within is None:
         return "none"
     num_ranks, description = _num_ranks_within("shard_within", settings)

@@ -137,6 +137,7 @@ def resolve(
         forces_cpu_optimizer=forces_cpu_optimizer,
         reduce_within=reduce_within,
         kept_parameters=kept_parameters,
+        gathers_in_each_pass=settings.shard_within is None,
         torch_compile=torch_compile,
         finds_micro_batch_size=settings.num_gradient_accumulation_steps == AUTO,
     )

@@ -221,6 +221,8 @@ class ResolvedConfig:
     kept_parameters : `str`
         Of those that stage 3 has gathered, "all", "none" or "auto", as many as there is room for,
         stay whole until the step ends.
+    gathers_in_each_pass : `bool`
+        Whether none are to stay so, nor for the chunks of `grad_cache`.
     torch_compile : `Dict[str, Any]`, optional
         Arguments of `torch.compile`, `None` if nothing is compiled.
     finds_micro_batch_size : `bool`, optional (default = `False`)
@@ -238,6 +240,7 @@ class ResolvedConfig:
     forces_cpu_optimizer: Optional[bool]
     reduce_within: Optional[int]
     kept_parameters: str
+    gathers_in_each_pass: bool
     torch_compile: Optional[Dict[str, Any]]
     finds_micro_batch_size: bool = False
 

@@ -154,23 +154,36 @@ def _is_kept(parameter: Any) -> bool:
 @contextmanager
 def kept_by_readers() -> Iterator[None]:
     """
-    Within it `GatheredParameters`, in which a model can read parameters on its way, doesn't fail on
-    letting go of those that are kept.
+    Within it `GatheredParameters`, in which a model can read and write parameters on its way,
+    doesn't fail on letting go of those that are kept.
     """
     to_partition = GatheredParameters._params_to_partition
+    partition = GatheredParameters._partition_params
 
     def not_kept(gathered: GatheredParameters) -> List[Any]:
         parameters = to_partition(gathered)
-        if gathered.src_rank is None:
-            return [p for p in parameters if not _is_kept(p)]
-        # What one rank may have changed is partitioned, or the change would be lost, and is kept no
-        # longer until the context ends in which it was.
-        for parameter in parameters:
-            users = parameter.ds_active_sub_modules
-            users.difference_update([user for user in users if isinstance(user, _Keeper)])
-        return parameters
+        is_read = gathered.src_rank is None
+        return [p for p in parameters if not (is_read and _is_kept(p))]
 
-    with mock.patch.object(GatheredParameters, "_params_to_partition", not_kept):
+    def partition_and_gather(parameters: List[Any], has_been_updated: bool) -> None:
+        # What one rank may have changed is partitioned, or the change would be lost.
+        kept = list(filter(_is_kept, parameters))
+        keepers = [{u for u in p.ds_active_sub_modules if isinstance(u, _Keeper)} for p in kept]
+        for parameter, of_parameter in zip(kept, keepers):
+            parameter.ds_active_sub_modules -= of_parameter
+        partition(parameters, has_been_updated)
+        if kept:
+            kept[0].all_gather(param_list=kept)
+        for parameter, of_parameter in zip(kept, keepers):
+            parameter.ds_active_sub_modules |= of_parameter
+
+    gathered_parameters: Any = GatheredParameters
+    with (
+        mock.patch.object(gathered_parameters, "_params_to_partition", not_kept),
+        mock.patch.object(
+            gathered_parameters, "_partition_params", staticmethod(partition_and_gather)
+        ),
+    ):
         yield
 
 

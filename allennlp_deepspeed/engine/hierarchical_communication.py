@@ -3,6 +3,7 @@ Has DeepSpeed reduce gradients and gather weights within nodes and then between 
 [`HierarchicalCollectives`](../processes/hierarchical_collectives.py).
 """
 
+import functools
 import importlib
 import logging
 from contextlib import ExitStack, contextmanager
@@ -118,8 +119,9 @@ def _all_reduce(
 ) -> Any:
     if not async_op and _is_few(group, tensor) and (_is_sum(op) or _is_max(op)):
         # Such as the norm of a gradient, for which an optimizer waits.
-        everyones = agreement.everyones_at_once(tensor)
-        tensor.copy_(everyones.sum(dim=0) if _is_sum(op) else everyones.amax(dim=0))
+        everyones = agreement.everyones_at_once(tensor).unbind()
+        # One after the other, which gives the same on processors of all kinds.
+        tensor.copy_(functools.reduce(torch.add if _is_sum(op) else torch.maximum, everyones))
         return None
     if async_op or not (_has_neighbours() and _is_sum(op) and _is_large(group, tensor)):
         return flat(backend, tensor, op=op, group=group, async_op=async_op)

@@ -7,6 +7,7 @@ import logging
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
+import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
@@ -91,7 +92,15 @@ class GradCache:
         self._batch_outputs = batch_outputs
         self._chunker = Chunker(settings, self._engine, self._encode)
         self._passes = Passes(self._engine)
-        self._kept = KeptParameters(self._engine, AUTO, "from one chunk to the next from here on")
+        config = wrapped_model.config
+        # What stays whole until the step ends stays so for all chunks.
+        keeps = config.kept_parameters == "none" and not config.gathers_in_each_pass
+        self._kept = KeptParameters(
+            self._engine,
+            AUTO if keeps else "none",
+            "from one chunk to the next from here on ('shard_within')",
+            [dist.get_world_size()],
+        )
 
     @staticmethod
     def check(settings: GradCacheSettings, model: Model) -> None:
@@ -294,11 +303,13 @@ class GradCache:
                 pass
 
     def state_dict(self) -> Dict[str, Any]:
-        """What has been found out about chunks."""
-        return self._chunker.state_dict()
+        """What has been found out about chunks, and what there is room for beside them."""
+        return {**self._chunker.state_dict(), "kept_parameters": self._kept.state_dict()}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         self._chunker.load_state_dict(state)
+        if "kept_parameters" in state:  # not as 0.1.0 has saved it
+            self._kept.load_state_dict(state["kept_parameters"])
 
     @during(BACKWARD)
     def _backward(self, loss: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 What it takes to hold a whole gradient on every rank, and whether there is room for it.
 """
 
-import os
 import resource
 from typing import Iterable
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.processes.worker_device import available_memory
+from allennlp_deepspeed.processes.worker_device import available_memory, workers_per_node
 
 
 def of_whole_gradient(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> int:
@@ -35,7 +34,8 @@ def _left_free(device: torch.device) -> int:
         # What PyTorch keeps for later is free too, but for what the peak needed.
         reserved = torch.cuda.memory_reserved(device)
         return free + reserved - torch.cuda.max_memory_allocated(device)
-    workers_here = int(os.environ.get("ALLENNLP_PROCS_PER_NODE", dist.get_world_size()))
+    world_size = dist.get_world_size()
+    workers_here = workers_per_node(world_size) or world_size
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # given in KiB
     above_now = max(0, peak - psutil.Process().memory_info().rss)
     return available_memory() // workers_here - above_now

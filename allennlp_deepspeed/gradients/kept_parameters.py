@@ -37,9 +37,9 @@ class KeptParameters:
     which : `str`, required.
         "none" or "all". With "auto", as many as there is room for after two steps. At stages other
         than 3 nothing is sharded.
-    until : `str`, required.
-        From when to when they stay so, for the log, and how to turn it off.
-    where : `List[int]`, optional (default = `None`)
+    description : `str`, required.
+        From when to when they stay so, for the log, with the key that turns it off.
+    where : `List[int]`, required.
         How the work is divided. What has been found holds for the same only.
     """
 
@@ -47,15 +47,15 @@ class KeptParameters:
         self,
         engine: DeepSpeedEngine,
         which: str,
-        until: str,
-        where: Optional[List[int]] = None,
+        description: str,
+        where: List[int],
     ) -> None:
         self._engine = engine
-        self._until = until
+        self._description = description
         self._where = where
         self._num_steps = 0
-        self._most: Optional[int] = None  # bytes
-        self._finds = which == AUTO and engine.zero_optimization_stage() == 3
+        self._max_bytes: Optional[int] = None
+        self._is_auto = which == AUTO and engine.zero_optimization_stage() == 3
         self.parameters: List[torch.nn.Parameter] = []
         """Those that stay whole."""
         if which == "all":
@@ -68,13 +68,13 @@ class KeptParameters:
         # Parameters
 
         reserve : `int`, optional (default = `0`)
-            Bytes that are to be left free on every rank: half of what is free now, if that is more.
+            Bytes that are to be left free on every rank, if they are more than half of what is.
         """
         self._num_steps += 1
-        if self._finds and self._most is None and self._num_steps == _STEPS_BEFORE_FINDING:
+        is_missing = self._is_auto and self._max_bytes is None
+        if is_missing and self._num_steps >= _STEPS_BEFORE_FINDING:
             free = gradient_memory.least_left_free(self._engine.device)
-            most = max(0, free - max(reserve, free - free // 2))
-            self._keep(most, f"{free} bytes are left free")
+            self._keep(max(0, min(free // 2, free - reserve)), f"{free} bytes are left free")
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -87,28 +87,28 @@ class KeptParameters:
 
     def state_dict(self) -> Dict[str, Any]:
         """After how many steps, what was found, `None` if it wasn't, and where."""
-        return {"steps": self._num_steps, "bytes": self._most, "where": self._where}
+        return {"steps": self._num_steps, "bytes": self._max_bytes, "where": self._where}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """
         Takes what the training before an interruption has found, and otherwise finds it after as
         many steps as that would have.
         """
-        if not self._finds or state["where"] != self._where:
+        if not self._is_auto or state["where"] != self._where:
             return
         self._num_steps = state["steps"]
         if state["bytes"] is not None:
             self._keep(state["bytes"], "as before")
 
-    def _keep(self, most: int, why: str) -> None:
-        self._most = most
-        self.parameters = worth_keeping(self._engine, most)
+    def _keep(self, max_bytes: int, why: str) -> None:
+        self._max_bytes = max_bytes
+        self.parameters = worth_keeping(self._engine, max_bytes)
         if self.parameters and dist.get_rank() == 0:
             logger.info(
                 "Parameters of %d elements stay gathered %s, in at most %d bytes on every rank: "
                 "%s.",
                 sum(whole_shape(p).numel() for p in self.parameters),
-                self._until,
-                most,
+                self._description,
+                max_bytes,
                 why,
             )

@@ -135,7 +135,9 @@ class HierarchicalCollectives:
         yield
         own.copy_(adding_up.wait())
         crossing: Any = dist.all_reduce(own, group=lane, async_op=True)
-        yield
+        # Those that the other lanes take start meanwhile.
+        for _ in self.lanes:
+            yield
         crossing.wait()
         gathering: Any = dist.all_gather_into_tensor(padded, own, group=self.within, async_op=True)
         yield

@@ -65,6 +65,7 @@ def _stage_3(k: int) -> int:
 
 
 _IN_NODE = {"shard_within": "node"}
+_IN_EACH_PASS = {"shard_within": None}
 VARIANTS = [
     Variant("`gradient_descent`", None, 1, _EXCHANGE),
     Variant("`gradient_descent`, accumulation 8", None, 8, _EXCHANGE),
@@ -76,7 +77,7 @@ VARIANTS = [
     Variant("stage 2, accumulation 8", 2, 8, _EXCHANGE),
     Variant('stage 3, `"shard_within": "node"`, accumulation 8', 3, 8, _EXCHANGE, _IN_NODE),
     Variant("stage 3", 3, 1, _stage_3(1)),
-    Variant("stage 3, accumulation 8", 3, 8, _stage_3(8), {"shard_within": None}),
+    Variant('stage 3, `"shard_within": null`, accumulation 8', 3, 8, _stage_3(8), _IN_EACH_PASS),
 ]
 
 

@@ -147,7 +147,7 @@ def test_representations_are_gathered_once_a_micro_batch(experiments: Experiment
 def gathered(experiments: Experiments, stage: int, chunk_size: int, *callbacks: str) -> int:
     """Bytes in the last step of the second epoch, of 4 pairs on a worker and 3 on the other."""
     config = counted(divided(2), stage)
-    config["trainer"]["grad_cache"] = {"chunk_size": chunk_size}
+    config["trainer"].update(grad_cache={"chunk_size": chunk_size}, shard_within="auto")
     config["trainer"]["callbacks"] = [*config["trainer"]["callbacks"], *callbacks]
     result = experiments.run(config)
     assert_same(result, experiments.run(in_one_piece()))

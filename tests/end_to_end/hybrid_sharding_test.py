@@ -125,8 +125,12 @@ def test_what_is_kept_whole_is_the_same_in_a_recovered_run(
     assert_ends_alike(recovered, uninterrupted)
     log = (recovered.serialization_dir / "out_worker0.log").read_text()
     # After that of the training before.
-    _, line = re.findall("Parameters of .* stay gathered .*", log)
-    assert "('shard_within')" in line and line.endswith(f"{why}.")
+    lines = re.findall("(Parameters of [0-9]+ elements stay gathered .*): (.*)", log)
+    assert [reason for _, reason in lines][1].endswith(f"{why}.")
+    elements = [re.findall("of ([0-9]+) elements", line) for line, _ in lines]
+    assert elements[0] == elements[1]
+    if why == "as before":
+        assert lines[0][0] == lines[1][0]  # with the bytes
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,11 @@ LIMIT = 1.1
         "stage 2",
         pytest.param('stage 3, `"shard_within": "node"`', id="stage 3 within nodes"),
         pytest.param("stage 2, accumulation 8", marks=pytest.mark.soak),
-        pytest.param("stage 3, accumulation 8", marks=pytest.mark.soak),
+        pytest.param(
+            'stage 3, `"shard_within": null`, accumulation 8',
+            id="stage 3, accumulation 8",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_step_takes_the_least_that_two_nodes_need(two_hosts: Hosts, tmp_path: Path, name: str):

@@ -1045,7 +1045,7 @@ class TestShardWithin:
         assert "must divide the number of workers, which is 8" in refusal(config, world_size=8)
 
     @pytest.mark.parametrize("shard_within", ["node", 1])
-    def test_one_worker_by_itself_kept_parameters_whole(self, shard_within):
+    def test_one_worker_by_itself_keeps_parameters_whole(self, shard_within):
         settings = {"shard_within": shard_within, "workers_per_node": 1, "world_size": 4}
         resolved = resolve(self.ZERO_3, **settings)
         assert resolved.kept_parameters == "all"
@@ -1065,12 +1065,12 @@ class TestShardWithin:
         assert "write the number" in refusal(self.ZERO_3, shard_within="node", world_size=4)
 
     def test_auto_keeps_what_there_is_room_for_where_it_is_gathered_again(self):
-        def kept(stage=3, hpz=1, **settings):
+        def kept(stage=3, hpz=None, **settings):
             defaults = {"world_size": 4, "num_gradient_accumulation_steps": 2}
-            zero = {"stage": stage, **({} if hpz == 1 else {"zero_hpz_partition_size": hpz})}
+            zero = {"stage": stage, **({} if hpz is None else {"zero_hpz_partition_size": hpz})}
             return resolve({"zero_optimization": zero}, **{**defaults, **settings}).kept_parameters
 
-        assert kept() == kept(shard_within="auto") == "auto"
+        assert kept() == kept(shard_within="auto") == kept(hpz=1) == "auto"
         assert [kept(stage=stage) for stage in (0, 1, 2)] == ["none"] * 3
         assert kept(shard_within=None) == kept(shard_within=4) == kept(hpz=2) == "none"
         assert kept(world_size=1) == kept(num_gradient_accumulation_steps=1) == "none"

@@ -99,3 +99,14 @@ def test_where_all_stay_whole_memory_is_not_asked_for(free: List[int]) -> None:
     assert after_steps(kept, 0) == after_steps(kept, 3) == SIZES
     kept.load_state_dict({"steps": 5, "bytes": 0, "where": [2, 4]})
     assert after_steps(kept, 0) == SIZES
+
+
+def test_what_was_kept_otherwise_before_is_found_in_the_next_step(free: List[int]) -> None:
+    free[0] = 10**6
+    for which in ("none", "all"):
+        before = kept_parameters(which)
+        after_steps(before, 5)
+        kept = kept_parameters()
+        kept.load_state_dict(before.state_dict())
+        assert after_steps(kept, 0) == []
+        assert after_steps(kept, 1) == SIZES

@@ -108,6 +108,7 @@ def test_every_rank_has_what_all_have_given(num_nodes: int, node_size: int):
     world_size = num_nodes * node_size
 
     def work(rank: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        hierarchical_collectives._LEAST_GATHERED = 8
         collectives = HierarchicalCollectives(node_size)
         outputs, gatherings = [], []
         for is_in_place in (False, True):  # under way at the same time
@@ -133,6 +134,7 @@ def test_ranks_may_wait_in_different_orders(num_nodes: int, node_size: int):
     world_size = num_nodes * node_size
 
     def work(rank: int) -> List[torch.Tensor]:
+        hierarchical_collectives._LEAST_GATHERED = 8  # so that several lanes have a part
         collectives = HierarchicalCollectives(node_size)
         outputs = [torch.zeros(world_size * 5) for _ in range(3)]
         gatherings = [
