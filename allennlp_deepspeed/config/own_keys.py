@@ -185,7 +185,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         '3.2). With `1` they stay whole on each worker. With `"auto"` and several micro-batches in '
         "a step, as many stay whole as fit into half of the memory that the first two steps have "
         "left free on every worker, less what of it gradients take. `null` gathers in each pass.",
-        advice='must be "node", "auto" or a number of workers',
+        advice='must be "node", "auto", null or a number of workers',
         may_change=True,
     ),
     "sequence_parallel_size": Key(

@@ -103,11 +103,13 @@ class KeptParameters:
     def _keep(self, max_bytes: int, why: str) -> None:
         self._max_bytes = max_bytes
         self.parameters = worth_keeping(self._engine, max_bytes)
-        if self.parameters and dist.get_rank() == 0:
+        if dist.get_rank() == 0:
+            sizes = {p: whole_shape(p).numel() for p in self.parameters}
             logger.info(
-                "Parameters of %d elements stay gathered %s, in at most %d bytes on every rank: "
-                "%s.",
-                sum(whole_shape(p).numel() for p in self.parameters),
+                "Parameters of %d elements, which take %d bytes, stay gathered %s, beside small "
+                "ones that always do. They may take up to %d bytes on every rank: %s.",
+                sum(sizes.values()),
+                sum(size * p.itemsize for p, size in sizes.items()),
                 self._description,
                 max_bytes,
                 why,

@@ -110,6 +110,12 @@ def test_by_itself_a_worker_keeps_whole_what_there_is_room_for(experiments: Expe
     assert_same_weights(result.weights(), gathered_again.weights(), tolerance=0)
 
 
+def test_that_there_is_room_for_none_is_said(experiments: Experiments):
+    result = experiments.run(sharded(load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES)))
+    log = (result.serialization_dir / "out_worker0.log").read_text()
+    assert "Parameters of 0 elements, which take 0 bytes, stay gathered" in log
+
+
 @pytest.mark.parametrize(
     "last, why",
     [("checkpoint_e1_b1", "as before"), ("checkpoint_e0_b1", "bytes are left free")],
@@ -125,7 +131,7 @@ def test_what_is_kept_whole_is_the_same_in_a_recovered_run(
     assert_ends_alike(recovered, uninterrupted)
     log = (recovered.serialization_dir / "out_worker0.log").read_text()
     # After that of the training before.
-    lines = re.findall("(Parameters of [0-9]+ elements stay gathered .*): (.*)", log)
+    lines = re.findall("(Parameters of [0-9]+ elements, .* stay gathered .*): (.*)", log)
     assert [reason for _, reason in lines][1].endswith(f"{why}.")
     elements = [re.findall("of ([0-9]+) elements", line) for line, _ in lines]
     assert elements[0] == elements[1]

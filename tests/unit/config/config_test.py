@@ -1059,7 +1059,7 @@ class TestShardWithin:
     @pytest.mark.parametrize("shard_within", ["rack", 2.0, True, [2]])
     def test_what_is_neither_a_node_nor_a_number_is_refused(self, shard_within):
         message = refusal(self.ZERO_3, shard_within=shard_within, world_size=4)
-        assert 'must be "node", "auto" or a number of workers' in message
+        assert 'must be "node", "auto", null or a number of workers' in message
 
     def test_a_node_of_unknown_size_is_asked_for(self):
         assert "write the number" in refusal(self.ZERO_3, shard_within="node", world_size=4)

@@ -6,7 +6,9 @@ from typing import Callable, List, Set
 
 import pytest
 
+from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.processes.scheduling import computing_undisturbed
+from tests.support.side_by_side import CPU
 from tests.support.workers import run_workers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="there is no such policy")
@@ -52,3 +54,17 @@ def test_a_policy_that_somebody_has_chosen_stays() -> None:
     batch, idle = {os.SCHED_BATCH}, {os.SCHED_IDLE}
     assert with_policy(os.SCHED_BATCH, policies_around) == [batch] * 3
     assert with_policy(os.SCHED_IDLE, policies_around) == [idle] * 3
+
+
+@pytest.mark.parametrize("num_here, is_entered", [(2, True), (1, False)])
+def test_workers_of_one_machine_have_the_policy_while_there_is_an_engine(
+    num_here: int, is_entered: bool
+) -> None:
+    def work(rank: int) -> bool:
+        os.environ["ALLENNLP_PROCS_PER_NODE"] = str(num_here)
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+        with process_environment(CPU, rank):
+            return os.sched_getscheduler(0) == os.SCHED_BATCH
+
+    assert run_workers(2, work) == [is_entered] * 2
