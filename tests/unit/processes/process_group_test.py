@@ -20,8 +20,12 @@ def run_places(world_size: int, ranks: List[int], function: Any, **limits: Any) 
     server = StoreServer(find_open_port(), attempt="", is_local=True)
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
+    # Once one has connected, a thread of the server looks up who that is. The C library locks for
+    # that what each new connection needs, and one forked meanwhile would wait for it for ever.
+    forked = context.Barrier(len(ranks))
 
     def work(rank: int) -> None:
+        forked.wait()
         place = Place(rank, rank, world_size, "127.0.0.1", server.port, limits=Limits(**limits))
         try:
             results.put((rank, function(place)))
