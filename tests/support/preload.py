@@ -11,6 +11,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import allennlp.commands  # noqa: E402, F401
 import allennlp.modules.seq2seq_encoders  # noqa: E402, F401
 import deepspeed  # noqa: E402, F401
+import peft  # noqa: E402, F401
 import torch  # noqa: E402
 from allennlp.common.util import import_module_and_submodules  # noqa: E402
 
