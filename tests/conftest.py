@@ -30,7 +30,7 @@ import torch  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support.command", "tests.support.experiment")
 
-from tests.support import huge_pages  # noqa: E402
+from tests.support import huge_pages, seeding  # noqa: E402, F401
 from tests.support.experiment import Experiments  # noqa: E402
 
 # Tests run beside one another, and threads that wait for a core they share take many times longer.

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from allennlp.common.util import import_module_and_submodules  # noqa: E402
 
 from allennlp_deepspeed.processes import fingerprints  # noqa: E402
-from tests.support import engine_imports, huge_pages, processor  # noqa: E402, F401
+from tests.support import engine_imports, huge_pages, processor, seeding  # noqa: E402, F401
 
 torch.set_num_threads(1)
 # A process that was forked makes PyTorch's thread pool anew when it is first asked for, and aborts
@@ -37,3 +37,6 @@ gc.collect()
 gc.freeze()
 huge_pages.collapse()
 gc.enable()
+# A training is over before it has left much, and looking for it after each 700 objects takes some
+# hundredths of its time.
+gc.set_threshold(20_000)
