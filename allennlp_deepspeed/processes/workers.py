@@ -33,6 +33,11 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 _SECONDS_FOR_STACKS = 0.3
 
+_ABOUT_SIGKILL = (
+    " from outside: most often by the system or a scheduler, for want of CPU memory. `allennlp "
+    "deepspeed estimate` says how much a config takes"
+)
+
 # How long a signal to this process can wait until it is forwarded.
 _POLL_SECONDS = 0.3
 
@@ -206,6 +211,9 @@ class Workers:
             return failure
         signal_name = signal.Signals(-exit_code).name if exit_code < 0 else None
         reason = f"exit code {exit_code}" if signal_name is None else f"signal {signal_name}"
+        if exit_code == -signal.SIGKILL:
+            # Nothing in training sends it before a worker has failed.
+            reason += _ABOUT_SIGKILL
         return ProcessExitedException(
             f"process {self._ranks[rank]} terminated with {reason}",
             rank,
