@@ -6,7 +6,8 @@ import io
 import pickle
 import re
 from contextlib import contextmanager
-from typing import Any, Iterator, List
+from enum import Enum
+from typing import Any, Iterator, List, Type
 
 import numpy as np
 import torch
@@ -18,11 +19,28 @@ from allennlp_deepspeed.storage.commit_record import CheckpointError
 
 _NUMPY_SCALARS = [type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"]
 
+
+def _pickled_by_value(enumeration: Type[Enum]) -> Type[Enum]:
+    """
+    The enumeration, whose members are pickled as it and a value.
+
+    Mends Python 3.11.0 to 3.11.3: members are pickled as a call of `getattr`, which PyTorch refuses
+    to load, in any Python. DeepSpeed's files have one, and Debian 12 such a Python. Gone when none
+    of these is supported. [#26658](https://github.com/python/cpython/pull/26658)
+    """
+
+    def reduce(member: Enum, protocol: int) -> Any:
+        return enumeration, (member.value,)
+
+    enumeration.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
+    return enumeration
+
+
 SAFE_GLOBALS = [
     # The classes in DeepSpeed's files. They hold plain numbers.
     DynamicLossScaler,
     LossScaler,
-    ZeroStageEnum,
+    _pickled_by_value(ZeroStageEnum),
     fragment_address,
     # In the states of callbacks and metrics.
     np.dtype,

@@ -1,7 +1,10 @@
-"""Faults of PyTorch's."""
+"""Faults of PyTorch's, and of Python's that it makes matter."""
 
+import io
+import sys
 from unittest import mock
 
+import pytest
 import torch
 from allennlp.common.testing import requires_gpu
 
@@ -18,6 +21,24 @@ def test_safe_globals_takes_away_what_was_allowed_before() -> bool:
     with torch.serialization.safe_globals([_Allowed]):
         pass
     return _Allowed not in torch.serialization.get_safe_globals()
+
+
+@pytest.mark.skipif(
+    not (3, 11) <= sys.version_info < (3, 11, 4), reason="needs Python 3.11.0 to 3.11.3"
+)
+@mended_by("storage.serialization._pickled_by_value")
+def test_a_member_of_an_enumeration_is_not_loaded() -> bool:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    file = io.BytesIO()
+    torch.save(ZeroStageEnum.weights, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([ZeroStageEnum]):
+        try:
+            torch.load(file, weights_only=True)
+        except Exception as error:
+            return "getattr" in str(error)
+    return False
 
 
 @mended_by("storage.files._naming")
