@@ -30,7 +30,7 @@ import torch  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support.command", "tests.support.experiment")
 
-from tests.support import forked_memory, seeding  # noqa: E402, F401
+from tests.support import huge_pages, seeding  # noqa: E402, F401
 from tests.support.experiment import Experiments  # noqa: E402
 
 # Tests run beside one another, and threads that wait for a core they share take many times longer.
@@ -110,7 +110,7 @@ def _spread(items: List[pytest.Item]) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     result = yield
     _freeze()
-    forked_memory.prepare()
+    huge_pages.collapse()
     gc.enable()
     return result
 

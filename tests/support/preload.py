@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from allennlp.common.util import import_module_and_submodules  # noqa: E402
 
 from allennlp_deepspeed.processes import fingerprints  # noqa: E402
-from tests.support import engine_imports, forked_memory, processor, seeding  # noqa: E402, F401
+from tests.support import engine_imports, huge_pages, processor, seeding  # noqa: E402, F401
 
 # With transformers that it doesn't know, the server would pass over the error, and over all below.
 with contextlib.suppress(ImportError):
@@ -39,7 +39,7 @@ fingerprints.versions()
 # What is here stays, and a collection in a process forked from it would copy all of it.
 gc.collect()
 gc.freeze()
-forked_memory.prepare()
+huge_pages.collapse()
 gc.enable()
 # A training is over before it has left much, and looking for it after each 700 objects takes some
 # hundredths of its time.

@@ -82,8 +82,7 @@ def _work(
     try:
         sender.send(function(rank))
         # Nor may it leave while others still connect to it in a group that the function has made.
-        if dist.is_initialized():
-            dist.barrier()
+        dist.barrier()
     finally:
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
