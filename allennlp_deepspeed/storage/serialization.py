@@ -20,27 +20,29 @@ from allennlp_deepspeed.storage.commit_record import CheckpointError
 _NUMPY_SCALARS = [type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"]
 
 
-def _pickled_by_value(enumeration: Type[Enum]) -> Type[Enum]:
+def _pickle_by_value(enumeration: Type[Enum]) -> None:
     """
-    The enumeration, whose members are pickled as it and a value.
+    Has the members of an enumeration pickled as their class and value.
 
-    Mends Python 3.11.0 to 3.11.3: members are pickled as a call of `getattr`, which PyTorch refuses
-    to load, in any Python. DeepSpeed's files have one, and Debian 12 such a Python. Gone when none
-    of these is supported. [#26658](https://github.com/python/cpython/pull/26658)
+    Mends Python 3.11.0 to 3.11.4: members of enumerations are pickled as a call of `getattr`, which
+    PyTorch refuses to load, in any Python; DeepSpeed's files have such a member, and Debian 12 such
+    a Python. Gone when none of these is supported.
+    [#105332](https://github.com/python/cpython/issues/105332)
     """
 
     def reduce(member: Enum, protocol: int) -> Any:
         return enumeration, (member.value,)
 
     enumeration.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
-    return enumeration
 
+
+_pickle_by_value(ZeroStageEnum)
 
 SAFE_GLOBALS = [
     # The classes in DeepSpeed's files. They hold plain numbers.
     DynamicLossScaler,
     LossScaler,
-    _pickled_by_value(ZeroStageEnum),
+    ZeroStageEnum,
     fragment_address,
     # In the states of callbacks and metrics.
     np.dtype,

@@ -24,9 +24,9 @@ def test_safe_globals_takes_away_what_was_allowed_before() -> bool:
 
 
 @pytest.mark.skipif(
-    not (3, 11) <= sys.version_info < (3, 11, 4), reason="needs Python 3.11.0 to 3.11.3"
+    not (3, 11) <= sys.version_info < (3, 11, 5), reason="needs Python 3.11.0 to 3.11.4"
 )
-@mended_by("storage.serialization._pickled_by_value")
+@mended_by("storage.serialization._pickle_by_value")
 def test_a_member_of_an_enumeration_is_not_loaded() -> bool:
     from deepspeed.runtime.zero.config import ZeroStageEnum
 

@@ -12,7 +12,7 @@ from allennlp_deepspeed.storage import serialization
 
 
 def _by_name(member: enum.Enum, protocol: int) -> Any:
-    """As Python 3.11.0 to 3.11.3 have it."""
+    """As Python 3.11.0 to 3.11.4 have it."""
     return getattr, (type(member), member.name)
 
 
@@ -24,6 +24,6 @@ class _Other(enum.Enum):
 def test_a_stage_is_loaded_whichever_python_has_saved_it(stage: ZeroStageEnum, tmp_path: Path):
     path = str(tmp_path / "states.pt")
     with mock.patch.object(enum.Enum, "__reduce_ex__", _by_name):
-        assert b"getattr" in pickle.dumps(_Other.MEMBER)  # so does the class that it inherits from
+        assert b"getattr" in pickle.dumps(_Other.MEMBER)  # the patch is in force
         torch.save({"zero_stage": stage}, path)
     assert serialization.load(path) == {"zero_stage": stage}
