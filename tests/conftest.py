@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Generator, List, Optional
+from typing import TYPE_CHECKING, Generator, List, Optional
 
 import pytest
 
@@ -26,15 +26,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Imports leave no garbage, and looking for it takes a sixth of their time.
 gc.disable()
 
-import torch  # noqa: E402
-
 pytest.register_assert_rewrite("tests.support.command", "tests.support.experiment")
 
-from tests.support import huge_pages, seeding  # noqa: E402, F401
-from tests.support.experiment import Experiments  # noqa: E402
+from tests.support import huge_pages, shared_server  # noqa: E402
 
-# Tests run beside one another, and threads that wait for a core they share take many times longer.
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    from tests.support.experiment import Experiments
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
+        # It only hands out the tests, and needs nothing of what they import.
+        shared_server.start()
+        return
+    import torch
+
+    from tests.support import seeding  # noqa: F401
+
+    # Tests run beside one another, and threads that wait for a core they share take many times
+    # longer.
+    torch.set_num_threads(1)
+    if shared_server.ADDRESS in os.environ:
+        shared_server.use()
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +58,10 @@ def session_directory(tmp_path_factory: pytest.TempPathFactory, request) -> Path
 
 
 @pytest.fixture(scope="session")
-def experiments(session_directory: Path) -> Experiments:
+def experiments(session_directory: Path) -> "Experiments":
     """Runs experiments with the `allennlp` command, each config once a test session."""
+    from tests.support.experiment import Experiments
+
     return Experiments(session_directory / "experiments")
 
 
@@ -56,6 +71,8 @@ def seeded() -> None:
     Weights that a test draws are the same in any order of tests, and not those of a fixture that
     another test has left the seed of.
     """
+    import torch
+
     torch.manual_seed(20)
 
 
@@ -120,6 +137,8 @@ def pytest_runtest_protocol(
     item: pytest.Item, nextitem: Optional[pytest.Item]
 ) -> Generator[None, object, object]:
     result = yield
+    import torch
+
     # A test that has asked for more would have those after it take ten times as long.
     torch.set_num_threads(1)
     # Nothing is left of the test by now but what is garbage. A process group that is frozen as long
