@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from allennlp.common.util import import_module_and_submodules  # noqa: E402
 
 from allennlp_deepspeed.processes import fingerprints  # noqa: E402
-from tests.support import engine_imports, huge_pages, processor, seeding  # noqa: E402, F401
+from tests.support import engine_imports, huge_pages, processor, seeding, warm_up  # noqa: E402, F401
 
 # With transformers that it doesn't know, the server would pass over the error, and over all below.
 with contextlib.suppress(ImportError):
@@ -35,6 +35,8 @@ for package in WHOLE_PACKAGES:
 
 # Each process would read them again.
 fingerprints.versions()
+
+warm_up.go_through_all_but_training()
 
 # What is here stays, and a collection in a process forked from it would copy all of it.
 gc.collect()
