@@ -146,8 +146,8 @@ def _train(values: Dict[str, Any], directory: Path) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
 
-    def fork(function: Any, args: Any = (), nprocs: int = 1) -> None:
-        start_processes(function, args, nprocs, start_method="fork")
+    def fork(function: Any, args: Any = (), nprocs: int = 1, join: bool = True, **_: Any) -> Any:
+        return start_processes(function, args, nprocs, join, start_method="fork")
 
     with mock.patch.object(torch.multiprocessing, "spawn", fork):
         train_model(Params(values), directory / "out")

@@ -3,22 +3,20 @@ The studies measure what they say, on one small case each.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
 
-from tests.support.command import REPOSITORY
+from tests.support.command import python
 
 CONTENDERS = ["bare", "ours", "ours-micro-batch", "ours-flush", "gradient-descent"]
 
 
 def run_study(name: str, *arguments: str, output: Path, time_limit: float = 240) -> Dict[str, Any]:
     """Returns the raw data that it has written."""
-    command = [sys.executable, "-m", "benchmarks", name, *arguments, "--output", output]
-    subprocess.run(command, cwd=REPOSITORY, timeout=time_limit, check=True)
+    arguments = ("-m", "benchmarks", name, *arguments, "--output", str(output))
+    python(*arguments, time_limit=time_limit).check()
     return json.loads((output / "raw" / f"{name}.json").read_text())
 
 

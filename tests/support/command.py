@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pkgutil
 import random
+import runpy
 import shutil
 import signal
 import socket
@@ -91,11 +92,12 @@ class Command:
         argv = ["allennlp", *map(str, arguments)]
         for package in include_packages:
             argv += ["--include-package", package]
+        self._start(_main, argv, environment, enter)
+
+    def _start(self, main: Callable[..., None], *args: Any) -> None:
         descriptor, self._output_path = tempfile.mkstemp(prefix="allennlp-")
         os.close(descriptor)
-        self._process = _context.Process(
-            target=_main, args=(argv, self._output_path, environment or {}, enter)
-        )
+        self._process = _context.Process(target=main, args=(self._output_path, *args))
         self._process.start()
 
     @property
@@ -146,6 +148,21 @@ class Command:
         return Run(self._process.exitcode, output, processes, timed_out)
 
 
+class PythonCommand(Command):
+    """
+    `python` with arguments, of which the first are "-m" and a module, or a script. Of all that it
+    imports, the most is there.
+
+    # Parameters
+
+    arguments : `Any`
+    cwd : `Path`, optional (default = the repository)
+    """
+
+    def __init__(self, *arguments: Any, cwd: Path = REPOSITORY) -> None:
+        self._start(_run_python, [str(argument) for argument in arguments], cwd)
+
+
 def wait_for_all(commands: Sequence[Command], time_limit: float) -> List[Run]:
     """
     Waits for commands that need one another. After `time_limit` seconds in all, every process of
@@ -168,6 +185,11 @@ def allennlp(*arguments: Any, time_limit: float = 60, **kwargs: Any) -> Run:
     return wait_for_all([Command(*arguments, **kwargs)], time_limit)[0]
 
 
+def python(*arguments: Any, time_limit: float = 60, **kwargs: Any) -> Run:
+    """The same for a `PythonCommand`."""
+    return wait_for_all([PythonCommand(*arguments, **kwargs)], time_limit)[0]
+
+
 def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any) -> Run:
     """The installed `allennlp` command, as a user starts it. It has a fork server of its own."""
     process = subprocess.Popen(
@@ -186,22 +208,38 @@ def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any)
     return Run(process.returncode, output, processes)
 
 
-def _main(
-    argv: List[str],
-    output: str,
-    environment: Dict[str, str],
-    enter: Optional[Callable[[], None]],
-) -> None:
+def _begin(output: str) -> None:
+    """Leads a session, prints to a file, and prints its stacks there if it is told to."""
     os.setsid()
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    if enter is not None:
-        enter()
-    os.environ.update(environment)
-    sys.argv = argv
     # Forked workers inherit it.
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+
+
+def _run_python(output: str, arguments: List[str], cwd: Path) -> None:
+    _begin(output)
+    os.chdir(cwd)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _main(
+    output: str,
+    argv: List[str],
+    environment: Optional[Dict[str, str]],
+    enter: Optional[Callable[[], None]],
+) -> None:
+    _begin(output)
+    if enter is not None:
+        enter()
+    os.environ.update(environment or {})
+    sys.argv = argv
 
     import allennlp.common.params
     import allennlp.common.util

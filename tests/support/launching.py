@@ -113,7 +113,7 @@ class LaunchedCommands:
             output.touch()
             self._outputs.append(output)
             process = _context.Process(
-                target=_main, args=(arguments, str(output), environment, partial(enter, pid))
+                target=_main, args=(str(output), arguments, environment, partial(enter, pid))
             )
             process.start()
             self._processes.append(process)
