@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, Dict, Iterator, List, Set, Tuple
 from zipfile import ZipFile
 
 import huggingface_hub
@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from allennlp_deepspeed_import_hook import ENVIRONMENT_VARIABLE, shims
 from tests.support import minilm_outputs
+from tests.support.bare_python import BarePython
 from tests.support.command import REPOSITORY
 
 PARTS = ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "allennlp_deepspeed.pth")
@@ -263,7 +264,31 @@ def _shown_by(directory: Path, code: str, *arguments: str) -> List[str]:
     return _run(*arguments, "-c", code, env=environment, cwd=directory).splitlines()
 
 
-def test_what_is_put_off_works_as_before(tmp_path: Path) -> None:
+# What takes longest to import, and what neither this package nor AllenNLP have a part in.
+HOOK = "allennlp_deepspeed_import_hook"
+FORKED_WITH = {
+    "PyTorch": (HOOK, "torch"),
+    # Which transformers' optimizers, too, import.
+    "its compiler": (HOOK, "torch", "torch._dynamo", "torch.distributed.tensor", "sympy"),
+}
+
+
+@pytest.fixture(scope="module")
+def pythons() -> Iterator[Dict[str, BarePython]]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    pythons = {name: BarePython(modules, environment) for name, modules in FORKED_WITH.items()}
+    yield pythons
+    for python in pythons.values():
+        python.close()
+
+
+def _works(python: BarePython, code: str, directory: Path, *arguments: Any) -> None:
+    """Code that prints "worked" at its end."""
+    shown = python.run(code, directory / "model", *arguments, cwd=directory)
+    assert shown.splitlines()[-1] == "worked", shown
+
+
+def test_what_is_put_off_works_as_before(pythons: Dict[str, BarePython], tmp_path: Path) -> None:
     """With the packages themselves, which AllenNLP's commands don't import any more."""
     code = """
 import sys
@@ -292,15 +317,7 @@ import nltk
 get_type_hints(EvalbBracketingScorer.__call__)
 print("worked")
 """
-    _runs_with_the_hook(code, tmp_path)
-
-
-def _runs_with_the_hook(code: str, directory: Path, *arguments: Any) -> None:
-    """Python code that prints "worked" at its end."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    code = f"import allennlp_deepspeed_import_hook\n{code}"
-    shown = _run("-c", code, directory / "model", *arguments, env=environment, cwd=directory)
-    assert shown.splitlines()[-1] == "worked"
+    _works(pythons["PyTorch"], code, tmp_path)
 
 
 # What takes longest to import, of what the commands don't use themselves.
@@ -335,7 +352,9 @@ HEAVY = [
         (["train"], {"sympy", "torch._dynamo", "torch.distributed.tensor"}),
     ],
 )
-def test_a_command_imports_what_it_uses(tmp_path: Path, command: List[str], used: Set[str]) -> None:
+def test_a_command_imports_what_it_uses(
+    pythons: Dict[str, BarePython], tmp_path: Path, command: List[str], used: Set[str]
+) -> None:
     code = f"""
 import sys
 sys.argv[1:2] = {command!r}
@@ -370,10 +389,12 @@ print(sorted({set(HEAVY) - used!r} & set(sys.modules)) or "worked")
     (tmp_path / "train.jsonl").write_text('{"text": "a b", "label": "c"}\n' * 4)
     (tmp_path / ".allennlp_plugins").write_text("allennlp_deepspeed\n")
     files = [] if command == ["--version"] else [tmp_path / "config.json"]
-    _runs_with_the_hook(code, tmp_path, *files)
+    _works(pythons["PyTorch"], code, tmp_path, *files)
 
 
-def test_heavy_imports_that_are_put_off_work_as_before(tmp_path: Path) -> None:
+def test_heavy_imports_that_are_put_off_work_as_before(
+    pythons: Dict[str, BarePython], tmp_path: Path
+) -> None:
     """With the packages themselves."""
     code = """
 import copy, pickle, sys
@@ -435,10 +456,12 @@ assert pickle.loads(pickle.dumps(image_loader.torchvision.io.read_image))
 assert image_loader.torchvision is sys.modules["torchvision"]
 print("worked")
 """
-    _runs_with_the_hook(code, tmp_path)
+    _works(pythons["its compiler"], code, tmp_path)
 
 
-def test_a_pickle_is_read_where_nothing_has_been_imported(tmp_path: Path) -> None:
+def test_a_pickle_is_read_where_nothing_has_been_imported(
+    pythons: Dict[str, BarePython], tmp_path: Path
+) -> None:
     written = """
 import pickle, sys, torch
 from allennlp.fairness import Independence
@@ -463,10 +486,12 @@ assert pickle.loads(metric)._dist_metric is wasserstein_distance
 print("worked")
 """
     for code in (written, read):
-        _runs_with_the_hook(code, tmp_path)
+        _works(pythons["its compiler"], code, tmp_path)
 
 
-def test_transformers_are_the_same_module_after_their_first_model(tmp_path: Path) -> None:
+def test_transformers_are_the_same_module_after_their_first_model(
+    pythons: Dict[str, BarePython], tmp_path: Path
+) -> None:
     code = """
 import sys
 import transformers
@@ -478,11 +503,13 @@ import transformers as again
 assert again is transformers and getattr(again, "AdamW", None) is former
 print("worked")
 """
-    _runs_with_the_hook(code, tmp_path)
+    _works(pythons["PyTorch"], code, tmp_path)
 
 
 @pytest.mark.parametrize("first", ["optimizer", "transformers"])
-def test_the_base_of_an_optimizer_is_the_same_in_any_order(tmp_path: Path, first: str) -> None:
+def test_the_base_of_an_optimizer_is_the_same_in_any_order(
+    pythons: Dict[str, BarePython], tmp_path: Path, first: str
+) -> None:
     used = {
         "optimizer": "HuggingfaceAdafactor([('w', Parameter(torch.ones(1)))])",
         "transformers": "transformers.Adafactor",
@@ -497,7 +524,7 @@ assert HuggingfaceAdafactor.__mro__[1:3] == (Optimizer, transformers.Adafactor)
 assert isinstance({used["optimizer"]}, transformers.Adafactor)
 print("worked")
 """
-    _runs_with_the_hook(code, tmp_path)
+    _works(pythons["its compiler"], code, tmp_path)
 
 
 @pytest.mark.parametrize("correct_bias", [True, False])
