@@ -116,7 +116,10 @@ def _set_up() -> None:
     from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+    from tests.support import processor
+
     torch.set_num_threads(1)
+    processor.describe_once()
     accelerator = CPU_Accelerator()
     accelerator.is_fp16_supported = lambda: True  # whatever this CPU is
     set_accelerator(accelerator)
