@@ -6,6 +6,7 @@ from typing import Any, Dict
 
 import pytest
 from allennlp.common import Params
+from filelock import FileLock
 
 from tests.support.command import REPOSITORY
 from tests.support.experiment import Experiments, deepspeed
@@ -16,10 +17,13 @@ NOISE = 0.03
 
 
 @pytest.fixture(scope="module")
-def config(session_directory: Path, worker_id: str) -> Dict[str, Any]:
-    verses = session_directory / f"verses_{worker_id}"
-    verses.mkdir()
-    write_sample(verses, every=20)
+def config(session_directory: Path) -> Dict[str, Any]:
+    verses = session_directory / "verses"
+    # The path is in the config, of which each is trained once.
+    with FileLock(session_directory / "verses.lock"):
+        if not verses.exists():
+            verses.mkdir()
+            write_sample(verses, every=20)
     return Params.from_file(
         REPOSITORY / "training_configs" / "verse_classifier.jsonnet",
         {

@@ -3,15 +3,13 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from typing import List
 
 import pytest
 
-from tests.support.command import REPOSITORY, allennlp
+from tests.support.command import Command, allennlp, wait_for_all
 from tests.support.experiment import TWO_WORKERS, Experiments, Result, deepspeed, load_config
 
 TIME_LIMIT = 60  # seconds
@@ -53,21 +51,13 @@ def test_a_directory_without_metrics_is_refused_in_a_line(tmp_path: Path) -> Non
 
 
 def test_a_run_is_served_until_it_is_interrupted(results: List[Result]) -> None:
-    command = [sys.executable, "-m", "allennlp", "deepspeed", "report", "--watch"]
-    process = subprocess.Popen(
-        [*command, str(results[0].serialization_dir)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "ALLENNLP_LOG_LEVEL": "ERROR"},
-    )
+    command = Command("deepspeed", "report", "--watch", results[0].serialization_dir)
     try:
-        assert process.stdout is not None
-        address = next(line for line in process.stdout if line.startswith("http://localhost:"))
-        with urllib.request.urlopen(address.strip(), timeout=TIME_LIMIT) as answer:
+        command.wait_until_it_prints("http://localhost:", TIME_LIMIT)
+        (address,) = re.findall(r"http://localhost:\S+", command.output())
+        with urllib.request.urlopen(address, timeout=TIME_LIMIT) as answer:
             assert b"followRun(" in answer.read()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(TIME_LIMIT) == 0
+        os.kill(command.pid, signal.SIGINT)
     finally:
-        process.kill()
-        process.wait()
+        (run,) = wait_for_all([command], TIME_LIMIT)
+    run.check()
