@@ -28,7 +28,7 @@ gc.disable()
 
 pytest.register_assert_rewrite("tests.support.command", "tests.support.experiment")
 
-from tests.support import huge_pages, shared_server  # noqa: E402
+from tests.support import forked_memory, shared_server  # noqa: E402
 
 if TYPE_CHECKING:
     from tests.support.experiment import Experiments
@@ -127,7 +127,7 @@ def _spread(items: List[pytest.Item]) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     result = yield
     _freeze()
-    huge_pages.collapse()
+    forked_memory.prepare()
     gc.enable()
     return result
 

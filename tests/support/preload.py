@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from allennlp.common.util import import_module_and_submodules  # noqa: E402
 
 from allennlp_deepspeed.processes import fingerprints  # noqa: E402
-from tests.support import engine_imports, huge_pages, processor, seeding, warm_up  # noqa: E402, F401
+from tests.support import engine_imports, forked_memory, processor, seeding, warm_up  # noqa: E402, F401
 
 # With transformers that it doesn't know, the server would pass over the error, and over all below.
 with contextlib.suppress(ImportError):
@@ -41,7 +41,7 @@ warm_up.go_through_all_but_training()
 # What is here stays, and a collection in a process forked from it would copy all of it.
 gc.collect()
 gc.freeze()
-huge_pages.collapse()
+forked_memory.prepare()
 gc.enable()
 # A training is over before it has left much, and looking for it after each 700 objects takes some
 # hundredths of its time.
