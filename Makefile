@@ -27,7 +27,7 @@ help:
 	@echo "make test    run the test suite, but for what takes long (about 15 minutes)"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
 	@echo "make test-oldest  the same, with the oldest versions of PyTorch and transformers that are supported, in an environment of its own"
-	@echo "make coverage  run the same and report which lines it has run, in workers too"
+	@echo "make coverage  run the same as \`make test\` and report which lines it has run, in workers too"
 	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, and run the long tests (about an hour)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
@@ -71,6 +71,13 @@ test: ops
 	TMPDIR=$$(mktemp -d) && export TMPDIR && \
 	if pytest -n 3 --maxschedchunk 8 tests; then rm -r "$$TMPDIR"; \
 	else echo "What tests have written is in $$TMPDIR: remove it."; exit 1; fi
+
+# The forked workers of tests write what they have run, each into a file of its own.
+coverage: ops
+	coverage erase
+	coverage run -m pytest -n 3 --maxschedchunk 8 tests
+	coverage combine --quiet
+	coverage report
 
 # Tables are committed under benchmarks/results; raw data stay out of git, in raw/ there.
 soak: $(OPS)/CPUAdamBuilder.built

@@ -3,6 +3,10 @@ Searches learning rate and dropout of the demo's classifier with optuna, in one 
 up early what does badly. `python demo/search.py` needs the data of `make demo`.
 """
 
+import allennlp_deepspeed  # noqa: F401  # first: it gives AllenNLP what it lacks
+
+# isort: split
+
 import argparse
 import json
 import tempfile
@@ -13,8 +17,6 @@ import optuna
 from allennlp.commands.train import train_model
 from allennlp.common import Params
 from allennlp.training.callbacks import TrainerCallback
-
-import allennlp_deepspeed  # noqa: F401, I001  # first: it gives AllenNLP what it lacks
 
 CONFIG = "training_configs/verse_classifier.jsonnet"
 

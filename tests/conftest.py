@@ -34,10 +34,15 @@ if TYPE_CHECKING:
     from tests.support.experiment import Experiments
 
 
+def _only_hands_out_tests(config: pytest.Config) -> bool:
+    """To pytest's workers. It needs nothing of what they import."""
+    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
-        # It only hands out the tests, and needs nothing of what they import.
-        shared_server.start()
+    if _only_hands_out_tests(config):
+        if not config.option.collectonly:
+            shared_server.start()
         return
     import torch
 
@@ -124,10 +129,11 @@ def _spread(items: List[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     result = yield
-    _freeze()
-    forked_memory.prepare()
+    if not _only_hands_out_tests(session.config):
+        _freeze()
+        forked_memory.prepare()
     gc.enable()
     return result
 

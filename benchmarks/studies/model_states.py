@@ -26,7 +26,7 @@ from unittest import mock
 # anything else that a worker does.
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import torch
-from allennlp.commands.train import train_model
+from allennlp.commands import train as train_command
 from allennlp.common import Params
 from torch.multiprocessing import start_processes
 
@@ -146,11 +146,11 @@ def _train(values: Dict[str, Any], directory: Path) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
 
-    def fork(function: Any, args: Any = (), nprocs: int = 1, join: bool = True, **_: Any) -> Any:
-        return start_processes(function, args, nprocs, join, start_method="fork")
+    def fork(function: Any, args: Any = (), nprocs: int = 1, **kwargs: Any) -> Any:
+        return start_processes(function, args, nprocs, start_method="fork", **kwargs)
 
     with mock.patch.object(torch.multiprocessing, "spawn", fork):
-        train_model(Params(values), directory / "out")
+        train_command.train_model(Params(values), directory / "out")
 
 
 def text(data: Dict[str, Any]) -> str:

@@ -15,8 +15,8 @@ CONTENDERS = ["bare", "ours", "ours-micro-batch", "ours-flush", "gradient-descen
 
 def run_study(name: str, *arguments: str, output: Path, time_limit: float = 240) -> Dict[str, Any]:
     """Returns the raw data that it has written."""
-    arguments = ("-m", "benchmarks", name, *arguments, "--output", str(output))
-    python(*arguments, time_limit=time_limit).check()
+    options = [*arguments, "--output", output]
+    python("-m", "benchmarks", name, *options, time_limit=time_limit).check()
     return json.loads((output / "raw" / f"{name}.json").read_text())
 
 

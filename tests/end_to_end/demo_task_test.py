@@ -22,8 +22,10 @@ def config(session_directory: Path) -> Dict[str, Any]:
     # The path is in the config, of which each is trained once.
     with FileLock(session_directory / "verses.lock"):
         if not verses.exists():
-            verses.mkdir()
-            write_sample(verses, every=20)
+            unfinished = session_directory / "unfinished_verses"
+            unfinished.mkdir()
+            write_sample(unfinished, every=20)
+            unfinished.rename(verses)
     return Params.from_file(
         REPOSITORY / "training_configs" / "verse_classifier.jsonnet",
         {

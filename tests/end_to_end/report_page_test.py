@@ -57,7 +57,7 @@ def test_a_run_is_served_until_it_is_interrupted(results: List[Result]) -> None:
         (address,) = re.findall(r"http://localhost:\S+", command.output())
         with urllib.request.urlopen(address, timeout=TIME_LIMIT) as answer:
             assert b"followRun(" in answer.read()
-        os.kill(command.pid, signal.SIGINT)
     finally:
+        os.kill(command.pid, signal.SIGINT)
         (run,) = wait_for_all([command], TIME_LIMIT)
     run.check()

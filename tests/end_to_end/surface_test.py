@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.end_to_end.parity_test import check_parity
-from tests.support.command import REPOSITORY, allennlp, python
+from tests.support.command import REPOSITORY, allennlp
 from tests.support.experiment import (
     INCLUDED,
     ONE_PROCESS,
@@ -107,6 +109,20 @@ def test_spans_are_measured_over_all_workers(experiments: Experiments, tmp_path:
     assert 0 < measured["validation_f1-measure-overall"] < 1
 
 
+def run_python(*arguments: Any, cwd: Path) -> str:
+    process = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIME_LIMIT,
+    )
+    assert process.returncode == 0, process.stdout[-6000:]
+    return process.stdout
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """As the repository's root, with a sample of the data."""
@@ -142,8 +158,7 @@ def test_the_tutorial_runs(directory: Path) -> None:
 def test_hyperparameters_are_searched_in_one_process(directory: Path) -> None:
     short = json.dumps({"data_loader.batches_per_epoch": 3, "trainer.num_epochs": 3})
     script = REPOSITORY / "demo" / "search.py"
-    arguments = (script, "--trials", 5, "--overrides", short)
-    output = python(*arguments, cwd=directory, time_limit=TIME_LIMIT).check().output
+    output = run_python(script, "--trials", 5, "--overrides", short, cwd=directory)
     states = re.findall(r"^\d (COMPLETE|PRUNED) \[", output, re.MULTILINE)
     assert len(states) == 5
     assert set(states) == {"COMPLETE", "PRUNED"}

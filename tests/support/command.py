@@ -1,5 +1,6 @@
 """
-Runs the `allennlp` command with real worker processes, under a time limit and without leaving any.
+Runs the `allennlp` command, or Python, with real worker processes, under a time limit and without
+leaving any.
 
 The processes are forked from a server that has imported everything, because an import takes longer
 than most of the runs. `subprocess_allennlp` is the same without that short cut.
@@ -67,34 +68,19 @@ class Run(NamedTuple):
         return self
 
 
-class Command:
+class ForkedProgram:
     """
-    An `allennlp` command that has been started. `wait_for_all` ends it.
+    A program that has been started, in a process forked from the server. `wait_for_all` ends it.
 
     # Parameters
 
-    arguments : `Any`
-        What comes after `allennlp`.
-    include_packages : `Sequence[str]`, optional (default = `("allennlp_deepspeed",)`)
-    environment : `Dict[str, str]`, optional (default = `None`)
-        Variables to set.
-    enter : `Callable[[], None]`, optional (default = `None`)
-        Called in the process of the command before anything else.
+    main : `Callable[..., None]`
+        What it does. The first argument is the path of its output.
+    args : `Any`
+        The others.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        include_packages: Sequence[str] = ("allennlp_deepspeed",),
-        environment: Optional[Dict[str, str]] = None,
-        enter: Optional[Callable[[], None]] = None,
-    ) -> None:
-        argv = ["allennlp", *map(str, arguments)]
-        for package in include_packages:
-            argv += ["--include-package", package]
-        self._start(_main, argv, environment, enter)
-
-    def _start(self, main: Callable[..., None], *args: Any) -> None:
+    def __init__(self, main: Callable[..., None], *args: Any) -> None:
         descriptor, self._output_path = tempfile.mkstemp(prefix="allennlp-")
         os.close(descriptor)
         self._process = _context.Process(target=main, args=(self._output_path, *args))
@@ -148,7 +134,35 @@ class Command:
         return Run(self._process.exitcode, output, processes, timed_out)
 
 
-class PythonCommand(Command):
+class Command(ForkedProgram):
+    """
+    An `allennlp` command that has been started.
+
+    # Parameters
+
+    arguments : `Any`
+        What comes after `allennlp`.
+    include_packages : `Sequence[str]`, optional (default = `("allennlp_deepspeed",)`)
+    environment : `Dict[str, str]`, optional (default = `None`)
+        Variables to set.
+    enter : `Callable[[], None]`, optional (default = `None`)
+        Called in the process of the command before anything else.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        include_packages: Sequence[str] = ("allennlp_deepspeed",),
+        environment: Optional[Dict[str, str]] = None,
+        enter: Optional[Callable[[], None]] = None,
+    ) -> None:
+        argv = ["allennlp", *map(str, arguments)]
+        for package in include_packages:
+            argv += ["--include-package", package]
+        super().__init__(_main, argv, environment, enter)
+
+
+class PythonCommand(ForkedProgram):
     """
     `python` with arguments, of which the first are "-m" and a module, or a script. Of all that it
     imports, the most is there.
@@ -160,10 +174,10 @@ class PythonCommand(Command):
     """
 
     def __init__(self, *arguments: Any, cwd: Path = REPOSITORY) -> None:
-        self._start(_run_python, [str(argument) for argument in arguments], cwd)
+        super().__init__(_run_python, [str(argument) for argument in arguments], cwd)
 
 
-def wait_for_all(commands: Sequence[Command], time_limit: float) -> List[Run]:
+def wait_for_all(commands: Sequence[ForkedProgram], time_limit: float) -> List[Run]:
     """
     Waits for commands that need one another. After `time_limit` seconds in all, every process of
     those that are left prints its stacks and is killed.

@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that a test's `allennlp` command starts at once."""
+"""What the fork server imports and goes through, so that a test's command starts at once."""
 
 import contextlib
 import gc

@@ -1,28 +1,30 @@
 """
-Has a process that many are forked from go through what a training does before its first step, so
-that Python, PyTorch and pydantic have made what they keep from the first time on: signatures,
-patterns, validators, subclasses of abstract classes, kernels. A tenth of a training's CPU time.
+Has a process that many are forked from go through what a training does, so that Python, PyTorch and
+pydantic have made what they keep from the first time on: signatures, patterns, validators,
+subclasses of abstract classes, kernels. A tenth of a training's CPU time.
 
 No backward pass: PyTorch then refuses one in a forked process. No process group: its threads don't
 come along.
 """
 
+import contextlib
 import copy
 import io
 import random
 import sys
 import warnings
-from typing import Any
+from typing import Any, Iterator
 from unittest import mock
 
 import numpy
 import torch
 from allennlp.commands import parse_args
 from allennlp.common import Params, Tqdm
-from allennlp.common.plugins import import_plugins
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import Model
 from allennlp.training.optimizers import Optimizer
+from deepspeed.utils import logging as deepspeed_logging
+from transformers.utils import logging as transformers_logging
 
 from allennlp_deepspeed.launch.config_check import check
 from tests.support.experiment import TWO_WORKERS, Config, deepspeed, load_config
@@ -31,12 +33,11 @@ _CONFIGS = ("tagger", "classifier", "transformer", "bi_encoder")
 
 
 def go_through_all_but_training() -> None:
-    """Random states stay as they are."""
+    """Random states stay as they are, and what is shown once is still to be shown."""
     states = random.getstate(), numpy.random.get_state()
-    quiet = mock.patch.object(Tqdm, "tqdm", lambda iterable, *args, **kwargs: iterable)
-    with torch.random.fork_rng(devices=[]), quiet, warnings.catch_warnings():
-        # What is shown once would not be shown again in the processes that are forked.
-        warnings.simplefilter("ignore")
+    # A bar starts a thread, which would not come along.
+    without_bars = mock.patch.object(Tqdm, "tqdm", lambda iterable, *args, **kwargs: iterable)
+    with torch.random.fork_rng(devices=[]), without_bars, _warning_again():
         _parse_arguments()
         for name in _CONFIGS:
             for stage in (2, 3):
@@ -46,8 +47,19 @@ def go_through_all_but_training() -> None:
     numpy.random.set_state(states[1])
 
 
+@contextlib.contextmanager
+def _warning_again() -> Iterator[None]:
+    """What is warned of within is not, and is warned of as if for the first time after it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_warn_always(True)
+        yield
+        torch.set_warn_always(False)
+    deepspeed_logging.warning_once.cache_clear()
+    transformers_logging.warning_once.cache_clear()
+
+
 def _parse_arguments() -> None:
-    import_plugins()
     with mock.patch.object(sys, "argv", ["allennlp", "train", "config.json", "-s", "out"]):
         parse_args(prog="allennlp")
 

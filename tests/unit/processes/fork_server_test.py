@@ -33,9 +33,9 @@ def process(
     function: Callable[..., None], *args: Any
 ) -> Iterator[Tuple[multiprocessing.process.BaseProcess, Connection]]:
     """
-    A process with one thread, that has imported everything and computed nothing, as a command has
-    when it begins to train. It calls a function of this module with a connection, and is killed
-    with all that it leaves behind.
+    A process with one thread, that has imported everything and computed with that thread only, as a
+    command has when it begins to train. It calls a function of this module with a connection, and
+    is killed with all that it leaves behind.
     """
     # That of all commands in tests.
     context = multiprocessing.get_context("forkserver")
