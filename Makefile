@@ -24,7 +24,7 @@ export NO_MKDOCS_2_WARNING := 1
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make demo-llm  fine-tune a language model and compare it before and after (under 10 minutes)"
-	@echo "make test    run the test suite, but for what takes long (about 15 minutes)"
+	@echo "make test    run the test suite, but for what takes long (about 14 minutes)"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
 	@echo "make test-oldest  the same, with the oldest versions of PyTorch and transformers that are supported, in an environment of its own"
 	@echo "make coverage  run the same as \`make test\` and report which lines it has run, in workers too"
