@@ -19,7 +19,12 @@ from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
     warn_of_dense_attention,
 )
 from allennlp_deepspeed.checkpoint import frozen_parameters
-from allennlp_deepspeed.checkpoint.parts import check_archive, find, locate, together
+from allennlp_deepspeed.checkpoint.in_several_directories import (
+    check_archive,
+    find,
+    locate,
+    together,
+)
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.commit_record import CommitRecord

@@ -1,6 +1,6 @@
 import argparse
 
-from allennlp_deepspeed.checkpoint.parts import gather
+from allennlp_deepspeed.checkpoint.in_several_directories import gather
 
 
 class Gather:

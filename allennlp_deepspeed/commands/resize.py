@@ -2,7 +2,7 @@ import argparse
 from typing import Sequence
 
 from allennlp_deepspeed.checkpoint import universal
-from allennlp_deepspeed.checkpoint.parts import find, together
+from allennlp_deepspeed.checkpoint.in_several_directories import find, together
 from allennlp_deepspeed.commands.gather import add_parts
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 

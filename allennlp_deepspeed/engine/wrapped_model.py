@@ -57,7 +57,6 @@ from allennlp_deepspeed.engine.process_environment import (
     use_accelerator,
 )
 from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, penalty_in_fp32
-from allennlp_deepspeed.engine.restoration import Restoration
 from allennlp_deepspeed.engine.sequence_tiling import tile_modules
 from allennlp_deepspeed.engine.shard_exchange import ShardExchange
 
@@ -170,9 +169,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             if sequence_tiling is not None:
                 self._undo.callback(tile_modules(model, sequence_tiling, self.config.zero_stage))
             if checkpointed_modules is not None:
-                self._undo.callback(
-                    activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
-                )
+                take_back = activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
+                self._undo.callback(take_back)
             self._bring_up(model, self.config, device, local_rank, optimizer)
             undo_if_failed.pop_all()
         self.model = self.engine
@@ -204,7 +202,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
             self._undo.callback(parameter_layout.freeze_empty(model))
-        before = Restoration(model, optimizer)
+        before = restoration.Restoration(model, optimizer)
         self._undo.callback(self._leave, before, is_alone=dist.get_world_size() == 1)
         if config.precision == "fp16":
             enter(in_fp16(device))
@@ -246,7 +244,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.zero_stage == 0 and config.precision != "fp16":
             allow_plain_backward(self.engine)
 
-    def _leave(self, before: Restoration, is_alone: bool) -> None:
+    def _leave(self, before: restoration.Restoration, is_alone: bool) -> None:
         """
         Destroys the engine and leaves the model and the optimizer to others: in a single process as
         they were, with what they have learnt. With several the shards stay where they are.

@@ -20,7 +20,7 @@ from allennlp_deepspeed.contrastive import BiEncoder, ContrastiveModel, Retrieva
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.meta_model import construct_on_meta_device
 from allennlp_deepspeed.signatures.callers import is_own_code
-from allennlp_deepspeed.signatures.section import explanation
+from allennlp_deepspeed.signatures.failed_section import explanation
 
 _KNOWN = (BasicClassifier, SimpleTagger, BiEncoder, CausalLM)
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
-from allennlp_deepspeed.checkpoint.parts import find
+from allennlp_deepspeed.checkpoint.in_several_directories import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.lora import transformers_in
 from allennlp_deepspeed.storage.commit_record import CheckpointError

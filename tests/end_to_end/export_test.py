@@ -13,7 +13,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.checkpoint.export import export
-from allennlp_deepspeed.checkpoint.parts import find
+from allennlp_deepspeed.checkpoint.in_several_directories import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage.commit_record import CheckpointError
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, resizable

@@ -15,7 +15,7 @@ from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint import universal
-from allennlp_deepspeed.checkpoint.parts import find
+from allennlp_deepspeed.checkpoint.in_several_directories import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side
