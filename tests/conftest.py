@@ -2,7 +2,6 @@
 Fixtures for all tests.
 """
 
-import contextlib
 import gc
 import os
 import signal
@@ -12,12 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generator, List, Optional
 
 import pytest
-
-# A worker that a message wakes up otherwise takes the core from the one that is sending it, which
-# holds a lock then. The first one's thread of gloo tries to get it until it has used up its time: a
-# tenth of a training's CPU time. All processes of tests have this from here.
-with contextlib.suppress(OSError):
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # A shell that runs tests in the background ignores Ctrl-C in its place, and so would all commands.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -27,8 +27,6 @@ from allennlp_deepspeed.engine import (
     parameter_layout,
 )
 from allennlp_deepspeed.processes.one_process import as_one_process
-from allennlp_deepspeed.processes.scheduling import computing_undisturbed
-from allennlp_deepspeed.processes.worker_device import workers_per_node
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +75,6 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
             undo.enter_context(as_one_process())
         if device.type == "cpu":
             undo.enter_context(_fp16_on_cpu())
-            world_size = dist.get_world_size()
-            # What comes over a network is to be seen at once.
-            if world_size > 1 and workers_per_node(world_size) == world_size:
-                undo.enter_context(computing_undisturbed())
         undo.enter_context(_processor_described_once())
         undo.enter_context(parameter_layout.any_layout())
         undo.enter_context(module_hooks.linear_only_with_graph())
