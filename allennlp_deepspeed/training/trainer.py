@@ -34,7 +34,6 @@ from allennlp_deepspeed.training.batch_groups import BatchGroup, BatchGroups
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback, may_read_metrics
 from allennlp_deepspeed.training.construction import checked, construct, destroyed_on_failure
 from allennlp_deepspeed.training.even_batches import EvenBatches, ValidatesWholeSet
-from allennlp_deepspeed.training.metric_sums import summed_beside_training
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.readings import Readings
@@ -252,8 +251,7 @@ class DeepSpeedTrainer(ResumableTrainer):
 
         self._sequence_parallelism.look_at(batches)
         outputs = []
-        step = self._gradient_step.accumulate(batches, group_size, num_fillers)
-        with summed_beside_training(), step:
+        with self._gradient_step.accumulate(batches, group_size, num_fillers):
             for i, batch in enumerate(batches, start=1):
                 is_last = i == len(batches)
                 outputs.append(self._gradient_step.micro_batch(batch, is_last))

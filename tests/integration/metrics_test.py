@@ -9,12 +9,9 @@ import pytest
 import torch
 from allennlp.data import Vocabulary
 from allennlp.fairness import bias_metrics, fairness_metrics  # noqa: F401
-from allennlp.training.metrics import Average, Metric, SpearmanCorrelation
+from allennlp.training.metrics import Metric, SpearmanCorrelation
 
 from allennlp_deepspeed import distributed_metrics
-from allennlp_deepspeed.training.metric_sums import summed_beside_training
-from tests.integration.unused_parameters_test import TwoHeads, batches_of
-from tests.support.side_by_side import Side
 from tests.support.workers import run_workers
 
 # Which a trainer does when it is constructed, because a model may have imported the latter by then.
@@ -200,8 +197,7 @@ def test_two_workers_measure_what_one_does(name: str) -> None:
         metric = construct(name)
         found = []
         for step in steps:
-            with summed_beside_training():
-                metric(*step[rank])
+            metric(*step[rank])
             # Of which a rank may ask alone, or often.
             found += [flat(metric.get_metric()) for _ in range(1 + rank)][-1:]
         metric.get_metric(reset=True)
@@ -211,44 +207,3 @@ def test_two_workers_measure_what_one_does(name: str) -> None:
     for measured in run_workers(2, measure):
         for actual, wanted in zip(measured, expected):
             assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-6, nan_ok=True)
-
-
-class _Averaging(TwoHeads):
-    """Averages its loss, and notes whether that has waited for the other worker."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads[1].requires_grad_(False)
-        self._average = Average()
-        self.has_waited: List[bool] = []
-
-    def forward(self, *args: Any, **kwargs: Any) -> Dict[str, torch.Tensor]:
-        outputs = super().forward(*args, **kwargs)
-        self._average(outputs["loss"])
-        self.has_waited.append(type(vars(self._average)["_total_value"]) is float)
-        return outputs
-
-    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
-        return {"average": self._average.get_metric(reset)}
-
-
-def test_a_step_of_the_trainer_does_not_wait_and_the_metric_is_the_same() -> None:
-    batches = batches_of("0000", 2)
-
-    def train(trainer: Any) -> Tuple[List[bool], float]:
-        metrics = trainer.train()
-        return trainer.model.has_waited, metrics["training_average"]
-
-    (plain, expected), (ours, actual) = [
-        Side(
-            _Averaging,
-            lambda rank: batches[rank],
-            stage,
-            world_size=2,
-            num_epochs=1,
-            num_gradient_accumulation_steps=2,
-        ).on_all_ranks(train)[0]
-        for stage in (None, 2)
-    ]
-    assert (plain, ours) == ([True] * 4, [False] * 4)
-    assert actual == pytest.approx(expected, rel=1e-6)

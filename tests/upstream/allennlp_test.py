@@ -28,7 +28,6 @@ from allennlp.training.metrics import (
     BLEU,
     AttachmentScores,
     Auc,
-    CategoricalAccuracy,
     Covariance,
     PearsonCorrelation,
     SpanBasedF1Measure,
@@ -91,12 +90,6 @@ def test_validation_enters_a_deprecated_context() -> bool:
         warnings.simplefilter("always")
         gradient_descent_trainer.amp.autocast(False)
     return any("torch.cuda.amp.autocast" in str(warning.message) for warning in caught)
-
-
-@mended_by("training.metric_sums.summed_beside_training")
-def test_a_metric_waits_for_the_counts_of_all_workers() -> bool:
-    """By its source, because it takes several workers."""
-    return "+= dist_reduce_sum(_correct_count)" in inspect.getsource(CategoricalAccuracy.__call__)
 
 
 @mended_by("distributed_metrics.support_several_workers")
