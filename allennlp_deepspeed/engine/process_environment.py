@@ -22,7 +22,6 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from allennlp_deepspeed.engine import (
     deepspeed_logging,
-    embedding_max_norm,
     module_hooks,
     parameter_layout,
 )
@@ -79,7 +78,6 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
         undo.enter_context(parameter_layout.any_layout())
         undo.enter_context(module_hooks.linear_only_with_graph())
         undo.enter_context(module_hooks.keeping_what_is_read())
-        undo.enter_context(embedding_max_norm.lookups_recorded())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)
         undo.enter_context(_linear_restored())

@@ -6,7 +6,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 
-from allennlp_deepspeed.engine.embedding_max_norm import MaxNorm
 from allennlp_deepspeed.engine.shards import Fragment, Shards
 from allennlp_deepspeed.processes import agreement
 
@@ -24,20 +23,16 @@ class WeightWatch:
     PyTorch counts the changes of a tensor. Those through `.data` it doesn't, so that this rank's
     share of the weights is also compared with the tensors that the optimizer steps: before the
     first steps of an epoch, after its last, whenever `request_comparison` was called, and before
-    anything else writes the weights. What is changed through `.data` in other steps only, or of
-    embeddings with `max_norm`, goes unnoticed.
+    anything else writes the weights. What is changed through `.data` in other steps only goes
+    unnoticed.
 
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-    max_norm : `MaxNorm`, required.
-        What it changes isn't lost. The weights of its embeddings aren't compared.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, max_norm: MaxNorm) -> None:
-        self._max_norm = max_norm
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self._device = engine.device
-        scaled = set(map(id, max_norm.weights))
         is_partitioned = engine.zero_optimization_partition_weights()
         self._named_parameters: List[Tuple[str, Any]] = [
             (name, parameter)
@@ -48,11 +43,6 @@ class WeightWatch:
         shards = Shards(engine)
         if shards.steps_parameters:
             self._named_parameters = []
-        self._compared_parameters = [
-            (name, parameter)
-            for name, parameter in self._named_parameters
-            if id(parameter) not in scaled
-        ]
         # None on NVMe.
         has_fragments = self._named_parameters and not engine.zero_nvme_offload_optimizer()
         self._fragments = shards.fragments if has_fragments else {}
@@ -94,7 +84,7 @@ class WeightWatch:
             self._compare(over_the_bus=is_first)
 
     def _compare(self, over_the_bus: bool) -> None:
-        for name, parameter in self._compared_parameters:
+        for name, parameter in self._named_parameters:
             fragment = self._fragments.get(parameter)
             if fragment is None:
                 continue
@@ -151,7 +141,7 @@ class WeightWatch:
 
     def _versions_of(self, parameter: Any) -> Tuple[int, int]:
         partition = parameter.ds_tensor._version if is_zero_param(parameter) else 0
-        return parameter._version - self._max_norm.num_changes(parameter), partition
+        return parameter._version, partition
 
 
 def _is_replaced(parameter: Any) -> bool:

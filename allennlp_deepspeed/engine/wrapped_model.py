@@ -50,6 +50,7 @@ from allennlp_deepspeed.engine.engine_mends import (
 from allennlp_deepspeed.engine.graph_capture import no_check_on_cpu
 from allennlp_deepspeed.engine.hierarchical_communication import hierarchical_communication
 from allennlp_deepspeed.engine.loaded_weights import check_loaded_weights
+from allennlp_deepspeed.engine.model_check import check_model
 from allennlp_deepspeed.engine.process_environment import (
     device_index,
     in_fp16,
@@ -119,7 +120,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         check_nvme(config, device.type)
         check_torch_compile(config, device.type)
         check_loaded_weights(model, config)
-        check_sharding(model, config)
+        check_model(model, config)
         if find_unused_parameters and config.zero_stage == 3:
             raise ConfigurationError(
                 "'distributed.ddp_accelerator.find_unused_parameters' is true, but at ZeRO stage 3 "
@@ -428,22 +429,3 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 def _destroy_engine(engine: DeepSpeedEngine) -> None:
     remove_hooks(engine)
     engine.destroy()
-
-
-def check_sharding(model: Model, config: ResolvedConfig) -> None:
-    """Refuses what DeepSpeed would get wrong, or fail at, where it shards the optimizer."""
-    if config.zero_stage == 0:
-        return
-    advice = f'ZeRO stage {config.zero_stage}; write "zero_optimization": {{"stage": 0}}'
-    for name, module in model.named_modules():
-        if config.zero_stage == 3 and isinstance(module, torch.jit.ScriptModule):
-            raise ConfigurationError(
-                f"The module '{name}' is compiled by TorchScript, and ZeRO stage 3 can't gather "
-                'parameters in its code. Write "deepspeed_config": {"zero_optimization": '
-                "{\"stage\": 2}}, or leave out 'torch.jit'."
-            )
-        if getattr(module, "sparse", False) is True:
-            raise ConfigurationError(
-                f"The embedding '{name}' has \"sparse\": true, and DeepSpeed can't reduce sparse "
-                f'gradients at {advice}, or "sparse": false.'
-            )

@@ -6,7 +6,6 @@ from allennlp.data.data_loaders import TensorDict
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine import loss_scaling
-from allennlp_deepspeed.engine.embedding_max_norm import MaxNorm
 from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.inner_gradients import InnerGradients
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
@@ -43,7 +42,6 @@ class GradientStep:
         makes several.
     go_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, required.
         Has the callbacks go backward from the outputs of a micro-batch. Returns whether one has.
-    max_norm : `MaxNorm`, required.
     weight_watch : `WeightWatch`, required.
     moving_average : `ShardedMovingAverage`, optional (default = `None`)
     """
@@ -58,7 +56,6 @@ class GradientStep:
         forward: Callable[[TensorDict], Outputs],
         prepare: Callable[[TensorDict], TensorDict],
         go_backward: Callable[[Outputs], bool],
-        max_norm: MaxNorm,
         weight_watch: WeightWatch,
         moving_average: Optional[ShardedMovingAverage] = None,
     ) -> None:
@@ -75,7 +72,6 @@ class GradientStep:
         self._forward = forward
         self._prepare = prepare
         self._go_backward = go_backward
-        self._max_norm = max_norm
         self._weight_watch = weight_watch
         self._moving_average = moving_average
         self._num_micro_batches = 0
@@ -179,7 +175,6 @@ class GradientStep:
         Mends DeepSpeed 0.19.8: an engine at stage 0 in fp32 has no norm to report, also where it
         clips by it. Gone when its `get_global_grad_norm` isn't `None`.
         """
-        self._max_norm.apply()
         norm: Norm = None
         if self._reports_norm and self._engine.optimizer is self._optimizer:
             # The optimizer is a plain one, at stage 0 in fp32.

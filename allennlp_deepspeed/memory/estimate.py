@@ -17,6 +17,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.engine.model_check import check_model
 from allennlp_deepspeed.engine.model_states import (
     ModelSize,
     ModelStates,
@@ -24,7 +25,6 @@ from allennlp_deepspeed.engine.model_states import (
     elements_of_modules,
     model_states,
 )
-from allennlp_deepspeed.engine.wrapped_model import check_sharding
 from allennlp_deepspeed.gradients.holding import held_share
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.memory import optimizer_states
@@ -245,7 +245,7 @@ class Estimator:
             resolved = DeepSpeedConfig.of(
                 {key: value for key, value in config.items() if key != "train_batch_size"}
             ).resolve(self._settings_for(placement))
-            check_sharding(self._model, resolved)
+            check_model(self._model, resolved)
             check_optimizer(self._optimizer, resolved, device_type, on_this_machine=False)
         except ConfigurationError as error:
             return PlacementEstimate(placement, pasted, problem=str(error))

@@ -22,7 +22,6 @@ from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
-from allennlp_deepspeed.engine.embedding_max_norm import MaxNorm
 from allennlp_deepspeed.engine.inner_gradients import InnerGradients
 from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
@@ -343,9 +342,7 @@ class EngineTrainer(GradientDescentTrainer):
         # After the hook that clips: it records what the optimizer steps with.
         self._log_writers = LogWriters(self)
         wrapped_model.before_destroying(self._log_writers.remove)
-        self._max_norm = MaxNorm(self.engine)
-        wrapped_model.before_destroying(self._max_norm.remove)
-        self._weight_watch = WeightWatch(self.engine, self._max_norm)
+        self._weight_watch = WeightWatch(self.engine)
         if self._moving_average is not None:
             self._check_averages(self._moving_average)
             self._moving_average.before_assigning = self._weight_watch.raise_if_changed
@@ -361,7 +358,6 @@ class EngineTrainer(GradientDescentTrainer):
             forward=self._go_forward,
             prepare=self._prepare_batch,
             go_backward=self._call_on_backward,
-            max_norm=self._max_norm,
             weight_watch=self._weight_watch,
             moving_average=self._moving_average,
         )
@@ -373,12 +369,12 @@ class EngineTrainer(GradientDescentTrainer):
             self.data_loader.cuda_device = None
 
     def _check_averages(self, moving_average: ShardedMovingAverage) -> None:
-        scaled = set(self._max_norm.weights)
-        for name, parameter in self.model.named_parameters():
-            if parameter in scaled and not moving_average.may_change(parameter):
+        for name, module in self.model.named_modules():
+            is_scaled = getattr(module, "max_norm", None) is not None
+            if is_scaled and not all(map(moving_average.may_change, module.parameters())):
                 raise ConfigurationError(
-                    "'trainer.moving_average' averages what the optimizer steps, and not the "
-                    f"frozen '{name}', which 'max_norm' changes: give both the trained "
+                    "'trainer.moving_average' averages what the optimizer updates, and not the "
+                    f"frozen weight of '{name}', which 'max_norm' changes: give both the trained "
                     "parameters only."
                 )
 

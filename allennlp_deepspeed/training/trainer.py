@@ -404,9 +404,6 @@ class DeepSpeedTrainer(ResumableTrainer):
             raise
         finally:
             activity.at(activity.NOT_WATCHED, epoch)
-        if self._moving_average is not None:
-            self._max_norm.forget_trained()
-        self._max_norm.apply()
         return result
 
     def _validate_whole_set(self, model: ValidatesWholeSet) -> None:

@@ -31,9 +31,6 @@ class OwnTrainer(DeepSpeedTrainer):
 
 def search(directory: Path, trainer_class: Type[GradientDescentTrainer], **kwargs: Any) -> Curve:
     task = Task()
-    for module in task.model.modules():
-        if hasattr(module, "max_norm"):
-            module.max_norm = 0.05  # type: ignore[assignment]
     task.optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1, momentum=0.5)  # type: ignore[assignment]
     trainer = trainer_class(**task.arguments(directory), grad_norm=0.5, **kwargs)
     return find_learning_rate.search_learning_rate(

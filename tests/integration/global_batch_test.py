@@ -39,7 +39,7 @@ class MeanOverTokens(Model):
     def __init__(self) -> None:
         regularizer = RegularizerApplicator([("output.weight", L2Regularizer(0.05))])
         super().__init__(Vocabulary(), regularizer)
-        self.embedding = torch.nn.Embedding(9, 4, max_norm=1.0)
+        self.embedding = torch.nn.Embedding(9, 4)
         self.output = torch.nn.Linear(4, 3)
         self.register_buffer("num_seen", torch.tensor(0))
         self.accuracy = CategoricalAccuracy()

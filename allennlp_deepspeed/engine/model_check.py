@@ -1,0 +1,52 @@
+import torch
+from allennlp.common.checks import ConfigurationError
+from allennlp.models import Model
+
+from allennlp_deepspeed.config.settings import ResolvedConfig
+
+
+def check_model(model: Model, config: ResolvedConfig) -> None:
+    """
+    Refuses modules that DeepSpeed would train wrong, or fail at.
+
+    # Raises
+
+    `ConfigurationError`
+        If there is one. It names the module and what to write instead.
+    """
+    for name, module in model.named_modules():
+        if config.zero_stage > 0:
+            _check_sharded(name, module, config.zero_stage)
+        if getattr(module, "max_norm", None) is not None:
+            _check_max_norm(name, config)
+
+
+def _check_sharded(name: str, module: torch.nn.Module, stage: int) -> None:
+    if stage == 3 and isinstance(module, torch.jit.ScriptModule):
+        raise ConfigurationError(
+            f"The module '{name}' is compiled by TorchScript, and ZeRO stage 3 can't gather "
+            'parameters in its code. Write "deepspeed_config": {"zero_optimization": '
+            "{\"stage\": 2}}, or leave out 'torch.jit'."
+        )
+    if getattr(module, "sparse", False) is True:
+        raise ConfigurationError(
+            f"The embedding '{name}' has \"sparse\": true, and DeepSpeed can't reduce sparse "
+            f'gradients at ZeRO stage {stage}; write "zero_optimization": {{"stage": 0}}, or '
+            '"sparse": false.'
+        )
+
+
+def _check_max_norm(name: str, config: ResolvedConfig) -> None:
+    """PyTorch scales the rows in the model's weights, which the next step overwrites."""
+    problem = None
+    if config.zero_stage > 0:
+        problem = f"at ZeRO stage {config.zero_stage}"
+    elif config.precision in ("bf16", "fp16"):
+        problem = f"in {config.precision}"
+    if problem is not None:
+        raise ConfigurationError(
+            f"The embedding '{name}' has 'max_norm', and {problem} the optimizer updates other "
+            "tensors than the model's, in which its rows aren't scaled. Write "
+            '"deepspeed_config": {"zero_optimization": {"stage": 0}} without "bf16" and "fp16", '
+            "or leave out 'max_norm'."
+        )
