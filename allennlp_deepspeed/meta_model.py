@@ -69,24 +69,6 @@ def construct_without_weights(
                 return _construct(params, vocabulary, directory)
 
 
-def construct_on_meta_device(
-    model_params: Params, vocabulary: Vocabulary, serialization_dir: str
-) -> Model:
-    """
-    A model on the meta device, or what is raised if it can't be constructed there.
-
-    # Parameters
-
-    model_params : `Params`, required.
-        The section "model" of a configuration.
-    vocabulary : `Vocabulary`, required.
-    serialization_dir : `str`, required.
-    """
-    params = Params({"model": model_params})
-    with _without_pretrained_weights(), _on_meta_device():
-        return _construct(params, vocabulary, serialization_dir)
-
-
 def _construct(params: Params, vocabulary: Vocabulary, serialization_dir: str) -> Model:
     model_params = params.duplicate().pop("model")
     if isinstance(model_params, Params):

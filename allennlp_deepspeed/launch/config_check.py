@@ -36,7 +36,6 @@ from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.gradients import loss_terms
 from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import nodes
-from allennlp_deepspeed.launch.trial import check_parts
 from allennlp_deepspeed.optimizers import REMOVED, check_optimizer
 from allennlp_deepspeed.signatures import config_file
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
@@ -90,10 +89,6 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         return
     if on_this_machine:
         config = _check_file(config, findings)
-        try:
-            check_parts(config, findings)
-        except Exception:
-            logger.info("Parts of the config can't be tried out.", exc_info=True)
     with _what_is_wrong_already(findings):
         _check_sections(config, findings, on_this_machine)
     findings.raise_any()
