@@ -3,7 +3,6 @@ What DeepSpeed needs of a process besides an engine. No other module touches the
 variables that DeepSpeed reads, or makes a process group.
 """
 
-import functools
 import importlib
 import logging
 import os
@@ -11,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterator, Optional
 from unittest import mock
 
-import cpuinfo
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -74,7 +72,6 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
             undo.enter_context(as_one_process())
         if device.type == "cpu":
             undo.enter_context(_fp16_on_cpu())
-        undo.enter_context(_processor_described_once())
         undo.enter_context(parameter_layout.any_layout())
         undo.enter_context(module_hooks.linear_only_with_graph())
         undo.enter_context(module_hooks.keeping_what_is_read())
@@ -156,9 +153,9 @@ def in_fp16(device: torch.device) -> Iterator[None]:
 
 def _skip_shared_memory_all_reduce() -> None:
     """
-    On CPU DeepSpeed compiles and loads an all-reduce for inference, which training never calls.
-    Each start of a worker would take the compiler's lock for it, and wait for ever for one that a
-    killed worker has left.
+    Keeps DeepSpeed from compiling an all-reduce for inference, which training never calls.
+    Without this, each training on CPUs needs a C++ compiler and takes two minutes more on its first
+    start; with PyTorch before 2.14 it waits forever for the lock of a worker killed meanwhile.
 
     Mends DeepSpeed 0.19.8: its backend loads an operator for inference wherever the accelerator has
     it. Gone when `build_shm_op` is not called by the constructor of `TorchBackend`.
@@ -167,20 +164,6 @@ def _skip_shared_memory_all_reduce() -> None:
     # an attribute of `deepspeed.comm`, `torch` is PyTorch.
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
-
-
-@contextmanager
-def _processor_described_once() -> Iterator[None]:
-    """
-    Within it py-cpuinfo looks at the processor when it is first asked, which takes it a second or
-    two. A worker that steps on the CPU starts as much earlier as it would be asked again.
-
-    Mends DeepSpeed 0.19.8: to load an operator for the CPU it has py-cpuinfo look at the processor
-    for each flag of the compiler, and once more for Adam. Gone when `cpu_arch` and `simd_width` of
-    the operator's builder call `get_cpu_info` once in all.
-    """
-    with mock.patch.object(cpuinfo, "get_cpu_info", functools.cache(cpuinfo.get_cpu_info)):
-        yield
 
 
 def _init_group_of_one(device: torch.device) -> None:

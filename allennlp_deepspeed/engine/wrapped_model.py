@@ -47,7 +47,6 @@ from allennlp_deepspeed.engine.engine_mends import (
     remove_hooks,
     undo_first_step,
 )
-from allennlp_deepspeed.engine.graph_capture import no_check_on_cpu
 from allennlp_deepspeed.engine.hierarchical_communication import hierarchical_communication
 from allennlp_deepspeed.engine.loaded_weights import check_loaded_weights
 from allennlp_deepspeed.engine.model_check import check_model
@@ -231,7 +230,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             regularizer.gather_with_model()
         undo_first_step(self.engine)
         keep_adagrad(self.engine)
-        enter(no_check_on_cpu(self.engine))
         self._undo.callback(bias_correction.corrected_by_step_count(self.optimizer))
         if config.precision == "fp16":
             enter(loss_scaling.mended_loss_scale(self.engine))

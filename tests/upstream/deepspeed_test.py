@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, List
-from unittest import mock
 
 import deepspeed
 import torch
@@ -18,7 +17,6 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
-from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.utils import clip_grad_norm_
@@ -37,15 +35,6 @@ def test_deepspeed_logs_to_the_standard_output() -> bool:
 def test_every_process_on_a_cpu_loads_an_all_reduce_for_inference() -> bool:
     """By its source: whether it is compiled depends on what has been compiled before."""
     return "build_shm_op()" in inspect.getsource(TorchBackend.__init__)
-
-
-@mended_by("engine.process_environment._processor_described_once")
-def test_the_processor_is_looked_at_for_each_flag_of_an_operator() -> bool:
-    builder = CPUAdamBuilder()
-    with mock.patch("cpuinfo.get_cpu_info", return_value={"arch": "X86_64", "flags": []}) as look:
-        builder.cpu_arch()
-        builder.simd_width()
-    return look.call_count == 2
 
 
 @mended_by("engine.process_environment._fp16_on_cpu")
