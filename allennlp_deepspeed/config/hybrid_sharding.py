@@ -1,11 +1,11 @@
 """
 Over how many neighbouring ranks parameters stay sharded once they are gathered, or whether they
-stay whole, and how many ranks reduce gradients before all do.
+stay whole.
 """
 
 import json
 import logging
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, Dict, Tuple, Union
 
 from allennlp.common.checks import ConfigurationError
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -69,39 +69,6 @@ def resolve_shard_within(
     if num_ranks > 1 and size is None:
         fill(config, _PARTITION_SIZE, num_ranks, "from shard_within")
     return "all" if num_ranks == 1 else "none"
-
-
-def resolve_reduce_within(settings: TrainerSettings) -> Optional[int]:
-    """How many neighbouring workers reduce before all do; `None` if all do at once."""
-    if settings.reduce_within is None:
-        return None
-    if settings.reduce_within == AUTO:
-        # NCCL looks at what joins the GPUs, and has rings and trees that cross once each way.
-        is_gloo = settings.device_type == "cpu"
-        has_nodes = is_gloo and _has_nodes(settings)
-        return settings.workers_per_node if has_nodes else None
-    num_ranks, description = _num_ranks_within("reduce_within", settings)
-    if num_ranks == settings.world_size:
-        logger.info("reduce_within is %s, which are all: it changes nothing", description)
-        return None
-    _check_divides("reduce_within", num_ranks, description, settings)
-    return num_ranks
-
-
-def _has_nodes(settings: TrainerSettings) -> bool:
-    """Whether there are several nodes."""
-    on_each = settings.workers_per_node
-    if on_each is None or on_each >= settings.world_size:
-        return False
-    if settings.world_size % on_each:
-        logger.warning(
-            'reduce_within is "auto", and does nothing: there are %d workers, and %d on this node, '
-            "so that nodes don't have as many each",
-            settings.world_size,
-            on_each,
-        )
-        return False
-    return True
 
 
 def _check_divides(key: str, num_ranks: int, description: str, settings: TrainerSettings) -> None:

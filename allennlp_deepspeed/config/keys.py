@@ -49,6 +49,11 @@ class Key:
 # Something that is constructed, which says what is wrong.
 OBJECT = Any
 
+FORMER_KEYS: Dict[str, str] = {
+    "trainer.reduce_within": "DeepSpeed's own collectives reduce gradients: remove it",
+}
+"""What to write instead of keys that this package no longer has, by path."""
+
 
 def check_values(
     section: str, keys: Dict[str, Key], values: Dict[str, Any], findings: Findings
@@ -87,11 +92,14 @@ def check_names(
     known : `List[str]`, required.
     values : `Dict[str, Any]`, required.
     findings : `Findings`, required.
-        Gets a line for each key that isn't known, with the nearest that is.
+        Gets a line for each key that isn't known, with what to write instead.
     """
     for name in values:
-        if name not in known:
+        path = f"{section}.{name}"
+        if path in FORMER_KEYS:
+            findings.refuse(path, f"'{path}' is no longer a key: {FORMER_KEYS[path]}")
+        elif name not in known:
             findings.add(
-                f"'{section}.{name}' is no key of the {owner}: "
+                f"'{path}' is no key of the {owner}: "
                 f"{did_you_mean(name, known, page='docs/reference.md')}"
             )

@@ -16,7 +16,7 @@ from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
-from allennlp_deepspeed.config.keys import OBJECT, Key
+from allennlp_deepspeed.config.keys import FORMER_KEYS, OBJECT, Key
 from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 
 
@@ -162,18 +162,6 @@ TRAINER_KEYS: Dict[str, Key] = {
         OBJECT,
         default=None,
         doc="Kept on the fp32 weights, each worker on its shard.",
-    ),
-    "reduce_within": Key(
-        Union[int, Literal["node", "auto"], None],
-        default="auto",
-        doc='`"node"`, or a number of workers that divides that of all. So many neighbouring '
-        "workers add up their gradients before these go to the others, and what is gathered from "
-        "others goes to one of them, which passes it on: fewer bytes cross the links between "
-        "nodes. With `1` each worker is by itself: at ZeRO stages 1 to 3 it is sent only what it "
-        'has to sum, half of what gloo sends. `"auto"` is `"node"` with gloo on several nodes, '
-        "and `null` otherwise, which leaves it to the backend.",
-        advice='must be "auto", "node", a number of workers or null',
-        may_change=True,
     ),
     "shard_within": Key(
         Union[int, Literal["node", "auto"], None],
@@ -352,6 +340,8 @@ def may_change(path: str) -> bool:
     path : `str`, required.
         With the names of the sections that it is in, such as "trainer.grad_cache.chunk_size".
     """
+    if path in FORMER_KEYS:
+        return True
     trainer, name, *rest = [*path.split("."), ""][:3]
     key = TRAINER_KEYS.get(name) if trainer == "trainer" else None
     if key is None:

@@ -26,7 +26,6 @@ from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import check_whether_given, resolve_share
 from allennlp_deepspeed.config.hybrid_sharding import (
     check_partition_size,
-    resolve_reduce_within,
     resolve_shard_within,
 )
 from allennlp_deepspeed.config.open_values import (
@@ -82,9 +81,6 @@ def resolve(
     _resolve_muon(config, settings)
     _resolve_scheduler(config, settings, num_gradient_accumulation_steps, findings)
     _resolve_nvme_paths(config, settings, findings)
-    reduce_within: Optional[int] = None
-    with findings.collect():
-        reduce_within = resolve_reduce_within(settings)
     kept_parameters = "none"
     # What micro-batches have room for is found in the first steps, in which parameters would too.
     has_several = num_gradient_accumulation_steps > 1
@@ -135,7 +131,6 @@ def resolve(
         has_scheduler=has_scheduler,
         offload_device=_offload_device(zero),
         forces_cpu_optimizer=forces_cpu_optimizer,
-        reduce_within=reduce_within,
         kept_parameters=kept_parameters,
         gathers_in_each_pass=settings.shard_within is None,
         torch_compile=torch_compile,

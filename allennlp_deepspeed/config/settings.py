@@ -61,12 +61,10 @@ class TrainerSettings:
     serialization_dir : `str`, optional (default = `None`)
     shard_within : `Union[int, str]`, optional (default = `"auto"`)
         "node", "auto" or a number of workers.
-    reduce_within : `Union[int, str]`, optional (default = `"auto"`)
-        "node", "auto" or a number of workers.
     sequence_tiling : `Dict[str, Any]`, optional (default = `None`)
     torch_compile : `Union[bool, Dict[str, Any]]`, optional (default = `None`)
     workers_per_node : `int`, optional (default = `None`)
-        `None` if it is not known, which only matters where one of these is "node" or "auto".
+        `None` if it is not known, which only matters where `shard_within` is "node".
     """
 
     num_gradient_accumulation_steps: Union[int, str, None] = None
@@ -90,7 +88,6 @@ class TrainerSettings:
     bf16_supported: bool = True
     serialization_dir: Optional[str] = None
     shard_within: Union[int, str, None] = TRAINER_KEYS["shard_within"].default
-    reduce_within: Union[int, str, None] = TRAINER_KEYS["reduce_within"].default
     sequence_tiling: Any = None
     torch_compile: Union[bool, Dict[str, Any], None] = None
     workers_per_node: Optional[int] = None
@@ -216,8 +213,6 @@ class ResolvedConfig:
         CPU too, or "none" if it is the device that the model trains on.
     forces_cpu_optimizer : `bool`, optional
         What the config says for `zero_force_ds_cpu_optimizer`, `None` if it leaves it open.
-    reduce_within : `int`, optional
-        How many neighbouring workers reduce before all do, `None` if all do at once.
     kept_parameters : `str`
         Of those that stage 3 has gathered, "all", "none" or "auto", as many as there is room for,
         stay whole until the step ends.
@@ -238,7 +233,6 @@ class ResolvedConfig:
     has_scheduler: bool
     offload_device: str
     forces_cpu_optimizer: Optional[bool]
-    reduce_within: Optional[int]
     kept_parameters: str
     gathers_in_each_pass: bool
     torch_compile: Optional[Dict[str, Any]]

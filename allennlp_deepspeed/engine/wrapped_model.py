@@ -47,7 +47,6 @@ from allennlp_deepspeed.engine.engine_mends import (
     remove_hooks,
     undo_first_step,
 )
-from allennlp_deepspeed.engine.hierarchical_communication import hierarchical_communication
 from allennlp_deepspeed.engine.loaded_weights import check_loaded_weights
 from allennlp_deepspeed.engine.model_check import check_model
 from allennlp_deepspeed.engine.process_environment import (
@@ -58,7 +57,6 @@ from allennlp_deepspeed.engine.process_environment import (
 )
 from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, penalty_in_fp32
 from allennlp_deepspeed.engine.sequence_tiling import tile_modules
-from allennlp_deepspeed.engine.shard_exchange import ShardExchange
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +138,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo = ExitStack()
         self._autocast: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
-        self.shard_exchange: Optional[ShardExchange] = None  # while the engine is up
-        self.goes_by_nodes = False
-        """Whether communication is hierarchical, of the engine that is up."""
         self._compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
         self._loss_scale: Optional[Dict[str, Any]] = None  # of the engine before
         self.bring_up()
@@ -219,8 +214,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.precision == "torch_autocast" and config.zero_stage > 0:
             know_autocast(self.engine)
         before.find_added()
-        communication = enter(hierarchical_communication(self.engine, config.reduce_within))
-        self.goes_by_nodes, self.shard_exchange = communication
         enter(deepspeed_logging.mended_reports(self.engine, config.finds_micro_batch_size))
         enter(activation_checkpointing.configured(model, config.engine_config, device))
         if config.zero_stage == 3:
@@ -369,7 +362,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         try:
             self._undo.close()
         finally:
-            self.model, self._engine, self.shard_exchange = self._plain_model, None, None
+            self.model, self._engine = self._plain_model, None
             _up.discard(self)
             # What an engine is made of refers to each other, and holds memory, threads and files.
             gc.collect()

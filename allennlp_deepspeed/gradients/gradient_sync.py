@@ -18,11 +18,9 @@ from deepspeed.utils import z3_leaf_parameter
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
-from allennlp_deepspeed.engine.shard_exchange import ShardExchange
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 from allennlp_deepspeed.gradients import average_over_ranks
 from allennlp_deepspeed.gradients.average_over_ranks import GradientAverage, set_gradient
-from allennlp_deepspeed.gradients.early_start import EarlyStart
 from allennlp_deepspeed.gradients.holding import AUTO, BOUNDARY, MICRO_BATCH, Holding, put_aside
 from allennlp_deepspeed.processes.phases import BACKWARD, during
 
@@ -47,7 +45,7 @@ class GradientSynchronizer:
     It is right only if every rank has gradients for the same parameters. Where it may not be so,
     gradients are held until the backward passes are done, those that a rank lacks are zeros, and
     then all are reduced. At stage 0 and, without `overlap_comm`, at stage 1, this costs nothing and
-    is always done; where `EarlyStart` sends them before, with all that are held in any case.
+    is always done.
 
     Where DeepSpeed offloads the optimizer, it steps with what the last micro-batch has reduced, and
     for other parameters with what is left of the step before. So the last micro-batch reduces every
@@ -71,8 +69,6 @@ class GradientSynchronizer:
         `DistributedDataParallel` does. Callbacks that read or change gradients need this: at ZeRO
         stages 2 and 3 there is otherwise nothing left on a parameter after its backward pass. It
         costs one more reduction for each pass.
-    exchange : `ShardExchange`, optional (default = `None`)
-        What sums gradients at stages 1 and 2, if DeepSpeed doesn't.
 
     # Raises
 
@@ -93,7 +89,6 @@ class GradientSynchronizer:
         find_unused_parameters: bool = False,
         several_passes: bool = False,
         average_each_pass: bool = False,
-        exchange: Optional[ShardExchange] = None,
     ) -> None:
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
@@ -109,7 +104,7 @@ class GradientSynchronizer:
         self._parameters = sorted(self._group_indices, key=lambda p: -places.get(p, -1))
         if average_each_pass:
             average_over_ranks.check_readable(mode, self._accumulation_dtype_differs())
-        self._must_wait = (
+        self._waits_for_all = (
             self._is_reduced_at_once
             or (self._stage == 1 and not engine.optimizer.overlap_comm)
             or several_passes
@@ -155,24 +150,14 @@ class GradientSynchronizer:
         if not get_accelerator().resolves_data_dependency():
             self._streams = {}
         self._checksum = 0
-        self._early: Optional[EarlyStart] = None
-        if exchange is not None and exchange.starts_early:
-            self._early = EarlyStart(engine, exchange, self._parameters, self._group_indices)
-        self._comes_early = self._early is not None and not (
-            several_passes or average_each_pass or self._accumulators
-        )
-        self._has_several = num_micro_batches > 1
         self._average = GradientAverage(self._parameters)
         self._hooks: List[RemovableHandle] = []
-        self._waits_for_all = self._must_wait
         self._add_hooks()
 
     def _add_hooks(self) -> None:
         for i, parameter in enumerate(self._parameters):
             if not self._waits_for_all:
                 self._add_hook(parameter, partial(self._reduce_in_pass, i))
-            elif self._early is not None and self._comes_early:
-                self._add_hook(parameter, partial(self._early.come, i))
             elif self._average_each_pass and dist.get_world_size() > 1:
                 self._add_hook(parameter, self._average_after_pass)
         for i in self._accumulators:
@@ -183,16 +168,6 @@ class GradientSynchronizer:
         """Leaves the parameters as they were."""
         while self._hooks:
             self._hooks.pop().remove()
-
-    def _start_early(self) -> None:
-        """
-        Has DeepSpeed copy gradients, where all are held, while they are sent, not in the pass.
-        """
-        holds_all = self._comes_early and self._has_several and all(self.holding.each)
-        if self._waits_for_all != (self._must_wait or holds_all):
-            self._waits_for_all = not self._waits_for_all
-            self.remove_hooks()
-            self._add_hooks()
 
     def _add_hook(self, parameter: torch.nn.Parameter, hook: Callable) -> None:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -216,9 +191,6 @@ class GradientSynchronizer:
         """
         if self._stage == 3:
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
-        if self._early is not None:
-            self._early.raise_if_unfinished()
-            self._start_early()
         self._hold(True)
         try:
             yield
@@ -244,8 +216,6 @@ class GradientSynchronizer:
         del self._reduced[:]
         if self._engine.is_gradient_accumulation_boundary() != is_last:
             self._engine.set_gradient_accumulation_boundary(is_last)
-        if self._early is not None:
-            self._early.start_micro_batch()
         self._prepare_pass()
         yield
         if self._is_due:
@@ -303,8 +273,6 @@ class GradientSynchronizer:
         if self._has_held and self._accumulators:
             self._reduces_in_pass = False
         self._has_held |= not self._reduces_in_pass
-        if self._early is not None:
-            self._early.is_open = self._is_last and not self._is_in_no_sync
 
     def _reduce_in_pass(self, index: int, _: torch.nn.Parameter) -> None:
         """Reduces the gradient that has come, and those that have waited for it."""
@@ -361,8 +329,6 @@ class GradientSynchronizer:
         optimizer.setup_buckets()
         if optimizer.use_grad_accum_attribute:
             optimizer._fill_param_grad_accum_attribute(parameter)
-        if self._early is not None and not self._waits_for_all:
-            self._early.start(index)
         group_index = self._group_indices[parameter]
         optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
 
@@ -403,8 +369,6 @@ class GradientSynchronizer:
                     continue
                 self._set_zero_gradient(parameter)
             rest.append(i)
-        if self._early is not None and self._waits_for_all:
-            self._early.start_rest(rest)
         for i in rest:
             self._reduce(i)
         if not self._waits_for_all:

@@ -23,7 +23,6 @@ def highest(
     value: Numbers,
     device: torch.device,
     dtype: torch.dtype = torch.int32,
-    at_once: bool = False,
 ) -> Numbers:
     """
     The highest of all ranks' values. One all-reduce. To be called by every rank.
@@ -36,17 +35,11 @@ def highest(
         Where the process group communicates.
     dtype : `torch.dtype`, optional (default = `torch.int32`)
         Of what is sent.
-    at_once : `bool`, optional (default = `False`)
-        Whether `everyones_at_once` takes the place of the all-reduce. The same on every rank.
 
     # Returns
 
     `Union[int, float, List[int], List[float]]`
     """
-    if at_once:
-        own = torch.tensor(value, dtype=dtype, device=device)
-        agreed: Any = everyones_at_once(own).amax(dim=0).tolist()
-        return agreed
     return _reduce(value, device, dtype, dist.ReduceOp.MAX)
 
 
@@ -133,30 +126,6 @@ def of_all(value: T) -> List[T]:
     if world_size() > 1:
         dist.all_gather_object(values, value)
     return values
-
-
-def everyones_at_once(own: torch.Tensor) -> torch.Tensor:
-    """
-    The tensor of each rank, by a message from each rank to each. For little that crosses a network
-    which takes long: gloo's all-reduce and all-gather hand it on from rank to rank, and go round
-    twice and once. One all-to-all. To be called by every rank.
-
-    # Parameters
-
-    own : `torch.Tensor`
-        Of the same shape on every rank.
-
-    # Returns
-
-    `torch.Tensor`
-        Of shape (ranks, ...).
-    """
-    if world_size() == 1:
-        return own.unsqueeze(0)
-    for_each = own.expand(world_size(), *own.shape).contiguous()
-    received = torch.empty_like(for_each)
-    dist.all_to_all_single(received, for_each)
-    return received
 
 
 def _reduce(value: Numbers, device: torch.device, dtype: torch.dtype, operation: Any) -> Numbers:

@@ -142,10 +142,6 @@ def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
         if not config.accumulates and not keys.get("grad_cache"):
             mode = "once a step"
         texts.append(f"reduced {mode} (gradient_synchronization {setting})")
-    if config.reduce_within == 1:
-        texts.append("each worker its own shard's (reduce_within 1)")
-    elif config.reduce_within is not None:
-        texts.append(f"within {config.reduce_within} workers first")
     if keys.get("grad_cache"):
         texts.append("cached (grad_cache)")
     return ", ".join(texts)

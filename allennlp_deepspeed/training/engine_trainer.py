@@ -392,7 +392,6 @@ class EngineTrainer(GradientDescentTrainer):
             find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
             several_passes=any(map(goes_backward, self._callbacks)),
             average_each_pass=any(map(reads_gradients, self._callbacks)),
-            exchange=self._ddp_wrapped_model.shard_exchange,
         )
         if settings is None:
             return gradients, None

@@ -41,7 +41,6 @@ def agree_on_steps(
     is_time_to_save: bool,
     has_changed_weights: bool,
     seconds_per_step: float,
-    at_once: bool = False,
 ) -> StepAgreement:
     """
     Makes known to all ranks what each knows, in one collective, of 56 bytes. To be called by every
@@ -53,8 +52,6 @@ def agree_on_steps(
         Where the process group communicates.
     used_parameters_checksum : `int`, required.
         Of 32 bits.
-    at_once : `bool`, optional (default = `False`)
-        As for `agreement.highest`.
 
     The others are those of `StepAgreement`, on this rank.
     """
@@ -72,7 +69,6 @@ def agree_on_steps(
         ],
         device,
         dtype=torch.float64,
-        at_once=at_once,
     )
     return StepAgreement(
         steps_since_nan=int(since_nan),

@@ -344,7 +344,6 @@ class DeepSpeedTrainer(ResumableTrainer):
             and self._checkpointer.is_time_to_save(),
             has_changed_weights=self._weight_watch.has_found(),
             seconds_per_step=pace.seconds_per_step(),
-            at_once=self._ddp_wrapped_model.goes_by_nodes and self.cuda_device.type == "cpu",
         )
         if agreement.steps_since_nan:
             steps_ago = agreement.steps_since_nan - 1

@@ -6,9 +6,8 @@ from typing import Dict
 
 from benchmarks.contenders.accelerate import Accelerate
 from benchmarks.contenders.allennlp import FairScale, GradientDescent
-from benchmarks.contenders.bare import Bare, BareCoalesced
-from benchmarks.contenders.distributed_data_parallel import Ddp, DdpCached, DdpUncached
-from benchmarks.contenders.fully_shard import FullyShard, FullyShardKeeping
+from benchmarks.contenders.bare import Bare
+from benchmarks.contenders.distributed_data_parallel import DdpCached, DdpUncached
 from benchmarks.contenders.lightning import Lightning
 from benchmarks.contenders.ours import (
     Ours,
@@ -17,7 +16,6 @@ from benchmarks.contenders.ours import (
     OursFlush,
     OursMicroBatch,
     OursUntrimmed,
-    OursWith,
 )
 from benchmarks.contenders.sentence_transformers import SentenceTransformers
 from benchmarks.harness.contender import Contender
@@ -34,27 +32,6 @@ CONTENDERS: Dict[str, Contender] = {
     "gradient-descent": GradientDescent(),
     "lightning": Lightning(),
     "fairscale": FairScale(),
-}
-
-# The same over a slow network, with PyTorch's own ways to train there.
-SLOW_NETWORK_CONTENDERS: Dict[str, Contender] = {
-    "ours": CONTENDERS["ours"],
-    "ours-whole": OursWith((3,), shard_within=1),
-    BARE: CONTENDERS[BARE],
-    "bare-coalesced": BareCoalesced(),
-    "accelerate": CONTENDERS["accelerate"],
-    "fsdp2": FullyShard(),
-    "fsdp2-keeping": FullyShardKeeping(),
-    "ddp": Ddp(),
-    "gradient-descent": CONTENDERS["gradient-descent"],
-    # Of ours, each with something else than what it does by itself.
-    "ours-backend": OursWith((1, 2, 3), reduce_within=None),
-    "ours-overlap": OursWith((1, 2), {"overlap_comm": True}),
-    "ours-no-overlap": OursWith((3,), {"overlap_comm": False}),
-    "ours-small-buckets": OursWith(
-        (1, 2, 3), {"overlap_comm": True, "reduce_bucket_size": 500_000}
-    ),
-    "ours-flush": CONTENDERS["ours-flush"],
 }
 
 # Those that train a bi-encoder.

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertModel
 
 from benchmarks.contenders.text_pairs import TEMPERATURE, WITHOUT_POOLER, texts_of
-from benchmarks.harness.contender import Contender, Job, marking_the_last
+from benchmarks.harness.contender import Contender, Job
 
 Texts = Dict[str, torch.Tensor]
 
@@ -29,31 +29,6 @@ class Encoder(torch.nn.Module):
         mask = attention_mask.unsqueeze(-1)
         mean = (output.last_hidden_state * mask).sum(dim=1) / mask.sum(dim=1)
         return torch.nn.functional.normalize(mean, dim=-1)
-
-
-class Ddp(Contender):
-    """
-    A loop on `DistributedDataParallel`, which reduces gradients with the last micro-batch of a step
-    only, as its documentation teaches. It shards nothing, whatever the stage.
-    """
-
-    @overrides
-    def train(self, job: Job) -> None:
-        device = job.worker.device
-        model = DistributedDataParallel(
-            job.workload.build_model().to(device),
-            device_ids=[device.index] if device.type == "cuda" else None,
-        )
-        optimizer = job.workload.build_optimizer(model)
-        model.train()
-        for is_last, batch in marking_the_last(job):
-            with nullcontext() if is_last else model.no_sync():
-                loss = model(**batch)["loss"]
-                (loss / job.workload.accumulation).backward()
-            if is_last:
-                optimizer.step()
-                optimizer.zero_grad()
-            job.stopwatch.record(loss)
 
 
 class DdpUncached(Contender):

@@ -1,4 +1,4 @@
-from typing import Any, ClassVar, Dict, List, Optional, Tuple
+from typing import Any, ClassVar, Dict, List
 
 import torch
 from allennlp.common import Lazy
@@ -95,34 +95,3 @@ class OursUntrimmed(OursCached):
     """As `OursCached`, with the batch's order and padding in all chunks."""
 
     trim_padding = False
-
-
-class OursWith(Ours):
-    """
-    As `Ours`, with other settings.
-
-    # Parameters
-
-    stages : `Tuple[int, ...]`
-        Where they are other than what is done without.
-    zero : `Dict[str, Any]`, optional (default = `None`)
-        Keys of `"zero_optimization"`.
-    keys : `Any`
-        Keys of the trainer.
-    """
-
-    def __init__(
-        self, stages: Tuple[int, ...], zero: Optional[Dict[str, Any]] = None, **keys: Any
-    ) -> None:
-        self.stages = stages
-        self._zero = zero or {}
-        self._keys = keys
-
-    @overrides
-    def deepspeed_config(self, job: Job) -> Dict[str, Any]:
-        config = super().deepspeed_config(job)
-        return {**config, "zero_optimization": {**config["zero_optimization"], **self._zero}}
-
-    @overrides
-    def settings(self, workload: Workload) -> Dict[str, Any]:
-        return {**super().settings(workload), **self._keys}

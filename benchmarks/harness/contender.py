@@ -1,7 +1,7 @@
 from abc import ABC, abstractmethod
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Iterator, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from allennlp.data import DataLoader
@@ -79,9 +79,3 @@ class Contender(ABC):
 
         `Unavailable`
         """
-
-
-def marking_the_last(job: Job) -> Iterator[Tuple[bool, Any]]:
-    """The batches, each with whether it is the last micro-batch of an optimizer step."""
-    for i, batch in enumerate(job.data_loader, start=1):
-        yield i % job.workload.accumulation == 0, batch

@@ -4,10 +4,10 @@ Contenders against each other: each pair is timed in turn, while all others wait
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 from benchmarks.harness.contender import Contender, Job
-from benchmarks.harness.process_tree import Place, ProcessTree, Unavailable, Worker
+from benchmarks.harness.process_tree import ProcessTree, Unavailable, Worker
 from benchmarks.harness.stopwatch import Outcome, Plan, Taken
 from benchmarks.harness.workload import Workload
 
@@ -38,7 +38,6 @@ def compare(
     plan: Plan,
     world_size: int,
     time_limit: float,
-    place: Optional[Place] = None,
 ) -> Comparison:
     """
     # Parameters
@@ -52,8 +51,6 @@ def compare(
     world_size : `int`
     time_limit : `float`
         In seconds, for all of it.
-    place : `Optional[Callable[[int], None]]`, optional (default = `None`)
-        As `ProcessTree` takes it.
     """
     reasons = {name: contender.why_not_here() for name, contender in contenders.items()}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -70,7 +67,6 @@ def compare(
                 plan._replace(num_segments=plan.num_segments * max(1, num_pairs)),
                 world_size,
                 time_limit,
-                place,
             )
             trees[name] = stack.enter_context(tree)
         for name, tree in list(trees.items()):

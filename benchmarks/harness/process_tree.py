@@ -79,7 +79,6 @@ class Worker:
 
 
 Train = Callable[[Worker], None]
-Place = Callable[[int], None]
 
 
 class WorkerError(NamedTuple):
@@ -103,9 +102,6 @@ class ProcessTree:
     world_size : `int`
     time_limit : `float`
         In seconds, for all that the workers do.
-    place : `Optional[Callable[[int], None]]`, optional (default = `None`)
-        Called by each worker with its rank before anything else, for one that is to be elsewhere,
-        as on a host of its own.
     """
 
     def __init__(
@@ -115,7 +111,6 @@ class ProcessTree:
         plan: Plan,
         world_size: int,
         time_limit: float,
-        place: Optional[Place] = None,
     ) -> None:
         self._name = name
         self._segments_left = plan.num_segments
@@ -128,7 +123,7 @@ class ProcessTree:
             here, there = _context.Pipe()
             turns = there if rank == 0 else None
             worker = Worker(plan, rank, world_size, Path(self._directory.name), turns)
-            process = _context.Process(target=_work, args=(train, worker, there, time_limit, place))
+            process = _context.Process(target=_work, args=(train, worker, there, time_limit))
             process.start()
             there.close()
             self._connections.append(here)
@@ -203,14 +198,11 @@ def _work(
     worker: Worker,
     connection: Connection,
     time_limit: float,
-    place: Optional[Place],
 ) -> None:
     """What a worker does, from its start to its end."""
     os.setsid()
     # Dies with the command, however that ends, instead of waiting for its turn for ever.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    if place is not None:
-        place(worker.rank)  # before there is another thread, which would stay where it is
     with open(worker.directory / f"output{worker.rank}.txt", "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

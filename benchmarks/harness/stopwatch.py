@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.reports.communication import CommunicationCounter, Traffic
 from benchmarks.harness.gradient_traffic import GradientTraffic
-from benchmarks.harness.link_traffic import bytes_so_far
 from benchmarks.harness.memory import PeakMemory
 
 # Before 2.14 PyTorch's process groups have no hooks: the columns of what crosses the network stay
@@ -69,17 +68,12 @@ class Outcome(NamedTuple):
         In the counted steps.
     peak_memory : `int`
         In the counted steps, in bytes.
-    link_bytes : `int`
-        What the network interfaces of this rank's host have received and sent in the counted steps,
-        headers included. Workers on one host have their loopback for each other, which isn't
-        counted.
     """
 
     losses: List[float]
     traffic: Dict[str, Traffic]
     gradient_bytes: int
     peak_memory: int
-    link_bytes: int
 
 
 class Stopwatch:
@@ -115,7 +109,6 @@ class Stopwatch:
         self._losses: List[torch.Tensor] = []
         self._counter = CommunicationCounter()
         self._gradients = GradientTraffic()
-        self._link_bytes = 0
         segments = plan.segments()
         # The numbers of micro-batches after which a segment ends.
         self._ends = {sum(segments[: i + 1]) * accumulation: i for i in range(len(segments))}
@@ -134,7 +127,6 @@ class Stopwatch:
                 self._counter.stop()
                 self._gradients.stop()
             self._memory.stop()
-            self._link_bytes += bytes_so_far()
             return
         taken = self._taken()
         if self._turns is not None:
@@ -143,11 +135,9 @@ class Stopwatch:
         if segment == self.plan.num_segments:
             self._memory.start()
         self._wait_for_all()
-        if segment == self.plan.num_segments:
-            self._link_bytes = -bytes_so_far()
-            if _CAN_COUNT:
-                self._counter.start()
-                self._gradients.start()
+        if segment == self.plan.num_segments and _CAN_COUNT:
+            self._counter.start()
+            self._gradients.start()
         self._begin_segment()
 
     def _begin_segment(self) -> None:
@@ -173,4 +163,4 @@ class Stopwatch:
         if calls > 1:
             traffic["barrier"] = Traffic(calls - 1, num_bytes)
         losses = torch.stack(self._losses).tolist()
-        return Outcome(losses, traffic, self._gradients.bytes, self._memory.bytes, self._link_bytes)
+        return Outcome(losses, traffic, self._gradients.bytes, self._memory.bytes)

@@ -1,12 +1,12 @@
 """
-What the link between two hosts carries in an optimizer step, beside the least that two nodes need.
+Bytes that the link between two hosts carries in an optimizer step, with 1 and with 8 micro-batches.
 
 Trains a transformer on two hosts of two CPU workers each, which are network namespaces of this
-machine, joined by virtual cables. Counted is what the interface of one host has received and sent
-from the end of one step to that of the next, in multiples of the parameters' bytes. Each row is
-trained with gloo's collectives over all workers, as "gradient_descent" is, and by way of the
-nodes, as the trainer does by itself. Losses and weights have to be those of "gradient_descent".
-Needs root, iproute2 and util-linux.
+machine, joined by virtual cables. The study counts what the interface of one host has received and
+sent from the end of one step to the end of the next, in multiples of the parameters' bytes. This
+trainer reduces gradients once a step at every stage, so that the bytes of a step don't depend on
+the number of its micro-batches; those of "gradient_descent" do. Losses and weights must be those of
+"gradient_descent". Needs root, iproute2 and util-linux.
 """
 
 import argparse
@@ -31,54 +31,8 @@ TOLERANCE = 1e-5
 TIME_LIMIT = 120  # seconds
 
 
-class Variant(NamedTuple):
-    """
-    # Parameters
-
-    name : `str`
-    stage : `int`
-        Of ZeRO. `None` for "gradient_descent".
-    accumulation : `int`
-        Micro-batches in a step.
-    least : `float`
-        What two nodes need for it, in multiples of the parameters' bytes.
-    trainer : `Dict[str, Any]`
-        Further keys.
-    """
-
-    name: str
-    stage: Optional[int]
-    accumulation: int
-    least: float
-    trainer: Dict[str, Any] = {}
-
-
-# Each node needs the sum of the other's gradients, and has the other know its own: once the
-# parameters' bytes in each direction, or half of each for sharded sums and as much again for
-# the weights that come of them. Each further gathering over both nodes is half in each direction.
-_EXCHANGE, _GATHERING = 2, 1
-
-
-def _stage_3(k: int) -> int:
-    """Every pass gathers, and only the first is what any training needs."""
-    return _EXCHANGE + (2 * k - 1) * _GATHERING
-
-
-_IN_NODE = {"shard_within": "node"}
-_IN_EACH_PASS = {"shard_within": None}
-VARIANTS = [
-    Variant("`gradient_descent`", None, 1, _EXCHANGE),
-    Variant("`gradient_descent`, accumulation 8", None, 8, _EXCHANGE),
-    Variant("stage 0", 0, 1, _EXCHANGE),
-    Variant("stage 1", 1, 1, _EXCHANGE),
-    Variant("stage 2", 2, 1, _EXCHANGE),
-    Variant('stage 3, `"shard_within": "node"`', 3, 1, _EXCHANGE, _IN_NODE),
-    Variant("stage 0, accumulation 8", 0, 8, _EXCHANGE),
-    Variant("stage 2, accumulation 8", 2, 8, _EXCHANGE),
-    Variant('stage 3, `"shard_within": "node"`, accumulation 8', 3, 8, _EXCHANGE, _IN_NODE),
-    Variant("stage 3", 3, 1, _stage_3(1)),
-    Variant('stage 3, `"shard_within": null`, accumulation 8', 3, 8, _stage_3(8), _IN_EACH_PASS),
-]
+ACCUMULATIONS = (1, 8)
+STAGES = (0, 1, 2, 3)
 
 
 class Outcome(NamedTuple):
@@ -103,14 +57,7 @@ class Outcome(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [variant.name for variant in VARIANTS]
-    parser.add_argument(
-        "--rows",
-        type=int,
-        nargs="+",
-        default=range(len(names)),
-        help=f"of {list(enumerate(names))}",
-    )
+    parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=STAGES)
 
 
 def run(settings: argparse.Namespace) -> None:
@@ -118,25 +65,19 @@ def run(settings: argparse.Namespace) -> None:
     if reason is not None:
         report.show(f"Nothing is measured: {reason}")
         return
+    references = {k: train(None, k) for k in ACCUMULATIONS}
     rows = []
-    references: Dict[int, Outcome] = {}
-    for variant in [VARIANTS[i] for i in settings.rows]:
-        k = variant.accumulation
-        if k not in references:
-            references[k] = train(Variant("reference", None, k, _EXCHANGE), None)
-        flat, hierarchical = references[k], None
-        if variant.stage is not None:
-            flat = train(variant, None)
-            compare(variant.name, flat, references[k])
-            hierarchical = train(variant, "auto")
-            compare(variant.name, hierarchical, references[k])
+    for stage in (None, *settings.stages):
+        outcomes = references
+        if stage is not None:
+            outcomes = {k: train(stage, k) for k in ACCUMULATIONS}
+            for k, outcome in outcomes.items():
+                compare(f"stage {stage}, accumulation {k}", outcome, references[k])
         rows.append(
             {
-                "name": variant.name,
-                "least": variant.least,
-                "over_all_workers": flat.per_step,
-                "by_way_of_nodes": None if hierarchical is None else hierarchical.per_step,
-                "parameter_bytes": flat.parameter_bytes,
+                "stage": stage,
+                "per_step": {k: outcome.per_step for k, outcome in outcomes.items()},
+                "parameter_bytes": outcomes[1].parameter_bytes,
             }
         )
     data = {**report.heading(NUM_HOSTS * WORKERS), "rows": rows}
@@ -144,56 +85,48 @@ def run(settings: argparse.Namespace) -> None:
     report.show(text(data))
 
 
-def train(variant: Variant, reduce_within: Optional[str]) -> Outcome:
+def train(stage: Optional[int], accumulation: int) -> Outcome:
     """On two hosts, which are made and removed."""
     with tempfile.TemporaryDirectory() as directory:
         hosts = Hosts(NUM_HOSTS, Path(directory))
         try:
-            return train_on(hosts, Path(directory), variant, reduce_within)
+            return train_on(hosts, Path(directory), stage, accumulation)
         finally:
             hosts.remove()
 
 
-def train_on(
-    hosts: Hosts, directory: Path, variant: Variant, reduce_within: Optional[str]
-) -> Outcome:
+def train_on(hosts: Hosts, directory: Path, stage: Optional[int], accumulation: int) -> Outcome:
     """
     # Parameters
 
     hosts : `Hosts`
     directory : `Path`
         For what is written.
-    variant : `Variant`
-    reduce_within : `str`
-        The trainer's key.
+    stage : `Optional[int]`
+        Of ZeRO. `None` for "gradient_descent".
+    accumulation : `int`
+        Micro-batches in a step.
     """
     trainer: Dict[str, Any] = {
         # With Adam, gradients that are too large by a factor would give the same losses.
         "optimizer": {"type": "sgd", "lr": 0.001},
         "callbacks": ["link_traffic"],
-        "num_gradient_accumulation_steps": variant.accumulation,
+        "num_gradient_accumulation_steps": accumulation,
     }
-    if variant.stage is not None:
-        zero: Dict[str, Any] = {"stage": variant.stage}
-        if variant.stage == 3:
-            # As with a model of more parameters than DeepSpeed keeps whole between the passes.
-            zero.update(
-                stage3_max_live_parameters=0,
-                stage3_max_reuse_distance=0,
-                stage3_param_persistence_threshold=0,
-            )
+    if stage is not None:
         trainer.update(
             type="deepspeed",
-            deepspeed_config={"zero_optimization": zero},
+            deepspeed_config={"zero_optimization": {"stage": stage}},
             gradient_synchronization="boundary",
-            reduce_within=reduce_within,
-            **variant.trainer,
         )
+    if stage == 3:
+        # Parameters are gathered once a step, too.
+        trainer["shard_within"] = 1
     config = training.config(
         directory,
         [
             (f"one two three {i % 7} {i % 5}", str(i % 3))
-            for i in range(NUM_HOSTS * WORKERS * STEPS * variant.accumulation)
+            for i in range(NUM_HOSTS * WORKERS * STEPS * accumulation)
         ],
         batch_size=1,
         num_workers=NUM_HOSTS * WORKERS,
@@ -201,7 +134,7 @@ def train_on(
         **training.transformer(WIDTH, NUM_LAYERS, dropout_prob=0.0),
     )
     config["distributed"] = hosts.distributed(WORKERS)
-    outs = [directory / f"{reduce_within}-{host.name}" for host in hosts.hosts]
+    outs = [directory / f"{stage}-{accumulation}-{host.name}" for host in hosts.hosts]
     path = write_config(config, outs[0])
     packages = ("allennlp_deepspeed", link_traffic.__name__)
     commands = [
@@ -237,16 +170,10 @@ def compare(name: str, actual: Outcome, expected: Outcome) -> None:
 def text(data: Dict[str, Any]) -> str:
     rows = []
     for row in data["rows"]:
-        nodes = row["by_way_of_nodes"]
-        ours = ["", ""] if nodes is None else [f"{nodes:.2f}", f"{nodes / row['least']:.2f}"]
-        rows.append([row["name"], f"{row['least']:.1f}", f"{row['over_all_workers']:.2f}", *ours])
-    headings = (
-        "",
-        "the least",
-        "over all workers at once",
-        "by way of the nodes",
-        "of the least",
-    )
+        once, several = (row["per_step"][k] for k in ACCUMULATIONS)
+        name = "`gradient_descent`" if row["stage"] is None else f"stage {row['stage']}"
+        rows.append([name, f"{once:.2f}", f"{several:.2f}", f"{several / once:.2f}"])
+    headings = ("", *(f"accumulation {k}" for k in ACCUMULATIONS), "ratio")
     megabytes = report.megabytes(data["rows"][0]["parameter_bytes"])
     return report.document(
         "Bytes on the link between two hosts",

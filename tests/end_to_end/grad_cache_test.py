@@ -103,11 +103,9 @@ def test_the_weights_are_those_of_one_piece(experiments: Experiments, num_worker
 
 
 @pytest.mark.parametrize("within", [2, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_part_of_the_workers_shards_parameters_and_reduces_first(
-    experiments: Experiments, within: int
-):
+def test_a_part_of_the_workers_shards_parameters(experiments: Experiments, within: int):
     config = cached(divided(4, EVERYTHING), 3, CHUNK_SIZES)
-    config["trainer"].update(shard_within=within, reduce_within=within)
+    config["trainer"].update(shard_within=within)
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
 
 

@@ -172,7 +172,6 @@ _CONTRADICTIONS: List[Tuple[str, Any]] = [
     ("trainer.gradient_synchronization", "micro_batch"),
     ("trainer.grad_cache", {"chunk_size": 2}),
     ("trainer.shard_within", 2),
-    ("trainer.reduce_within", 3),
     ("trainer.sequence_parallel_size", 2),
     ("trainer.sequence_tiling", {"modules": ["("], "num_tiles": 2}),
     ("trainer.activation_checkpointing", ["nothing"]),

@@ -15,7 +15,6 @@ from tests.support.experiment import (
 )
 from tests.support.hosts import Hosts, on_one_host
 
-# Half of what a rank has of these is more than is left to the backend's collectives.
 SGD: Dict[str, Any] = {
     "model.encoder.hidden_size": 32,
     "trainer.optimizer": {"type": "sgd", "lr": 0.3},
@@ -25,7 +24,7 @@ SGD: Dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_hosts_train_to_the_weights_of_one_with_all_the_workers(
     experiments: Experiments, two_hosts: Hosts, tmp_path: Path, stage: int
 ):
@@ -39,7 +38,6 @@ def test_two_hosts_train_to_the_weights_of_one_with_all_the_workers(
     tokens.put(str(directories[1]), tokens.new_key(), 1)
     for run in two_hosts.train(config, directories):
         run.check()
-        assert "Gradients are reduced within 2 workers and then between 2 nodes" in run.output
         assert ("zero_hpz_partition_size is 2" in run.output) == (stage == 3)
     weights = Result(directories[0]).weights()
     assert_same_weights(weights, Result(directories[1]).weights(), tolerance=0)

@@ -226,12 +226,8 @@ class Hosts:
 
 
 def on_one_host(config: Config, workers: int = 2) -> Config:
-    """
-    The config for one host that has the workers of two with so many each, and sums in the same
-    order, so that it trains to the same bits.
-    """
-    trainer = {**config["trainer"], "reduce_within": workers}
-    return {**config, "trainer": trainer, "distributed": {"cuda_devices": [-1] * 2 * workers}}
+    """The config for one host that has the workers of two with `workers` each."""
+    return {**config, "distributed": {"cuda_devices": [-1] * 2 * workers}}
 
 
 def write_config(config: Config, serialization_dir: Path) -> Path:

@@ -1080,55 +1080,6 @@ class TestShardWithin:
         assert "can't keep the second copy of parameters on NVMe" in message
 
 
-class TestReduceWithin:
-    @pytest.mark.parametrize(
-        "reduce_within, workers_per_node, device_type, expected",
-        [
-            ("auto", 4, "cpu", 4),
-            ("auto", 4, "cuda", None),
-            ("auto", 8, "cpu", None),
-            ("auto", 1, "cpu", 1),
-            ("auto", 1, "cuda", None),
-            ("auto", None, "cpu", None),
-            ("node", 4, "cuda", 4),
-            ("node", 8, "cpu", None),
-            ("node", 1, "cpu", 1),
-            (1, None, "cpu", 1),
-            (2, None, "cuda", 2),
-            (8, None, "cpu", None),
-            (None, 4, "cpu", None),
-        ],
-    )
-    def test_it_is_the_workers_of_a_node(
-        self, reduce_within, workers_per_node, device_type, expected
-    ):
-        resolved = resolve(
-            {},
-            reduce_within=reduce_within,
-            workers_per_node=workers_per_node,
-            device_type=device_type,
-            world_size=8,
-        )
-        assert resolved.reduce_within == expected
-
-    def test_nodes_with_different_numbers_of_workers_are_told_of(self, caplog):
-        assert resolve({}, workers_per_node=3, world_size=8).reduce_within is None
-        assert 'reduce_within is "auto", and does nothing: there are 8 workers' in caplog.text
-
-    @pytest.mark.parametrize("size", [-2, 0, 3, 16])
-    def test_a_number_that_does_not_divide_the_workers_is_refused(self, size):
-        message = refusal({}, reduce_within=size, world_size=8)
-        assert f"reduce_within is {size}, but must be at least 1 and divide" in message
-
-    def test_a_node_of_unknown_size_is_asked_for(self):
-        assert "write the number" in refusal({}, reduce_within="node", world_size=4)
-
-    @pytest.mark.parametrize("reduce_within", ["rack", 2.0, True, [2]])
-    def test_what_is_neither_a_node_nor_a_number_is_refused(self, reduce_within):
-        message = refusal({}, reduce_within=reduce_within, world_size=4)
-        assert 'must be "auto", "node", a number of workers or null' in message
-
-
 class TestReports:
     @pytest.mark.parametrize("section", ["csv_monitor", "tensorboard"])
     def test_monitors_write_to_the_serialization_directory(self, section, monkeypatch):

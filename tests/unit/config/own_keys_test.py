@@ -68,6 +68,7 @@ def test_a_checkpointer_of_a_config_has_its_keys(tmp_path: Path):
         ("trainer.num_epochs", True),
         ("trainer.optimizer.lr", False),
         ("trainer.grad_cache", True),
+        ("trainer.reduce_within", True),  # former
         ("trainer.grad_cache.chunk_size.query", True),
         ("trainer.checkpointer.on_corrupt", True),
         ("trainer.deepspeed_config", False),

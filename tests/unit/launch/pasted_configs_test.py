@@ -371,6 +371,11 @@ CONFLICTS: List[Tuple[Changes, str, Changes]] = [
         [("trainer.gradient_synchronisation", None)],
     ),
     (
+        [("trainer.reduce_within", "node")],
+        "'trainer.reduce_within' is no longer a key: DeepSpeed's own collectives reduce gradients",
+        [("trainer.reduce_within", None)],
+    ),
+    (
         [("trainer.shard_within", 2)],
         "shard_within is 2, but parameters are sharded only at ZeRO stage 3",
         [("trainer.shard_within", None)],

@@ -28,26 +28,6 @@ CASES: Dict[str, Any] = {
         0.5,
         0.0,
     ),
-    "highest at once": (
-        lambda rank: agreement.highest([rank, -rank], CPU, at_once=True),
-        [2, 0],
-        [0, 0],
-    ),
-    "highest fraction at once": (
-        lambda rank: agreement.highest(rank / 4, CPU, torch.float64, at_once=True),
-        0.5,
-        0.0,
-    ),
-    "everyone's at once": (
-        lambda rank: agreement.everyones_at_once(torch.tensor([rank, 2**40])).tolist(),
-        [[0, 2**40], [1, 2**40], [2, 2**40]],
-        [[0, 2**40]],
-    ),
-    "everyone's number at once": (
-        lambda rank: agreement.everyones_at_once(torch.tensor(rank / 4).bfloat16()).tolist(),
-        [0.0, 0.25, 0.5],
-        [0.0],
-    ),
     "lowest": (lambda rank: agreement.lowest(7 - rank, CPU), 5, 7),
     "total": (lambda rank: agreement.total([rank, 1], CPU), [3, 3], [0, 1]),
     "any of": (lambda rank: agreement.any_of(rank == 1, CPU), True, False),
