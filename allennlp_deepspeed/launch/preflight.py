@@ -43,8 +43,7 @@ from allennlp_deepspeed.processes.launcher import Launched
 from allennlp_deepspeed.processes.sequence_groups import read_by_groups
 from allennlp_deepspeed.processes.supervision import supervised_workers
 from allennlp_deepspeed.processes.worker_device import capabilities
-from allennlp_deepspeed.reports.console import ConsoleSettings
-from allennlp_deepspeed.reports.console_logging import prepare_worker, shown_on_console
+from allennlp_deepspeed.reports.console import ConsoleSettings, prepare_worker, shown_on_console
 
 # What workers use models of transformers for, by keys and types. Where a config doesn't show it,
 # each worker imports them itself.

@@ -1,38 +1,64 @@
 """
-What is shown of a training on a terminal, or as plain lines where there is none.
+Shows announcements, warnings and errors of a training on the console; AllenNLP's log files have
+everything.
+
+AllenNLP's train command logs to files and to the console alike. Each process sets that up in
+`prepare_global_logging`, which is surrounded here, since there is no seam.
 """
 
-import io
 import logging
 import os
 import re
-import shutil
 import sys
-import threading
-import traceback
-from contextlib import suppress
-from typing import Any, NamedTuple, Optional, Set, TextIO
+import warnings
+from contextlib import ExitStack, contextmanager, suppress
+from logging.handlers import MemoryHandler
+from types import SimpleNamespace
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Set, TextIO
+from unittest import mock
 
+import allennlp.common.tqdm
+from allennlp.common import logging as common_logging
+from huggingface_hub import constants
 from overrides import overrides
 from rich.console import Console as RichConsole
+from rich.console import ConsoleRenderable
+from rich.logging import RichHandler
 from rich.text import Text
+from transformers.utils import logging as transformers_logging
 
-from allennlp_deepspeed.processes.announcements import announcement
-from allennlp_deepspeed.reports.logged_warnings import is_routine
+from allennlp_deepspeed.processes.announcements import announcement, with_quiet_imports
 
-# Of lines that no terminal has to hold.
-_PLAIN_WIDTH = 120
-_ERASE_LINE = "\r\x1b[2K"
+# Loggers with a console handler of their own.
+_LIBRARIES = ("DeepSpeed", "huggingface_hub", "torch", "transformers")
+
+_PLAIN_WIDTH = 120  # of tables, where there is no terminal
+
+_NUM_EARLY_RECORDS = 10_000
+
+# Warnings that libraries log in every training, by logger.
+_ROUTINE = {
+    "allennlp.training.gradient_descent_trainer": (
+        r"Worker \d+ completed its entire epoch \(validation\)\."
+        "|You provided a validation dataset but patience was set to None"
+    ),
+    "allennlp.common.from_params": r"Parameter \w+ for class \w+ was found in both \*\*extras",
+    "allennlp.data.vocabulary": "vocabulary serialization directory .* is not empty",
+    "DeepSpeed": (
+        r"\*+ You are using ZeRO with an untested optimizer"
+        "|Attempting to get learning rate from scheduler before it has started"
+    ),
+}
 
 
 class ConsoleSettings(NamedTuple):
     """
-    Decided by the process that the user has started, and the same in its workers.
+    Settings that the command's process chooses for itself and its workers.
 
     # Parameters
 
     is_terminal : `bool`
-        Whether lines may be coloured and one of them drawn again.
+        Whether lines may be coloured and progress bars drawn.
     is_file_friendly : `bool`
         Whether `--file-friendly-logging` is given.
     is_shown : `bool`, optional (default = `True`)
@@ -45,15 +71,12 @@ class ConsoleSettings(NamedTuple):
 
     @classmethod
     def of_this_process(cls, is_file_friendly: bool) -> "ConsoleSettings":
-        is_terminal = sys.stdout.isatty() and not is_file_friendly
-        return cls(is_terminal, is_file_friendly)
+        return cls(sys.stdout.isatty() and not is_file_friendly, is_file_friendly)
 
 
-class Console:
+class Console(RichConsole):
     """
-    Writes whole lines, and on a terminal one more below them that is drawn again and again. That
-    one never takes more than a line of the terminal, and begins by erasing what is there, so that
-    several processes can write to one terminal. May be used by several threads.
+    Writes to the standard output. One that is closed, or that lacks characters, doesn't raise.
 
     # Parameters
 
@@ -62,74 +85,43 @@ class Console:
 
     def __init__(self, settings: ConsoleSettings) -> None:
         self.settings = settings
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        self._drawn = ""
-
-    def print(self, renderable: Any, is_error: bool = False) -> None:
-        """
-        # Parameters
-
-        renderable : `Any`, required.
-            A text, or anything of `rich`.
-        is_error : `bool`, optional (default = `False`)
-            Whether it is for the standard error.
-        """
-        text = self._render(renderable, soft_wrap=isinstance(renderable, (str, Text)))
-        with self._own_lock():
-            if self.settings.is_terminal:
-                text = f"{_ERASE_LINE}{text}{self._drawn}"
-            _write(sys.stderr if is_error else sys.stdout, text)
-
-    def draw(self, renderable: Any) -> None:
-        """Draws the last line again, on a terminal. `""` removes it."""
-        if not self.settings.is_terminal:
-            return
-        line = self._render(renderable, no_wrap=True, overflow="ellipsis").split("\n")[0]
-        with self._own_lock():
-            if line or self._drawn:
-                self._drawn = line
-                _write(sys.stdout, _ERASE_LINE + line)
-
-    def _own_lock(self) -> Any:
-        """Of this process: where it was forked, another thread of its parent may have it."""
-        if os.getpid() != self._process:
-            self._process = os.getpid()
-            self._lock = threading.RLock()
-        return self._lock
-
-    def _render(self, renderable: Any, **options: Any) -> str:
-        width = _PLAIN_WIDTH
-        if self.settings.is_terminal:
-            # One less: after the last column some terminals are in the next line.
-            width = shutil.get_terminal_size().columns - 1
-        console = RichConsole(
-            file=io.StringIO(),
-            force_terminal=self.settings.is_terminal,
+        super().__init__(
+            file=_StandardOutput(),  # type: ignore[arg-type]
+            force_terminal=settings.is_terminal,
             force_jupyter=False,
-            color_system="auto" if self.settings.is_terminal else None,
-            width=max(width, 20),
+            width=None if settings.is_terminal else _PLAIN_WIDTH,
+            soft_wrap=True,
             highlight=False,
             markup=False,
             emoji=False,
         )
-        with console.capture() as capture:
-            console.print(renderable, **options)
-        lines = capture.get().split("\n")
-        return "\n".join(line if line.endswith("m") else line.rstrip() for line in lines)
 
 
-def _write(stream: TextIO, text: str) -> None:
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    # A terminal that is closed is no reason not to train.
-    with suppress(OSError, ValueError):
-        stream.write(text.encode(encoding, "replace").decode(encoding))
-        stream.flush()
+class _StandardOutput:
+    @property
+    def _stream(self) -> TextIO:
+        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> None:
+        # A terminal that is closed is no reason not to train.
+        with suppress(OSError, ValueError):
+            self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
 
-class ConsoleHandler(logging.Handler):
+class ConsoleHandler(RichHandler):
     """
-    Shows announcements, and each warning and error once. Everything else is for the log files.
+    Shows announcements, and each warning and error once.
 
     # Parameters
 
@@ -137,50 +129,174 @@ class ConsoleHandler(logging.Handler):
     """
 
     def __init__(self, console: Console) -> None:
-        super().__init__(logging.INFO)
-        self._console = console
+        super().__init__(logging.INFO, console)
+        self._settings = console.settings
+        self._process = os.getpid()
         self._warnings: Set[str] = set()
 
     @overrides
     def emit(self, record: logging.LogRecord) -> None:
+        if os.getpid() != self._process:
+            # Forked, perhaps while another thread had the console's lock.
+            self._process, self.console = os.getpid(), Console(self._settings)
         try:
-            drawn = announcement(record)
-            if drawn is not None:
-                self._console.print(drawn)
-            elif record.levelno >= logging.WARNING and not is_routine(record):
-                self._warn(record)
+            if announcement(record) is not None or self._is_new_warning(record):
+                super().emit(record)
         except Exception:
             self.handleError(record)
 
-    def _warn(self, record: logging.LogRecord) -> None:
-        text = _without_place(record)
-        if record.exc_info and record.levelno >= logging.ERROR:
-            text += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
-        if text in self._warnings:
-            return
-        self._warnings.add(text)
-        is_error = record.levelno >= logging.ERROR
-        name, style = ("Error", "bold red") if is_error else ("Warning", "yellow")
-        self._console.print(Text.assemble((f"{name}: ", style), text), is_error)
+    @overrides
+    def render(self, *, record: logging.LogRecord, **kwargs: Any) -> ConsoleRenderable:
+        shown = announcement(record)
+        if shown is None:
+            style = f"logging.level.{record.levelname.lower()}"
+            return Text.assemble((f"{record.levelname.capitalize()}: ", style), self._text(record))
+        is_plain = isinstance(shown, str) or not self._settings.is_terminal
+        return Text(record.getMessage()) if is_plain else shown
+
+    def _is_new_warning(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING or is_routine(record):
+            return False
+        num_before = len(self._warnings)
+        self._warnings.add(self._text(record))
+        return len(self._warnings) > num_before
+
+    def _text(self, record: logging.LogRecord) -> str:
+        text = self.format(record)
+        # Python's warnings begin with the line of code that they are about, and end with it.
+        match = re.match(r".*?:\d+: (\w+: .*)", text) if record.name == "py.warnings" else None
+        return match[1] if match else text
 
 
-def _without_place(record: logging.LogRecord) -> str:
-    """The message, of Python's warnings without the line of code that they are about."""
-    message = record.getMessage()
-    if record.name == "py.warnings":
-        match = re.match(r".*?:\d+: (\w+: .*)", message)
-        return match[1] if match else message
-    return message
+def is_routine(record: logging.LogRecord) -> bool:
+    """Whether every training logs this warning."""
+    pattern = _ROUTINE.get(record.name)
+    return pattern is not None and re.match(pattern, record.getMessage()) is not None
 
 
 _current: Optional[Console] = None
 
 
 def current() -> Optional[Console]:
-    """That of this process, `None` if it shows nothing, or AllenNLP's log as a whole."""
+    """This process's console, `None` if it shows nothing or AllenNLP's log."""
     return _current
 
 
 def set_current(console: Optional[Console]) -> None:
     global _current
     _current = console
+
+
+@contextmanager
+def shown_on_console(settings: Optional[ConsoleSettings]) -> Iterator[None]:
+    """
+    Context manager in which the console shows announcements and warnings of a training. Afterwards
+    logging is as AllenNLP leaves it.
+
+    # Parameters
+
+    settings : `Optional[ConsoleSettings]`, required.
+        `None` to leave everything as it is.
+    """
+    if settings is None:
+        yield
+        return
+    with _routed(settings, shows_at_once=True), with_quiet_imports():
+        yield
+
+
+def prepare_worker(settings: ConsoleSettings, prepare: Optional[Callable[[], None]]) -> None:
+    """
+    Sets up the console of a worker, for as long as it lives.
+
+    # Parameters
+
+    settings : `ConsoleSettings`, required.
+        Those of the process that has started it.
+    prepare : `Callable[[], None]`, optional
+        Called first.
+    """
+    if prepare is not None:
+        prepare()
+    # It doesn't know its rank before AllenNLP sets up logging.
+    _of_worker.enter_context(_routed(settings, shows_at_once=False))
+    # Each worker would draw its own bars. `False` is what the user has written.
+    is_asked_for = constants.HF_HUB_DISABLE_PROGRESS_BARS is False
+    if transformers_logging.is_progress_bar_enabled() and not is_asked_for:
+        transformers_logging.disable_progress_bar()
+
+
+# Never left.
+_of_worker = ExitStack()
+
+
+@contextmanager
+def _routed(settings: ConsoleSettings, shows_at_once: bool) -> Iterator[None]:
+    """Replaces the console handlers of this process, also those that AllenNLP is going to add."""
+    root, console = logging.getLogger(), Console(settings)
+    handler, early_records = ConsoleHandler(console), MemoryHandler(_NUM_EARLY_RECORDS)
+    early_records.flushLevel = logging.CRITICAL + 1
+    replaced: List[logging.Handler] = []
+    former_level = root.level
+    prepare_global_logging = common_logging.prepare_global_logging
+
+    def replace(shows: bool) -> None:
+        replaced[:] = filter(_is_for_console, root.handlers)
+        for former in replaced:
+            root.removeHandler(former)
+        shows = shows and settings.is_shown
+        set_current(console if shows else None)
+        if shows:
+            root.addHandler(handler)
+
+    def prepare(serialization_dir: Any, rank: int = 0, world_size: int = 1) -> None:
+        nonlocal former_level
+        prepare_global_logging(serialization_dir, rank, world_size)
+        former_level = root.level
+        replace(shows=rank == 0)
+        for file in root.handlers:
+            if isinstance(file, logging.FileHandler):
+                early_records.setTarget(file)
+                early_records.flush()
+
+    def put_back() -> None:
+        for added in (handler, early_records):
+            root.removeHandler(added)
+        for former in replaced:
+            root.addHandler(former)
+        root.setLevel(former_level)
+        console.show_cursor()
+        set_current(None)
+
+    with ExitStack() as stack:
+        stack.callback(put_back)
+        root.setLevel(min(root.level, logging.INFO))
+        replace(shows_at_once)
+        root.addHandler(early_records)
+        patch = mock.patch.object
+        stack.enter_context(patch(common_logging, "prepare_global_logging", prepare))
+        bars = SimpleNamespace(stderr=_BarOutput())
+        stack.enter_context(patch(allennlp.common.tqdm, "sys", bars))
+        for library in map(logging.getLogger, _LIBRARIES):
+            stack.enter_context(patch(library, "handlers", []))
+            stack.enter_context(patch(library, "propagate", True))
+        if getattr(warnings.showwarning, "__module__", "") != "logging":
+            logging.captureWarnings(True)
+            stack.callback(logging.captureWarnings, False)
+        yield
+
+
+def _is_for_console(handler: logging.Handler) -> bool:
+    # Handlers for files inherit from it.
+    return type(handler) is logging.StreamHandler or isinstance(handler, ConsoleHandler)
+
+
+class _BarOutput:
+    """Standard error for AllenNLP's progress bars, which are for a terminal only."""
+
+    def write(self, message: str) -> None:
+        if _current is not None and _current.settings.is_terminal:
+            sys.stderr.write(message)
+
+    def flush(self) -> None:
+        sys.stderr.flush()

@@ -1,57 +1,84 @@
+"""
+Shows a training on the console: an overview, a progress bar and a table for each epoch, and
+checkpoints.
+"""
+
 import logging
 import os
+import re
+import time
+from datetime import timedelta
 from typing import Any, Dict, Mapping, Optional
 
 import torch.distributed as dist
+from rich.console import Group, RenderableType
 from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
 
+from allennlp_deepspeed.config.values import is_number
 from allennlp_deepspeed.processes import fingerprints
 from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed.reports import overview
-from allennlp_deepspeed.reports.epoch_table import EpochTable
-from allennlp_deepspeed.reports.progress_line import ProgressLine, duration
-from allennlp_deepspeed.reports.reported_training import ReportedTraining
+from allennlp_deepspeed.reports.console import Console, ConsoleSettings
 
 logger = logging.getLogger(__name__)
 
-_FORMATS = {  # of what `metrics.jsonl` has, how it is shown
-    "loss": "{:.4g}",
-    "lr": "{:.3g}",
-    "grad_norm": "{:.3g}",
-    "loss_scale": "{:g}",
+# Values of a `step` line of `metrics.jsonl` that the bar has: their names there, and formats.
+_VALUES = {
+    "loss": ("loss", "{:.4g}"),
+    "lr": ("lr", "{:.3g}"),
+    "grad_norm": ("norm", "{:.3g}"),
+    "loss_scale": ("scale", "{:g}"),
+    "tokens_per_second": ("tokens/s", "{:,.1f}"),
+    "samples_per_second": ("samples/s", "{:,.1f}"),
 }
+
+# Metrics that are in the metrics files only.
+_LEFT_OUT = re.compile(r"(gpu|worker)_\d+_memory_MB$|communication_|profile_")
+
+_DRAWING_INTERVAL = 0.5  # seconds
+
+# Seconds between two lines of plain text, which also take this share of an epoch, or the maximum.
+_LINE_INTERVAL = 10.0
+_LINE_SHARE = 0.05
+_MAX_LINE_INTERVAL = 300.0
 
 
 class ConsoleReport:
     """
-    Shows a training while it goes on. It announces what is to be shown, which is in the log, too.
+    Announces what the console and the log show of a training.
 
     # Parameters
 
-    trainer : `ReportedTraining`, required.
+    trainer : `DeepSpeedTrainer`, required.
     keys : `Mapping[str, Any]`, required.
         The trainer's arguments, by name.
     serialization_dir : `str`, optional
     """
 
     def __init__(
-        self, trainer: ReportedTraining, keys: Mapping[str, Any], serialization_dir: Optional[str]
+        self, trainer: Any, keys: Mapping[str, Any], serialization_dir: Optional[str]
     ) -> None:
-        self._serialization_dir = serialization_dir or "nowhere"
         self._num_epochs = trainer.num_epochs
         self._start_epoch = trainer.epochs_completed_at_start
         self._best: Dict[str, Any] = dict(trainer.best_epoch_metrics)
-        self._line: Optional[ProgressLine] = None
-        self._epoch_start = 0.0
+        self._progress: Optional[EpochProgress] = None
         if dist.get_rank() != 0:
             announce(logger, "Rank 0, on %s, shows the training.", trainer.hosts[0])
             return
         version = fingerprints.versions().get("version of allennlp-deepspeed", "")
-        title = f"allennlp-deepspeed {version}"
-        lines = overview.overview(trainer, keys, self._serialization_dir)
-        table = overview.as_table(title, lines)
-        announce(logger, "%s", overview.as_text(title, lines), drawn=table)
+        lines = overview.overview(trainer, keys, serialization_dir or "nowhere")
+        _announce_table(overview.as_table(f"allennlp-deepspeed {version}", lines))
         if trainer.steps_completed_at_start > 0:
             announce(
                 logger,
@@ -60,16 +87,16 @@ class ConsoleReport:
                 trainer.steps_completed_at_start,
             )
 
-    def progress_line(self, epoch: int, total: Optional[int]) -> Optional[ProgressLine]:
-        """For an epoch that begins, `None` if AllenNLP's progress bar is to be shown."""
+    def epoch_progress(self, epoch: int, total: Optional[int]) -> Optional["EpochProgress"]:
+        """The bar of an epoch that begins, `None` if AllenNLP's is to be shown."""
         console = consoles.current()
         if console is None:
             return None
         title = f"Epoch {epoch}/{self._num_epochs - 1}"
         if epoch < self._start_epoch:
             title += f", skipped to {self._start_epoch}"
-        self._line = ProgressLine(console, title, total)
-        return self._line
+        self._progress = EpochProgress(console, title, total)
+        return self._progress
 
     def reading(self, values: Mapping[str, Any]) -> None:
         """
@@ -78,22 +105,16 @@ class ConsoleReport:
         values : `Mapping[str, Any]`, required.
             Those of a `step` line of `metrics.jsonl`.
         """
-        if self._line is None:
+        if self._progress is None:
             return
-        shown = {
-            name.replace("grad_norm", "norm").replace("loss_scale", "scale"): form.format(
-                values[name]
-            )
-            for name, form in _FORMATS.items()
-            if values.get(name) is not None
-        }
-        for name in ("tokens", "samples"):
-            speed = values.get(f"{name}_per_second")
-            if speed is not None:
-                shown[f"{name}/s"] = f"{speed:,.0f}" if speed >= 10 else f"{speed:.1f}"
-                break
-        shown["memory"] = decimal(values["memory_bytes"])
-        self._line.show(shown)
+        if values.get("tokens_per_second") is not None:
+            values = {**values, "samples_per_second": None}
+        shown = [
+            f"{name} {form.format(values[key])}"
+            for key, (name, form) in _VALUES.items()
+            if values.get(key) is not None
+        ]
+        self._progress.show(", ".join([*shown, f"memory {decimal(values['memory_bytes'])}"]))
 
     def epoch(self, epoch: int, metrics: Dict[str, Any], seconds: float) -> None:
         """
@@ -101,20 +122,145 @@ class ConsoleReport:
 
         epoch : `int`, required.
         metrics : `Dict[str, Any]`, required.
-            As AllenNLP has them after it.
+            As AllenNLP has them after the epoch.
         seconds : `float`, required.
-            That it has taken.
+            Its duration.
         """
         prefix = "best_validation_"
         best = {k[len(prefix) :]: v for k, v in metrics.items() if k.startswith(prefix)}
-        is_best = metrics.get("best_epoch") == epoch and bool(best)
-        title = f"Epoch {epoch}/{self._num_epochs - 1} in {duration(seconds)}"
-        title += ", the best so far" if is_best else ""
-        table = EpochTable(metrics, self._best)
-        announce(logger, "%s", table.as_text(title), drawn=table.as_table(title))
+        title = f"Epoch {epoch}/{self._num_epochs - 1} in {timedelta(seconds=round(seconds))}"
+        if best and metrics.get("best_epoch") == epoch:
+            title += ", the best so far"
+        _announce_table(epoch_table(title, metrics, self._best))
         self._best = best
 
     def checkpoint(self, path: str, num_bytes: int, seconds: float) -> None:
         """Called by a thread."""
         name = os.path.basename(path)
         announce(logger, "Saved %s, %s in %.1f s", name, decimal(num_bytes), seconds)
+
+
+class EpochProgress:
+    """
+    Shows the progress of an epoch: a bar on a terminal, and a line from time to time elsewhere and
+    in the log. A context manager, instead of the progress bar of `tqdm`.
+
+    # Parameters
+
+    console : `Console`, required.
+    title : `str`, required.
+    total : `int`, optional (default = `None`)
+        The number of steps, if it is known.
+    """
+
+    def __init__(self, console: Console, title: str, total: Optional[int] = None) -> None:
+        self._settings = console.settings
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[values]}"),
+            console=console,
+            auto_refresh=False,  # which would need a thread
+            disable=not console.settings.is_terminal,
+            get_time=time.monotonic,
+        )
+        self._bar.add_task(title, total=total or None, values="")
+        self._task = self._bar.tasks[0]
+        self._drawing_time = self._line_time = time.monotonic()
+        self._completed_in_line = 0.0
+
+    def __enter__(self) -> "EpochProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self._bar.stop()
+
+    def set_description(self, description: str, refresh: bool = True) -> None:
+        """Does nothing, unlike that of `tqdm`: `show` has the values."""
+
+    def show(self, values: str) -> None:
+        """Shows values of the last steps with the next drawing."""
+        self._bar.update(self._task.id, values=values)
+
+    def update(self) -> None:
+        """To be called after each step."""
+        self._bar.advance(self._task.id)
+        now = time.monotonic()
+        if now - self._drawing_time >= _DRAWING_INTERVAL:
+            self._drawing_time = now
+            self._bar.refresh()
+        if self._is_time_for_line(now):
+            self._line_time, self._completed_in_line = now, self._task.completed
+            if self._settings.is_terminal:
+                logger.info("%s", self._text())
+            else:
+                announce(logger, "%s", self._text())
+
+    def _is_time_for_line(self, now: float) -> bool:
+        elapsed = now - self._line_time
+        if elapsed < _LINE_INTERVAL:
+            return False
+        if self._settings.is_file_friendly or elapsed >= _MAX_LINE_INTERVAL:
+            return True
+        completed = self._task.completed - self._completed_in_line
+        return self._task.total is not None and completed >= _LINE_SHARE * self._task.total
+
+    def _text(self) -> str:
+        task = self._task
+        steps, share = f"{task.completed:.0f}", ""
+        if task.total is not None:
+            steps, share = f"{steps}/{task.total:.0f}", f"{task.percentage:.0f}%, "
+        elapsed = timedelta(seconds=int(task.elapsed or 0))
+        left = "" if task.time_remaining is None else f"<{timedelta(seconds=task.time_remaining)}"
+        values = task.fields["values"] and f", {task.fields['values']}"
+        return f"{task.description}: {share}step {steps}, {elapsed}{left}{values}"
+
+
+def epoch_table(title: str, metrics: Dict[str, Any], best_before: Dict[str, Any]) -> Group:
+    """
+    The metrics of an epoch, next to those of the best epoch before it.
+
+    # Parameters
+
+    title : `str`, required.
+    metrics : `Dict[str, Any]`, required.
+        As AllenNLP has them after an epoch.
+    best_before : `Dict[str, Any]`, required.
+        Validation metrics of the best epoch before it; empty for the first.
+    """
+    matches = (re.fullmatch("(training|validation)_(.*)", key) for key in metrics)
+    names = {
+        match[2]
+        for match in matches
+        if match and is_number(metrics[match[0]]) and not _LEFT_OUT.match(match[2])
+    }
+    columns = ["training"]
+    if any(f"validation_{name}" in metrics for name in names):
+        columns += ["validation", "best before", "change"] if best_before else ["validation"]
+    table = Table("", box=None, padding=(0, 1), header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name in sorted(names):
+        now, before = metrics.get(f"validation_{name}"), best_before.get(name)
+        change = now - before if is_number(now) and is_number(before) else None
+        numbers = [metrics.get(f"training_{name}"), now, before]
+        texts = [*(f"{n:.4g}" if is_number(n) else "" for n in numbers)]
+        texts.append("" if change is None else f"{change:+.3g}")
+        table.add_row(Text(name, style="cyan"), *texts[: len(columns)])
+    return Group(Text(title, style="bold"), table)
+
+
+def _announce_table(table: RenderableType) -> None:
+    announce(logger, "%s", as_text(table), drawn=table)
+
+
+def as_text(renderable: RenderableType) -> str:
+    """Plain text, as of a console without a terminal."""
+    console = Console(ConsoleSettings(is_terminal=False, is_file_friendly=False))
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -22,16 +22,15 @@ from allennlp_deepspeed.engine.model_states import (
 )
 from allennlp_deepspeed.optimizers.kept_states import bytes_of_element, bytes_of_parameters
 from allennlp_deepspeed.processes.worker_device import memory_size
-from allennlp_deepspeed.reports.reported_training import ReportedTraining
 
 Lines = List[Tuple[str, str]]
 
 
-def overview(trainer: ReportedTraining, keys: Mapping[str, Any], serialization_dir: str) -> Lines:
+def overview(trainer: Any, keys: Mapping[str, Any], serialization_dir: str) -> Lines:
     """
     # Parameters
 
-    trainer : `ReportedTraining`
+    trainer : `DeepSpeedTrainer`
         Which is about to begin.
     keys : `Mapping[str, Any]`
         The trainer's arguments, by name.
@@ -57,13 +56,7 @@ def overview(trainer: ReportedTraining, keys: Mapping[str, Any], serialization_d
     return [line for line in lines if line[1]]
 
 
-def as_text(title: str, lines: Lines) -> str:
-    width = max(len(name) for name, _ in lines)
-    return "\n".join([title, *(f"  {name.ljust(width)}  {text}" for name, text in lines)])
-
-
 def as_table(title: str, lines: Lines) -> Group:
-    """The same for a terminal."""
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -72,7 +65,7 @@ def as_table(title: str, lines: Lines) -> Group:
     return Group(Text(title, style="bold"), table)
 
 
-def _workers(trainer: ReportedTraining) -> str:
+def _workers(trainer: Any) -> str:
     device = trainer.cuda_device
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "the CPU"
@@ -94,7 +87,7 @@ def _parameters(engine: DeepSpeedEngine) -> str:
     return f"{sum(size.trainable):,} trained, {sum(size.frozen):,} frozen"
 
 
-def _batch(trainer: ReportedTraining) -> str:
+def _batch(trainer: Any) -> str:
     config, workers = trainer.resolved_config, trainer.num_readers
     if config.finds_micro_batch_size:
         num_instances = config.engine_config["train_batch_size"]
@@ -109,7 +102,7 @@ def _batch(trainer: ReportedTraining) -> str:
     )
 
 
-def _optimizer(trainer: ReportedTraining) -> str:
+def _optimizer(trainer: Any) -> str:
     rates = sorted({group["lr"] for group in trainer.optimizer.param_groups})
     rate = f"{rates[0]:g}" if len(rates) == 1 else f"{rates[0]:g} to {rates[-1]:g}"
     schedule, peak = trainer.schedule_name, trainer.peak_learning_rate
@@ -163,7 +156,7 @@ def _saving_memory(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
     return ", ".join(texts) or "nothing offloaded, activations kept"
 
 
-def _model_states(trainer: ReportedTraining) -> str:
+def _model_states(trainer: Any) -> str:
     """As `allennlp deepspeed estimate` counts them."""
     states = _states_of(trainer)
     there_is = memory_size(trainer.cuda_device)
@@ -186,7 +179,7 @@ def _model_states(trainer: ReportedTraining) -> str:
     return f"{text}; the {'GPU' if is_gpu else 'machine'} has {decimal(there_is)}"
 
 
-def _states_of(trainer: ReportedTraining) -> ModelStates:
+def _states_of(trainer: Any) -> ModelStates:
     """Those of this rank, when all are there."""
     config, size = trainer.resolved_config, ModelSize.of(trainer.engine.module)
     if config.zero_stage == 0:
@@ -197,7 +190,7 @@ def _states_of(trainer: ReportedTraining) -> ModelStates:
     return model_states(size, states, config, dist.get_world_size(), trainer.held_share)
 
 
-def _checkpoints(trainer: ReportedTraining, serialization_dir: str) -> str:
+def _checkpoints(trainer: Any, serialization_dir: str) -> str:
     checkpointer = trainer.checkpointer
     if checkpointer is None:
         return "none"

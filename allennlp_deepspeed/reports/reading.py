@@ -1,4 +1,4 @@
-from typing import Any, Dict, NamedTuple
+from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 
@@ -25,6 +25,25 @@ class Reading(NamedTuple):
     num_instances: int
     loss: float
     metrics: Dict[str, Any]
+
+
+class StepFigures(NamedTuple):
+    """
+    Figures of the last optimizer steps.
+
+    # Parameters
+
+    learning_rate : `float`
+        The highest of all parameter groups.
+    grad_norm : `Optional[float]`
+        Of the last step before clipping, if anyone has computed it.
+    num_tokens : `Optional[int]`
+        Tokens of the loss on all ranks since the last call, if the model counts them.
+    """
+
+    learning_rate: float
+    grad_norm: Optional[float]
+    num_tokens: Optional[int]
 
 
 def num_instances(batch: Any) -> int:

@@ -13,12 +13,10 @@ from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.processes import fingerprints
 from allennlp_deepspeed.processes.worker_device import memory_in_use
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
-from allennlp_deepspeed.reports.console_report import ConsoleReport
-from allennlp_deepspeed.reports.logged_warnings import is_routine
+from allennlp_deepspeed.reports.console import is_routine
+from allennlp_deepspeed.reports.console_report import ConsoleReport, EpochProgress
 from allennlp_deepspeed.reports.metrics_file import MetricsFile
-from allennlp_deepspeed.reports.progress_line import ProgressLine
 from allennlp_deepspeed.reports.reading import Reading
-from allennlp_deepspeed.reports.reported_training import ReportedTraining
 
 # Of the trainer's arguments, those that are told.
 _KEYS = (
@@ -52,7 +50,7 @@ class RunReport(TrainerCallback):
         self._epoch_start_time = time.monotonic()
         self._file: Optional[MetricsFile] = None
         self._warnings = _Warnings(self._write_warning)
-        self._get_trainer: Callable[[], Optional[ReportedTraining]] = lambda: None
+        self._get_trainer: Callable[[], Any] = lambda: None
 
     @overrides
     def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
@@ -70,7 +68,7 @@ class RunReport(TrainerCallback):
         self._file.write(kind, num_steps, num_epochs, **_environment(trainer))
         self._warnings.start()
 
-    def progress_bar(self, num_steps: Optional[int]) -> Optional[ProgressLine]:
+    def progress_bar(self, num_steps: Optional[int]) -> Optional[EpochProgress]:
         """
         For an epoch that begins; `None` if AllenNLP's is to be shown.
         """
@@ -78,7 +76,7 @@ class RunReport(TrainerCallback):
         trainer = self._get_trainer()
         if self._shown is None or trainer is None:
             return None
-        return self._shown.progress_line(trainer.epochs_completed, num_steps)
+        return self._shown.epoch_progress(trainer.epochs_completed, num_steps)
 
     def reading(self, reading: Reading) -> None:
         """To be called by every rank, when the host has waited for the device."""
@@ -190,7 +188,7 @@ class _Warnings(logging.Handler):
             logging.lastResort.handle(record)
 
 
-def _environment(trainer: ReportedTraining) -> Dict[str, Any]:
+def _environment(trainer: Any) -> Dict[str, Any]:
     device = trainer.cuda_device
     is_gpu = device.type == "cuda"
     config = trainer.resolved_config
@@ -210,7 +208,7 @@ def _environment(trainer: ReportedTraining) -> Dict[str, Any]:
     }
 
 
-def _bytes_per_step(trainer: ReportedTraining) -> Optional[float]:
+def _bytes_per_step(trainer: Any) -> Optional[float]:
     for callback in trainer.callbacks:
         if isinstance(callback, CommunicationCallback):
             return callback.bytes_per_step

@@ -5,7 +5,7 @@ from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.gradients.holding import held_share
-from allennlp_deepspeed.reports.reported_training import StepFigures
+from allennlp_deepspeed.reports.reading import StepFigures
 from allennlp_deepspeed.reports.step_observer import StepObserver
 from allennlp_deepspeed.training.batch_groups import micro_batch_size
 from allennlp_deepspeed.training.engine_trainer import EngineTrainer
@@ -13,8 +13,7 @@ from allennlp_deepspeed.training.engine_trainer import EngineTrainer
 
 class ReportedTrainer(EngineTrainer):
     """
-    A trainer that says how far it is and what its steps have come to: what a report asks of it
-    ([`ReportedTraining`](../reports/reported_training.py)).
+    Trainer with the properties that `RunReport` and the console read.
     """
 
     _observers: List[StepObserver]

@@ -4,6 +4,7 @@ import io
 import logging
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -17,11 +18,15 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from allennlp_deepspeed.processes.announcements import announce, wants_whole_log
 from allennlp_deepspeed.reports import console as consoles
-from allennlp_deepspeed.reports import progress_line
-from allennlp_deepspeed.reports.console import Console, ConsoleSettings
-from allennlp_deepspeed.reports.console_logging import prepare_worker, shown_on_console
-from allennlp_deepspeed.reports.epoch_table import EpochTable
-from allennlp_deepspeed.reports.progress_line import ProgressLine, duration
+from allennlp_deepspeed.reports import console_report
+from allennlp_deepspeed.reports.console import (
+    Console,
+    ConsoleHandler,
+    ConsoleSettings,
+    prepare_worker,
+    shown_on_console,
+)
+from allennlp_deepspeed.reports.console_report import EpochProgress, as_text, epoch_table
 from tests.support.command import REPOSITORY
 from tests.support.workers import run_workers
 
@@ -68,14 +73,16 @@ def test_announcements_and_warnings_are_shown_and_all_is_in_the_file(
         common_logging.prepare_global_logging(str(tmp_path))
         capsys.readouterr()
         log_something()
-    out, err = capsys.readouterr()
-    assert out.splitlines() == [
+    out = capsys.readouterr().out
+    assert out.splitlines()[:6] == [
         "2 checkpoints",
         "Warning: It warns.",
         "Warning: UserWarning: An old function.",
         "Warning: DeepSpeed warns.",
+        "Error: It fails.",
+        "Traceback (most recent call last):",
     ]
-    assert err.startswith("Error: It fails.\nTraceback") and "ValueError: on purpose" in err
+    assert out.endswith("ValueError: on purpose\n")
     log = (tmp_path / "out.log").read_text()
     for text in ("before there is a file", "of no interest", "2 checkpoints", "ValueError"):
         assert text in log
@@ -92,21 +99,6 @@ def test_afterwards_logging_is_as_allennlp_leaves_it(
     logger.info("of interest again")
     assert "some.library - of interest again" in capsys.readouterr().out
     assert logging.getLogger("DeepSpeed").handlers
-
-
-def test_who_records_warnings_has_those_of_python_too(
-    capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.warns(UserWarning, match="An old function."), shown_on_console(PLAIN):
-        log_something()
-    shown: List[Any] = []
-    monkeypatch.setattr(warnings, "showwarning", lambda *args: shown.append(args))
-    with shown_on_console(PLAIN):
-        warnings.warn("Another.", UserWarning, stacklevel=1)
-    assert [str(args[0]) for args in shown] == ["Another."]
-    out, err = capfd.readouterr()
-    assert out.count("Warning: UserWarning: An old function.") == 1
-    assert "Warning: UserWarning: Another." in out and "UserWarning" not in err
 
 
 def test_without_settings_everything_is_as_it_was(
@@ -169,37 +161,29 @@ def test_a_worker_has_bars_of_transformers_if_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("settings", [PLAIN, TERMINAL])
-def test_bars_of_allennlp_are_lines_that_are_drawn_again(
+def test_bars_of_allennlp_are_drawn_on_a_terminal(
     settings: ConsoleSettings, capsys: pytest.CaptureFixture
 ) -> None:
     with shown_on_console(settings):
         for _ in Tqdm.tqdm(range(3), desc="loading instances"):
             pass
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert ("loading instances" in out) is settings.is_terminal
-    # Nothing of it stays.
-    assert not out or out.endswith("\r\x1b[2K")
+    assert ("loading instances" in capsys.readouterr().err) is settings.is_terminal
 
 
-def test_a_line_that_is_printed_leaves_the_bar_below_it(capsys: pytest.CaptureFixture) -> None:
-    console = Console(TERMINAL)
-    console.draw("45%")
-    console.print("Saved.")
-    assert capsys.readouterr().out == "\r\x1b[2K45%\r\x1b[2KSaved.\n45%"
-
-
-def test_a_line_is_never_longer_than_the_terminal(
+def test_a_line_that_is_printed_leaves_the_bar_below_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    line = ProgressLine(Console(TERMINAL), "Epoch 0/4", total=100)
-    line.show(dict.fromkeys(("loss", "lr", "norm", "samples/s", "memory"), "0.123"))
-    with line:
-        pass
-    drawn = capsys.readouterr().out.split("\r\x1b[2K")[1]
-    text = "".join(part.split("m", 1)[-1] for part in drawn.split("\x1b["))
-    assert text.startswith("Epoch 0/4") and len(text) < 60
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console = Console(TERMINAL)
+    with EpochProgress(console, "Epoch 0/4", total=100) as progress:
+        progress.show(", ".join(["loss 0.123", "lr 0.01", "norm 0.1", "memory 1.0 GB"]))
+        console.print("Saved.")
+    _, *drawings = capsys.readouterr().out.split("\r\x1b[2K")
+    lines = [re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", drawing) for drawing in drawings]
+    assert lines[0].startswith("Saved.\nEpoch 0/4 ")
+    # Never longer than the terminal.
+    assert all(len(line) <= 60 for drawing in lines for line in drawing.splitlines())
 
 
 def test_a_console_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +198,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(progress_line.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(console_report.time, "monotonic", lambda: self.now)
 
 
 @pytest.mark.parametrize(
@@ -236,15 +220,15 @@ def test_without_a_terminal_there_is_a_line_from_time_to_time(
 ) -> None:
     clock = Clock(monkeypatch)
     console = Console(ConsoleSettings(False, is_file_friendly))
-    with caplog.at_level(logging.INFO), ProgressLine(console, "Epoch 0/4", total=200) as line:
-        line.show({"loss": "1.25"})
+    with caplog.at_level(logging.INFO), EpochProgress(console, "Epoch 0/4", total=200) as line:
+        line.show("loss 1.25")
         for _ in range(200):
             clock.now += seconds_per_step
             line.update()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == num_lines
     if seconds_per_step == 1.0:
-        assert messages[1] == "Epoch 0/4: 10%, step 20/200, 0:20<3:00, loss 1.25"
+        assert messages[1] == "Epoch 0/4: 10%, step 20/200, 0:00:20<0:03:00, loss 1.25"
 
 
 def test_a_table_has_the_change_against_the_best() -> None:
@@ -259,27 +243,23 @@ def test_a_table_has_the_change_against_the_best() -> None:
         "validation_loss": 1.5,
         "best_validation_accuracy": 0.625,
     }
-    table = EpochTable(metrics, {"accuracy": 0.75, "loss": 1.25})
-    assert table.as_text("Epoch 3/4") == (
-        "Epoch 3/4\n"
-        "            training  validation  best before  change\n"
-        "  accuracy       0.5       0.625         0.75  -0.125\n"
-        "  loss                       1.5         1.25   +0.25"
-    )
+    table = epoch_table("Epoch 3/4", metrics, {"accuracy": 0.75, "loss": 1.25})
+    rows = [line.split() for line in as_text(table).splitlines()]
+    assert rows == [
+        ["Epoch", "3/4"],
+        ["training", "validation", "best", "before", "change"],
+        ["accuracy", "0.5", "0.625", "0.75", "-0.125"],
+        ["loss", "1.5", "1.25", "+0.25"],
+    ]
 
 
 def test_a_table_of_a_training_without_validation_has_one_column() -> None:
-    text = EpochTable({"training_loss": 2.0}, {}).as_text("Epoch 0/1")
-    assert text == "Epoch 0/1\n        training\n  loss         2"
-
-
-@pytest.mark.parametrize("seconds, expected", [(3.21, "3.2 s"), (65, "1:05"), (7389, "2:03:09")])
-def test_durations(seconds: float, expected: str) -> None:
-    assert duration(seconds) == expected
+    text = as_text(epoch_table("Epoch 0/1", {"training_loss": 2.0}, {}))
+    assert [line.split() for line in text.splitlines()[1:]] == [["training"], ["loss", "2"]]
 
 
 def handlers_for_console() -> List[Any]:
-    return [h for h in logging.getLogger().handlers if isinstance(h, consoles.ConsoleHandler)]
+    return [h for h in logging.getLogger().handlers if isinstance(h, ConsoleHandler)]
 
 
 def test_trainings_in_one_process_leave_no_handlers(tmp_path: Path) -> None:
@@ -292,9 +272,10 @@ def test_trainings_in_one_process_leave_no_handlers(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
-    console = Console(ConsoleSettings(is_terminal=False, is_file_friendly=False))
-    with console._own_lock():  # as another thread may have it
-        process = multiprocessing.get_context("fork").Process(target=console.print, args=("a",))
+    handler = ConsoleHandler(Console(PLAIN))
+    record = logging.makeLogRecord({"levelno": logging.WARNING, "msg": "a"})
+    with handler.console._lock:  # as another thread may have it
+        process = multiprocessing.get_context("fork").Process(target=handler.emit, args=(record,))
         process.start()
         process.join(30)
         process.kill()
