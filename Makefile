@@ -151,7 +151,7 @@ clean:
 	rm -rf $(VENV) data output build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/installed: requirements.txt setup.py allennlp_deepspeed.pth
+$(VENV)/installed: requirements.txt setup.py allennlp_deepspeed.pth allennlp_deepspeed.start
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --no-deps -r requirements.txt
 	$(VENV)/bin/python -m pip install --no-deps --no-build-isolation --editable .

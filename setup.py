@@ -5,19 +5,21 @@ from setuptools import find_packages, setup
 
 from distutils.command.install_headers import install_headers  # isort: skip  # setuptools' own
 
-# Read by every Python of the environment when it starts. See allennlp_deepspeed_import_hook.
-START = "allennlp_deepspeed.pth"
+# Read by each Python of the environment when it starts: the second since 3.15, which then ignores
+# the first. See allennlp_deepspeed_import_hook.
+STARTUP = ["allennlp_deepspeed.pth", "allennlp_deepspeed.start"]
 
 
 class InstallBesidePackage(install_headers):
     """
-    Puts `START` where the package is. As a header, because headers are installed by an editable
-    install too, which data aren't.
+    Puts `STARTUP` where the package is. As headers, because an editable install installs these too,
+    unlike data.
     """
 
     def run(self) -> None:
-        path, _ = self.copy_file(START, self.get_finalized_command("install").install_lib)
-        self.outfiles.append(path)
+        for name in STARTUP:
+            path, _ = self.copy_file(name, self.get_finalized_command("install").install_lib)
+            self.outfiles.append(path)
 
 
 README = Path("README.md").read_text(encoding="utf-8")
@@ -55,7 +57,7 @@ setup(
         "allennlp_deepspeed": ["py.typed"],
         "allennlp_deepspeed.report_page": ["page.*"],
     },
-    headers=[START],
+    headers=STARTUP,
     cmdclass={"install_headers": InstallBesidePackage},
     python_requires=">=3.10",
     # AllenNLP itself can't be named here, even where it is installed already: its last release,

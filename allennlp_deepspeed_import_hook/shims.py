@@ -1,20 +1,16 @@
 """
-What newer versions of libraries lack for AllenNLP 2.10.1 to be imported and to compute the same.
-Each is a context in which one of its modules is run, and does nothing with a version that has what
-it needs.
+Context managers that give AllenNLP 2.10.1 what transformers 5 and huggingface_hub 1 have dropped.
+Each surrounds the execution of one module of AllenNLP's.
 """
 
 import functools
 import math
-import sys
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 from unittest import mock
 
 import torch
-
-from allennlp_deepspeed_import_hook import deferred
 
 _SAFETENSORS = "model.safetensors"
 
@@ -30,9 +26,8 @@ def former_classes_of_the_hub(module: ModuleType) -> Iterator[None]:
     """
     import huggingface_hub
 
-    dropped = [name for name in ("HfFolder", "Repository") if not hasattr(huggingface_hub, name)]
     with ExitStack() as stack:
-        for name in dropped:
+        for name in ("HfFolder", "Repository"):
             stand_in = type(name, (Dropped,), {})
             stack.enter_context(mock.patch.object(huggingface_hub, name, stand_in, create=True))
         yield
@@ -57,20 +52,15 @@ def former_transformers(module: ModuleType) -> Iterator[None]:
     again with each text. `batch_encode_plus` is there for AllenNLP's tests, and what is like them.
 
     Mends AllenNLP 2.10.1: it passes `add_special_tokens` where it loads a tokenizer, which
-    transformers refuse since 4.44, calls `encode_plus` and `build_inputs_with_special_tokens`,
-    which tokenizers of transformers 5 don't have, and counts on models in fp32 and on
-    `_init_weights`, where transformers 5 takes the file's type and leaves what has been loaded.
-    Gone when a "pretrained_transformer" tokenizer, indexer and embedder can be used, the latter
-    with a file in fp16 and with `reinit_modules`.
+    transformers 5 refuses, calls `encode_plus` and `build_inputs_with_special_tokens`, which its
+    tokenizers don't have, and counts on models in fp32 and on `_init_weights`, where it takes the
+    file's type and leaves what has been loaded. Gone when a "pretrained_transformer" tokenizer,
+    indexer and embedder can be used, the latter with a file in fp16 and with `reinit_modules`.
     """
     import transformers
 
     yield
-    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
-    if (major, minor) >= (4, 44):
-        module.get_tokenizer = _without_argument(module.get_tokenizer)  # type: ignore[attr-defined]
-    if major < 5:
-        return
+    module.get_tokenizer = _without_argument(module.get_tokenizer)  # type: ignore[attr-defined]
     module.AutoModel = AutoModelInFp32  # type: ignore[attr-defined]
     base = transformers.PreTrainedTokenizerBase
     for former in (encode_plus, batch_encode_plus, build_inputs_with_special_tokens):
@@ -216,20 +206,6 @@ def _of_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., An
 
 
 @contextmanager
-def same_transformers(module: ModuleType) -> Iterator[None]:
-    """
-    What has been put into `transformers`, or been replaced there, stays for whoever imports it.
-
-    Mends transformers 5.23: a module of theirs, which comes with the first model, runs
-    `transformers` once more as it is imported, and leaves a new one in its place. Gone when
-    `transformers` is the same before and after the first model.
-    """
-    former = sys.modules["transformers"]
-    yield
-    sys.modules["transformers"] = former
-
-
-@contextmanager
 def former_adamw(module: ModuleType) -> Iterator[None]:
     """
     Mends AllenNLP 2.10.1: its "huggingface_adamw" inherits from `transformers.AdamW`, which
@@ -239,9 +215,7 @@ def former_adamw(module: ModuleType) -> Iterator[None]:
 
     if not hasattr(transformers, "AdamW"):
         transformers.AdamW = AdamW  # type: ignore[attr-defined]
-    # Transformers 4's own AdamW has imported that.
-    with deferred.base(transformers, "Adafactor", "transformers.optimization"):
-        yield
+    yield
 
 
 class AdamW(torch.optim.Optimizer):

@@ -14,6 +14,7 @@ import pytest
 from tests.support.command import REPOSITORY
 
 PACKAGES = ("allennlp_deepspeed", "allennlp_deepspeed_import_hook")
+STARTUP = ("allennlp_deepspeed.pth", "allennlp_deepspeed.start")
 
 
 # What git ignores, and what is in no package.
@@ -59,16 +60,15 @@ def sources() -> Set[str]:
 
 def test_the_wheel_has_the_whole_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert names - sources() == {"allennlp_deepspeed.pth"}
+    assert names - sources() == set(STARTUP)
     assert sources() - names == set()
     for data in ("py.typed", "report_page/page.css", "report_page/page.html.jinja"):
         assert f"allennlp_deepspeed/{data}" in names
 
 
-def test_the_wheel_has_the_file_that_python_reads_when_it_starts(wheel: zipfile.ZipFile) -> None:
-    assert (
-        wheel.read("allennlp_deepspeed.pth") == (REPOSITORY / "allennlp_deepspeed.pth").read_bytes()
-    )
+@pytest.mark.parametrize("name", STARTUP)
+def test_the_wheel_has_what_python_reads_when_it_starts(wheel: zipfile.ZipFile, name: str) -> None:
+    assert wheel.read(name) == (REPOSITORY / name).read_bytes()
 
 
 def test_the_metadata_names_what_is_needed(wheel: zipfile.ZipFile) -> None:

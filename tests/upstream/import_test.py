@@ -7,23 +7,15 @@ from types import ModuleType
 
 import huggingface_hub
 import transformers
-from allennlp.common import cached_transformers, util
-from allennlp.data import image_loader
+from allennlp.common import cached_transformers
 from allennlp.data.token_indexers import pretrained_transformer_indexer
 from allennlp.data.tokenizers import pretrained_transformer_tokenizer
-from allennlp.fairness import fairness_metrics
-from allennlp.modules.transformer import (
-    TransformerEmbeddings,
-    activation_layer,
-    transformer_module,
-)
+from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
 from allennlp.training import optimizers
-from allennlp.training.metrics import auc, evalb_bracketing_scorer
-from transformers import processing_utils
 
 from tests.upstream.unmended import mended_by
 
-# Without these AllenNLP couldn't have been imported here. They do nothing where they aren't needed.
+# Without these AllenNLP couldn't have been imported here.
 _SHIMS = "allennlp_deepspeed_import_hook.shims"
 
 
@@ -41,11 +33,6 @@ def test_transformers_have_dropped_an_optimizer() -> bool:
     return is_dropped and _mentions(optimizers, "transformers.AdamW")
 
 
-@mended_by("shims.same_transformers")
-def test_transformers_replace_themselves() -> bool:
-    return _mentions(processing_utils, " = direct_transformers_import(")
-
-
 @mended_by("shims.former_transformers")
 def test_tokenizers_and_models_have_changed() -> bool:
     base = transformers.PreTrainedTokenizerBase
@@ -56,23 +43,6 @@ def test_tokenizers_and_models_have_changed() -> bool:
         and _mentions(pretrained_transformer_indexer, ".build_inputs_with_special_tokens(")
         and _mentions(cached_transformers, "AutoTokenizer.from_pretrained")
     )
-
-
-@mended_by("deferred.run")
-def test_whoever_imports_allennlp_imports_much() -> bool:
-    return (
-        _mentions(util, "\nimport spacy\n")
-        and _mentions(evalb_bracketing_scorer, "\nfrom nltk import Tree\n")
-        and _mentions(activation_layer, "\nfrom transformers.models.bert.modeling_bert import")
-        and _mentions(auc, "\nfrom sklearn import metrics\n")
-        and _mentions(fairness_metrics, "\nfrom scipy.stats import wasserstein_distance\n")
-        and _mentions(image_loader, "\nimport torchvision\n")
-    )
-
-
-@mended_by("deferred.base")
-def test_an_optimizer_brings_the_models_of_transformers() -> bool:
-    return _mentions(optimizers, "(Optimizer, transformers.Adafactor)")
 
 
 @mended_by("shims.weights_of_today")
