@@ -36,7 +36,8 @@ WIDTH, MAX_HEIGHT = 1400, 4000  # of the report in pixels
 MEASURE = """<script>
 setInterval(() => {
   const last = document.querySelector("section:last-of-type");
-  if (document.documentElement.dataset.drawn) document.body.dataset.end = last.offsetTop;
+  const isDrawn = Bokeh.documents.length && Bokeh.documents[0].is_idle;
+  if (isDrawn) document.body.dataset.end = last.offsetTop;
 }, 50);
 </script>"""
 

@@ -1,46 +1,162 @@
+"""
+Charts of the values in metrics files, drawn by Bokeh.
+"""
+
+import math
 from typing import Any, Dict, List, NamedTuple, Tuple
 
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.report_page.series import Chart, Curve
+from allennlp_deepspeed.config.values import is_number
+from allennlp_deepspeed.report_page.run import Line, Run
 
-# By run. Told apart with any colour vision, on light and dark ground (Okabe and Ito, "Color
-# Universal Design", 2008).
+# By run. Distinct with any colour vision (Okabe and Ito, "Color Universal Design", 2008).
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 
-_DASHES = {"steps": "solid", "training": "dashed", "validation": "solid"}
+_MAX_POINTS = 20_000  # of a page, which keeps it small enough to be sent by mail
+
+# Keys of `step` lines, by the charts' titles.
+_OF_STEPS = {
+    "Learning rate": "lr",
+    "Gradient norm": "grad_norm",
+    "Loss scale": "loss_scale",
+    "Samples a second": "samples_per_second",
+    "Tokens a second": "tokens_per_second",
+    "Memory of a worker": "memory_bytes",
+    "Sent by a worker each step": "communication_bytes_per_step",
+}
+# Parts of the names of epoch metrics that aren't the model's.
+_NOT_OF_MODEL = ("_memory_MB", "communication", "_profile_", "_duration", "_epochs")
+
+_WITHIN_EPOCHS, _TRAINING, _VALIDATION = "within epochs", "training", "validation"
 
 
-class Drawn(NamedTuple):
+class Curve(NamedTuple):
+    """
+    # Parameters
+
+    run : `int`
+        Its index among the runs.
+    kind : `str`
+        "within epochs", or "training" or "validation", with a point an epoch.
+    steps : `List[int]`
+        Optimizer steps completed, by point.
+    hours : `List[float]`
+        Trained, by point.
+    values : `List[float]`
+        By point.
+    """
+
+    run: int
+    kind: str
+    steps: List[int]
+    hours: List[float]
+    values: List[float]
+
+
+def charts(runs: List[Run]) -> Dict[str, List[Curve]]:
+    """
+    Curves by the title of their chart: the loss, each metric of the models, and what `step` lines
+    have. Charts without values are left out.
+    """
+    found = {"Loss": [*_of_steps(runs, "loss"), *_of_epochs(runs, "loss")]}
+    for name in dict.fromkeys(name for run in runs for name in _metric_names(run)):
+        if name != "loss":
+            found[name.replace("_", " ").strip().capitalize()] = _of_epochs(runs, name)
+    found.update({title: _of_steps(runs, key) for title, key in _OF_STEPS.items()})
+    limit = max(50, _MAX_POINTS // max(1, sum(map(len, found.values()))))
+    return {
+        title: [_thinned(curve, limit) for curve in curves]
+        for title, curves in found.items()
+        if curves
+    }
+
+
+def _of_steps(runs: List[Run], key: str) -> List[Curve]:
+    curves = [
+        _curve(number, _WITHIN_EPOCHS, [(line, line.values) for line in run.of_kind("step")], key)
+        for number, run in enumerate(runs)
+    ]
+    return [curve for curve in curves if curve.values]
+
+
+def _of_epochs(runs: List[Run], name: str) -> List[Curve]:
+    curves = [
+        _curve(number, kind, _epochs(run), f"{kind}_{name}")
+        for number, run in enumerate(runs)
+        for kind in (_TRAINING, _VALIDATION)
+    ]
+    return [curve for curve in curves if curve.values]
+
+
+def _epochs(run: Run) -> List[Tuple[Line, Dict[str, Any]]]:
+    return [(line, line.values.get("metrics") or {}) for line in run.of_kind("epoch")]
+
+
+def _curve(run: int, kind: str, lines: List[Tuple[Line, Dict[str, Any]]], key: str) -> Curve:
+    points = [(line, float(values[key])) for line, values in lines if is_finite(values.get(key))]
+    return Curve(
+        run,
+        kind,
+        [line.values["step"] for line, _ in points],
+        [line.hours for line, _ in points],
+        [value for _, value in points],
+    )
+
+
+def _metric_names(run: Run) -> List[str]:
+    names: Dict[str, None] = {}
+    for _, metrics in _epochs(run):
+        for key, value in metrics.items():
+            kind, _, name = key.partition("_")
+            is_of_model = not any(part in key for part in _NOT_OF_MODEL)
+            if kind in (_TRAINING, _VALIDATION) and is_of_model and is_finite(value):
+                names[name] = None
+    return list(names)
+
+
+def _thinned(curve: Curve, limit: int) -> Curve:
+    """Has at most `limit` points, which are means of neighbouring ones."""
+    size = math.ceil(len(curve.values) / limit)
+    if size <= 1:
+        return curve
+    parts = [slice(start, start + size) for start in range(0, len(curve.values), size)]
+    return curve._replace(
+        steps=[curve.steps[part][-1] for part in parts],
+        hours=[curve.hours[part][-1] for part in parts],
+        values=[math.fsum(part) / len(part) for part in (curve.values[p] for p in parts)],
+    )
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a finite number that a float can hold."""
+    try:
+        return is_number(value) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+class Drawing(NamedTuple):
     """
     # Parameters
 
     library : `str`
-        The JavaScript that draws.
+        Bokeh's JavaScript.
     script : `str`
-        The element with what is to be drawn.
-    places : `List[Tuple[str, str]]`
-        Of each chart its title, and the element in which it appears.
+        The element with the charts' data.
+    place : `str`
+        The element in which the charts appear.
     """
 
     library: str
     script: str
-    places: List[Tuple[str, str]]
+    place: str
 
 
-def draw(charts: List[Chart], names: List[str]) -> Drawn:
+def draw(runs: List[Run]) -> Drawing:
     """
-    # Parameters
-
-    charts : `List[Chart]`, required.
-    names : `List[str]`, required.
-        Of the runs.
-
-    # Returns
-
-    `Drawn`
-        What a page needs to draw them, without network: over the column "step" of each source, for
-        which "hours" can take its place.
+    Draws the charts of these runs, for a page without network: over optimizer steps, and on a
+    second tab over hours of training.
 
     # Raises
 
@@ -49,59 +165,74 @@ def draw(charts: List[Chart], names: List[str]) -> Drawn:
     """
     try:
         from bokeh.embed import components
+        from bokeh.layouts import gridplot
+        from bokeh.models import ColumnDataSource, TabPanel, Tabs
         from bokeh.resources import Resources
     except ImportError as error:
         raise ConfigurationError(
-            "The report's charts need Bokeh: pip install 'allennlp-deepspeed[report]'"
+            "The report needs Bokeh: pip install 'allennlp-deepspeed[report]'"
         ) from error
     library = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
-    if not charts:
-        return Drawn(library, "", [])
-    script, places = components([_figure(chart, names) for chart in charts])
-    return Drawn(library, script, [(c.title, place) for c, place in zip(charts, places)])
+    # One source for both tabs.
+    sources = {
+        title: [
+            (curve, ColumnDataSource({"y": c.values, "step": c.steps, "hours": c.hours}))
+            for curve, c in ((curve, _rounded(curve)) for curve in curves)
+        ]
+        for title, curves in charts(runs).items()
+    }
+    if not sources:
+        return Drawing(library, "", "")
+    names = [run.name for run in runs]
+    panels = []
+    for column, title in (("step", "optimizer steps"), ("hours", "hours of training")):
+        figures = [_figure(title, curves, names, column) for title, curves in sources.items()]
+        grid = gridplot(figures, ncols=2, merge_tools=False, sizing_mode="stretch_width")
+        panels.append(TabPanel(child=grid, title=f"over {title}"))
+    script, place = components(Tabs(tabs=panels, sizing_mode="stretch_width"))
+    return Drawing(library, script, place)
 
 
-def _figure(chart: Chart, names: List[str]):  # type: ignore[no-untyped-def]  # of Bokeh, if there
-    from bokeh.models import ColumnDataSource, HoverTool
+def _rounded(curve: Curve) -> Curve:
+    return curve._replace(
+        hours=[float(f"{value:.6g}") for value in curve.hours],
+        values=[float(f"{value:.6g}") for value in curve.values],
+    )
+
+
+def _figure(  # type: ignore[no-untyped-def]  # of Bokeh, if it is installed
+    title: str, curves: List[Tuple[Curve, Any]], names: List[str], column: str
+):
+    from bokeh.models import NumeralTickFormatter
     from bokeh.plotting import figure
 
     plot = figure(
-        height=280,
-        sizing_mode="stretch_width",
-        tools="pan,box_zoom,reset,save",
-        toolbar_location="right",
-        y_axis_label=chart.unit,
-        x_axis_label="optimizer steps",
-        name=chart.title,
+        title=title,
+        height=320,
+        tools="pan,box_zoom,hover,reset,save",
+        tooltips=[("", "$name"), ("step", "@step"), ("hours", "@hours{0.000}"), (title, "@y")],
     )
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
-    has_epochs = any(curve.kind != "steps" for curve in chart.curves)
-    for curve in chart.curves:
-        num_points = len(curve.values)
-        source = ColumnDataSource(
-            {
-                "y": [float(f"{value:.6g}") for value in curve.values],
-                "step": curve.steps,
-                "hours": [float(f"{value:.6g}") for value in curve.hours],
-            }
-        )
-        # The page's script shows and hides runs by it.
-        tags = [f"run {curve.run}"]
-        style: Dict[str, Any] = {"source": source, "name": _label(curve, names), "tags": tags}
-        style["color"] = COLOURS[curve.run % len(COLOURS)]
-        is_detail = curve.kind == "steps" and has_epochs
+    if _OF_STEPS.get(title, "").count("bytes"):
+        plot.yaxis.formatter = NumeralTickFormatter(format="0.0b")
+    has_epochs = any(curve.kind != _WITHIN_EPOCHS for curve, _ in curves)
+    for curve, source in curves:
+        # "<" would end or open an element within the script.
+        label = f"{names[curve.run].replace('<', '(')}, {curve.kind}"
+        style = {
+            "color": COLOURS[curve.run % len(COLOURS)],
+            "source": source,
+            "name": label,
+            "legend_label": label,
+        }
+        is_detail = curve.kind == _WITHIN_EPOCHS and has_epochs
+        dash = "dashed" if curve.kind == _TRAINING else "solid"
         width, alpha = (1, 0.45) if is_detail else (2, 1)
-        dash = _DASHES[curve.kind]
-        plot.line("step", "y", line_width=width, line_alpha=alpha, line_dash=dash, **style)
-        if curve.kind != "steps" or num_points == 1:
-            plot.scatter("step", "y", size=5, **style)
-    tooltips = [("", "$name"), ("step", "@step"), ("hours", "@hours{0.000}")]
-    plot.add_tools(HoverTool(tooltips=[*tooltips, (chart.unit, "@y{0.[00000]}")]))
+        plot.line(column, "y", line_width=width, line_alpha=alpha, line_dash=dash, **style)
+        if curve.kind != _WITHIN_EPOCHS or len(curve.values) == 1:
+            plot.scatter(column, "y", size=5, **style)
+    plot.legend.click_policy = "hide"
+    plot.legend.ncols, plot.legend.location = 3, "left"
+    plot.add_layout(plot.legend[0], "below")
     return plot
-
-
-def _label(curve: Curve, names: List[str]) -> str:
-    # Which would end or open an element within the script.
-    name = names[curve.run].replace("<", "(")
-    return f"{name}, {'within epochs' if curve.kind == 'steps' else curve.kind}"

@@ -2,22 +2,20 @@ import json
 import time
 from typing import Any, Dict, List, Optional
 
-from allennlp.common.checks import ConfigurationError
 from rich.filesize import decimal
 
-from allennlp_deepspeed.report_page import series
-from allennlp_deepspeed.report_page.charts import COLOURS, draw
+from allennlp_deepspeed.report_page.charts import draw, is_finite
 from allennlp_deepspeed.report_page.run import Run, differences, named
 
 
-def page(directories: List[str], version: Optional[str] = None) -> str:
+def page(directories: List[str], refresh: Optional[int] = None) -> str:
     """
     # Parameters
 
     directories : `List[str]`, required.
         Serialization directories.
-    version : `str`, optional (default = `None`)
-        Of the page, if it is served: then it asks the server for newer ones, and reloads.
+    refresh : `int`, optional (default = `None`)
+        Seconds after which a browser reloads the page.
 
     # Returns
 
@@ -27,16 +25,12 @@ def page(directories: List[str], version: Optional[str] = None) -> str:
     # Raises
 
     `ConfigurationError`
-        If one of the directories has no metrics, or if a library is missing.
+        If one of the directories has no metrics, or if Bokeh isn't installed.
     """
     runs = named(directories)
-    drawn = draw(series.charts(runs), [run.name for run in runs])
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        raise ConfigurationError(
-            "The report needs Jinja2: pip install 'allennlp-deepspeed[report]'"
-        ) from error
+    drawing = draw(runs)
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # which Bokeh needs
+
     environment = Environment(
         loader=PackageLoader("allennlp_deepspeed", "report_page"),
         autoescape=True,
@@ -49,13 +43,11 @@ def page(directories: List[str], version: Optional[str] = None) -> str:
         title=", ".join(run.name for run in runs),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         runs=runs,
-        colours=[COLOURS[number % len(COLOURS)] for number in range(len(runs))],
-        summaries=[_summary(run) for run in runs],
-        metrics=_table([_best(run) for run in runs]),
-        drawn=drawn,
+        summaries=_table([{**_summary(run), **_best(run)} for run in runs]),
+        drawing=drawing,
         differences=differences([run.config for run in runs]),
         environments=_table([_environment(run) for run in runs]),
-        version=version,
+        refresh=refresh,
     )
 
 
@@ -94,7 +86,7 @@ def _summary(run: Run) -> Dict[str, str]:
 
 def _best(run: Run) -> Dict[str, str]:
     """Of the best epoch, or the last one if there is no validation."""
-    metrics = {k: v for k, v in run.final_metrics.items() if series.can_be_drawn(v)}
+    metrics = {k: v for k, v in run.final_metrics.items() if is_finite(v)}
     best = {key: value for key, value in metrics.items() if key.startswith("best_")}
     shown = best or {key: v for key, v in metrics.items() if key.startswith("training_")}
     return {key: f"{value:.6g}" for key, value in shown.items()}

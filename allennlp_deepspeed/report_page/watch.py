@@ -1,17 +1,14 @@
-import hashlib
-import os
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import List, Type
 
 from allennlp.common.checks import ConfigurationError
 from overrides import overrides
 
 from allennlp_deepspeed.report_page.page import page
-from allennlp_deepspeed.reports import metrics_file
 
 _LOCALHOST = "127.0.0.1"
+_REFRESH_SECONDS = 10
 
 
 def server(directories: List[str], port: int) -> ThreadingHTTPServer:
@@ -26,8 +23,8 @@ def server(directories: List[str], port: int) -> ThreadingHTTPServer:
     # Returns
 
     `ThreadingHTTPServer`
-        Which serves the page of the runs, made anew when they have got further, to this machine
-        only. To be started by `serve_forever`.
+        Serves the page of the runs to this machine only, as they are when a browser asks for it or
+        reloads it. To be started by `serve_forever`.
 
     # Raises
 
@@ -49,20 +46,18 @@ def _handler(directories: List[str]) -> Type[BaseHTTPRequestHandler]:
             host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
             if host not in (_LOCALHOST, "localhost"):
                 self.send_error(HTTPStatus.FORBIDDEN)
-            elif self.path == "/version":
-                self._answer(version(directories), "text/plain")
             elif self.path == "/":
                 try:
-                    self._answer(page(directories, version(directories)), "text/html")
+                    self._answer(page(directories, refresh=_REFRESH_SECONDS))
                 except ConfigurationError as error:
                     self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=error.message)
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
 
-        def _answer(self, text: str, content_type: str) -> None:
-            body = text.encode()
+        def _answer(self, html: str) -> None:
+            body = html.encode()
             self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", f"{content_type}; charset=utf-8")
+            self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.end_headers()
@@ -73,16 +68,3 @@ def _handler(directories: List[str]) -> Type[BaseHTTPRequestHandler]:
             """Without a line on the console for each request."""
 
     return Handler
-
-
-def version(directories: List[str]) -> str:
-    """Changes when one of the runs has got further, or has saved or removed a checkpoint."""
-    seen = []
-    for directory in map(Path, directories):
-        for path in (directory, directory / metrics_file.FILE_NAME):
-            try:
-                status = os.stat(path)
-            except FileNotFoundError:
-                continue
-            seen.append((str(path), status.st_mtime_ns, status.st_size))
-    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]

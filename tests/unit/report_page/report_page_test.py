@@ -13,7 +13,8 @@ from typing import Any, Dict, List
 import pytest
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.report_page import series, watch
+from allennlp_deepspeed.report_page import watch
+from allennlp_deepspeed.report_page.charts import charts
 from allennlp_deepspeed.report_page.page import age, duration, page
 from allennlp_deepspeed.report_page.run import Run, differences, named
 from allennlp_deepspeed.reports.metrics_file import FILE_NAME
@@ -79,30 +80,30 @@ def test_a_run_is_read(tmp_path: Path) -> None:
 
 def test_charts_have_what_was_written(tmp_path: Path) -> None:
     directories = [write_run(tmp_path / "a"), write_run(tmp_path / "b", num_steps=4)]
-    charts = {chart.title: chart for chart in series.charts([Run(str(d)) for d in directories])}
-    assert list(charts) == [
+    found = charts([Run(str(directory)) for directory in directories])
+    assert list(found) == [
         "Loss",
         "Accuracy",
         "Learning rate",
         "Gradient norm",
         "Memory of a worker",
     ]
-    curves = {(curve.run, curve.kind): curve for curve in charts["Loss"].curves}
+    curves = {(curve.run, curve.kind): curve for curve in found["Loss"]}
     assert len(curves) == 6
-    assert curves[0, "steps"].values == [4 / step for step in range(1, 9)]
+    assert curves[0, "within epochs"].values == [4 / step for step in range(1, 9)]
     assert curves[1, "validation"].values == [3, 1.5]
     assert curves[1, "validation"].steps == [2, 4]
     assert curves[1, "validation"].hours == pytest.approx([0.02, 0.04])
-    assert {curve.kind for curve in charts["Accuracy"].curves} == {"validation"}
-    assert charts["Memory of a worker"].curves[0].values == [2.0] * 8
+    assert {curve.kind for curve in found["Accuracy"]} == {"validation"}
+    assert found["Memory of a worker"][0].values == [2_000_000] * 8
 
 
 def test_long_runs_are_thinned(tmp_path: Path) -> None:
     num_steps = 30_000
     run = Run(str(write_run(tmp_path / "run", num_steps)))
-    charts = series.charts([run])
-    assert sum(len(curve.values) for chart in charts for curve in chart.curves) <= 20_000
-    curve = charts[0].curves[0]
+    found = charts([run])
+    assert sum(len(curve.values) for curves in found.values() for curve in curves) <= 20_000
+    curve = found["Loss"][0]
     assert curve.steps[-1] == num_steps
     first = curve.steps[0]
     assert curve.values[0] == pytest.approx(sum(4 / step for step in range(1, first + 1)) / first)
@@ -165,29 +166,18 @@ def test_what_runs_have_written_is_text(tmp_path: Path) -> None:
 
 
 @requires_chromium
-@pytest.mark.parametrize("width, is_dark", [(1400, False), (400, True)])
-def test_a_browser_shows_it(tmp_path: Path, width: int, is_dark: bool) -> None:
+def test_a_browser_shows_it(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=0.25)]
     path = tmp_path / "report.html"
-    # Windows of Chromium are 500 wide at least.
-    path.write_text(
-        page([str(run) for run in runs])
-        + f"<style>html {{ width: {width}px }}</style>"
-        + "<script>document.body.dataset.width = document.body.scrollWidth</script>"
-    )
-    shown = show(path, tmp_path, width, 2500, is_dark)
-    assert 'data-drawn="5"' in shown.document, "The page marks itself when it has drawn all."
-    assert re.findall(r'data-width="(\d+)"', shown.document) == [str(width)]
+    path.write_text(page([str(run) for run in runs]))
+    shown = show(path, tmp_path, 1400, 2500)
     assert "taken over</title>" not in shown.document
     assert [message for message in shown.messages if "[bokeh" not in message] == []
     assert shown.num_pixels(BLUE) > 300
     assert shown.num_pixels(ORANGE) > 300
-    ground = shown.picture.convert("L").getpixel((2, 2))
-    assert isinstance(ground, int)
-    assert (ground < 60) == is_dark
 
 
-def test_a_page_is_served_and_follows_the_run(tmp_path: Path) -> None:
+def test_a_page_is_served_as_the_run_is(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with watch.server([str(run)], 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -199,13 +189,10 @@ def test_a_page_is_served_and_follows_the_run(tmp_path: Path) -> None:
                 with urllib.request.urlopen(request, timeout=30) as answer:
                     return answer.read().decode()
 
-            version = get("/version")
-            assert version in get("/")
-            assert get("/version") == version
+            assert 'http-equiv="refresh"' in get("/")
             with open(run / FILE_NAME, "a") as file:
                 line = {"kind": "step", "time": 2e6, "step": 9, "epoch": 1, "loss": 0.123456}
                 file.write(json.dumps(line) + "\n")
-            assert get("/version") != version
             assert "0.123456" in get("/")
             for path, headers, status in (("/config.json", {}, 404), ("/", {"Host": "a.b"}, 403)):
                 with pytest.raises(urllib.error.HTTPError) as raised:
