@@ -1,9 +1,9 @@
 import logging
 import os
 import re
+import time
 from contextlib import ExitStack, contextmanager
-from io import StringIO
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,26 +12,33 @@ from allennlp.training.callbacks import TrainerCallback
 from deepspeed.accelerator import get_accelerator
 from overrides import overrides
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from torch.autograd import DeviceType
 
 from allennlp_deepspeed.processes import phases
 from allennlp_deepspeed.processes.announcements import announce
+from allennlp_deepspeed.reports.console_report import as_text
 from allennlp_deepspeed.reports.step_observer import StepObserver
-from allennlp_deepspeed.reports.step_profile import PREFIX, WHOLE, StepProfile
 
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "profile"
 """In the serialization directory."""
 
-HIDDEN = "communication, hidden"
+PREFIX = "allennlp_deepspeed: "
+"""Of the names of phases in a trace."""
+
+OTHER = "other"
+COMMUNICATION = "communication"
+
+# Names of collectives on CPUs in a trace.
+_OF_BACKENDS = re.compile("(gloo|mpi|ucc|xccl):")
 
 
 @TrainerCallback.register("profiler")
 class ProfilerCallback(StepObserver):
     """
-    Records some optimizer steps with `torch.profiler`, and says where their time has gone. It does
+    Records some optimizer steps with `torch.profiler`, and measures where their time goes. It does
     nothing in other steps.
 
     Registered as a `TrainerCallback` with name "profiler":
@@ -45,10 +52,10 @@ class ProfilerCallback(StepObserver):
     `chrome://tracing` open, and a table to its log. The training metrics of this epoch and of those
     after it, and so `metrics.json`, have what the primary has measured:
     `training_profile_forward`, and so on for data loading, backward, optimizer, host waits,
-    callbacks, saving, other, and communication beside which nothing was computed
-    (`..._communication_exposed`), as shares of the steps that sum up to 1;
-    `training_profile_communication_hidden`, beside which something was, as a share of the same
-    time; and `training_profile_seconds_per_step`. With several runs of steps they are the last's.
+    callbacks, saving and other, as shares of the steps that sum up to 1;
+    `training_profile_communication`, the share in which a collective ran, alone or in parallel to
+    computation; and `training_profile_seconds_per_step`. With several runs of steps they are the
+    last's.
 
     At the end of each phase of a recorded step the host waits for the device, so that each has the
     time that it has caused. It makes no collective.
@@ -111,34 +118,41 @@ class ProfilerCallback(StepObserver):
 
     @overrides
     def between_steps(self, num_steps: int, is_first: bool) -> None:
-        recording = self._recording
-        if recording is not None and is_first:
-            recording.resume()
-        if recording is not None and num_steps >= recording.last:
-            self._recording = None
-            self._write(recording)
-        if self._recording is None and num_steps + 1 in self._steps:
-            last = num_steps + 1
-            while last + 1 in self._steps:
-                last += 1
-            self._recording = _Recording(num_steps + 1, last, self._options)
+        if self._recording is not None:
+            if is_first:
+                self._recording.resume()
+            if num_steps + 1 not in self._steps:
+                self._write(self._recording, num_steps)
+                self._recording = None
+        elif num_steps + 1 in self._steps:
+            self._recording = _Recording(num_steps + 1, self._options)
 
-    def _write(self, recording: "_Recording") -> None:
-        profile = recording.finish()
+    def _write(self, recording: "_Recording", last: int) -> None:
+        recording.stop()
         directory = os.path.join(self.serialization_dir, DIRECTORY)
         os.makedirs(directory, exist_ok=True)
-        name = f"steps_{recording.first}-{recording.last}_rank_{dist.get_rank()}.json.gz"
+        name = f"steps_{recording.first}-{last}_rank_{dist.get_rank()}.json.gz"
         path = os.path.join(directory, name)
-        recording.write_trace(path)
-        self._metrics = _metrics(profile, recording.num_steps)
-        logger.info("Steps %d to %d:\n%s", recording.first, recording.last, _table(profile))
+        recording.profiler.export_chrome_trace(path)
+        seconds = recording.clock.seconds
+        total = sum(seconds.values())
+        communication = _seconds_of_communication(recording.profiler.events() or [])
+        shares = {name: value / total for name, value in seconds.items()}
+        self._metrics = {
+            f"profile_{name.replace(' ', '_')}": share
+            for name, share in {**shares, COMMUNICATION: communication / total}.items()
+        }
+        self._metrics["profile_seconds_per_step"] = total / (last + 1 - recording.first)
+        table = _table({**seconds, COMMUNICATION: communication}, total)
+        logger.info("Steps %d to %d:\n%s", recording.first, last, as_text(table))
         if self._is_primary:
+            largest = sorted(shares.items(), key=lambda item: -item[1])[:3]
             announce(
                 logger,
                 "Profile of steps %d to %d: %s. The trace is in %s, for Perfetto.",
                 recording.first,
-                recording.last,
-                ", ".join(f"{name} {share:.0%}" for name, share in _shares(profile)[:3]),
+                last,
+                ", ".join(f"{name} {share:.0%}" for name, share in largest),
                 path,
             )
 
@@ -151,7 +165,7 @@ class ProfilerCallback(StepObserver):
     @overrides
     def on_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self._recording is not None:
-            self._recording.cancel()
+            self._recording.stop()
             self._recording = None
         num_steps = trainer.steps_completed
         if num_steps < self._steps[-1]:
@@ -177,72 +191,83 @@ class _Recording:
 
     first : `int`
         The first step.
-    last : `int`
-        The last.
     options : `Dict[str, Any]`
         Of `torch.profiler.profile`.
     """
 
-    def __init__(self, first: int, last: int, options: Dict[str, Any]) -> None:
-        self.first, self.last = first, last
-        self._profiler = torch.profiler.profile(**options)
-        self._recording = ExitStack()
-        self._recording.enter_context(self._profiler)
-        self._steps = ExitStack()
+    def __init__(self, first: int, options: Dict[str, Any]) -> None:
+        self.first = first
+        self.profiler = torch.profiler.profile(**options)
+        self.clock = _Clock()
+        self._marks = ExitStack()
+        self.profiler.start()
         self.resume()
 
-    @property
-    def num_steps(self) -> int:
-        return self.last + 1 - self.first
-
     def pause(self) -> None:
-        """What follows is in the trace, but doesn't count."""
-        self._steps.close()
+        """What follows is in the trace only."""
+        self.clock.switch(OTHER)
+        self._marks.close()
 
     def resume(self) -> None:
+        self._marks.enter_context(phases.marked_by(self._mark))
+        self.clock.start()
+
+    def stop(self) -> None:
         self.pause()
-        self._steps.enter_context(phases.marked_by(_mark))
-        self._steps.enter_context(_mark(WHOLE))
+        self.profiler.stop()
 
-    def cancel(self) -> None:
-        self.pause()
-        self._recording.close()
-
-    def finish(self) -> StepProfile:
-        self.cancel()
-        return StepProfile.of(self._profiler.events() or [])
-
-    def write_trace(self, path: str) -> None:
-        self._profiler.export_chrome_trace(path)
+    @contextmanager
+    def _mark(self, name: str) -> Iterator[None]:
+        outer = self.clock.switch(name)
+        with torch.profiler.record_function(PREFIX + name):
+            yield
+            get_accelerator().synchronize()
+        self.clock.switch(outer)
 
 
-@contextmanager
-def _mark(name: str) -> Iterator[None]:
-    with torch.profiler.record_function(PREFIX + name):
-        yield
-        get_accelerator().synchronize()
+class _Clock:
+    """Measures the seconds of each phase, without those of the phases within it."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys((*phases.PHASES, OTHER), 0.0)
+        self._phase = OTHER
+        self.start()
+
+    def start(self) -> None:
+        """Forgets the time since the last call."""
+        self._start = time.perf_counter()
+
+    def switch(self, phase: str) -> str:
+        """Begins a phase, and returns the one that ends."""
+        former, now = self._phase, time.perf_counter()
+        self.seconds[former] += now - self._start
+        self._phase, self._start = phase, now
+        return former
 
 
-def _shares(profile: StepProfile) -> List[Tuple[str, float]]:
-    """Names of the parts with their shares, the largest first."""
-    shares = [(name, seconds / profile.seconds) for name, seconds in profile.parts.items()]
-    return sorted(shares, key=lambda share: -share[1])
+def _seconds_of_communication(events: Sequence[Any]) -> float:
+    """Seconds of a profile in which a collective ran."""
+    intervals = sorted(
+        (event.time_range.start, event.time_range.end) for event in events if _is_collective(event)
+    )
+    total, end = 0.0, -float("inf")
+    for start, stop in intervals:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e6
 
 
-def _metrics(profile: StepProfile, num_steps: int) -> Dict[str, float]:
-    shares = [*_shares(profile), (HIDDEN, profile.hidden / profile.seconds)]
-    metrics = {f"profile_{re.sub(r'[, ]+', '_', name)}": share for name, share in shares}
-    return {**metrics, "profile_seconds_per_step": profile.seconds / num_steps}
+def _is_collective(event: Any) -> bool:
+    if event.device_type == DeviceType.CPU:
+        return event.is_async and _OF_BACKENDS.match(event.name) is not None
+    # Annotations last from the first to the last of their kernels.
+    return "nccl" in event.name.lower() and not getattr(event, "is_user_annotation", False)
 
 
-def _table(profile: StepProfile) -> str:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
+def _table(seconds: Dict[str, float], total: float) -> Table:
+    table = Table("", box=box.SIMPLE_HEAD)
     for heading in ("seconds", "share"):
         table.add_column(heading, justify="right")
-    rows = [*profile.parts.items(), (HIDDEN, profile.hidden)]
-    for name, seconds in rows:
-        table.add_row(name, f"{seconds:.4f}", f"{seconds / profile.seconds:.1%}")
-    console = Console(file=StringIO(), width=80)
-    console.print(table)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    for name, value in seconds.items():
+        table.add_row(name, f"{value:.4f}", f"{value / total:.1%}")
+    return table

@@ -31,7 +31,6 @@ PARTS = [
     "callbacks",
     "saving",
     "other",
-    "communication_exposed",
 ]
 STEPS = 7  # in an epoch of the tagger with two workers
 
@@ -73,11 +72,11 @@ def test_steps_are_recorded_on_each_rank(experiments: Experiments, stage: int):
         assert counts == [2 * 2, 2]  # micro-batches and steps
         assert any(name.startswith("gloo:") for name in names)
         log = (result.serialization_dir / f"out_worker{rank}.log").read_text()
-        assert "Steps 2 to 3:" in log and "communication, hidden" in log
+        assert "Steps 2 to 3:" in log and "communication" in log
     shares = profile(result, 0)
     assert sum(shares[part] for part in PARTS) == pytest.approx(1, abs=1e-6)
     assert all(shares[part] > 0 for part in ("forward", "backward", "optimizer", "host_waits"))
-    assert shares["communication_exposed"] > 0 and shares["seconds_per_step"] > 0
+    assert 0 < shares["communication"] <= 1 and shares["seconds_per_step"] > 0
     # Until another is recorded.
     assert profile(result, 1) == shares
     assert result.final_metrics()["training_profile_forward"] == shares["forward"]
@@ -92,12 +91,11 @@ def test_what_is_between_epochs_is_in_no_step(experiments: Experiments, tmp_path
     names = {path.name for path in (result.serialization_dir / "profile").iterdir()}
     assert names == {f"steps_{STEPS - 1}-{STEPS + 1}_rank_{rank}.json.gz" for rank in range(2)}
     events = trace(result, f"steps_{STEPS - 1}-{STEPS + 1}_rank_0")
-    named = [event for event in events if event.get("name") == "allennlp_deepspeed: steps"]
-    assert len(named) == 2 and all(event["ph"] == "X" for event in named)
-    (first, second), shares = named, profile(result, 1)
-    assert second["ts"] > first["ts"] + first["dur"]
-    seconds = (first["dur"] + second["dur"]) / 1e6
-    assert shares["seconds_per_step"] == pytest.approx(seconds / 3, rel=1e-3)
+    steps = [event for event in events if event.get("name") == "allennlp_deepspeed: optimizer"]
+    assert len(steps) == 3
+    # Validation and saving between the epochs take most of the time from the first to the last.
+    seconds = (steps[-1]["ts"] - steps[0]["ts"]) / 1e6
+    assert 2 * profile(result, 1)["seconds_per_step"] < seconds
     log = (result.serialization_dir / "out_worker0.log").read_text()
     assert "was to record step 100, but the training has ended after 14." in log
     recovered = recover(result, tmp_path, config, "checkpoint_e1_b2")
