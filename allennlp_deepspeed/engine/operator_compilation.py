@@ -5,14 +5,15 @@ happens.
 
 import functools
 import logging
+import os
 import time
 from contextlib import contextmanager
 from typing import Any, Iterator
 from unittest import mock
 
 from deepspeed.ops.op_builder.builder import OpBuilder
+from torch.utils import cpp_extension
 
-from allennlp_deepspeed.config.operators import is_built
 from allennlp_deepspeed.processes.announcements import announce
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def announced_compilation() -> Iterator[None]:
 
     @functools.wraps(jit_load)
     def announced(builder: OpBuilder, *args: Any, **kwargs: Any) -> Any:
-        if is_built(builder):
+        if _is_built(builder):
             return jit_load(builder, *args, **kwargs)
         announce(
             logger,
@@ -48,3 +49,9 @@ def announced_compilation() -> Iterator[None]:
 
     with mock.patch.object(OpBuilder, "jit_load", announced):
         yield
+
+
+def _is_built(builder: OpBuilder) -> bool:
+    """Whether there is nothing left to compile of an operator."""
+    directory = cpp_extension._get_build_directory(builder.name, verbose=False)
+    return os.path.exists(os.path.join(directory, f"{builder.name}.so"))

@@ -24,7 +24,6 @@ from overrides import overrides
 from torch.utils._pytree import tree_map_only
 
 from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
-from allennlp_deepspeed.config.operators import check_nvme, check_torch_compile
 from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
@@ -114,8 +113,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         around: Callable[[], ContextManager[None]] = nullcontext,
     ) -> None:
         use_accelerator(device)
-        check_nvme(config, device.type)
-        check_torch_compile(config, device.type)
         check_loaded_weights(model, config)
         check_model(model, config)
         if find_unused_parameters and config.zero_stage == 3:

@@ -26,7 +26,6 @@ from allennlp_deepspeed.config.global_batch import (
     no_fixed_size,
 )
 from allennlp_deepspeed.config.keys import check_names, check_values
-from allennlp_deepspeed.config.operators import check_nvme, check_torch_compile
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KEYS
 from allennlp_deepspeed.config.schema import did_you_mean
 from allennlp_deepspeed.config.schema_validation import places_of
@@ -255,10 +254,6 @@ def _check_deepspeed_config(
         return
     settings = settings_of(config, deepspeed_config)
     resolved = deepspeed_config.resolve_collecting(settings, findings)
-    with findings.collect():
-        check_nvme(resolved, settings.device_type)
-    with findings.collect():
-        check_torch_compile(resolved, settings.device_type)
     check_transformer_kwargs(config.get("model"), resolved, settings.device_type, findings)
     with findings.collect():
         check_optimizer(trainer.get("optimizer"), resolved, settings.device_type)

@@ -246,7 +246,7 @@ class Estimator:
                 {key: value for key, value in config.items() if key != "train_batch_size"}
             ).resolve(self._settings_for(placement))
             check_model(self._model, resolved)
-            check_optimizer(self._optimizer, resolved, device_type, on_this_machine=False)
+            check_optimizer(self._optimizer, resolved, device_type)
         except ConfigurationError as error:
             return PlacementEstimate(placement, pasted, problem=str(error))
         return PlacementEstimate(

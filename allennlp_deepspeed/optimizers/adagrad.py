@@ -16,7 +16,6 @@ class CPUAdagradOptimizer(CPUOptimizer, DeepSpeedCPUAdagrad):
     Registered as an `Optimizer` with name "cpu_adagrad".
     """
 
-    operator: ClassVar[str] = "CPUAdagradBuilder"
     num_states: ClassVar[int] = 1
     instead_on_gpu: ClassVar[str] = "adagrad"
 

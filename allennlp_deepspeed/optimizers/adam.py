@@ -15,7 +15,6 @@ class FusedAdamOptimizer(FusedOptimizer, FusedAdam):
     Registered as an `Optimizer` with name "fused_adam".
     """
 
-    operator: ClassVar[str] = "FusedAdamBuilder"
     needs_gpu: ClassVar[bool] = False
     instead_on_cpu: ClassVar[str] = "cpu_adam"
 
@@ -50,7 +49,6 @@ class FusedAdamWOptimizer(FusedOptimizer, FusedAdam):
     Registered as an `Optimizer` with name "fused_adamw".
     """
 
-    operator: ClassVar[str] = "FusedAdamBuilder"
     needs_gpu: ClassVar[bool] = False
     instead_on_cpu: ClassVar[str] = "cpu_adamw"
 
@@ -85,7 +83,6 @@ class CPUAdamOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
     Registered as an `Optimizer` with name "cpu_adam".
     """
 
-    operator: ClassVar[str] = "CPUAdamBuilder"
     instead_on_gpu: ClassVar[str] = "fused_adam"
 
     def __init__(
@@ -120,7 +117,6 @@ class CPUAdamWOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
     Registered as an `Optimizer` with name "cpu_adamw".
     """
 
-    operator: ClassVar[str] = "CPUAdamBuilder"
     instead_on_gpu: ClassVar[str] = "fused_adamw"
 
     def __init__(

@@ -7,7 +7,6 @@ from allennlp.training.optimizers import Optimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
 
-from allennlp_deepspeed.config.operators import check_operator
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
@@ -47,7 +46,6 @@ def check_optimizer(
     optimizer: Union[str, Dict[str, Any], None],
     config: ResolvedConfig,
     device_type: str,
-    on_this_machine: bool = True,
 ) -> None:
     """
     Checks the `trainer.optimizer` of a config file, without constructing it.
@@ -58,14 +56,11 @@ def check_optimizer(
     config : `ResolvedConfig`, required.
     device_type : `str`, required.
         "cpu" or "cuda", what the model trains on.
-    on_this_machine : `bool`, optional (default = `True`)
-        Whether this machine is to train. Otherwise nothing is asked of its compilers.
 
     # Raises
 
     `ConfigurationError`
-        If it can't step the weights where `config` has them, or something is missing on this
-        machine to compile the operator that it steps with.
+        If it can't step the weights where `config` has them.
     """
     if config.has_optimizer:
         check_section(config.engine_config["optimizer"], config)
@@ -76,8 +71,6 @@ def check_optimizer(
     settings = [params, *(group for _, group in params.get("parameter_groups") or [])]
     counterpart = counterpart_of(optimizer_class, settings, config)
     _check_placement(name, optimizer_class, settings, counterpart, config, device_type)
-    if on_this_machine:
-        _check_operator(name, optimizer_class, counterpart, device_type)
 
 
 def _check_placement(
@@ -104,22 +97,3 @@ def _check_placement(
     if issubclass(optimizer_class, DeepSpeedOptimizer):
         optimizer_class.check(name, config, device_type)
     check_elementwise(f"'trainer.optimizer.type' is \"{name}\"", name, optimizer_class, config)
-
-
-def _check_operator(
-    name: str,
-    optimizer_class: Type[torch.optim.Optimizer],
-    counterpart: Optional[Counterpart],
-    device_type: str,
-) -> None:
-    subject = f"'trainer.optimizer.type' is \"{name}\""
-    if issubclass(optimizer_class, DeepSpeedOptimizer):
-        if optimizer_class.operator is not None:
-            check_operator(optimizer_class.operator, device_type, subject, 'write "adam"')
-    elif counterpart is not None:
-        check_operator(
-            counterpart.operator,
-            device_type,
-            f"{subject} and its states are offloaded",
-            f'write "zero_force_ds_cpu_optimizer": false in {ROOT}, for a slower optimizer',
-        )

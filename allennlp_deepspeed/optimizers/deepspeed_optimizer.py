@@ -1,4 +1,4 @@
-from typing import ClassVar, Optional
+from typing import ClassVar
 
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer
@@ -14,8 +14,6 @@ class DeepSpeedOptimizer(Optimizer):
     in the `model_parameters`, and a config file may write `parameter_groups`.
     """
 
-    operator: ClassVar[Optional[str]] = None
-    """The name of the builder of the operator that it steps with, if it has one."""
     num_states: ClassVar[int] = 2
     """How many states of a parameter's size it keeps of each, in fp32: two, as Adam, or one."""
 

@@ -28,7 +28,6 @@ class FusedLambOptimizer(FusedOptimizer, FusedLamb):
         Whether `eps` is added to the second moment before its root is taken, instead of after.
     """
 
-    operator: ClassVar[str] = "FusedLambBuilder"
     instead_on_cpu: ClassVar[str] = "adamw"
 
     def __init__(

@@ -99,7 +99,6 @@ class FusedLionOptimizer(FusedOptimizer, FusedLion):
     Registered as an `Optimizer` with name "fused_lion".
     """
 
-    operator: ClassVar[str] = "FusedLionBuilder"
     num_states: ClassVar[int] = 1
     instead_on_cpu: ClassVar[str] = "lion"
 
@@ -140,7 +139,6 @@ class CPULionOptimizer(CPUOptimizer, CPULion):  # type: ignore[misc]
     it, so that there are two states to count. Gone when it doesn't.
     """
 
-    operator: ClassVar[str] = "CPULionBuilder"
     num_states: ClassVar[int] = 2
     instead_on_gpu: ClassVar[str] = "fused_lion"
 

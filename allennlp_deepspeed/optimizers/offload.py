@@ -34,8 +34,6 @@ class Counterpart(NamedTuple):
     # Parameters
 
     optimizer : `Type[torch.optim.Optimizer]`
-    operator : `str`
-        The name of the builder of its operator.
     settings : `Dict[str, str]`
         What it calls the settings of a group, by AllenNLP's name.
     lacks : `Dict[str, Any]`, optional (default = `{}`)
@@ -45,7 +43,6 @@ class Counterpart(NamedTuple):
     """
 
     optimizer: Type[torch.optim.Optimizer]
-    operator: str
     settings: Dict[str, str]
     lacks: Dict[str, Any] = {}
     arguments: Dict[str, Any] = {}
@@ -57,7 +54,6 @@ def _same(*names: str) -> Dict[str, str]:
 
 _ADAM = Counterpart(
     DeepSpeedCPUAdam,
-    "CPUAdamBuilder",
     _same("lr", "betas", "eps", "weight_decay"),
     lacks={"amsgrad": False, "maximize": False, "decoupled_weight_decay": False},
     arguments={"adamw_mode": False},
@@ -69,16 +65,14 @@ COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
     AdamWOptimizer: _ADAMW,
     HuggingfaceAdamWOptimizer: Counterpart(
         CPUHuggingfaceAdamW,
-        "CPUAdamBuilder",
         {**_ADAM.settings, "correct_bias": "bias_correction"},
     ),
     AdagradOptimizer: Counterpart(
         DeepSpeedCPUAdagrad,
-        "CPUAdagradBuilder",
         _same("lr", "eps", "weight_decay"),
         lacks={"lr_decay": 0, "initial_accumulator_value": 0, "maximize": False},
     ),
-    LionOptimizer: Counterpart(CPULion, "CPULionBuilder", _same("lr", "betas", "weight_decay")),
+    LionOptimizer: Counterpart(CPULion, _same("lr", "betas", "weight_decay")),
 }
 """By the class that is registered with AllenNLP."""
 

@@ -28,6 +28,11 @@ OF_OTHERS = {
     "Address already in use": None,
     "CUDA out of memory": None,
     "terminated with signal SIGKILL": (torch, "multiprocessing/spawn.py"),
+    "Ninja is required to load C++ extensions": (torch, "utils/cpp_extension.py"),
+    "Unable to JIT load the … op due to it not being compatible": (
+        deepspeed,
+        "ops/op_builder/builder.py",
+    ),
     "OVERFLOW! … Skipping step": (deepspeed, "runtime/fp16/loss_scaler.py"),
 }
 # The names in them.

@@ -1,18 +1,13 @@
 """DeepSpeed's optimizers under AllenNLP's registry, and what is checked of them beforehand."""
 
 import logging
-import os
-import shutil
-from pathlib import Path
 from typing import Any, Dict, List, Tuple
-from unittest import mock
 
 import pytest
 import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer
-from deepspeed import git_version_info
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.launch import preflight
@@ -296,71 +291,3 @@ class TestBeforehand:
 
     def test_a_misspelt_name_is_refused(self):
         assert 'did you mean "cpu_adam"' in refusal({"type": "cpu_adma"})
-
-
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only directory in which programs are looked for. It has none."""
-    directory = tmp_path / "programs"
-    directory.mkdir()
-    ninja = shutil.which("ninja")
-    monkeypatch.setenv("PATH", str(directory))
-    monkeypatch.setenv("NINJA", str(ninja))
-    return directory
-
-
-def add_ninja(programs: Path) -> None:
-    (programs / "ninja").symlink_to(os.environ["NINJA"])
-
-
-class TestOperators:
-    @pytest.mark.parametrize(
-        "optimizer, deepspeed_config, operator",
-        [
-            (None, "zero_2_offload", "cpu_adam"),
-            ("adagrad", "zero_3_offload", "cpu_adagrad"),
-            ("lion", "zero_2_offload", "cpu_lion"),
-            ("cpu_adamw", "zero_2", "cpu_adam"),
-            ("fused_adam", "zero_2", "fused_adam"),
-            ("adam", {"type": "zero_3_nvme"}, "async_io"),
-        ],
-    )
-    def test_what_is_missing_to_compile_one_is_named(
-        self,
-        optimizer: Any,
-        deepspeed_config: Any,
-        operator: str,
-        tmp_path: Path,
-        programs: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ):
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "operators"))
-        message = refusal(optimizer, deepspeed_config)
-        assert f"compiles its operator '{operator}'" in message
-        assert "install Debian's package ninja-build, or write" in message
-        add_ninja(programs)
-        message = refusal(optimizer, deepspeed_config)
-        assert "install Debian's package g++, or write" in message
-
-    def test_without_libaio_nvme_is_refused(self):
-        builder = "deepspeed.ops.op_builder.cpu.AsyncIOBuilder.is_compatible"
-        with mock.patch(builder, return_value=False):
-            message = refusal("adam", "zero_3_nvme")
-        assert message.count('install Debian\'s package libaio-dev, or write "cpu"') == 2
-
-    def test_one_that_is_compiled_needs_no_compiler(self, programs: Path):
-        add_ninja(programs)
-        check("adam", "zero_2_offload")
-
-    def test_one_that_has_come_with_deepspeed_needs_nothing(self, programs: Path):
-        with (
-            mock.patch.dict(git_version_info.installed_ops, {"cpu_adam": True}),
-            mock.patch.object(git_version_info, "accelerator_name", "cpu"),
-        ):
-            check("adam", "zero_2_offload")
-
-    def test_without_offload_allennlps_optimizers_need_none(self, programs: Path):
-        check("adam", "zero_2")
-        check("lion", "zero_2")
-        unforced = {"type": "zero_2_offload", "zero_force_ds_cpu_optimizer": False}
-        check("adam", unforced)
