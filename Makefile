@@ -19,13 +19,14 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv ops demo demo-llm test test-unit test-oldest coverage soak cross fuzz upstream bench lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit messages test-oldest coverage soak cross fuzz upstream bench lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make demo-llm  fine-tune a language model and compare it before and after (under 10 minutes)"
 	@echo "make test    run the test suite, but for what takes long (about 14 minutes)"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
+	@echo "make messages  rewrite tests/expected_messages.json, the messages to users that tests compare"
 	@echo "make test-oldest  the same, with the oldest versions of PyTorch and transformers that are supported, in an environment of its own"
 	@echo "make coverage  run the same as \`make test\` and report which lines it has run, in workers too"
 	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, and run the long tests (about an hour)"
@@ -53,6 +54,11 @@ demo-llm: $(VENV)/installed-llm
 
 test-unit: $(VENV)/installed
 	pytest -n 2 tests/unit
+
+# The changes are to be read before they are committed.
+messages: $(VENV)/installed
+	REWRITE_MESSAGES=1 pytest $$(grep -rl --include=*_test.py expect_message tests)
+	git diff --stat tests/expected_messages.json
 
 # Tests with the mark `upstream` show what the newest versions need.
 test-oldest: $(OLDEST)/installed

@@ -22,6 +22,7 @@ gc.disable()
 pytest.register_assert_rewrite("tests.support.command", "tests.support.experiment")
 
 from tests.support import forked_memory, shared_server  # noqa: E402
+from tests.support.messages import expect_message, messages  # noqa: E402, F401
 
 if TYPE_CHECKING:
     from tests.support.experiment import Experiments

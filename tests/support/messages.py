@@ -1,0 +1,61 @@
+"""
+Compares messages to users with `tests/expected_messages.json`, which `make messages` rewrites: a
+change of wording is then a change of that file, to be read in its diff.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Callable, Dict, Iterator, List
+
+import pytest
+
+PATH = Path(__file__).parents[1] / "expected_messages.json"
+
+_REWRITES = "REWRITE_MESSAGES" in os.environ
+
+
+class Messages:
+    """
+    The lines of each message by the name of the test that has it; a second message of the test has
+    a number in addition.
+    """
+
+    def __init__(self) -> None:
+        self._expected: Dict[str, List[str]] = json.loads(PATH.read_text())
+        self._met: Dict[str, List[str]] = {}
+
+    def compare(self, test: str, message: str) -> None:
+        """Fails unless `message` is the one that is expected, or expects it from now on."""
+        number = 1 + sum(name.partition(" #")[0] == test for name in self._met)
+        name = test if number == 1 else f"{test} #{number}"
+        self._met[name] = message.splitlines()
+        if not _REWRITES:
+            assert name in self._expected, f"run `make messages`: {message}"
+            assert self._met[name] == self._expected[name], "is it as it should be? `make messages`"
+
+    def write(self) -> None:
+        """Replaces what is expected of the files whose tests have run."""
+        files = {_file(name) for name in self._met}
+        others = {n: lines for n, lines in self._expected.items() if _file(n) not in files}
+        text = json.dumps({**others, **self._met}, indent=1, sort_keys=True, ensure_ascii=False)
+        PATH.write_text(f"{text}\n")
+
+
+def _file(name: str) -> str:
+    return name.partition("::")[0]
+
+
+@pytest.fixture(scope="session")
+def messages() -> Iterator[Messages]:
+    """The expected messages of the session."""
+    messages = Messages()
+    yield messages
+    if _REWRITES:
+        messages.write()
+
+
+@pytest.fixture
+def expect_message(request: pytest.FixtureRequest, messages: Messages) -> Callable[[str], None]:
+    """Compares a message of this test with the one that is expected of it."""
+    return lambda message: messages.compare(request.node.nodeid, message)
