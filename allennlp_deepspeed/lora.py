@@ -17,7 +17,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.modules import TokenEmbedder
 from overrides import overrides
 
-from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.storage import files
 
 if TYPE_CHECKING:

@@ -116,6 +116,8 @@ def _type(type_: Any) -> str:
 def _types(schema: Dict[str, Any]) -> List[str]:
     if "anyOf" in schema:
         return [name for part in schema["anyOf"] for name in _types(part)]
+    if "$ref" in schema:
+        return ["object"]
     if "enum" in schema or "const" in schema:
         return [f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")])]
     return [_NAMES[schema["type"]]] if "type" in schema else []

@@ -12,8 +12,10 @@ from deepspeed.runtime.config import DeepSpeedConfigError, DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.open_values import said
-from allennlp_deepspeed.config.schema_validation import ROOT, remove
+from allennlp_deepspeed.config.open_values import is_enabled, said
+from allennlp_deepspeed.config.schema_validation import ROOT
+from allennlp_deepspeed.config.settings import TrainerSettings
+from allennlp_deepspeed.config.torch_compile_settings import KEY as TORCH_COMPILE
 
 
 def check_zero(
@@ -86,16 +88,71 @@ def check_data_types(
         )
 
 
-def check_with_deepspeed(config: Dict[str, Any], findings: Findings) -> None:
+def check_with_deepspeed(config: Dict[str, Any]) -> None:
     """Has DeepSpeed make the checks across sections that it makes when the engine is built."""
     # The number of workers that `train_batch_size` is for need not be running yet.
     config = {key: value for key, value in deepcopy(config).items() if key != "train_batch_size"}
-    for path in findings.paths(ROOT):
-        # What has been found already isn't to be said again in DeepSpeed's words.
-        remove(config, path)
     config["train_micro_batch_size_per_gpu"] = 1
     try:
         EngineConfig(config)
     except (AssertionError, ValueError, TypeError, DeepSpeedConfigError) as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"{ROOT} is refused by DeepSpeed: {reason}") from error
+
+
+# They record kernels together with the addresses of what these read.
+_MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+def check_torch_compile(
+    arguments: Dict[str, Any],
+    settings: TrainerSettings,
+    config: Dict[str, Any],
+    zero: DeepSpeedZeroConfig,
+    findings: Findings,
+) -> None:
+    """
+    # Parameters
+
+    arguments : `Dict[str, Any]`
+        As `torch_compile_settings` returns them.
+    settings : `TrainerSettings`
+    config : `Dict[str, Any]`
+        DeepSpeed's.
+    zero : `DeepSpeedZeroConfig`
+        Its "zero_optimization".
+    findings : `Findings`
+        Gets a line for each key that doesn't go with them.
+    """
+    for key, is_used in (
+        ("sequence_parallel_size", settings.sequence_parallel_size > 1),
+        ("sequence_tiling", settings.sequence_tiling is not None),
+    ):
+        if is_used:
+            findings.add(
+                f"'{TORCH_COMPILE}' is given, and so is 'trainer.{key}', whose parts of a sequence "
+                "haven't been shown to be computed the same where they are compiled: remove one of "
+                "them"
+            )
+    if is_enabled(config, "flops_profiler"):
+        findings.add(
+            f"'{TORCH_COMPILE}' is given, and {ROOT}.flops_profiler.enabled is true, but DeepSpeed "
+            "counts the operations that Python calls, of which compiling leaves few: remove one of "
+            "them"
+        )
+    if zero.stage != 3:
+        return
+    if said(config, "zero_optimization.leaf_module") is None:
+        findings.add(
+            f"'{TORCH_COMPILE}' is given, and {ROOT}.zero_optimization.stage is 3, where "
+            "parameters are gathered in front of each module, which no graph can contain: name the "
+            'modules that are to be gathered, and compiled, as one, such as "leaf_module": '
+            '{"classes": ["BertLayer"]}, or write "stage": 2'
+        )
+    if arguments.get("mode") in _MODES_WITH_CUDA_GRAPHS:
+        findings.add(
+            f"'{TORCH_COMPILE}.mode' is \"{arguments['mode']}\", and "
+            f"{ROOT}.zero_optimization.stage is 3, where parameters have another address each time "
+            "they are gathered, and CUDA graphs need one: "
+            'write "max-autotune-no-cudagraphs", or "stage": 2'
+        )

@@ -7,8 +7,7 @@ from overrides import overrides
 
 from allennlp_deepspeed.config import resolution as config_resolution
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.former_names import with_names_of_today
-from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.config.schema_validation import ROOT, validate
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
 
@@ -51,9 +50,6 @@ class DeepSpeedConfig(Registrable):
     def __init__(self, config: Optional[Dict[str, Any]] = None) -> None:
         merged = self.merge(self.preset, config or {})
         self.config = {key: value for key, value in merged.items() if value is not None}
-        self._findings = Findings()
-        self.config = with_names_of_today(self.config, self._findings)
-        self.config = validate(self.config, self._findings)
 
     @classmethod
     def of(cls, value: Union[str, Dict[str, Any], "DeepSpeedConfig", None]) -> "DeepSpeedConfig":
@@ -135,34 +131,17 @@ class DeepSpeedConfig(Registrable):
         `ConfigurationError`
             If a key is unknown or has no meaning in an AllenNLP trainer, if a value is wrong, if
             both sides say something and they differ, if the settings can't work together, or if
-            nothing says what an "auto" stands for. With a line for each of these.
+            nothing says what an "auto" stands for. With a line for each of these; the values of
+            keys are checked before the sides are compared.
         """
         findings = Findings()
-        resolved = self.resolve_collecting(settings, findings)
-        findings.raise_any()
-        return resolved
-
-    def resolve_collecting(self, settings: TrainerSettings, findings: Findings) -> ResolvedConfig:
-        """
-        Like `resolve`, for a check that goes on.
-
-        # Parameters
-
-        settings : `TrainerSettings`
-        findings : `Findings`
-            Gets a line for everything that `resolve` would raise.
-
-        # Returns
-
-        `ResolvedConfig`
-            Without what was refused, and as the AllenNLP side says where both sides differ.
-        """
         self.check_schema(findings)
-        return config_resolution.resolve(self.config, settings, findings)
+        findings.raise_any()
+        return config_resolution.resolve(self.config, settings)
 
     def check_schema(self, findings: Findings) -> None:
         """Adds to the `findings` what is wrong whatever the AllenNLP side says."""
-        findings.extend(self._findings)
+        validate(self.config, findings)
 
     def partitioning(self, settings: TrainerSettings) -> Dict[str, Any]:
         """

@@ -41,12 +41,11 @@ def resolve_share(config: Dict[str, Any], settings: TrainerSettings, findings: F
     """
     size, workers = settings.global_batch_size, settings.data_parallel_size
     if size is None:
-        if not findings.has_refused("global_batch_size"):
-            findings.add(
-                'num_gradient_accumulation_steps is "auto", which divides the "global_batch_size", '
-                'and there is none: add "global_batch_size", the instances of an optimizer step of '
-                "all workers, such as 32, or write a number of steps"
-            )
+        findings.add(
+            'num_gradient_accumulation_steps is "auto", which divides the "global_batch_size", '
+            'and there is none: add "global_batch_size", the instances of an optimizer step of '
+            "all workers, such as 32, or write a number of steps"
+        )
         return settings.micro_batch_size or 1
     if settings.sequence_parallel_size > 1:
         findings.add(

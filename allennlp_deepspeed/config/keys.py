@@ -1,15 +1,80 @@
 """
-What a key of the config file may be, and what a section says that has other keys or values.
+Declares what a key of the config file may be, and explains wrong keys and values.
 """
 
-import json
+import difflib
+import re
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union, get_args
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.config.values import as_json
+
+
+def nearest(name: str, known: List[str]) -> Optional[str]:
+    """Returns the known name that is most like an unknown one, `None` if none is like it."""
+    spellings = {spelling.lower(): spelling for spelling in known}
+    return next(map(spellings.get, difflib.get_close_matches(name.lower(), spellings, n=1)), None)
+
+
+def did_you_mean(
+    name: str, known: List[str], page: str = "https://www.deepspeed.ai/docs/config-json"
+) -> str:
+    """
+    Returns the end of a message about an unknown name: the nearest known one, all of a short list,
+    or the `page` that lists them.
+    """
+    meant = nearest(name, known)
+    if meant:
+        return f'did you mean "{meant}"?'
+    if len(known) <= 20:
+        return f"the known ones are {', '.join(sorted(known))}"
+    return f"see {page} for the known ones"
+
+
+def explain(error: Any, value: Any) -> Tuple[List[str], str]:
+    """
+    Puts one of pydantic's errors in terms of the config file.
+
+    # Parameters
+
+    error : `Any`, required.
+        An item of `ValidationError.errors()`.
+    value : `Any`, required.
+        The value that was validated.
+
+    # Returns
+
+    `Tuple[List[str], str]`
+        The keys that lead to what is wrong, and the end of a message that starts with their path.
+    """
+    keys = list(_keys_in(value, error["loc"]))
+    if error["type"] == "missing":
+        return [*keys, str(error["loc"][-1])], " is missing"
+    message = re.sub("^(Input|List|Dictionary) should", "must", error["msg"])
+    message = re.split(", unable to| after validation", message)[0]
+    message = re.sub("^(Value error|Assertion failed), ", "", message)
+    if error["type"] == "enum":  # pydantic lists a value once for each of its names
+        choices = dict.fromkeys(re.split(", | or ", error["ctx"]["expected"]))
+        message = f"must be one of {', '.join(choices)}"
+    elif error["type"] in ("model_type", "dict_type"):
+        message = "must be an object"
+    elif error["type"] == "extra_forbidden":
+        return keys, " is given twice: under its name and under an alias"
+    if isinstance(error["input"], (dict, BaseModel)):
+        return keys, f": {message}"
+    return keys, f" is {as_json(error['input'])}: {message}"
+
+
+def _keys_in(value: Any, location: Tuple[Any, ...]) -> Iterator[str]:
+    """Yields the keys of a location that a value has: pydantic adds the names of types to them."""
+    for key in location:
+        is_index = isinstance(value, list) and isinstance(key, int)
+        if is_index or (isinstance(value, dict) and key in value):
+            yield str(key)
+            value = value[key]
 
 
 @dataclass(frozen=True)
@@ -37,13 +102,28 @@ class Key:
     check: Callable[[Any], None] = lambda value: None
     may_change: Union[bool, Tuple[str, ...]] = False
 
-    def problem(self, value: Any) -> Optional[str]:
-        """What is wrong with the type of `value`, `None` if nothing is."""
+    def problems(self, path: str, value: Any) -> Dict[str, str]:
+        """Returns a message by the path of each value in `value` that has a wrong type."""
+        found: Dict[str, str] = {}
         try:
             TypeAdapter(self.type, config=ConfigDict(strict=True)).validate_python(value)
         except ValidationError as error:
-            return self.advice or f"{error.errors()[0]['msg']}."
-        return None
+            for details in error.errors():
+                keys, text = explain(details, value)
+                if not keys and self.advice is not None:
+                    text = f" is {as_json(value)}: {self.advice}"
+                elif details["type"] == "extra_forbidden":
+                    text = f" is unknown: {did_you_mean(keys[-1], self._names())}"
+                where = ".".join([path, *keys])
+                found.setdefault(where, f"'{where}'{text}")
+        # Of several types, a value is meant to have the one about which there is more to say.
+        inside = {where: line for where, line in found.items() if where != path}
+        return inside or found
+
+    def _names(self) -> List[str]:
+        """Returns the keys of the section that the type is, if it is one."""
+        types = (self.type, *get_args(self.type))
+        return [name for type_ in types for name in getattr(type_, "__annotations__", {})]
 
 
 # Something that is constructed, which says what is wrong.
@@ -72,12 +152,12 @@ def check_values(
     for name, value in values.items():
         if name not in keys:
             continue
-        path, problem = f"{section}.{name}", keys[name].problem(value)
-        if problem is not None:
-            findings.refuse(path, f"'{path}' is {json.dumps(value, default=repr)}: {problem}")
-            continue
-        with findings.collect():
-            keys[name].check(value)
+        problems = keys[name].problems(f"{section}.{name}", value)
+        for line in problems.values():
+            findings.add(line)
+        if not problems:
+            with findings.collect():
+                keys[name].check(value)
 
 
 def check_names(
@@ -97,7 +177,7 @@ def check_names(
     for name in values:
         path = f"{section}.{name}"
         if path in FORMER_KEYS:
-            findings.refuse(path, f"'{path}' is no longer a key: {FORMER_KEYS[path]}")
+            findings.add(f"'{path}' is no longer a key: {FORMER_KEYS[path]}")
         elif name not in known:
             findings.add(
                 f"'{path}' is no key of the {owner}: "

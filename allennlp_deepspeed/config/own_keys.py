@@ -18,6 +18,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.config.keys import FORMER_KEYS, OBJECT, Key
 from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
+from allennlp_deepspeed.config.torch_compile_settings import TorchCompile
 
 
 def _check_patterns(name: str, patterns: Any) -> None:
@@ -29,11 +30,6 @@ def _check_patterns(name: str, patterns: Any) -> None:
                 f"'trainer.{name}' has {json.dumps(pattern)}, which is no regular expression: "
                 f"{error}."
             ) from None
-
-
-def _check_grad_cache(settings: Optional[Dict[str, Any]]) -> None:
-    if settings is not None:
-        GradCacheSettings(settings)  # raises
 
 
 # Of a process that waits. Not infinite, which C++ doesn't take.
@@ -100,14 +96,14 @@ TRAINER_KEYS: Dict[str, Key] = {
         may_change=True,
     ),
     "grad_cache": Key(
-        OBJECT,
+        Optional[GradCacheSettings],
         default=None,
         doc="Trains a [contrastive model](contrastive.md) on batches whose activations don't fit "
         'into memory, with the gradient of the whole batch: `{"chunk_size": 32}` encodes as many '
         "examples at a time, on each worker. A number for each argument of `encode`, as "
         '`{"query": 64, "document": 16}`, or `"auto"`, the largest that fits. '
         '`"trim_padding": false` keeps the order and the padding of the batch in all chunks.',
-        check=_check_grad_cache,
+        advice='must be an object, such as {"chunk_size": 32}',
         may_change=True,
     ),
     "resume": Key(
@@ -209,13 +205,15 @@ TRAINER_KEYS: Dict[str, Key] = {
         may_change=True,
     ),
     "torch_compile": Key(
-        OBJECT,
+        Union[bool, TorchCompile, None],
         default=None,
         doc="`true`, or arguments of [`torch.compile`](https://docs.pytorch.org/docs/stable/"
         "generated/torch.compile.html): `backend`, `mode`, `dynamic`, `fullgraph`, `options`, "
         "`recompile_limit`. Compiles the model's forward pass, and what follows from it for the "
         "backward pass; at ZeRO stage 3 each module that `zero_optimization.leaf_module` names. "
         "[What stays outside](compile.md).",
+        advice="must be true, or an object with arguments of `torch.compile`, such as "
+        '{"mode": "max-autotune", "dynamic": true}',
         may_change=True,
     ),
     "checkpointer": Key(
@@ -308,13 +306,24 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
 }
 """The keys under "distributed" that AllenNLP doesn't have."""
 
-ALLENNLP_DISTRIBUTED_KEYS = (
-    "cuda_devices",
-    "ddp_accelerator",
-    "num_nodes",
-    "primary_address",
-    "primary_port",
-)
+ALLENNLP_DISTRIBUTED_KEYS: Dict[str, Key] = {
+    "cuda_devices": Key(
+        Annotated[List[int], Field(min_length=1)],
+        default=None,
+        doc="",
+        advice="must be a list of a GPU's number for each worker of a node, such as [0, 1], or of "
+        "-1 for the CPU",
+    ),
+    "ddp_accelerator": Key(OBJECT, default=None, doc=""),
+    "num_nodes": Key(PositiveInt, default=1, doc="", advice="must be an integer, at least 1"),
+    "primary_address": Key(Optional[str], default=None, doc="", advice="must be a string"),
+    "primary_port": Key(
+        Optional[Annotated[int, Field(ge=0, lt=2**16)]],
+        default=None,
+        doc="",
+        advice="must be an integer from 1 to 65535",
+    ),
+}
 """Those that it has, and doesn't check."""
 
 NEW_TRAINER_KEYS: List[str] = [

@@ -19,6 +19,7 @@ from allennlp_deepspeed.config.contradictions import (
     check_data_types,
     check_gradient_synchronization,
     check_moving_average,
+    check_torch_compile,
     check_with_deepspeed,
     check_zero,
 )
@@ -40,36 +41,32 @@ from allennlp_deepspeed.config.open_values import (
 from allennlp_deepspeed.config.precision import resolve_precision
 from allennlp_deepspeed.config.schema import scheduler_parameters
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
-from allennlp_deepspeed.config.section_params import optimizer_problems, scheduler_problem
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
-from allennlp_deepspeed.config.torch_compile_settings import (
-    check_torch_compile,
-    torch_compile_settings,
-)
+from allennlp_deepspeed.config.torch_compile_settings import torch_compile_settings
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_STAGE = 2
 
 
-def resolve(
-    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
-) -> ResolvedConfig:
+def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig:
     """
-    Brings both sides together. Where only one of them says something, it holds for both. Where they
-    differ, it goes on with the AllenNLP side, to find what else is wrong.
+    Brings both sides together. Where only one of them sets a value, it holds for both.
 
     # Parameters
 
     config : `Dict[str, Any]`
         In DeepSpeed's schema, validated. It is not changed.
     settings : `TrainerSettings`
-    findings : `Findings`
-        Gets a line where both sides say something and they differ, where settings can't work
-        together, and where nothing says what an "auto" stands for.
+
+    # Raises
+
+    `ConfigurationError`
+        With a line for each two values that differ, for settings that can't work together, and for
+        each "auto" that nothing fills.
     """
+    findings = Findings()
     config = {key: value for key, value in deepcopy(config).items() if value != AUTO}
-    settings = settings.checked(findings)
     has_optimizer, has_scheduler = "optimizer" in config, "scheduler" in config
     _resolve_stage(config)
     micro_batch_size, num_gradient_accumulation_steps = _resolve_batch_sizes(
@@ -105,7 +102,7 @@ def resolve(
         gradient_clipping=0.0 if isinstance(grad_norm, bool) else grad_norm,
     )
     _drop_remaining_autos(config, findings)
-    _check_section_params(config, findings)
+    _check_scheduler_type(config, findings)
     zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
     check_zero(zero, grad_norm, findings)
     check_moving_average(settings.moving_average, zero, findings)
@@ -114,13 +111,11 @@ def resolve(
     with findings.collect():
         check_partition_size(zero, settings, kept_parameters)
     check_data_types(config, zero, precision, findings)
-    torch_compile: Optional[Dict[str, Any]] = None
-    with findings.collect():
-        torch_compile = torch_compile_settings(settings.torch_compile)
+    torch_compile = torch_compile_settings(settings.torch_compile)
     if torch_compile is not None:
         check_torch_compile(torch_compile, settings, config, zero, findings)
-    with findings.collect():
-        check_with_deepspeed(config, findings)
+    findings.raise_any()
+    check_with_deepspeed(config)
     return ResolvedConfig(
         engine_config=config,
         num_gradient_accumulation_steps=num_gradient_accumulation_steps,
@@ -178,11 +173,7 @@ def _resolve_batch_sizes(
     if batch_size is None:
         return micro_batch_size or 1, steps or 1
 
-    if len(findings.lines) > num_lines or findings.has_refused("num_gradient_accumulation_steps"):
-        findings.add(
-            f"{ROOT}.train_batch_size is {batch_size}, but depends on what is wrong above: remove "
-            "the key, and it is computed"
-        )
+    if len(findings.lines) > num_lines:
         return micro_batch_size or 1, steps or 1
     # As in DeepSpeed, the total says what of its factors is left open.
     if micro_batch_size is None:
@@ -240,8 +231,7 @@ def _resolve_optimizer(
     params = _params(optimizer)
     if params.get("lr") == AUTO:
         if settings.learning_rate is None:
-            line = cannot_fill("optimizer.params.lr", "write the learning rate")
-            findings.refuse(f"{ROOT}.optimizer.params.lr", line)
+            findings.add(cannot_fill("optimizer.params.lr", "write the learning rate"))
         else:
             fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
     for name in [name for name, value in params.items() if value == AUTO]:
@@ -288,10 +278,7 @@ def _resolve_scheduler(
             continue
         path = f"scheduler.params.{name}"
         value, source = known.get(name, (None, ""))
-        if name == "warmup_max_lr" and findings.has_refused(f"{ROOT}.optimizer.params.lr"):
-            # What is written there fills this one too.
-            params.pop(name, None)
-        elif value is None:
+        if value is None:
             findings.add(cannot_fill(path, _SCHEDULER_HINTS.get(name, "write a value")))
             params.pop(name, None)
         else:
@@ -367,27 +354,14 @@ def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings
         fill(config, "timers.throughput.enabled", reports, "from steps_per_print")
 
 
-def _check_section_params(config: Dict[str, Any], findings: Findings) -> None:
-    optimizer, scheduler = config.get("optimizer"), config.get("scheduler")
-    path = f"{ROOT}.optimizer.params"
-    if optimizer is not None and not findings.has_refused(f"{ROOT}.optimizer.type"):
-        for line in optimizer_problems(optimizer["type"], optimizer.get("params", {})):
-            findings.refuse(f"{path}.{line.partition(' ')[0]}", f"{path}.{line}")
-    path = f"{ROOT}.scheduler"
-    # What is missing or open has a line already.
-    if scheduler is not None and not any(path in line for line in findings.lines):
-        name = scheduler["type"]
-        stage = said(config, STAGE)
-        if name not in lr_schedules.VALID_LR_SCHEDULES and stage != 0:
-            findings.add(
-                f'{path}.type is "{name}", which is PyTorch\'s: it takes no optimizer that '
-                f"DeepSpeed has sharded, as at ZeRO stage {stage}; write it as "
-                "'trainer.learning_rate_scheduler'"
-            )
-            return
-        problem = scheduler_problem(scheduler["type"], scheduler.get("params", {}))
-        if problem is not None:
-            findings.add(f'{path} "{scheduler["type"]}" can\'t be constructed: {problem}')
+def _check_scheduler_type(config: Dict[str, Any], findings: Findings) -> None:
+    name, stage = said(config, "scheduler.type"), said(config, STAGE)
+    if name is not None and name not in lr_schedules.VALID_LR_SCHEDULES and stage != 0:
+        findings.add(
+            f'{ROOT}.scheduler.type is "{name}", which is PyTorch\'s: it takes no optimizer that '
+            f"DeepSpeed has sharded, as at ZeRO stage {stage}; write it as "
+            "'trainer.learning_rate_scheduler'"
+        )
 
 
 # What DeepSpeed imports for each of its monitors.

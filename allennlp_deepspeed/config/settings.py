@@ -3,14 +3,11 @@ What DeepSpeed's configuration is filled from: keys of the trainer, which `own_k
 what the data, the optimizer and the machine are.
 """
 
-import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Dict, List, Optional, Union
 
 import torch
 
-from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.keys import Key
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 
 DEFAULT_TYPE = "of the default type"
@@ -164,25 +161,6 @@ class TrainerSettings:
         """Those of the trainer's keys that DeepSpeed's configuration depends on, as they are."""
         names = {field.name for field in fields(cls)} & set(TRAINER_KEYS) - {"optimizer"}
         return {name: values.get(name, TRAINER_KEYS[name].default) for name in sorted(names)}
-
-    @classmethod
-    def other_keys(cls) -> Dict[str, Key]:
-        """Those of the trainer's keys that DeepSpeed's configuration does not depend on."""
-        return {name: key for name, key in TRAINER_KEYS.items() if name not in cls._keys({})}
-
-    def checked(self, findings: Findings) -> "TrainerSettings":
-        """Without the trainer's keys whose values are wrong, for each of which there is a line."""
-        wrong = {}
-        for name, value in self._keys(vars(self)).items():
-            key = TRAINER_KEYS[name]
-            problem = key.problem(value)
-            if problem is not None:
-                wrong[name] = key.default
-                findings.refuse(name, f"{name} is {json.dumps(value, default=repr)}: {problem}")
-                continue
-            with findings.collect():
-                key.check(value)
-        return replace(self, **wrong)
 
 
 @dataclass(frozen=True)

@@ -1,81 +1,41 @@
 """
-Which of DeepSpeed's sections, and of the keys of its "zero_optimization", do what they say in an
-AllenNLP trainer. What DeepSpeed adds is refused until it is tested here.
+Lists the keys of DeepSpeed's that can't work in an AllenNLP trainer, each with the reason, and
+those of its "zero_optimization" that do. What DeepSpeed adds there is refused until it is tested.
 """
 
-from typing import Any, Dict, Iterator, Tuple, Type
+from typing import Any, Dict, Iterator, Tuple
 
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
-from pydantic import BaseModel
 
-from allennlp_deepspeed.config.schema import Schema
-
-SUPPORTED = {
-    "activation_checkpointing",
-    "aio",
-    "bf16",
-    "checkpoint",
-    "comet",
-    "comms_logger",
-    "communication_data_type",
-    "csv_monitor",
-    "data_types",
-    "dump_state",
-    "flops_profiler",
-    "fp16",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "log_level",
-    "memory_breakdown",
-    "optimizer",
-    "scheduler",
-    "steps_per_print",
-    "tensorboard",
-    "timers",
-    "torch_autocast",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "vocabulary_size",
-    "wall_clock_breakdown",
-    "wandb",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "zero_optimization",
-    *(
-        f"{ZERO_OPTIMIZATION}.{key}"
-        for key in (
-            "allgather_bucket_size",
-            "compute_grad_norm",
-            "contiguous_gradients",
-            "cpu_offload",
-            "cpu_offload_param",
-            "cpu_offload_use_pin_memory",
-            "enable_sanity_checks",
-            "leaf_module",
-            "log_trace_cache_warnings",
-            "memory_efficient_linear",
-            "offload_optimizer",
-            "offload_param",
-            "overlap_comm",
-            "reduce_bucket_size",
-            "reduce_scatter",
-            "save_muon_momentum_buffer_in_memory",
-            "stage",
-            "stage3_allgather_sequential",
-            "stage3_gather_16bit_weights_on_model_save",
-            "stage3_gather_fp16_weights_on_model_save",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_model_persistence_threshold",
-            "stage3_param_persistence_threshold",
-            "stage3_prefetch_bucket_size",
-            "stage3_use_all_reduce_for_fetch_params",
-            "sub_group_size",
-            "use_multi_rank_bucket_allreduce",
-            "zero_hpz_partition_size",
-        )
-    ),
-}
+SUPPORTED = (
+    "allgather_bucket_size",
+    "compute_grad_norm",
+    "contiguous_gradients",
+    "enable_sanity_checks",
+    "leaf_module",
+    "log_trace_cache_warnings",
+    "memory_efficient_linear",
+    "offload_optimizer",
+    "offload_param",
+    "overlap_comm",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "save_muon_momentum_buffer_in_memory",
+    "stage",
+    "stage3_allgather_sequential",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+    "zero_hpz_partition_size",
+)
+"""The keys of "zero_optimization" that are tested in an AllenNLP trainer."""
 
 _QUANTIZED = (
     "what crosses the network is rounded, by kernels for GPUs that aren't tested here; remove the "
@@ -86,14 +46,14 @@ _QUANTIZED = (
 # no other will do.
 UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
     "pipeline": ((), "an AllenNLP model is no sequence of pipeline stages; use ZeRO stage 3"),
-    "tensor_parallel.autotp_size": ((0,), "its workers read different instances; use ZeRO stage 3"),
+    "tensor_parallel": (({},), "its workers read different instances; use ZeRO stage 3"),
     "sequence_parallel_size": ((1,), "it is a key of the trainer; write it there"),
     "data_parallel_size": ((), 'it is the length of "distributed.cuda_devices"; remove the key'),
-    "expert_parallel.enabled": ((False,), "its modules don't fit an archive; remove the section"),
-    "hybrid_engine.enabled": ((False,), "its modules don't fit an archive; remove the section"),
-    "autotuning.enabled": ((False,), "it drives DeepSpeed's own launcher; remove the section"),
-    "data_efficiency.enabled": (
-        (False,),
+    "expert_parallel": (({},), "its modules don't fit an archive; remove the section"),
+    "hybrid_engine": (({},), "its modules don't fit an archive; remove the section"),
+    "autotuning": (({},), "it drives DeepSpeed's own launcher; remove the section"),
+    "data_efficiency": (
+        ({},),
         'choose the batches in "data_loader"; remove the section',
     ),
     "checkpoint.load_universal": (
@@ -104,6 +64,7 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
         (False,),
         "a checkpoint is committed when it is complete; remove the key",
     ),
+    "bfloat16": ((), 'DeepSpeed has renamed it; write "bf16"'),
     "datastates_ckpt": ((), "a checkpoint is committed when it is complete; remove the section"),
     "activation_checkpointing.partition_activations": (
         (False,),
@@ -122,6 +83,18 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
         (False,),
         "DeepSpeed then takes the fp32 weights of one parameter for those of another; remove the "
         "key",
+    ),
+    "zero_optimization.cpu_offload": (
+        (),
+        'DeepSpeed has renamed it; write "offload_optimizer": {"device": "cpu"}, or remove the key',
+    ),
+    "zero_optimization.cpu_offload_param": (
+        (),
+        'DeepSpeed has renamed it; write "offload_param": {"device": "cpu"}, or remove the key',
+    ),
+    "zero_optimization.cpu_offload_use_pin_memory": (
+        (),
+        'DeepSpeed has renamed it; write "pin_memory" in the section that offloads',
     ),
     "zero_optimization.elastic_checkpoint": (
         (False,),
@@ -157,10 +130,6 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
     "seq_parallel_communication_data_type": (
         (),
         "gradients are reduced over all workers alike; write communication_data_type",
-    ),
-    "tensor_parallel.tp.tp_size": (
-        (1,),
-        "its workers read different instances; use ZeRO stage 3",
     ),
     "use_data_before_expert_parallelism": (
         (False,),
@@ -211,22 +180,16 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
 }
 
 
-def unlisted(config: Dict[str, Any]) -> Iterator[str]:
-    """The paths of a config's known keys that are neither supported nor named with a reason."""
-    listed = {*SUPPORTED, *(".".join(path.split(".")[:2]) for path in UNSUPPORTED)}
-    listed |= {path.split(".")[0] for path in listed}
+def untested(config: Dict[str, Any]) -> Iterator[str]:
+    """Yields the paths of keys that are neither supported nor refused with a reason."""
     zero = config.get(ZERO_OPTIMIZATION)
-    for prefix, section, model in (
-        ("", config, Schema),
-        (f"{ZERO_OPTIMIZATION}.", zero if isinstance(zero, dict) else {}, DeepSpeedZeroConfig),
-    ):
-        for key, name in _names(model):
-            if key in section and f"{prefix}{name}" not in listed:
-                yield f"{prefix}{key}"
-
-
-def _names(model: Type[BaseModel]) -> Iterator[Tuple[str, str]]:
-    """Every name of a key, with the one that DeepSpeed documents."""
-    for key, field in model.model_fields.items():
-        for name in {key, field.alias or key}:
-            yield name, field.alias or key
+    names = {
+        name: field.alias or key
+        for key, field in DeepSpeedZeroConfig.model_fields.items()
+        for name in (key, field.alias or key)
+    }
+    for key in zero if isinstance(zero, dict) else ():
+        name = names.get(key)
+        is_listed = name in SUPPORTED or f"{ZERO_OPTIMIZATION}.{name}" in UNSUPPORTED
+        if name is not None and not is_listed:
+            yield f"{ZERO_OPTIMIZATION}.{key}"

@@ -3,9 +3,8 @@ Which arguments of `transformers.AutoModel.from_pretrained` a model in the confi
 given, as `transformer_kwargs`, for an engine to train it.
 """
 
-import importlib.util
 import json
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, Tuple
 
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.schema_validation import ROOT
@@ -34,13 +33,8 @@ _REFUSED = {
 _FP32 = ("float32", "float")
 _OF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 
-# The packages of attention kernels for GPUs.
-_FLASH_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
-
-def check_transformer_kwargs(
-    model: Any, resolved: ResolvedConfig, device_type: str, findings: Findings
-) -> None:
+def check_transformer_kwargs(model: Any, resolved: ResolvedConfig, device_type: str) -> None:
     """
     # Parameters
 
@@ -49,9 +43,13 @@ def check_transformer_kwargs(
     resolved : `ResolvedConfig`, required.
     device_type : `str`, required.
         "cpu" or "cuda", what the model trains on.
-    findings : `Findings`, required.
-        Gets a line for each argument that can't be.
+
+    # Raises
+
+    `ConfigurationError`
+        With a line for each argument that an engine can't train with.
     """
+    findings = Findings()
     for path, section in _sections(model, "model"):
         arguments = section[_KEY]
         path = f"{path}.{_KEY}"
@@ -62,12 +60,13 @@ def check_transformer_kwargs(
                 )
         _check_dtype(path, section, resolved.precision, findings)
         implementation = arguments.get("attn_implementation")
-        reason = _why_not(implementation, section, device_type)
-        if reason is not None:
+        is_trained = section.get("train_parameters", True)
+        if implementation == "flex_attention" and device_type == "cpu" and is_trained:
             findings.add(
-                f"'{path}.attn_implementation' is \"{implementation}\", but {reason}, or write "
-                '"sdpa"'
+                f"'{path}.attn_implementation' is \"flex_attention\", but PyTorch has no backward "
+                'pass of it on the CPU: train on a GPU, or write "sdpa"'
             )
+    findings.raise_any()
 
 
 def _sections(value: Any, path: str) -> Iterator[Tuple[str, Dict[str, Any]]]:
@@ -99,15 +98,3 @@ def _check_dtype(path: str, section: Dict[str, Any], precision: str, findings: F
                 f'computes with {ROOT} says, as in "bf16": {{"enabled": true}}'
             )
         findings.add(f"'{path}.{key}' is {json.dumps(dtype, default=repr)}, but {reason}")
-
-
-def _why_not(implementation: Any, section: Dict[str, Any], device_type: str) -> Optional[str]:
-    package = _FLASH_ATTENTION.get(implementation) if isinstance(implementation, str) else None
-    if package is not None and device_type == "cpu":
-        return "it is for GPUs: train on one"
-    if package is not None and importlib.util.find_spec(package) is None:
-        return f"its package '{package}' isn't installed: install it"
-    is_trained = section.get("train_parameters", True)
-    if implementation == "flex_attention" and device_type == "cpu" and is_trained:
-        return "PyTorch has no backward pass of it on the CPU: train on a GPU"
-    return None

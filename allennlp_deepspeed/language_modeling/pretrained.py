@@ -18,7 +18,7 @@ from allennlp.common.checks import ConfigurationError
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.config.keys import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

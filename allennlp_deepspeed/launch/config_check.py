@@ -6,9 +6,7 @@ AllenNLP constructs the trainer in the workers only, after it has made the vocab
 
 import inspect
 import json
-import logging
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Type
+from typing import Any, Dict, List, Optional, Type
 
 import torch
 from allennlp.common import Params
@@ -17,6 +15,7 @@ from allennlp.models import Model
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.config import allennlp_keys
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import (
@@ -25,9 +24,8 @@ from allennlp_deepspeed.config.global_batch import (
     has_fixed_size,
     no_fixed_size,
 )
-from allennlp_deepspeed.config.keys import check_names, check_values
-from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KEYS
-from allennlp_deepspeed.config.schema import did_you_mean
+from allennlp_deepspeed.config.keys import check_names, check_values, did_you_mean
+from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.config.schema_validation import places_of
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
@@ -35,12 +33,9 @@ from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.gradients import loss_terms
 from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import nodes
-from allennlp_deepspeed.optimizers import REMOVED, check_optimizer
-from allennlp_deepspeed.signatures import config_file
+from allennlp_deepspeed.optimizers import check_optimizer
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
-
-logger = logging.getLogger(__name__)
 
 
 def check(params: Params, on_this_machine: bool = True) -> None:
@@ -50,16 +45,16 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     params : `Params`, required.
         A whole training configuration. It is not changed.
     on_this_machine : `bool`, optional (default = `True`)
-        Whether this machine is to train. Otherwise nothing is asked of its devices, compilers and
-        files, nor whether the config is whole and suits a device.
+        Whether this machine is to train. Otherwise nothing is asked of its devices, nor whether the
+        config is whole and suits a device.
 
     # Raises
 
     `ConfigurationError`
-        If the config has a "deepspeed" trainer and can't be trained. With a line for each reason.
+        If the config has a "deepspeed" trainer and can't be trained. With a line for each key and
+        value that is wrong; if none is, with a line for each two that contradict each other.
     """
     config: Dict[str, Any] = params.as_dict(quiet=True)
-    findings = Findings()
     if not isinstance(config.get("distributed") or {}, dict):
         raise ConfigurationError(
             f"'distributed' is {json.dumps(config['distributed'])}: must be an object, such as "
@@ -67,6 +62,29 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         )
     if on_this_machine:
         _check_type_of_trainer(config)
+    if not _is_ours(config):
+        return
+    findings = Findings()
+    deepspeed_config: Optional[DeepSpeedConfig] = None
+    if on_this_machine:
+        allennlp_keys.check(config, findings)
+    nodes.check(config.get("distributed"), findings)
+    _check_trainer_keys(config["trainer"], findings)
+    _check_checkpointer(config["trainer"].get("checkpointer"), findings)
+    with findings.collect():
+        deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
+        deepspeed_config.check_schema(findings)
+    findings.raise_any()
+    assert deepspeed_config is not None
+    _check_trainer(config, findings)
+    if on_this_machine:
+        with findings.collect():
+            _check_deepspeed_config(config, deepspeed_config)
+    findings.raise_any()
+
+
+def _is_ours(config: Dict[str, Any]) -> bool:
+    """Whether the trainer is the "deepspeed" one. Refuses keys that only this one reads if not."""
     trainer = config.get("trainer")
     trainer_type = registered_name(trainer)
     is_deepspeed = has_deepspeed_trainer(config)
@@ -81,16 +99,10 @@ def check(params: Params, on_this_machine: bool = True) -> None:
             '"deepspeed" for both, or leave out the first.'
         )
     if not isinstance(trainer, dict):
-        return
-    if not is_deepspeed:
-        if _has_known_train_loop(config) or "type" in trainer:
-            _check_no_own_keys(trainer, trainer_type)
-        return
-    if on_this_machine:
-        config = _check_file(config, findings)
-    with _what_is_wrong_already(findings):
-        _check_sections(config, findings, on_this_machine)
-    findings.raise_any()
+        return False
+    if not is_deepspeed and (_has_known_train_loop(config) or "type" in trainer):
+        _check_no_own_keys(trainer, trainer_type)
+    return is_deepspeed
 
 
 def _check_type_of_trainer(config: Dict[str, Any]) -> None:
@@ -129,58 +141,8 @@ def _has_known_train_loop(config: Dict[str, Any]) -> bool:
     return config.get("type") in (None, "default", "deepspeed")
 
 
-def _check_file(config: Dict[str, Any], findings: Findings) -> Dict[str, Any]:
-    """Returns what can be constructed of it, so that the checks that follow find the rest."""
-    trainer = config["trainer"]
-    explained = {}
-    # What to write instead of these, the checks that follow know.
-    optimizer = registered_name(trainer.get("optimizer"))
-    if isinstance(optimizer, str) and optimizer in REMOVED:
-        explained["optimizer"] = trainer["optimizer"]
-    if not _is_own_checkpointer(trainer.get("checkpointer")):
-        explained["checkpointer"] = trainer["checkpointer"]
-    others = {key: value for key, value in trainer.items() if key not in explained}
-    if others.pop("distributed", None):
-        findings.refuse(
-            "trainer.distributed",
-            "'trainer.distributed' is for AllenNLP to set: write \"distributed\": "
-            '{"cuda_devices": [0, 1]} at the top level of the config.',
-        )
-    try:
-        sound = config_file.check({**config, "trainer": others}, findings)
-        sound["trainer"].update(explained)
-        return sound
-    except Exception:
-        # A config must not be refused for what isn't known of the classes in it.
-        logger.info("The config can't be compared with AllenNLP's signatures.", exc_info=True)
-        return config
-
-
-@contextmanager
-def _what_is_wrong_already(findings: Findings) -> Iterator[None]:
-    """Checks that may fail of it."""
-    try:
-        yield
-    except Exception:
-        if not findings.lines:
-            raise
-        logger.debug("A check has failed after others had found something.", exc_info=True)
-
-
-def _check_sections(config: Dict[str, Any], findings: Findings, on_this_machine: bool) -> None:
-    """Those that have keys of this package's."""
-    trainer = config["trainer"]
-    nodes.check(config.get("distributed"), findings)
-    _check_keys(trainer, findings)
-    _check_trainer(config, findings)
-    _check_checkpointer(trainer.get("checkpointer"), findings)
-    with findings.collect():
-        _check_deepspeed_config(config, findings, on_this_machine)
-
-
 def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
     """What it says itself, whatever DeepSpeed makes of it."""
-    _check_device(config["trainer"].get("cuda_device"), findings)
     num_workers = len(worker_devices(config))
     evaluates = config.get("evaluate_on_test") and config.get("test_data_path") is not None
     if num_workers > 1 and evaluates and config.get("type") != "deepspeed":
@@ -220,7 +182,7 @@ def _check_device(device: Any, findings: Findings) -> None:
     if isinstance(device, list) and len(device) > 1:
         several = json.dumps({"cuda_devices": device}, default=repr)
         line += f'; for several workers write "distributed": {several} at the top level'
-    findings.refuse("trainer.cuda_device", line)
+    findings.add(line)
 
 
 def _model_class(model: Any) -> Optional[Type[Model]]:
@@ -244,19 +206,11 @@ def _check_divisible(model: Optional[Type[Model]], data_loader: Any) -> None:
         loss_terms.check_class(model)
 
 
-def _check_deepspeed_config(
-    config: Dict[str, Any], findings: Findings, on_this_machine: bool
-) -> None:
-    trainer = config["trainer"]
-    deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
-    if not on_this_machine:
-        deepspeed_config.check_schema(findings)
-        return
+def _check_deepspeed_config(config: Dict[str, Any], deepspeed_config: DeepSpeedConfig) -> None:
     settings = settings_of(config, deepspeed_config)
-    resolved = deepspeed_config.resolve_collecting(settings, findings)
-    check_transformer_kwargs(config.get("model"), resolved, settings.device_type, findings)
-    with findings.collect():
-        check_optimizer(trainer.get("optimizer"), resolved, settings.device_type)
+    resolved = deepspeed_config.resolve(settings)
+    check_transformer_kwargs(config.get("model"), resolved, settings.device_type)
+    check_optimizer(config["trainer"].get("optimizer"), resolved, settings.device_type)
 
 
 def accelerator_of(config: Dict[str, Any]) -> Any:
@@ -296,7 +250,7 @@ def _place_of(name: str) -> Optional[str]:
     return f"write {places}" if places and len(places) < 150 else None
 
 
-def _check_keys(trainer: Dict[str, Any], findings: Findings) -> None:
+def _check_trainer_keys(trainer: Dict[str, Any], findings: Findings) -> None:
     """AllenNLP drops keys that a trainer doesn't know in silence."""
     trainer_class, constructor = Trainer.resolve_class_name(trainer["type"])
     arguments = inspect.signature(getattr(trainer_class, constructor or "__init__")).parameters
@@ -307,16 +261,19 @@ def _check_keys(trainer: Dict[str, Any], findings: Findings) -> None:
         and argument.kind is not argument.VAR_KEYWORD
     ]
     keys = {k: v for k, v in trainer.items() if k not in ("type", "run_sanity_checks")}
+    if keys.pop("distributed", None):
+        findings.add(
+            "'trainer.distributed' is for AllenNLP to set: write \"distributed\": "
+            '{"cuda_devices": [0, 1]} at the top level of the config.'
+        )
     for name in [name for name in keys if name not in known]:
         place = _place_of(name)
         if place is not None:
-            findings.refuse(
-                f"trainer.{name}", f"'trainer.{name}' is no key of the trainer: {place}"
-            )
+            findings.add(f"'trainer.{name}' is no key of the trainer: {place}")
             del keys[name]
     check_names("trainer", "'deepspeed' trainer", known, keys, findings)
-    # What DeepSpeed's configuration depends on is checked with it.
-    check_values("trainer", TrainerSettings.other_keys(), keys, findings)
+    check_values("trainer", TRAINER_KEYS, keys, findings)
+    _check_device(trainer.get("cuda_device"), findings)
 
 
 def _is_own_checkpointer(checkpointer: Any) -> bool:

@@ -8,8 +8,6 @@ from allennlp.common import Params
 from pydantic import BaseModel
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
-from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.former_names import with_names_of_today
 from allennlp_deepspeed.config.open_values import recorded_sources
 from allennlp_deepspeed.config.schema import Schema
 from allennlp_deepspeed.config.schema_validation import AUTO
@@ -62,9 +60,7 @@ def explained(params: Params) -> List[ExplainedValue]:
         "train_batch_size": resolved.engine_config["train_batch_size"]
         * resolved.num_gradient_accumulation_steps,
     }
-    mine = {}
-    if isinstance(written, dict):
-        mine = dict(_leaves(with_names_of_today(written, Findings())))
+    mine = dict(_leaves(written)) if isinstance(written, dict) else {}
     left_open = [path for path, value in mine.items() if value == AUTO]
     in_use = optimizer_in_use(config["trainer"].get("optimizer"), resolved)
     name = written if isinstance(written, str) else (written or {}).get("type", "")
@@ -120,7 +116,7 @@ def _defaults(engine_config: Dict[str, Any]) -> Iterator[ExplainedValue]:
         for name, field in model.model_fields.items():
             key = field.alias or name
             is_there = name in value or key in value
-            is_supported = section != "zero_optimization" or f"{section}.{key}" in SUPPORTED
+            is_supported = section != "zero_optimization" or key in SUPPORTED
             default = None if field.is_required() else field.get_default(call_default_factory=True)
             if not is_there and is_supported and isinstance(default, (bool, int, float, str)):
                 yield ExplainedValue(f"{section}.{key}", default, DEEPSPEED)

@@ -17,7 +17,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import SigTermReceived
 
-from allennlp_deepspeed.signatures.failed_section import explanation
+from allennlp_deepspeed.launch.failed_section import explanation
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ def check(distributed: Any, findings: Findings) -> None:
     """
     if not isinstance(distributed, dict):
         return
-    known = [*ALLENNLP_DISTRIBUTED_KEYS, *DISTRIBUTED_KEYS]
-    check_names("distributed", "section 'distributed'", known, distributed, findings)
-    check_values("distributed", DISTRIBUTED_KEYS, distributed, findings)
+    keys = {**ALLENNLP_DISTRIBUTED_KEYS, **DISTRIBUTED_KEYS}
+    check_names("distributed", "section 'distributed'", list(keys), distributed, findings)
+    check_values("distributed", keys, {"cuda_devices": None, **distributed}, findings)
     num_nodes = distributed.get("num_nodes", 1)
     for key in ("primary_address", "primary_port"):
         if num_nodes != 1 and distributed.get(key) is None:

@@ -9,7 +9,7 @@ from allennlp_deepspeed.optimizers.adam import (
     FusedAdamOptimizer,
     FusedAdamWOptimizer,
 )
-from allennlp_deepspeed.optimizers.check import REMOVED, check_optimizer, registered_class
+from allennlp_deepspeed.optimizers.check import check_optimizer, registered_class
 from allennlp_deepspeed.optimizers.elementwise import (
     check_elementwise,
     check_section,
@@ -26,7 +26,6 @@ from allennlp_deepspeed.optimizers.muon import MuonOptimizer
 from allennlp_deepspeed.optimizers.offload import for_offload, standing_in
 
 __all__ = [
-    "REMOVED",
     "CPUAdagradOptimizer",
     "CPUAdamOptimizer",
     "CPUAdamWOptimizer",

@@ -1,6 +1,5 @@
 from typing import Any, Dict, List, Optional, Type, Union
 
-import deepspeed
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer
@@ -12,13 +11,6 @@ from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
 from allennlp_deepspeed.optimizers.elementwise import check_elementwise, check_section
 from allennlp_deepspeed.optimizers.offload import Counterpart, counterpart_of, lacking
-
-REMOVED = {
-    "onebit_adam": "fused_adam",
-    "onebit_lamb": "fused_lamb",
-    "zero_one_adam": "fused_adam",
-}
-"""What DeepSpeed used to have, and what does the same without compressing what it communicates."""
 
 # What DeepSpeed takes for its own optimizers for the CPU where it is to insist on one.
 _FORCED = (DeepSpeedCPUAdam, DeepSpeedCPULion)
@@ -33,11 +25,6 @@ def registered_class(name: str) -> Type[torch.optim.Optimizer]:
     `ConfigurationError`
         If there is none.
     """
-    if name in REMOVED:
-        raise ConfigurationError(
-            f"'trainer.optimizer.type' is \"{name}\", but DeepSpeed {deepspeed.__version__} no "
-            f'longer has optimizers that compress gradients: write "{REMOVED[name]}"'
-        )
     optimizer_class, _ = Optimizer.resolve_class_name(name)  # raises if there is none
     return optimizer_class
 

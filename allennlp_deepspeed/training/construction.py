@@ -31,7 +31,7 @@ from allennlp_deepspeed.config.global_batch import (
     finds_micro_batch_size,
     no_fixed_size,
 )
-from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS
+from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.engine.operator_compilation import announced_compilation
 from allennlp_deepspeed.engine.shards import Shards
@@ -53,8 +53,7 @@ def checked(constructor: Callable, arguments: Arguments) -> Arguments:
     # Raises
 
     `ConfigurationError`
-        If it has no such argument, or one can't have its value. What DeepSpeed's configuration
-        depends on is checked with it.
+        If it has no such argument, or one can't have its value.
     """
     if "ddp_wrapped_model" in arguments:
         raise ConfigurationError(
@@ -62,8 +61,9 @@ def checked(constructor: Callable, arguments: Arguments) -> Arguments:
             "leave it out, and give it the model as it is."
         )
     deprecated = {"run_sanity_checks": arguments.pop("run_sanity_checks", None)}
-    keys = TrainerSettings.other_keys()
-    arguments = with_defaults("trainer", "'deepspeed' trainer", constructor, keys, arguments)
+    arguments = with_defaults(
+        "trainer", "'deepspeed' trainer", constructor, TRAINER_KEYS, arguments
+    )
     return {**arguments, **{k: v for k, v in deprecated.items() if v is not None}}
 
 

@@ -404,7 +404,7 @@ class EngineTrainer(GradientDescentTrainer):
     ) -> Optional[GradCacheSettings]:
         if grad_cache is None:
             return None
-        settings = GradCacheSettings(grad_cache)
+        settings = GradCacheSettings.model_validate(grad_cache)
         GradCache.check(settings, self.model)
         callback_kinds.refuse_going_backward(
             self._callbacks,

@@ -186,7 +186,7 @@ def test_all_findings_are_said_in_one_message(tmp_path: Path) -> None:
     )
     lines = [
         "'dataset_reader.max_instance' is no key of TextClassificationJsonReader",
-        "'model.seq2vec_encoder.num_filters' is \"8\": must be an integer, write 8 without quotes",
+        "'model.seq2vec_encoder.num_filters' is \"8\": must be an integer, 8 without quotes",
         "'trainer.num_epoch' is no key of the 'deepspeed' trainer: did you mean \"num_epochs\"?",
         "deepspeed_config.zero_optimization.bucket_size is unknown: did you mean",
     ]

@@ -34,7 +34,7 @@ def test_all_findings_are_said_in_one_message(tmp_path: Path) -> None:
     changes = {"model.seq2vec_encoder.num_filters": "8", "trainer.num_epoch": 3}
     assert_ends_with(
         train(config(TWO_WORKERS, changes), tmp_path),
-        "'model.seq2vec_encoder.num_filters' is \"8\": must be an integer, write 8",
+        "'model.seq2vec_encoder.num_filters' is \"8\": must be an integer, 8 without",
         "'trainer.num_epoch' is no key of the 'deepspeed' trainer: did you mean \"num_epochs\"?",
     )
     assert not (tmp_path / "out").exists()

@@ -16,8 +16,7 @@ from allennlp_deepspeed.config.deepspeed_config import (
     TrainerSettings,
 )
 from allennlp_deepspeed.config.schema import Schema
-from allennlp_deepspeed.config.schema_validation import lookup
-from allennlp_deepspeed.config.support import SUPPORTED, UNSUPPORTED, unlisted
+from allennlp_deepspeed.config.support import SUPPORTED, UNSUPPORTED, untested
 
 PRESETS = {
     "zero_1": (1, None, None),
@@ -151,21 +150,6 @@ class TestWhatAConfigFileCanHold:
         config = HasConfig.from_params(Params.from_file(str(tmp_path / "config.jsonnet"))).config
         assert config == {k: v for k, v in HUGGING_FACE_CONFIG.items() if k != "optimizer"}
 
-    @pytest.mark.parametrize(
-        "name, hint",
-        [
-            ("zero2", 'did you mean "zero_2"?'),
-            ("zero_3_ofload", 'did you mean "zero_3_offload"?'),
-            ("fsdp", "the known ones are ds_config, zero_1"),
-            ("ds_config.json", 'write `import "ds_config.json"`'),
-        ],
-    )
-    def test_an_unknown_preset_is_refused_with_the_list_and_the_nearest(self, name, hint):
-        message = refusal(name)
-        assert message.startswith(f'"{name}" is not a preset for deepspeed_config: ')
-        assert hint in message
-        assert all(preset in message for preset in PRESETS)
-
 
 class TestInPython:
     def test_a_configuration_is_made_from_a_dictionary_or_a_preset(self):
@@ -254,105 +238,6 @@ class TestPresets:
 
 
 class TestUnknownKeys:
-    @pytest.mark.parametrize(
-        "config, message",
-        [
-            ({"optimiser": {}}, 'deepspeed_config.optimiser is unknown: did you mean "optimizer"?'),
-            (
-                {"gradient_acumulation_steps": 2},
-                'acumulation_steps is unknown: did you mean "gradient_accumulation_steps"?',
-            ),
-            ({"xyzzy": 1}, "deepspeed_config.xyzzy is unknown: see https://www.deepspeed.ai"),
-            (
-                {"stage": 2},
-                'deepspeed_config.stage is unknown here: it belongs to "zero_optimization"',
-            ),
-            (
-                {"zero_optimization": {"stge": 2}},
-                'deepspeed_config.zero_optimization.stge is unknown: did you mean "stage"?',
-            ),
-            (
-                {"zero_optimization": {"stage3_prefetch_bucketsize": 2}},
-                'did you mean "stage3_prefetch_bucket_size"?',
-            ),
-            (
-                {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
-                'zero_optimization.offload_param.devise is unknown: did you mean "device"?',
-            ),
-            ({"bf16": {"enable": True}}, 'bf16.enable is unknown: did you mean "enabled"?'),
-            ({"torch_autocast": {"type": "bf16"}}, "torch_autocast.type is unknown: "),
-            (
-                {"activation_checkpointing": {"partitioned_activations": True}},
-                'did you mean "partition_activations"?',
-            ),
-            ({"aio": {"blocksize": 1}}, 'aio.blocksize is unknown: did you mean "block_size"?'),
-            ({"aio": {"thread_count": 1}}, 'is unknown: it is "intra_op_parallelism" today'),
-            ({"checkpoint": {"load_universl": True}}, 'did you mean "load_universal"?'),
-            ({"checkpoint": {"writer": {"typ": "FAST"}}}, 'did you mean "type"?'),
-            ({"data_types": {"grad_accumulation_dtype": "fp32"}}, '"grad_accum_dtype"?'),
-            ({"optimizer": {"type": "AdamW", "parms": {}}}, 'did you mean "params"?'),
-            (
-                {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
-                '"params.warmup_steps" is no parameter of WarmupLR; did you mean "warmup_num',
-            ),
-            ({"wandb": {"projct": "x"}}, 'wandb.projct is unknown: did you mean "project"?'),
-            ({"timers": {"throughput": {"enable": False}}}, 'did you mean "enabled"?'),
-            ({"flops_profiler": {"profilestep": 1}}, 'did you mean "profile_step"?'),
-            ({"comms_logger": {"verbos": True}}, 'did you mean "verbose"?'),
-            ({"data_efficiency": {"seeds": 1}}, 'did you mean "seed"?'),
-            # DeepSpeed drops an "auto" before it looks at the key.
-            ({"gradient_cliping": "auto"}, 'did you mean "gradient_clipping"?'),
-            (
-                {"zero_optimization": {"stage3_max_live_params": "auto"}},
-                'did you mean "stage3_max_live_parameters"?',
-            ),
-            (
-                {"zero_optimization": {"stage": 3, "offload_param": {"nvme_pth": "auto"}}},
-                'offload_param.nvme_pth is unknown: did you mean "nvme_path"?',
-            ),
-        ],
-    )
-    def test_an_unknown_key_is_refused_with_the_nearest_known_one(self, config, message):
-        assert message in refusal(config)
-
-    @pytest.mark.parametrize(
-        "config, reason",
-        [
-            (
-                {"elasticity": {"enabled": True}},
-                "deepspeed_config.elasticity: Elastic training has",
-            ),
-            ({"amp": {"enabled": True}}, "Use DeepSpeed 'fp16', 'bf16', or 'torch_autocast'"),
-            ({"sparse_attention": {}}, "deepspeed_config.sparse_attention: DeepSpeed Sparse"),
-            ({"sparse_attention": {}}, 'Write its keys into the "attention" of an encoder'),
-            (
-                {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
-                "deepspeed_config.zero_optimization.mics_shard_size: MiCS ZeRO-3 sharding has",
-            ),
-        ],
-    )
-    def test_a_removed_key_is_refused_with_deepspeeds_reason(self, config, reason):
-        assert reason in refusal(config)
-
-    @pytest.mark.parametrize("value", [True, 2, ["zero_2"]])
-    def test_what_is_neither_a_name_nor_an_object_is_refused(self, value):
-        with pytest.raises(ConfigurationError, match="must be a preset's name, or an object"):
-            HasConfig.from_params(Params({"deepspeed_config": value}))
-
-    def test_every_wrong_key_is_reported_at_once(self):
-        lines = refusal({"zero_optimization": {"stge": 1, "offload_optimzer": {}}, "fp61": {}})
-        assert len(lines.splitlines()) == 3
-
-    def test_a_key_under_its_name_and_its_alias_is_refused(self):
-        zero = {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}
-        assert "prefetch_bucket_size is given twice" in refusal({"zero_optimization": zero})
-
-    def test_deprecated_keys_are_accepted(self):
-        for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
-            zero = {"stage": 2, "cpu_offload": True, **zero}
-            assert resolve({"zero_optimization": zero}).offload_device == "cpu"
-        assert resolve({"bfloat16": {"enabled": True}}).precision == "bf16"
-
     def test_every_key_that_deepspeed_reads_is_known(self):
         class Recorder(dict):
             asked: ClassVar = set()
@@ -369,145 +254,15 @@ class TestUnknownKeys:
                 return self
 
         EngineConfig(Recorder(train_batch_size=1))
-        removed = {*ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS, "bfloat16"}
+        removed = {*ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS}
         assert len(Recorder.asked) > 40
         assert Recorder.asked - removed <= set(Schema.model_fields)
 
 
 class TestWrongValues:
-    @pytest.mark.parametrize(
-        "config, message",
-        [
-            (
-                {"zero_optimization": {"stage": 7}},
-                "deepspeed_config.zero_optimization.stage is 7: must be one of 0, 1, 2, 3 (2 if",
-            ),
-            (
-                {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
-                "optimizer.device is \"gpu\": must be one of 'none', 'cpu', 'nvme' (DeepSpeed's",
-            ),
-            (
-                {"zero_optimization": True},
-                'deepspeed_config.zero_optimization is true: must be an object, such as {"stage": ',
-            ),
-            (
-                {"bf16": True},
-                'deepspeed_config.bf16 is true: must be an object, such as {"enabled"',
-            ),
-            ({"optimizer": "Adam"}, 'optimizer is "Adam": must be an object, such as {"type": '),
-            ({"bf16": {"enabled": "maybe"}}, 'bf16.enabled is "maybe": must be a valid boolean'),
-            ({"fp16": {"loss_scale": True}}, "fp16.loss_scale is true: fp16.loss_scale must be a"),
-            (
-                {"fp16": {"min_loss_scale": 0.1}},
-                "fp16.min_loss_scale is 0.1: must be a valid integer",
-            ),
-            (
-                {"train_batch_size": 0},
-                "deepspeed_config.train_batch_size is 0: must be greater than",
-            ),
-            (
-                {"gradient_clipping": -1},
-                "gradient_clipping is -1: must be greater than or equal to 0",
-            ),
-            ({"gradient_clipping": True}, "gradient_clipping is true: must be a number"),
-            ({"train_batch_size": True}, "train_batch_size is true: must be a number"),
-            ({"steps_per_print": True}, "steps_per_print is true: must be a number"),
-            (
-                {"zero_optimization": {"stage": True}},
-                "zero_optimization.stage is true: must be a number (2 if nothing is said)",
-            ),
-            (
-                {"torch_autocast": {"enabled": "false"}},
-                'torch_autocast.enabled is "false": must be',
-            ),
-            (
-                {"torch_autocast": {"dtype": "fp32"}},
-                'torch_autocast.dtype is "fp32": must be one of',
-            ),
-            ({"communication_data_type": "int8"}, "must be one of fp16, bf16, fp32"),
-            ({"checkpoint": {"tag_validation": "no"}}, "must be one of WARN, IGNORE, FAIL"),
-            ({"optimizer": {"params": {"lr": 1}}}, "deepspeed_config.optimizer.type is missing"),
-            ({"optimizer": {"type": "AdmW"}}, 'optimizer.type is "AdmW": must be an optimizer of'),
-            ({"optimizer": {"type": "sgd"}}, 'did you mean "SGD"?'),
-            (
-                {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}},
-                '"params.max_grad_norm" is refused by DeepSpeed; write "grad_norm" in the trainer',
-            ),
-            ({"scheduler": {"type": "WarmupLr"}}, 'did you mean "WarmupLR"?'),
-            ({"scheduler": {"type": "ReduceLROnPlateau"}}, "must be a learning rate scheduler of"),
-            ({"scheduler": {"type": "OneCycle"}}, "scheduler.params.cycle_min_lr is left open"),
-            (
-                {
-                    "zero_optimization": {
-                        "cpu_offload": False,
-                        "offload_optimizer": {"device": "cpu"},
-                    }
-                },
-                "zero_optimization.cpu_offload is false, DeepSpeed's former key for "
-                'offload_optimizer, whose device is "cpu": remove cpu_offload',
-            ),
-            (
-                {"zero_optimization": {"leaf_module": 3}},
-                "leaf_module configuration must be a mapping",
-            ),
-            (
-                {"gradient_allreduce_op": "sum"},
-                'deepspeed_config.gradient_allreduce_op is "sum", but can\'t work in an AllenNLP',
-            ),
-            (
-                {
-                    "zero_optimization": {"stage": 0},
-                    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
-                },
-                "deepspeed_config is refused by DeepSpeed: Bf16_master_weights_and_grads is only",
-            ),
-        ],
-    )
-    def test_a_wrong_value_is_refused_in_terms_of_the_config_file(self, config, message):
-        refused = refusal(config)
-        assert message in refused
-        assert "pydantic" not in refused and "Input should" not in refused
-
     @pytest.mark.parametrize("optimizer", ["adamw", "ADAMW", "Lion", "SGD", "RMSprop", "Muon"])
     def test_deepspeeds_optimizers_in_any_case_and_torchs_are_accepted(self, optimizer):
         assert resolve({"optimizer": {"type": optimizer}}).has_optimizer
-
-    @pytest.mark.parametrize(
-        "config",
-        [
-            {"pipeline": {"stages": "auto"}},
-            {"tensor_parallel": {"autotp_size": 2}},
-            {"sequence_parallel_size": 2},
-            {"data_parallel_size": 2},
-            {"expert_parallel": {"enabled": True}},
-            {"hybrid_engine": {"enabled": True}},
-            {"autotuning": {"enabled": True}},
-            {"data_efficiency": {"enabled": True}},
-            {"activation_checkpointing": {"partition_activations": True}},
-            {"zero_optimization": {"round_robin_gradients": True}},
-            {"zero_optimization": {"elastic_checkpoint": True}},
-            {"dataloader_drop_last": True},
-            {"managed_gradient_accumulation": True},
-            {"compile": {"deepcompile": True}},
-            {"compile": {"deepcompile": False, "free_activation": True}},
-            {"gradient_allreduce_op": "sum"},
-            {"prescale_gradients": True},
-            {"seq_parallel_communication_data_type": "fp32"},
-            {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},
-            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
-            {"zero_optimization": {"zenflow": {}}},
-            {"zero_optimization": {"zero_quantized_weights": True}},
-            {"zero_optimization": {"legacy_stage1": True}},
-            {"zero_optimization": {"allgather_partitions": False}},
-            {"zero_optimization": {"load_from_fp32_weights": False}},
-        ],
-        ids=str,
-    )
-    def test_what_cannot_work_in_an_allennlp_trainer_is_refused_with_the_reason(self, config):
-        path = next(path for path in UNSUPPORTED if lookup(config, path) is not None)
-        message = refusal(config)
-        assert message.startswith(f"deepspeed_config.{path} is ")
-        assert message.endswith(UNSUPPORTED[path][1])
 
     def test_what_cannot_work_is_accepted_where_a_string_turns_it_off(self):
         zero = resolve({"zero_optimization": {"elastic_checkpoint": "false"}})
@@ -524,17 +279,16 @@ class TestWrongValues:
         assert resolve({**off, "dataloader_drop_last": False}).zero_stage == 2
 
     def test_every_key_of_deepspeeds_is_tested_or_refused_with_a_reason(self):
-        names = [*Schema.model_fields]
         zero = {field.alias or key: 0 for key, field in DeepSpeedZeroConfig.model_fields.items()}
-        assert not list(unlisted({**dict.fromkeys(names, 0), "zero_optimization": zero}))
-        known = {*names, *(f"zero_optimization.{key}" for key in zero)}
-        assert known >= SUPPORTED
-        assert not SUPPORTED & {*UNSUPPORTED}
+        assert not list(untested({"zero_optimization": zero}))
+        assert {*zero} >= {*SUPPORTED}
+        assert not {f"zero_optimization.{key}" for key in SUPPORTED} & {*UNSUPPORTED}
+        assert {path.partition(".")[0] for path in UNSUPPORTED} <= {*Schema.model_fields}
 
     def test_a_key_that_deepspeed_adds_is_refused_until_it_is_tested(self, monkeypatch):
-        monkeypatch.setattr(config_support, "SUPPORTED", SUPPORTED - {"aio"})
-        message = refusal({"aio": {"block_size": 1}})
-        assert message.startswith('deepspeed_config.aio is {"block_size": 1}, but isn\'t tested')
+        monkeypatch.setattr(config_support, "SUPPORTED", ("stage",))
+        message = refusal({"zero_optimization": {"overlap_comm": True}})
+        assert "zero_optimization.overlap_comm is true, but isn't tested" in message
 
 
 class TestBatchSizes:
@@ -557,20 +311,6 @@ class TestBatchSizes:
         expected = 3 if 3 in (deepspeed, allennlp) else 1
         assert resolved.num_gradient_accumulation_steps == expected
 
-    def test_different_accumulation_is_refused_with_both_keys_and_values(self):
-        message = refusal({"gradient_accumulation_steps": 4}, num_gradient_accumulation_steps=2)
-        assert message.startswith(
-            "num_gradient_accumulation_steps is 2, "
-            "but deepspeed_config.gradient_accumulation_steps is 4: "
-        )
-
-    @pytest.mark.parametrize("steps", [0, -1, False, True, "2"])
-    def test_no_accumulation_is_one_step(self, steps):
-        message = refusal({"gradient_accumulation_steps": 4}, num_gradient_accumulation_steps=steps)
-        shown = json.dumps(steps)
-        expected = 'must be an integer, at least 1, or "auto"'
-        assert message == f"num_gradient_accumulation_steps is {shown}: {expected}"
-
     def test_with_auto_the_engine_sees_the_share_of_a_worker(self):
         resolved = resolve(
             {"gradient_accumulation_steps": "auto", "train_batch_size": 16},
@@ -583,72 +323,8 @@ class TestBatchSizes:
         assert resolved.num_gradient_accumulation_steps == 1
         assert resolved.engine_config["train_micro_batch_size_per_gpu"] == 8
 
-    @pytest.mark.parametrize(
-        "config, settings, message",
-        [
-            ({}, {"global_batch_size": None}, 'num_gradient_accumulation_steps is "auto", which'),
-            ({}, {"global_batch_size": 0}, "global_batch_size is 0: must be an integer"),
-            (
-                {},
-                {"num_gradient_accumulation_steps": 4},
-                "global_batch_size is 16, which needs num_gradient_accumulation_steps to be",
-            ),
-            (
-                {},
-                {"num_gradient_accumulation_steps": None},
-                "global_batch_size is 16, which needs num_gradient_accumulation_steps to be",
-            ),
-            (
-                {},
-                {"world_size": 3},
-                "global_batch_size is 16, of which 3 workers can't have equal shares: write 15 or",
-            ),
-            (
-                {},
-                {"micro_batch_size": 16},
-                "data_loader.batch_size is 16, but with global_batch_size 16 each of 2 workers "
-                "reads 8 instances of a step, and divides them itself: write 8",
-            ),
-            ({}, {"sequence_parallel_size": 2}, "sequence_parallel_size is 2, but"),
-            (
-                {"gradient_accumulation_steps": 2},
-                {},
-                "deepspeed_config.gradient_accumulation_steps is 2, but",
-            ),
-            (
-                {"train_micro_batch_size_per_gpu": 8},
-                {},
-                "deepspeed_config.train_micro_batch_size_per_gpu is 8, but",
-            ),
-            ({"train_batch_size": 8}, {}, "deepspeed_config.train_batch_size is 8, but"),
-        ],
-    )
-    def test_what_contradicts_a_global_batch_is_refused_by_key(self, config, settings, message):
-        settings = {
-            "num_gradient_accumulation_steps": "auto",
-            "global_batch_size": 16,
-            "world_size": 2,
-            **settings,
-        }
-        assert refusal(config, **settings).startswith(message)
-
-    def test_a_micro_batch_of_another_size_than_the_data_loaders_is_refused(self):
-        message = refusal({"train_micro_batch_size_per_gpu": 16}, micro_batch_size=8)
-        assert "data_loader.batch_size is 8" in message
-        assert "deepspeed_config.train_micro_batch_size_per_gpu is 16" in message
-
     def test_an_unknown_size_is_one_for_the_engine(self):
         assert resolve({}, world_size=2).engine_config["train_batch_size"] == 2
-
-    def test_a_total_that_is_not_the_product_is_refused_with_the_product(self):
-        message = refusal(
-            {"train_batch_size": 100},
-            micro_batch_size=8,
-            num_gradient_accumulation_steps=2,
-            world_size=2,
-        )
-        assert "deepspeed_config.train_batch_size is 100, but 8 instances" in message
-        assert "2 gradient accumulation steps x 2 workers are 32" in message
 
     def test_the_total_says_which_factor_is_left_open(self):
         total = {"train_batch_size": 64}
@@ -670,16 +346,6 @@ class TestGradientSynchronization:
                 continue
             message = refusal(config, gradient_synchronization=setting)
             assert f"gradient_synchronization is {setting!r}, but at ZeRO stage {stage}" in message
-
-    @pytest.mark.parametrize("setting", ["often", -0.1, 1.5, True, [], [1], None], ids=str)
-    def test_what_it_can_be(self, setting):
-        message = refusal({}, gradient_synchronization=setting)
-        assert f"gradient_synchronization is {json.dumps(setting)}: must be one of" in message
-        assert "a share of the gradient from 0.0 to 1.0, or a list" in message
-
-    def test_a_regular_expression_is_one(self):
-        message = refusal({}, gradient_synchronization=["embedder", "("])
-        assert "'trainer.gradient_synchronization' has \"(\", which is no regular" in message
 
 
 class TestGradientNorm:
@@ -705,19 +371,6 @@ class TestGradientNorm:
         assert resolved.grad_norm == expected
         assert isinstance(resolved.grad_norm, bool) == isinstance(expected, bool)
         assert resolved.engine_config["gradient_clipping"] == engine_clipping
-
-    @pytest.mark.parametrize(
-        "clipping, grad_norm", [(1.0, 2.0), (0.0, 1.0), (1.0, True), (2.0, False), (2.0, 0)]
-    )
-    def test_different_norms_are_refused_with_both_keys_and_values(self, clipping, grad_norm):
-        message = refusal({"gradient_clipping": clipping}, grad_norm=grad_norm)
-        assert f"grad_norm is {json.dumps(grad_norm)}" in message
-        assert f"deepspeed_config.gradient_clipping is {clipping}" in message
-
-    @pytest.mark.parametrize("grad_norm", [-1, "1.0", [1.0]])
-    def test_what_is_no_norm_is_refused(self, grad_norm):
-        message = refusal({"gradient_clipping": 2.0}, grad_norm=grad_norm)
-        assert message.startswith(f"grad_norm is {json.dumps(grad_norm)}: must be a number above 0")
 
     def test_a_norm_that_is_not_computed_is_refused(self):
         zero = {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}
@@ -771,42 +424,12 @@ class TestPrecision:
         autocast = resolve(STAGE_0, use_amp=True, **settings).engine_config["torch_autocast"]
         assert autocast == {"enabled": True, "dtype": dtype}
 
-    @pytest.mark.parametrize(
-        "config",
-        [
-            {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
-            {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}},
-        ],
-    )
-    def test_two_precisions_are_refused(self, config):
-        message = refusal(config, device_type="cuda")
-        assert all(f"deepspeed_config.{name}.enabled" in message for name in config)
-
     @pytest.mark.parametrize("precision", ["bf16", "torch_autocast"])
     def test_a_precision_where_use_amp_is_turned_off_is_refused(self, precision):
         message = refusal({precision: {"enabled": True}}, use_amp=False)
         assert f"use_amp is false, but deepspeed_config.{precision}.enabled is true" in message
         assert resolve({precision: {"enabled": "auto"}}, use_amp=False).precision == "fp32"
         assert resolve({precision: {"enabled": True}}, use_amp=None).precision == precision
-
-    def test_use_amp_where_every_precision_is_off_is_refused(self):
-        off = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
-        message = refusal(off, use_amp=True)
-        assert "use_amp is true, but deepspeed_config.torch_autocast.enabled is false" in message
-
-    @pytest.mark.parametrize(
-        "config, settings, message",
-        [
-            ({"bf16": {"enabled": True}}, WITHOUT_BF16, "does not support bf16"),
-            (
-                {"type": "zero_2", "fp16": {"enabled": False}},
-                {"use_amp": True, **WITHOUT_BF16},
-                "torch_autocast.dtype is float16, but at ZeRO stage 2",
-            ),
-        ],
-    )
-    def test_what_the_device_cannot_compute_is_refused(self, config, settings, message):
-        assert message in refusal(config, **settings)
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
     @pytest.mark.parametrize("settings", [{}, {"device_type": "cuda"}])
@@ -836,10 +459,6 @@ class TestPrecision:
         message = refusal({"fp16": {"enabled": True, "loss_scale": 0}}, **gpu)
         assert "grad_scaling is false, but deepspeed_config.fp16.loss_scale is 0" in message
 
-    def test_without_grad_scaling_autocast_to_fp16_is_refused(self):
-        autocast = {**STAGE_0, "torch_autocast": {"enabled": True, "dtype": "float16"}}
-        assert "grad_scaling is false" in refusal(autocast, device_type="cuda", grad_scaling=False)
-
     def test_another_type_for_accumulation_is_refused_at_stage_0(self):
         config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         stage_0 = {"zero_optimization": {"stage": 0}, **config}
@@ -859,18 +478,6 @@ class TestOptimizerAndScheduler:
         resolved = [resolve(config) for config in ({}, ADAMW, {**ADAMW, **warmup})]
         assert [r.has_optimizer for r in resolved] == [False, True, True]
         assert [r.has_scheduler for r in resolved] == [False, False, True]
-
-    def test_two_optimizers_are_refused(self):
-        message = refusal(ADAMW, optimizer="huggingface_adamw")
-        assert (
-            'optimizer is "huggingface_adamw", but deepspeed_config.optimizer is "AdamW"' in message
-        )
-
-    def test_two_schedulers_are_refused(self):
-        scheduler = {"scheduler": {"type": "WarmupLR"}}
-        message = refusal(scheduler, learning_rate_scheduler="slanted_triangular")
-        assert 'learning_rate_scheduler is "slanted_triangular"' in message
-        assert 'deepspeed_config.scheduler is "WarmupLR"' in message
 
     def test_a_section_that_is_null_leaves_the_choice_to_allennlp(self):
         assert not resolve({**ADAMW, "optimizer": None}, optimizer="adam").has_optimizer
@@ -906,46 +513,11 @@ class TestOptimizerAndScheduler:
             "warmup_num_steps": 10,
         }
 
-    def test_one_learning_rate_is_asked_for_where_it_fills_two(self):
-        line = refusal(
-            {
-                "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
-            }
-        )
-        assert "optimizer.params.lr is left open" in line
-        assert "warmup_max_lr" not in line
-
     def test_a_required_number_of_steps_need_not_be_written(self):
         scheduler = {"scheduler": {"type": "WarmupCosineLR"}}
         params = resolve(scheduler, num_epochs=2, batches_per_epoch=5).engine_config["scheduler"]
         assert params["params"] == {"total_num_steps": 10}
         assert "write the number of optimizer steps in the whole training" in refusal(scheduler)
-
-    @pytest.mark.parametrize(
-        "config, message",
-        [
-            (
-                {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
-                "deepspeed_config.optimizer.params.lr is left open",
-            ),
-            (
-                {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
-                "config says what it is: write the number of optimizer steps over which",
-            ),
-            (
-                {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}},
-                "scheduler.params.warmup_max_lr is left open",
-            ),
-            (
-                {"type": "zero_2", "zero_optimization": {"offload_optimizer": {"device": "auto"}}},
-                'says what it is: write "none", "cpu" or "nvme"',
-            ),
-            ({"tensorboard": {"enabled": "auto"}}, "tensorboard.enabled is left open"),
-        ],
-    )
-    def test_auto_that_nothing_fills_is_refused(self, config, message):
-        assert message in refusal(config)
 
 
 class TestOffloading:
@@ -959,10 +531,6 @@ class TestOffloading:
         resolved = resolve({"type": "zero_3_nvme", "zero_optimization": offload})
         zero = resolved.engine_config["zero_optimization"]
         assert zero["offload_optimizer"]["nvme_path"] == "/nvme"
-
-    def test_without_a_directory_the_path_is_asked_for(self):
-        message = refusal("zero_3_nvme")
-        assert "zero_optimization.offload_param.nvme_path is left open" in message
 
     def test_a_moving_average_is_not_of_what_is_in_files(self):
         average = {"moving_average": {"type": "exponential"}}
@@ -985,8 +553,6 @@ class TestOffloading:
     def test_optimizer_states_are_not_offloaded_at_stage_0(self):
         offload = {"offload_optimizer": {"device": "cpu"}}
         assert 'write "stage": 1 or' in refusal({"zero_optimization": {"stage": 0, **offload}})
-        offload_0 = {"zero_optimization": {"stage": 0, "cpu_offload": True}}
-        assert 'write "stage": 1 or' in refusal(offload_0)
         assert resolve({"zero_optimization": {"stage": 1, **offload}}).zero_stage == 1
 
 
@@ -1055,11 +621,6 @@ class TestShardWithin:
         on_nvme = {"device": "nvme", "nvme_path": "/nvme"}
         config = {"zero_optimization": {"stage": 3, "offload_param": on_nvme}}
         assert "only a few buffers" in refusal(config, **settings)
-
-    @pytest.mark.parametrize("shard_within", ["rack", 2.0, True, [2]])
-    def test_what_is_neither_a_node_nor_a_number_is_refused(self, shard_within):
-        message = refusal(self.ZERO_3, shard_within=shard_within, world_size=4)
-        assert 'must be "node", "auto", null or a number of workers' in message
 
     def test_a_node_of_unknown_size_is_asked_for(self):
         assert "write the number" in refusal(self.ZERO_3, shard_within="node", world_size=4)

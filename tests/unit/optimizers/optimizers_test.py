@@ -229,9 +229,8 @@ STAGE_0 = {"zero_optimization": {"stage": 0}}
 
 
 class TestBeforehand:
-    @pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
-    def test_optimizers_that_deepspeed_has_removed_are_refused(self, name: str):
-        assert "no longer has optimizers that compress gradients: write" in refusal({"type": name})
+    def test_an_optimizer_that_deepspeed_has_removed_is_refused(self):
+        assert 'write "fused_adam"' in refusal({"type": "onebit_adam"})
 
     @pytest.mark.parametrize("name, instead", [("fused_lion", "lion"), ("fused_lamb", "adamw")])
     def test_what_needs_a_gpu_is_refused_on_the_cpu(self, name: str, instead: str):

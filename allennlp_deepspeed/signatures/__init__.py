@@ -1,3 +1,0 @@
-"""
-A config file against the signatures of the classes that AllenNLP constructs from it.
-"""
