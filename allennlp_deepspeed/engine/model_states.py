@@ -1,14 +1,18 @@
 """
-The memory that DeepSpeed keeps for a model: weights, gradients and optimizer states, the "model
-states" of the [ZeRO paper](https://arxiv.org/abs/1910.02054) (section 3), as they are divided over
-ranks and devices.
+Bytes of weights, gradients and optimizer states, the "model states" of the [ZeRO
+paper](https://arxiv.org/abs/1910.02054) (section 3), on each rank and device.
 
-These are DeepSpeed 0.19's, which aren't always the paper's: `python -m benchmarks model_states` has
-both beside what has been counted.
+DeepSpeed's own `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs`
+aren't used: they are for 16-bit training of all parameters with Adam, and too low there. On each of
+N ranks they have 18/N bytes a parameter (next to 2 of the weights at stage 2), where 20/N are
+counted at stage 2 and 22/N at stage 3, because the gradient is flattened before the step. They
+leave out the buckets (2 GB in fp32 by default), what stage 3 gathers ahead of time, NVMe, and
+stages 0 and 1. `python -m benchmarks model_states` compares the figures below with what has been
+counted and with the paper.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Dict, Optional, Sequence
 
 import torch
@@ -113,16 +117,11 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.buffers
+        return sum(astuple(self))
 
     def __add__(self, other: "Bytes") -> "Bytes":
         """What is on two devices."""
-        return Bytes(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.buffers + other.buffers,
-        )
+        return Bytes(*map(sum, zip(astuple(self), astuple(other))))
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,6 @@ class _States:
         # "auto" takes only what there is room for.
         self._keeps_parameters = config.kept_parameters == "all"
         self._zero = DeepSpeedZeroConfig(**config.engine_config.get("zero_optimization", {}))
-        self._is_bf16 = config.precision == "bf16"
         self._trained = sum(size.trainable)
         # Bytes of an element of the weights, and of a gradient that is kept.
         self._weight = _itemsize(config.precision)
@@ -187,6 +185,9 @@ class _States:
         self._held = math.ceil(held * self._trained) if accumulates else 0
         self._optimizer_device = _device(self._zero.offload_optimizer)
         self._parameter_device = _device(self._zero.offload_param)
+        self._is_bf16_optimizer = (
+            self._stage == 1 and config.precision == "bf16" and self._optimizer_device == "none"
+        )
 
     def stage_0(self) -> ModelStates:
         is_half = self._weight < _FP32
@@ -226,55 +227,51 @@ class _States:
     def stage_3(self) -> ModelStates:
         shard = sum(math.ceil(elements / self._world_size) for elements in self._size.trainable)
         frozen = sum(math.ceil(elements / self._world_size) for elements in self._size.frozen)
-        sub_group = min(shard, int(self._zero.sub_group_size))
-        gradients = shard * self._gradient
-        states = _StatesByDevice()
-        states.add("gpu", gradients=self._unsharded_gradient())
-        states.add("gpu", weights=self._kept_gathered() * self._weight, buffers=self._gathered())
-        states.add("gpu", buffers=int(self._zero.reduce_bucket_size) * self._weight)
-
-        if self._parameter_device == "nvme":
+        gpu = Bytes(
+            weights=self._kept_gathered() * self._weight,
+            gradients=self._unsharded_gradient(),
+            buffers=self._gathered() + int(self._zero.reduce_bucket_size) * self._weight,
+        )
+        cpu = nvme = Bytes()
+        weights = Bytes(weights=(shard + frozen) * self._weight)
+        if self._parameter_device == "none":
+            gpu += weights
+        elif self._parameter_device == "cpu":
+            cpu += weights
+        else:
             offload = self._zero.offload_param
             on_cpu = min(shard, int(offload.max_in_cpu))
-            states.add("nvme", weights=(shard - on_cpu + frozen) * self._weight)
-            states.add("cpu", weights=on_cpu * self._weight)
             buffers = int(offload.buffer_count) * int(offload.buffer_size)
-            states.add("cpu", buffers=buffers * self._weight)
-        else:
-            device = "gpu" if self._parameter_device == "none" else "cpu"
-            states.add(device, weights=(shard + frozen) * self._weight)
+            cpu += Bytes(weights=on_cpu * self._weight, buffers=buffers * self._weight)
+            nvme += Bytes(weights=(shard - on_cpu + frozen) * self._weight)
 
         # A copy of the shard in fp32, where the weights are in fp32 too: to find out whether it can
         # do without, DeepSpeed compares a device with a name.
         optimizer = shard * _FP32 + self._optimizer_states_of(shard)
+        gradients = shard * self._gradient
+        sub_group = min(shard, int(self._zero.sub_group_size))
         if self._optimizer_device == "none":
-            in_fp32 = 0 if self._gradient == _FP32 else _FP32
             # Flattened, and brought to fp32, a sub-group at a time.
+            in_fp32 = 0 if self._gradient == _FP32 else _FP32
             gradients += sub_group * (self._gradient + in_fp32)
-            states.add("gpu", gradients=gradients, optimizer=optimizer)
+            gpu += Bytes(gradients=gradients, optimizer=optimizer)
         elif self._optimizer_device == "cpu":
-            states.add("cpu", gradients=gradients + shard * _FP32, optimizer=optimizer)
+            cpu += Bytes(gradients=gradients + shard * _FP32, optimizer=optimizer)
         else:
-            states.add("nvme", gradients=shard * _FP32, optimizer=optimizer)
+            nvme += Bytes(gradients=shard * _FP32, optimizer=optimizer)
             buffers = int(self._zero.offload_optimizer.buffer_count) * sub_group * _FP32
-            states.add("cpu", gradients=gradients, buffers=buffers)
-        return states.all()
+            cpu += Bytes(gradients=gradients, buffers=buffers)
+        return ModelStates(gpu, cpu, nvme)
 
     def _optimizer_states_of(self, shard: int) -> int:
         return math.ceil(self._optimizer_states.flat * shard / max(self._trained, 1))
 
     def _unsharded_gradient(self) -> int:
         """The bytes that a rank has of a gradient before it is sharded."""
-        adds_elsewhere = self._gradient != self._weight
-        if (
-            self._stage == 1
-            and adds_elsewhere
-            and self._is_bf16
-            and self._optimizer_device == "none"
-        ):
-            # DeepSpeed's BF16_Optimizer keeps both.
-            return self._trained * (self._weight + self._gradient)
-        return (self._trained if self._stage == 1 else self._held) * self._gradient
+        held = self._trained if self._stage == 1 else self._held
+        # DeepSpeed's BF16_Optimizer has it in both precisions.
+        is_twice = self._is_bf16_optimizer and self._gradient != self._weight
+        return held * (self._gradient + (self._weight if is_twice else 0))
 
     def _flattened_gradient(self, shard: int) -> int:
         """The bytes that stages 1 and 2 have of the shard's gradient when the step begins."""
@@ -308,18 +305,6 @@ class _States:
         if self._zero.zero_hpz_partition_size > 1:
             gathered += self._size.total // int(self._zero.zero_hpz_partition_size)
         return gathered * self._weight
-
-
-class _StatesByDevice:
-    def __init__(self) -> None:
-        self._bytes: Dict[str, Dict[str, int]] = {"gpu": {}, "cpu": {}, "nvme": {}}
-
-    def add(self, device: str, **states: int) -> None:
-        for name, number in states.items():
-            self._bytes[device][name] = self._bytes[device].get(name, 0) + number
-
-    def all(self) -> ModelStates:
-        return ModelStates(**{device: Bytes(**states) for device, states in self._bytes.items()})
 
 
 def _itemsize(dtype: str) -> int:

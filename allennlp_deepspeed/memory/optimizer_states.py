@@ -1,5 +1,5 @@
 """
-How much an optimizer keeps for each parameter, found out by having it make a step.
+Bytes of the optimizer states that a config's optimizer is going to have.
 """
 
 import logging
@@ -13,11 +13,11 @@ from allennlp.training.optimizers import MultiOptimizer, Optimizer
 from allennlp_deepspeed.engine.model_states import OptimizerStates
 from allennlp_deepspeed.optimizers import CPULionOptimizer, registered_class
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
+from allennlp_deepspeed.optimizers.kept_states import bytes_of_element, bytes_of_parameters
 
 logger = logging.getLogger(__name__)
 
 _FP32 = torch.float32.itemsize
-_NUM_ELEMENTS = 64  # enough to tell a state for each element from one for each parameter
 
 # Of the optimizers that only DeepSpeed's engine constructs: states of as many elements as a
 # parameter.
@@ -51,31 +51,23 @@ def of_allennlp(optimizer: Params, parameters: NamedParameters) -> OptimizerStat
     # Raises
 
     `ConfigurationError`
-        If the optimizer can't be constructed or can't make a step.
+        If the optimizer can't be constructed.
     """
     stepped = Params(_without_operators(optimizer.as_dict(quiet=True)))
-    flat = [
-        (name, torch.nn.Parameter(torch.ones(min(p.numel(), _NUM_ELEMENTS))))
-        for name, p in parameters
-    ]
+    meta = [(name, torch.nn.Parameter(p.detach().to("meta"))) for name, p in parameters]
     try:
-        states = _bytes_by_parameter(stepped, flat)
+        constructed: Any = Optimizer.from_params(params=stepped, model_parameters=meta)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"What 'trainer.optimizer' keeps can't be found out, because {optimizer.params} can't "
-            f"make a step: {error}"
+            f"be constructed: {error}"
         ) from error
-    in_flat = sum(
-        round(states[name] * p.numel() / tiny.numel())
-        for (name, p), (_, tiny) in zip(parameters, flat)
+    is_multi = isinstance(constructed, MultiOptimizer)
+    flat = sum(
+        bytes_of_element(each) * sum(p.numel() for g in each.param_groups for p in g["params"])
+        for each in (constructed.optimizers.values() if is_multi else [constructed])
     )
-    meta = [(name, torch.nn.Parameter(p.detach().to("meta"))) for name, p in parameters]
-    try:
-        in_whole = sum(_bytes_by_parameter(stepped, meta).values())
-    except (NotImplementedError, RuntimeError) as error:
-        logger.info("The optimizer needs values, which there are none of (%s)", error)
-        in_whole = in_flat
-    return OptimizerStates(whole=in_whole, flat=in_flat)
+    return OptimizerStates(whole=bytes_of_parameters(constructed), flat=round(flat))
 
 
 def of_deepspeed(
@@ -126,26 +118,3 @@ def _without_operators(optimizer: Dict[str, Any]) -> Dict[str, Any]:
             "optimizers": {name: _without_operators(inner) for name, inner in optimizers.items()},
         }
     return optimizer
-
-
-def _bytes_by_parameter(optimizer: Params, parameters: NamedParameters) -> Dict[str, int]:
-    """Of the states that have as many dimensions as a parameter, after a step."""
-    constructed: Any = Optimizer.from_params(
-        params=optimizer.duplicate(), model_parameters=parameters
-    )
-    for _, parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    constructed.step()
-    optimizers = (
-        constructed.optimizers.values()
-        if isinstance(constructed, MultiOptimizer)
-        else [constructed]
-    )
-    states = {key: state for each in optimizers for key, state in each.state.items()}
-    return {name: _bytes(states.get(parameter, {}).values()) for name, parameter in parameters}
-
-
-def _bytes(states: Iterable[Any]) -> int:
-    # A number such as that of the steps is not for each element.
-    tensors = [state for state in states if torch.is_tensor(state) and state.dim() > 0]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
