@@ -125,7 +125,6 @@ bench: $(VENV)/installed
 	python -m benchmarks startup
 	python -m benchmarks saving
 	python -m benchmarks speed
-	python -m benchmarks holding
 	python -m benchmarks contrastive
 	python -m benchmarks retrieval --minilm
 	python -m benchmarks model_states

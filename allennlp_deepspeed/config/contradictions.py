@@ -57,10 +57,10 @@ def check_moving_average(
 
 
 def check_gradient_synchronization(mode: Any, zero: DeepSpeedZeroConfig) -> None:
-    if mode not in ("auto", "boundary", 1) and zero.stage < 2:
+    if mode == "micro_batch" and zero.stage < 2:
         raise ConfigurationError(
-            f"gradient_synchronization is {mode!r}, but at ZeRO stage {int(zero.stage)} every "
-            "rank holds whole gradients anyway, and reduces them once: write 'boundary', or "
+            f'gradient_synchronization is "{mode}", but at ZeRO stage {int(zero.stage)} every '
+            'rank has unsharded gradients anyway, and reduces them once: write "step", or '
             f"{ROOT}.zero_optimization.stage 2 or 3"
         )
 

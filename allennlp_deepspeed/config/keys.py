@@ -130,6 +130,9 @@ class Key:
 OBJECT = Any
 
 FORMER_KEYS: Dict[str, str] = {
+    "trainer.shard_within": "write 'reshard_after_micro_batch', false instead of 1 and true "
+    "instead of null, or the number of workers as "
+    "'deepspeed_config.zero_optimization.zero_hpz_partition_size'",
     "trainer.reduce_within": "DeepSpeed's own collectives reduce gradients: remove it",
 }
 """What to write instead of keys that this package no longer has, by path."""

@@ -35,7 +35,6 @@ def _check_patterns(name: str, patterns: Any) -> None:
 # Of a process that waits. Not infinite, which C++ doesn't take.
 _Seconds = Annotated[PositiveFloat, Field(le=10**9)]
 
-_Share = Annotated[float, Field(ge=0, le=1)]
 _Patterns = Annotated[List[str], Field(min_length=1)]
 
 
@@ -80,19 +79,16 @@ TRAINER_KEYS: Dict[str, Key] = {
         may_change=True,
     ),
     "gradient_synchronization": Key(
-        Union[Literal["boundary", "micro_batch", "auto"], _Share, _Patterns],
+        Literal["auto", "step", "micro_batch"],
         default="auto",
         doc="When gradients are reduced across the workers, with several micro-batches in a step; "
-        'the numbers are the same. `"boundary"`: once a step, at every ZeRO stage; each worker '
-        'holds a whole gradient until then. `"micro_batch"`, for stages 2 and 3: after each '
-        "micro-batch, which holds a shard only, and has as many times the traffic. A number from "
-        "0 to 1 is the share of a gradient that is held, and a list has regular expressions, "
-        "searched for in the names of the parameters whose gradients are. "
-        '`"auto"` holds as much as fits into half of the memory that the first step has left free '
-        "on every worker.",
-        advice="must be one of 'boundary' (once an optimizer step), 'micro_batch' (least memory) "
-        "and 'auto', a share of the gradient from 0.0 to 1.0, or a list of regular expressions",
-        check=partial(_check_patterns, "gradient_synchronization"),
+        'the numbers are the same. `"step"`: once an optimizer step, at every ZeRO stage; each '
+        'worker accumulates an unsharded gradient until then. `"micro_batch"`, for stages 2 and '
+        "3: with each micro-batch, which leaves a shard of the gradient on each worker, and "
+        'multiplies the traffic. `"auto"` is `"step"` if an unsharded gradient fits into half of '
+        'the memory that the first step has left free on every worker, else `"micro_batch"`.',
+        advice='must be "auto", "step" (formerly "boundary") or "micro_batch"; shares and regular '
+        "expressions are no longer possible",
         may_change=True,
     ),
     "grad_cache": Key(
@@ -159,17 +155,15 @@ TRAINER_KEYS: Dict[str, Key] = {
         default=None,
         doc="Kept on the fp32 weights, each worker on its shard.",
     ),
-    "shard_within": Key(
-        Union[int, Literal["node", "auto"], None],
+    "reshard_after_micro_batch": Key(
+        Union[bool, Literal["auto"]],
         default="auto",
-        doc='At ZeRO stage 3: `"node"`, or a number of workers that divides that of all. Once '
-        "gathered from all in an optimizer step, parameters stay sharded over so many neighbouring "
-        "workers until the step ends, and gathering them again stays among these: DeepSpeed's "
-        "`zero_hpz_partition_size` (hpZ of [ZeRO++](https://arxiv.org/abs/2306.10209), section "
-        '3.2). With `1` they stay whole on each worker. With `"auto"` and several micro-batches in '
-        "a step, as many stay whole as fit into half of the memory that the first two steps have "
-        "left free on every worker, less what of it gradients take. `null` gathers in each pass.",
-        advice='must be "node", "auto", null or a number of workers',
+        doc="At ZeRO stage 3, with several micro-batches in a step: whether parameters are sharded "
+        "again after each micro-batch, and gathered for the next. `false` leaves them gathered on "
+        "each worker until the step ends, as FSDP2's `set_reshard_after_backward(False)`; the "
+        'numbers are the same. `"auto"` is `false` if all parameters fit into half of the memory '
+        "that the first two steps have left free on every worker, else `true`.",
+        advice='must be true, false or "auto"',
         may_change=True,
     ),
     "sequence_parallel_size": Key(

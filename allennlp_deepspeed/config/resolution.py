@@ -25,10 +25,6 @@ from allennlp_deepspeed.config.contradictions import (
 )
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import check_whether_given, resolve_share
-from allennlp_deepspeed.config.hybrid_sharding import (
-    check_partition_size,
-    resolve_shard_within,
-)
 from allennlp_deepspeed.config.open_values import (
     STAGE,
     agreed,
@@ -39,6 +35,10 @@ from allennlp_deepspeed.config.open_values import (
     said,
 )
 from allennlp_deepspeed.config.precision import resolve_precision
+from allennlp_deepspeed.config.resharding import (
+    check_partition_size,
+    resolve_reshard_after_micro_batch,
+)
 from allennlp_deepspeed.config.schema import scheduler_parameters
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
@@ -78,11 +78,6 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     _resolve_muon(config, settings)
     _resolve_scheduler(config, settings, num_gradient_accumulation_steps, findings)
     _resolve_nvme_paths(config, settings, findings)
-    kept_parameters = "none"
-    # What micro-batches have room for is found in the first steps, in which parameters would too.
-    has_several = num_gradient_accumulation_steps > 1
-    with findings.collect():
-        kept_parameters = resolve_shard_within(config, settings, has_several)
     with findings.collect():
         _resolve_sequence_parallel_size(config, settings)
     _resolve_reports(config, settings, findings)
@@ -109,7 +104,13 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     with findings.collect():
         check_gradient_synchronization(settings.gradient_synchronization, zero)
     with findings.collect():
-        check_partition_size(zero, settings, kept_parameters)
+        check_partition_size(zero, settings)
+    finds_micro_batch_size = settings.num_gradient_accumulation_steps == AUTO
+    reshard_after_micro_batch: Union[bool, str] = True
+    with findings.collect():
+        reshard_after_micro_batch = resolve_reshard_after_micro_batch(
+            settings, zero, finds_micro_batch_size
+        )
     check_data_types(config, zero, precision, findings)
     torch_compile = torch_compile_settings(settings.torch_compile)
     if torch_compile is not None:
@@ -126,10 +127,9 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
         has_scheduler=has_scheduler,
         offload_device=_offload_device(zero),
         forces_cpu_optimizer=forces_cpu_optimizer,
-        kept_parameters=kept_parameters,
-        gathers_in_each_pass=settings.shard_within is None,
+        reshard_after_micro_batch=reshard_after_micro_batch,
         torch_compile=torch_compile,
-        finds_micro_batch_size=settings.num_gradient_accumulation_steps == AUTO,
+        finds_micro_batch_size=finds_micro_batch_size,
     )
 
 

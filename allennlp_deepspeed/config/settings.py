@@ -4,7 +4,7 @@ what the data, the optimizer and the machine are.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, Optional, Union
 
 import torch
 
@@ -31,7 +31,7 @@ class TrainerSettings:
     num_gradient_accumulation_steps : `Union[int, str]`, optional (default = `None`)
         A number, or "auto".
     global_batch_size : `int`, optional (default = `None`)
-    gradient_synchronization : `Union[str, float, List[str]]`, optional (default = `"auto"`)
+    gradient_synchronization : `str`, optional (default = `"auto"`)
     grad_norm : `Union[float, bool]`, optional (default = `None`)
         `False`, as 0, is no clipping.
     use_amp : `bool`, optional (default = `None`)
@@ -56,19 +56,16 @@ class TrainerSettings:
     bf16_supported : `bool`, optional (default = `True`)
         Whether the device computes in bf16.
     serialization_dir : `str`, optional (default = `None`)
-    shard_within : `Union[int, str]`, optional (default = `"auto"`)
-        "node", "auto" or a number of workers.
+    reshard_after_micro_batch : `Union[bool, str]`, optional (default = `"auto"`)
     sequence_tiling : `Dict[str, Any]`, optional (default = `None`)
     torch_compile : `Union[bool, Dict[str, Any]]`, optional (default = `None`)
     workers_per_node : `int`, optional (default = `None`)
-        `None` if it is not known, which only matters where `shard_within` is "node".
+        `None` if it is not known.
     """
 
     num_gradient_accumulation_steps: Union[int, str, None] = None
     global_batch_size: Optional[int] = None
-    gradient_synchronization: Union[str, float, List[str]] = TRAINER_KEYS[
-        "gradient_synchronization"
-    ].default
+    gradient_synchronization: str = TRAINER_KEYS["gradient_synchronization"].default
     grad_norm: Union[float, bool, None] = None
     use_amp: Optional[bool] = None
     grad_scaling: bool = TRAINER_KEYS["grad_scaling"].default
@@ -84,7 +81,7 @@ class TrainerSettings:
     device_type: str = "cpu"
     bf16_supported: bool = True
     serialization_dir: Optional[str] = None
-    shard_within: Union[int, str, None] = TRAINER_KEYS["shard_within"].default
+    reshard_after_micro_batch: Union[bool, str] = TRAINER_KEYS["reshard_after_micro_batch"].default
     sequence_tiling: Any = None
     torch_compile: Union[bool, Dict[str, Any], None] = None
     workers_per_node: Optional[int] = None
@@ -191,11 +188,8 @@ class ResolvedConfig:
         CPU too, or "none" if it is the device that the model trains on.
     forces_cpu_optimizer : `bool`, optional
         What the config says for `zero_force_ds_cpu_optimizer`, `None` if it leaves it open.
-    kept_parameters : `str`
-        Of those that stage 3 has gathered, "all", "none" or "auto", as many as there is room for,
-        stay whole until the step ends.
-    gathers_in_each_pass : `bool`
-        Whether none are to stay so, nor for the chunks of `grad_cache`.
+    reshard_after_micro_batch : `Union[bool, str]`
+        "auto" if it depends on the memory that there is. `True` at stages other than 3.
     torch_compile : `Dict[str, Any]`, optional
         Arguments of `torch.compile`, `None` if nothing is compiled.
     finds_micro_batch_size : `bool`, optional (default = `False`)
@@ -211,8 +205,7 @@ class ResolvedConfig:
     has_scheduler: bool
     offload_device: str
     forces_cpu_optimizer: Optional[bool]
-    kept_parameters: str
-    gathers_in_each_pass: bool
+    reshard_after_micro_batch: Union[bool, str]
     torch_compile: Optional[Dict[str, Any]]
     finds_micro_batch_size: bool = False
 

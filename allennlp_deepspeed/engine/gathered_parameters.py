@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     ZeroParamStatus,
@@ -244,32 +243,3 @@ def all_that_are_sharded(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:
     """
     parameters: List[Any] = list(engine.module.parameters())
     return [p for p in parameters if hasattr(p, "ds_status") and not p.ds_persist]
-
-
-def worth_keeping(engine: DeepSpeedEngine, most: int) -> List[torch.nn.Parameter]:
-    """
-    # Parameters
-
-    engine : `DeepSpeedEngine`, required.
-    most : `int`, required.
-        Bytes that they may take on this rank, beside those that DeepSpeed keeps anyway. They have
-        no more elements than its `stage3_max_live_parameters`.
-
-    # Returns
-
-    `List[torch.nn.Parameter]`
-        Sharded parameters for `kept_gathered`, of an engine at stage 3. None that are on NVMe: each
-        that is whole has one of the few buffers through which they are read.
-    """
-    kept: List[torch.nn.Parameter] = []
-    live = engine.optimizer.parameter_offload._max_available_parameters_in_numel
-    for parameter in engine.module.parameters():
-        size = parameter.ds_numel
-        is_on_nvme = parameter.ds_tensor.final_location == OffloadDeviceEnum.nvme
-        if parameter.ds_persist or is_on_nvme:
-            continue
-        if size <= live and size * parameter.itemsize <= most:
-            kept.append(parameter)
-            live -= size
-            most -= size * parameter.itemsize
-    return kept

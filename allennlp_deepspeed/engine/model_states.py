@@ -141,7 +141,7 @@ def model_states(
     optimizer_states: OptimizerStates,
     config: ResolvedConfig,
     world_size: int,
-    held: float = 0.0,
+    reduces_once_a_step: bool = False,
 ) -> ModelStates:
     """
     # Parameters
@@ -151,10 +151,10 @@ def model_states(
     config : `ResolvedConfig`
         The stage, the precision, offload and the sizes of buffers are read from it.
     world_size : `int`
-    held : `float`, optional (default = `0.0`)
-        The share of a whole gradient that is held, where there are several micro-batches in a step.
+    reduces_once_a_step : `bool`, optional (default = `False`)
+        Whether an unsharded gradient is accumulated over the micro-batches of a step.
     """
-    states = _States(size, optimizer_states, config, world_size, held)
+    states = _States(size, optimizer_states, config, world_size, reduces_once_a_step)
     return {0: states.stage_0, 3: states.stage_3}.get(config.zero_stage, states.stage_1_or_2)()
 
 
@@ -167,14 +167,14 @@ class _States:
         optimizer_states: OptimizerStates,
         config: ResolvedConfig,
         world_size: int,
-        held: float,
+        reduces_once_a_step: bool,
     ) -> None:
         self._size = size
         self._optimizer_states = optimizer_states
         self._stage = config.zero_stage
         self._world_size = world_size
         # "auto" takes only what there is room for.
-        self._keeps_parameters = config.kept_parameters == "all"
+        self._keeps_parameters = config.reshard_after_micro_batch is False
         self._zero = DeepSpeedZeroConfig(**config.engine_config.get("zero_optimization", {}))
         self._trained = sum(size.trainable)
         # Bytes of an element of the weights, and of a gradient that is kept.
@@ -182,7 +182,7 @@ class _States:
         kept = config.engine_config.get("data_types", {}).get("grad_accum_dtype")
         self._gradient = self._weight if kept is None else _itemsize(kept)
         accumulates = config.accumulates and world_size > 1
-        self._held = math.ceil(held * self._trained) if accumulates else 0
+        self._accumulated = self._trained if accumulates and reduces_once_a_step else 0
         self._optimizer_device = _device(self._zero.offload_optimizer)
         self._parameter_device = _device(self._zero.offload_param)
         self._is_bf16_optimizer = (
@@ -268,10 +268,10 @@ class _States:
 
     def _unsharded_gradient(self) -> int:
         """The bytes that a rank has of a gradient before it is sharded."""
-        held = self._trained if self._stage == 1 else self._held
+        accumulated = self._trained if self._stage == 1 else self._accumulated
         # DeepSpeed's BF16_Optimizer has it in both precisions.
         is_twice = self._is_bf16_optimizer and self._gradient != self._weight
-        return held * (self._gradient + (self._weight if is_twice else 0))
+        return accumulated * (self._gradient + (self._weight if is_twice else 0))
 
     def _flattened_gradient(self, shard: int) -> int:
         """The bytes that stages 1 and 2 have of the shard's gradient when the step begins."""

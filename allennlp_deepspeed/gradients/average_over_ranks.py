@@ -1,11 +1,12 @@
-from typing import List, Sequence, Union
+from typing import List, Sequence
 
-import deepspeed.comm
 import torch
+import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed.engine.gradient_reduction import set_gradient
 from allennlp_deepspeed.engine.shards import whole_shape
-from allennlp_deepspeed.gradients.holding import AUTO, BOUNDARY
+from allennlp_deepspeed.gradients.reduction_schedule import MICRO_BATCH
 from allennlp_deepspeed.processes import agreement
 
 
@@ -50,8 +51,7 @@ class GradientAverage:
                     set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
                 gradients.append(parameter.grad)  # type: ignore[arg-type]
         flat = torch._utils._flatten_dense_tensors(gradients)
-        # By way of DeepSpeed, so that it goes through nodes as DeepSpeed's own reductions do.
-        deepspeed.comm.all_reduce(flat)
+        dist.all_reduce(flat)
         flat.div_(agreement.world_size())
         for gradient, average in zip(
             gradients, torch._utils._unflatten_dense_tensors(flat, gradients)
@@ -59,11 +59,11 @@ class GradientAverage:
             gradient.copy_(average)
 
 
-def check_readable(mode: Union[str, float, Sequence[str]], are_accumulated_elsewhere: bool) -> None:
+def check_readable(mode: str, are_accumulated_elsewhere: bool) -> None:
     """
     # Parameters
 
-    mode : `Union[str, float, Sequence[str]]`, required.
+    mode : `str`, required.
         The trainer's `gradient_synchronization`.
     are_accumulated_elsewhere : `bool`, required.
         Whether gradients of the micro-batches before are not on their parameters.
@@ -80,18 +80,9 @@ def check_readable(mode: Union[str, float, Sequence[str]], are_accumulated_elsew
             "another precision. Remove that key, or say in the callback's class that it does "
             "not read gradients: `reads_gradients = False`."
         )
-    if mode not in (AUTO, BOUNDARY, 1):
+    if mode == MICRO_BATCH:
         raise ConfigurationError(
-            f"'trainer.gradient_synchronization' is {mode!r}, but a callback with "
+            f"'trainer.gradient_synchronization' is \"{mode}\", but a callback with "
             "'on_backward' may read the gradients of the micro-batches before. Write "
-            '"boundary", or say in its class that it does not: `reads_gradients = False`.'
+            '"step", or say in its class that it does not: `reads_gradients = False`.'
         )
-
-
-def set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Gives a parameter, which may be partitioned, a gradient of its whole shape."""
-    # Torch wants a gradient to have the shape of its parameter at the moment when it is set.
-    data = parameter.data
-    parameter.data = data.new_zeros(()).expand(gradient.shape)
-    parameter.grad = gradient
-    parameter.data = data

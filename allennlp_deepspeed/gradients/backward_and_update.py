@@ -13,8 +13,8 @@ from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.gradients.grad_cache import GradCache
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.gradients.kept_parameters import KeptParameters
 from allennlp_deepspeed.gradients.loss_weights import LossWeights
+from allennlp_deepspeed.gradients.reshard_after_micro_batch import ReshardAfterMicroBatch
 from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, OPTIMIZER, during, phase
 
 Outputs = Dict[str, torch.Tensor]
@@ -43,6 +43,7 @@ class GradientStep:
     go_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, required.
         Has the callbacks go backward from the outputs of a micro-batch. Returns whether one has.
     weight_watch : `WeightWatch`, required.
+    reshard_after_micro_batch : `ReshardAfterMicroBatch`, required.
     moving_average : `ShardedMovingAverage`, optional (default = `None`)
     """
 
@@ -57,6 +58,7 @@ class GradientStep:
         prepare: Callable[[TensorDict], TensorDict],
         go_backward: Callable[[Outputs], bool],
         weight_watch: WeightWatch,
+        reshard_after_micro_batch: ReshardAfterMicroBatch,
         moving_average: Optional[ShardedMovingAverage] = None,
     ) -> None:
         self._engine = wrapped_model.engine
@@ -78,13 +80,8 @@ class GradientStep:
         self._norm: Norm = None
         self.group_size = wrapped_model.config.num_gradient_accumulation_steps
         """The number of micro-batches by which the losses of the step are divided."""
-        self.kept_parameters = KeptParameters(
-            self._engine,
-            wrapped_model.config.kept_parameters,
-            "until each step ends from here on ('shard_within')",
-            [torch.distributed.get_world_size(), self.group_size],
-        )
-        """Those that are gathered once a step."""
+        self.reshard_after_micro_batch = reshard_after_micro_batch
+        """Whether ZeRO-3 parameters are gathered again for each micro-batch."""
 
     @contextmanager
     def accumulate(
@@ -106,8 +103,8 @@ class GradientStep:
         self._num_micro_batches = 0
         self._weight_watch.check()
         self._weights = self._loss_weights.of(batches, group_size, num_fillers)
-        # That they stay whole ends before the optimizer steps their shards.
-        with self.kept_parameters.in_use(), self._gradients.accumulate():
+        # Parameters are resharded before the optimizer steps.
+        with self.reshard_after_micro_batch.step(), self._gradients.accumulate():
             yield
 
     def micro_batch(self, batch: TensorDict, is_last: bool) -> Outputs:
@@ -163,8 +160,8 @@ class GradientStep:
         if self._moving_average is not None and has_stepped:
             self._moving_average.apply(num_steps)
         self._weight_watch.snapshot()
-        self._gradients.find_what_to_hold()
-        self.kept_parameters.finish_step(self._gradients.holding.left_free)
+        self._gradients.finish_step()
+        self.reshard_after_micro_batch.finish_step()
         return norm
 
     def step(self) -> Tuple[bool, Norm]:

@@ -7,12 +7,11 @@ import logging
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
-import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 
-from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
+from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
@@ -23,7 +22,6 @@ from allennlp_deepspeed.gradients.chunking import (
     num_examples,
 )
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.gradients.kept_parameters import KeptParameters
 from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, during, phase
 from allennlp_deepspeed.processes.random_states import (
     random_states,
@@ -92,15 +90,6 @@ class GradCache:
         self._batch_outputs = batch_outputs
         self._chunker = Chunker(settings, self._engine, self._encode)
         self._passes = Passes(self._engine)
-        config = wrapped_model.config
-        # What stays whole until the step ends stays so for all chunks.
-        keeps = config.kept_parameters == "none" and not config.gathers_in_each_pass
-        self._kept = KeptParameters(
-            self._engine,
-            AUTO if keeps else "none",
-            "from one chunk to the next from here on ('shard_within')",
-            [dist.get_world_size()],
-        )
 
     @staticmethod
     def check(settings: GradCacheSettings, model: Model) -> None:
@@ -176,11 +165,7 @@ class GradCache:
                     outputs = self._batch_outputs(batch, True)
                 self._backward(self._loss(outputs) / num_micro_batches)
             return _without_graph(outputs)
-        with self._kept.in_use():
-            outputs = self._train_on_chunks(chunks, batch, num_micro_batches, is_last)
-        if is_last:
-            self._kept.finish_step(self._gradients.holding.left_free)
-        return outputs
+        return self._train_on_chunks(chunks, batch, num_micro_batches, is_last)
 
     def _train_on_chunks(
         self, chunks: List[Chunk], batch: TensorDict, num_micro_batches: int, is_last: bool
@@ -303,13 +288,11 @@ class GradCache:
                 pass
 
     def state_dict(self) -> Dict[str, Any]:
-        """What has been found out about chunks, and what there is room for beside them."""
-        return {**self._chunker.state_dict(), "kept_parameters": self._kept.state_dict()}
+        """The chunk sizes that were found."""
+        return self._chunker.state_dict()
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         self._chunker.load_state_dict(state)
-        if "kept_parameters" in state:  # not as 0.1.0 has saved it
-            self._kept.load_state_dict(state["kept_parameters"])
 
     @during(BACKWARD)
     def _backward(self, loss: torch.Tensor) -> None:

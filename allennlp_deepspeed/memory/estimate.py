@@ -25,7 +25,7 @@ from allennlp_deepspeed.engine.model_states import (
     elements_of_modules,
     model_states,
 )
-from allennlp_deepspeed.gradients.holding import held_share
+from allennlp_deepspeed.gradients.reduction_schedule import STEP
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.memory import optimizer_states
 from allennlp_deepspeed.meta_model import construct_without_weights
@@ -257,7 +257,7 @@ class Estimator:
                 self._optimizer_states_with(resolved),
                 resolved,
                 self._settings.world_size,
-                self._held_share(),
+                self._settings.gradient_synchronization == STEP,
             ),
         )
 
@@ -279,14 +279,10 @@ class Estimator:
         """Without what has a meaning at other stages only."""
         settings = self._settings
         if placement.stage < 3:
-            settings = replace(settings, shard_within=None)
+            settings = replace(settings, reshard_after_micro_batch="auto")
         if placement.stage < 2:
             settings = replace(settings, gradient_synchronization="auto")
         return settings
-
-    def _held_share(self) -> float:
-        trained = {n: p.numel() for n, p in self._model.named_parameters() if p.requires_grad}
-        return held_share(self._settings.gradient_synchronization, trained)
 
     def _fits(
         self, states: Optional[ModelStates], gpu_memory: int, cpu_memory: int, nvme_memory: int

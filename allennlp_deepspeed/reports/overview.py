@@ -124,14 +124,9 @@ def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
         setting = keys["gradient_synchronization"]
         mode = {
             "auto": "when it takes least",
-            "boundary": "once a step",
+            "step": "once a step",
             "micro_batch": "after each micro-batch",
-            "1": "once a step",
-            "0": "after each micro-batch",
-        }.get(
-            f"{setting:g}" if isinstance(setting, (int, float)) else str(setting),
-            "in part once a step, in part after each micro-batch",
-        )
+        }[setting]
         if not config.accumulates and not keys.get("grad_cache"):
             mode = "once a step"
         texts.append(f"reduced {mode} (gradient_synchronization {setting})")
@@ -187,7 +182,7 @@ def _states_of(trainer: Any) -> ModelStates:
     else:
         kept = round(bytes_of_element(trainer.optimizer) * sum(size.trainable))
     states = OptimizerStates(whole=kept, flat=kept)
-    return model_states(size, states, config, dist.get_world_size(), trainer.held_share)
+    return model_states(size, states, config, dist.get_world_size(), trainer.reduces_once_a_step)
 
 
 def _checkpoints(trainer: Any, serialization_dir: str) -> str:

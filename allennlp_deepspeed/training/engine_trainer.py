@@ -32,6 +32,7 @@ from allennlp_deepspeed.gradients.backward_and_update import GradientStep, clip_
 from allennlp_deepspeed.gradients.grad_cache import GradCache
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.gradients.loss_weights import LossWeights
+from allennlp_deepspeed.gradients.reshard_after_micro_batch import ReshardAfterMicroBatch
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.training import callbacks as callback_kinds
@@ -359,6 +360,11 @@ class EngineTrainer(GradientDescentTrainer):
             prepare=self._prepare_batch,
             go_backward=self._call_on_backward,
             weight_watch=self._weight_watch,
+            reshard_after_micro_batch=ReshardAfterMicroBatch(
+                self.engine,
+                wrapped_model.config.reshard_after_micro_batch,
+                self._num_micro_batches(self._grad_cache is not None),
+            ),
             moving_average=self._moving_average,
         )
         if isinstance(self.data_loader, _LOADERS_OF_ALLENNLP):
@@ -386,9 +392,7 @@ class EngineTrainer(GradientDescentTrainer):
         gradients = GradientSynchronizer(
             self.engine,
             mode=gradient_synchronization,
-            # Each chunk, or part of a batch, is a micro-batch to DeepSpeed, and there are several.
-            num_micro_batches=self._num_gradient_accumulation_steps
-            * (2 if settings or self._ddp_wrapped_model.config.finds_micro_batch_size else 1),
+            num_micro_batches=self._num_micro_batches(settings is not None),
             find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
             several_passes=any(map(goes_backward, self._callbacks)),
             average_each_pass=any(map(reads_gradients, self._callbacks)),
@@ -398,6 +402,12 @@ class EngineTrainer(GradientDescentTrainer):
         return gradients, GradCache(
             settings, self._ddp_wrapped_model, gradients, super().batch_outputs
         )
+
+    def _num_micro_batches(self, has_grad_cache: bool) -> int:
+        """In an optimizer step, as DeepSpeed sees them; not exact where it isn't known."""
+        # Each chunk, or part of a batch, is a micro-batch to DeepSpeed, and there are several.
+        divides = has_grad_cache or self._ddp_wrapped_model.config.finds_micro_batch_size
+        return self._num_gradient_accumulation_steps * (2 if divides else 1)
 
     def _grad_cache_settings(
         self, grad_cache: Optional[Dict[str, Any]]

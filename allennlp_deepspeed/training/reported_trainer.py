@@ -3,8 +3,7 @@ from typing import Any, List, Mapping, Optional, Sequence
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.engine.shards import whole_shape
-from allennlp_deepspeed.gradients.holding import held_share
+from allennlp_deepspeed.gradients.reduction_schedule import STEP
 from allennlp_deepspeed.reports.reading import StepFigures
 from allennlp_deepspeed.reports.step_observer import StepObserver
 from allennlp_deepspeed.training.batch_groups import micro_batch_size
@@ -55,11 +54,10 @@ class ReportedTrainer(EngineTrainer):
         return max(rates) if rates else None
 
     @property
-    def held_share(self) -> float:
-        """Of a gradient, that waits for the last micro-batch of a step."""
+    def reduces_once_a_step(self) -> bool:
+        """Whether `gradient_synchronization` says that gradients are reduced once a step."""
         setting, _ = self._gradient_settings
-        named = self.engine.module.named_parameters()
-        return held_share(setting, {n: whole_shape(p).numel() for n, p in named if p.requires_grad})
+        return setting == STEP
 
     @property
     def has_fixed_batch_size(self) -> bool:

@@ -18,7 +18,12 @@ from allennlp_deepspeed.training.reported_trainer import ReportedTrainer
 _LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
 
 # Parts that only find out how to train, and may do so again.
-_MAY_BE_NEW = {"grad_cache", "gradient_synchronization", "kept_parameters", "micro_batches"}
+_MAY_BE_NEW = {
+    "grad_cache",
+    "gradient_synchronization",
+    "micro_batches",
+    "reshard_after_micro_batch",
+}
 
 
 class ResumableTrainer(ReportedTrainer):
@@ -41,8 +46,8 @@ class ResumableTrainer(ReportedTrainer):
             # Of autocast at stage 0, which DeepSpeed doesn't save.
             "gradient_scaler": loss_scaling.grad_scaler(self.engine),
             "best_weights": self.best_weights,
-            "gradient_synchronization": self._gradients.holding,
-            "kept_parameters": self._gradient_step.kept_parameters,
+            "gradient_synchronization": self._gradients.schedule,
+            "reshard_after_micro_batch": self._gradient_step.reshard_after_micro_batch,
             "grad_cache": self._grad_cache,
             "micro_batches": self._micro_batches,
             "replay": self._replay,

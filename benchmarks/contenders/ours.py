@@ -29,7 +29,7 @@ class Ours(Contender):
 
     def settings(self, workload: Workload) -> Dict[str, Any]:
         """Further settings of the trainer."""
-        return {"gradient_synchronization": "boundary"}
+        return {"gradient_synchronization": "step"}
 
 
 class OursMicroBatch(Ours):

@@ -117,11 +117,11 @@ def train_on(hosts: Hosts, directory: Path, stage: Optional[int], accumulation: 
         trainer.update(
             type="deepspeed",
             deepspeed_config={"zero_optimization": {"stage": stage}},
-            gradient_synchronization="boundary",
+            gradient_synchronization="step",
         )
     if stage == 3:
         # Parameters are gathered once a step, too.
-        trainer["shard_within"] = 1
+        trainer["reshard_after_micro_batch"] = False
     config = training.config(
         directory,
         [

@@ -5,7 +5,7 @@ Combinations of features, drawn at random from a seed.
 from dataclasses import asdict, dataclass, field
 from math import ceil
 from random import Random
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, List, Optional
 
 Config = Dict[str, Any]
 
@@ -64,7 +64,7 @@ class Case:
     optimizer: str = "sgd"
     workers: int = 1
     accumulation: int = 1
-    synchronization: Union[str, float] = "auto"
+    synchronization: str = "auto"
     clipping: Optional[str] = None
     offload: Optional[str] = None
     heads: str = "one"
@@ -287,7 +287,7 @@ def draw(index: int, seed: int = SEED) -> Case:
         optimizer=random.choice(["sgd", "sgd", "sgd_momentum", *OPTIMIZERS]),
         workers=random.choice([1, 2, 2]),
         accumulation=random.choice([1, 2, 3]),
-        synchronization=sometimes(0.5, "boundary", "micro_batch", 0.5, otherwise="auto"),
+        synchronization=sometimes(0.5, "step", "micro_batch", "step", otherwise="auto"),
         clipping=sometimes(0.5, *CLIPPING),
         offload=sometimes(0.3, "optimizer", "optimizer", "parameters"),
         heads=sometimes(0.5, *list(HEADS)[1:], otherwise="one"),
@@ -338,8 +338,8 @@ def _made_possible(case: Case, is_contradictory: bool) -> Case:
         case.parts = [part for part in case.parts if part != "batch_norm"]
     # What is refused anyway is left in some cases.
     if not is_contradictory:
-        if case.stage < 2 and case.synchronization in ("micro_batch", 0.5):
-            case.synchronization = "boundary"
+        if case.stage < 2 and case.synchronization == "micro_batch":
+            case.synchronization = "step"
         if case.stage == 0:
             case.offload = None
         elif case.stage < 3 and case.offload == "parameters":

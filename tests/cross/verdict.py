@@ -100,7 +100,7 @@ def expected_refusal(case: Case) -> Optional[str]:
     refused.
     """
     refused = {
-        "gradient_synchronization": case.synchronization in ("micro_batch", 0.5) and case.stage < 2,
+        "gradient_synchronization": case.synchronization == "micro_batch" and case.stage < 2,
         "find_unused_parameters": case.find_unused_parameters and case.stage == 3,
         "grad_cache": case.chunk_size is not None and "batch_norm" in case.parts,
         "offload_optimizer": case.offload is not None and case.stage == 0,

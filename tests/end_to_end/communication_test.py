@@ -122,8 +122,8 @@ def test_recovery_at_stage_3_counts_that_the_order_of_parameters_is_recorded_aga
     experiments: Experiments, tmp_path: Path
 ):
     config = deepspeed(load_config("tagger", CHECKPOINTS, COUNTED), 3)
-    # With more that stay whole, passes of another kind follow in the second epoch.
-    config["trainer"]["shard_within"] = None
+    # Where parameters stay gathered, passes of another kind follow in the second epoch.
+    config["trainer"]["reshard_after_micro_batch"] = True
     uninterrupted = experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
     counts, expected = communication(recovered, 1), communication(uninterrupted, 1)

@@ -75,10 +75,11 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
                 "trainer.deepspeed_config": {
                     "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}
                 },
-                "trainer.shard_within": 2,
+                "trainer.reshard_after_micro_batch": False,
                 "distributed": {"cuda_devices": [-1, -1, -1, -1]},
             },
-            "shard_within is 2, but deepspeed_config.zero_optimization.zero_hpz_partition_size is",
+            "reshard_after_micro_batch is false, but deepspeed_config.zero_optimization."
+            "zero_hpz_partition_size is 4: remove one of them",
         ),
         (
             {"trainer.deepspeed_confg": "zero_3"},
@@ -122,7 +123,7 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
             "6 instances in a micro-batch x 1 gradient accumulation steps x 2 workers are 12",
         ),
         (
-            {"trainer.type": "gradient_descent", "trainer.gradient_synchronization": "boundary"},
+            {"trainer.type": "gradient_descent", "trainer.gradient_synchronization": "step"},
             "'trainer.gradient_synchronization' is given, but the trainer is AllenNLP's own",
         ),
         (
@@ -130,11 +131,11 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
                 "trainer.deepspeed_config": "zero_1",
                 "trainer.gradient_synchronization": "micro_batch",
             },
-            "gradient_synchronization is 'micro_batch', but at ZeRO stage 1",
+            'gradient_synchronization is "micro_batch", but at ZeRO stage 1',
         ),
         (
-            {"trainer.gradient_synchronization": "bondary"},
-            "must be one of 'boundary' (once an optimizer step), 'micro_batch' (least memory)",
+            {"trainer.gradient_synchronization": "boundary"},
+            'must be "auto", "step" (formerly "boundary") or "micro_batch"',
         ),
         ({"trainer.log_every_num_steps": 0}, "'trainer.log_every_num_steps' is 0: write a number"),
         (

@@ -102,10 +102,16 @@ def test_the_weights_are_those_of_one_piece(experiments: Experiments, num_worker
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
 
 
-@pytest.mark.parametrize("within", [2, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_part_of_the_workers_shards_parameters(experiments: Experiments, within: int):
+@pytest.mark.parametrize("has_hpz", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_parameters_are_gathered_from_two_workers_or_stay_gathered(
+    experiments: Experiments, has_hpz: bool
+):
     config = cached(divided(4, EVERYTHING), 3, CHUNK_SIZES)
-    config["trainer"].update(shard_within=within)
+    if has_hpz:
+        zero = config["trainer"]["deepspeed_config"]["zero_optimization"]
+        zero["zero_hpz_partition_size"] = 2
+    else:
+        config["trainer"]["reshard_after_micro_batch"] = False
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
 
 
@@ -145,7 +151,9 @@ def test_representations_are_gathered_once_a_micro_batch(experiments: Experiment
 def gathered(experiments: Experiments, stage: int, chunk_size: int, *callbacks: str) -> int:
     """Bytes in the last step of the second epoch, of 4 pairs on a worker and 3 on the other."""
     config = counted(divided(2), stage)
-    config["trainer"].update(grad_cache={"chunk_size": chunk_size}, shard_within="auto")
+    config["trainer"].update(
+        grad_cache={"chunk_size": chunk_size}, reshard_after_micro_batch="auto"
+    )
     config["trainer"]["callbacks"] = [*config["trainer"]["callbacks"], *callbacks]
     result = experiments.run(config)
     assert_same(result, experiments.run(in_one_piece()))

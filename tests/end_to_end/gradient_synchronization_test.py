@@ -4,8 +4,7 @@ How often gradients cross the network, counted, and that the numbers are the sam
 
 import json
 import math
-import re
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Tuple
 
 import pytest
 
@@ -23,12 +22,9 @@ from tests.support.experiment import (
     load_config,
 )
 
-MODES = [(0, "boundary"), (1, "boundary")] + [
-    (stage, mode) for stage in (2, 3) for mode in ("boundary", "micro_batch")
+MODES = [(0, "step"), (1, "step")] + [
+    (stage, mode) for stage in (2, 3) for mode in ("step", "micro_batch")
 ]
-# Some are held, with a bias and without one, and some aren't.
-HELD = ["_hidden_layer", "_classification_layer.bias"]
-PARTLY = [pytest.param(stage, HELD, id=f"{stage}-in part") for stage in (2, 3)]
 # Without metrics, so that only training communicates. One worker has 8 micro-batches and the other
 # 7, so that three make a group and the last group is short.
 CHUNKED: Config = {
@@ -58,7 +54,7 @@ def counted(config: Config, stage: int, mode: Any = "auto", **sections: Any) -> 
         gradient_synchronization=mode,
         # Nothing but the steps themselves, and not what workers agree on after the second.
         log_every_num_steps=1000,
-        shard_within=None,
+        reshard_after_micro_batch=True,
         callbacks=[*config["trainer"]["callbacks"], "count_communication"],
     )
     return config
@@ -77,34 +73,26 @@ def reduced(step: Traffic) -> Tuple[int, int]:
     return calls, num_bytes
 
 
-def gradient_bytes(result: Result, stage: int, names: str = "", itemsize: int = 4) -> int:
-    """Of all, or of those in whose names the regular expression is found."""
-    weights = result.weights().items()
-    sizes = [tensor.numel() for name, tensor in weights if re.search(names, name)]
+def gradient_bytes(result: Result, stage: int, itemsize: int = 4) -> int:
+    sizes = [tensor.numel() for tensor in result.weights().values()]
     if stage == 3:  # each parameter is padded to equal shards
         sizes = [2 * math.ceil(size / 2) for size in sizes]
     return sum(sizes) * itemsize
 
 
-@pytest.mark.parametrize("stage, mode", [*MODES, *PARTLY])
+@pytest.mark.parametrize("stage, mode", MODES)
 def test_gradients_are_reduced_as_often_as_the_mode_says(
-    experiments: Experiments, stage: int, mode: Any
+    experiments: Experiments, stage: int, mode: str
 ):
     config = chunked(3)
     result = experiments.run(counted(config, stage, mode))
-    whole = gradient_bytes(result, stage)
-    if isinstance(mode, list):
-        held = gradient_bytes(result, stage, "|".join(mode))
-        assert 0 < held < whole
-    else:
-        held = whole if mode == "boundary" else 0
     for rank in range(2):
         for i, step in enumerate(traffic(result, rank), start=1):
             if i % len(GROUP_SIZES) == 0:
                 continue  # the epoch before it was validated
             _, num_bytes = reduced(step)
-            times = GROUP_SIZES[i % len(GROUP_SIZES)]
-            assert num_bytes == held + times * (whole - held) + BYTES_OF_NORM[stage]
+            times = 1 if mode == "step" else GROUP_SIZES[i % len(GROUP_SIZES)]
+            assert num_bytes == times * gradient_bytes(result, stage) + BYTES_OF_NORM[stage]
     assert_same_run(result, experiments.run(config))
 
 
@@ -115,14 +103,14 @@ def test_at_the_boundary_accumulation_costs_no_communication(
     """Without accumulation, both modes are what DeepSpeed does by itself."""
     config = chunked(1)
     result = experiments.run(counted(config, stage, mode))
-    accumulated = experiments.run(counted(chunked(3), stage, "boundary"))
+    accumulated = experiments.run(counted(chunked(3), stage, "step"))
     step, accumulated_step = traffic(result)[1], traffic(accumulated)[1]
     assert reduced(step) == reduced(accumulated_step)
     assert reduced(step)[1] == gradient_bytes(result, stage) + BYTES_OF_NORM[stage]
     assert_same_run(result, experiments.run(config))
 
 
-@pytest.mark.parametrize("stage, mode", [*MODES[1:], *PARTLY])  # stage 0 has no such settings
+@pytest.mark.parametrize("stage, mode", MODES[1:])  # stage 0 has no such settings
 @pytest.mark.parametrize(
     "sections",
     [
@@ -155,7 +143,6 @@ BF16 = {"bf16": {"enabled": True}}
 SOAK = [pytest.mark.soak]  # by `make soak`: they differ from the others in little
 
 
-@pytest.mark.soak_cases("bf16, 2, in part", "bf16, 3, in part")
 @pytest.mark.parametrize(
     "stage, mode, sections",
     [
@@ -163,7 +150,7 @@ SOAK = [pytest.mark.soak]  # by `make soak`: they differ from the others in litt
             stage,
             mode,
             sections,
-            id=f"{name}, {stage}, {'in part' if mode == HELD else mode}",
+            id=f"{name}, {stage}, {mode}",
             marks=marks,
         )
         for name, first_stage, sections, marks in [
@@ -172,7 +159,7 @@ SOAK = [pytest.mark.soak]  # by `make soak`: they differ from the others in litt
             ("fp32 reduction", 0, {**BF16, "communication_data_type": "fp32"}, SOAK),
             ("autocast", 0, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, SOAK),
         ]
-        for stage, mode in [*MODES, (2, HELD), (3, HELD)]
+        for stage, mode in MODES
         if stage >= first_stage
     ],
 )
@@ -184,10 +171,7 @@ def test_lower_precision_trains_as_fp32_does(
     assert_trains_alike(actual, experiments.run(config))
 
 
-@pytest.mark.parametrize(
-    "stage, mode",
-    [*MODES[1:], *(pytest.param(stage, ["^_odd"], id=f"{stage}-in part") for stage in (2, 3))],
-)
+@pytest.mark.parametrize("stage, mode", MODES[1:])
 def test_parameters_that_only_some_micro_batches_use(
     experiments: Experiments, stage: int, mode: Any
 ):
@@ -213,7 +197,7 @@ def test_parameters_that_only_some_micro_batches_use(
 FIND_UNUSED: Config = {"ddp_accelerator": {"type": "torch", "find_unused_parameters": True}}
 
 
-@pytest.mark.parametrize("mode", ["boundary", "micro_batch"])
+@pytest.mark.parametrize("mode", ["step", "micro_batch"])
 def test_parameters_that_only_one_worker_uses(experiments: Experiments, mode: str):
     config = load_config(
         "classifier",
@@ -287,35 +271,26 @@ class TestAuto:
     """`"gradient_synchronization": "auto"`"""
 
     @pytest.mark.parametrize("stage", [2, 3])
-    @pytest.mark.parametrize(
-        "elements, same_as",
-        [
-            pytest.param(None, "boundary", id="much"),
-            # The hidden layer of 11 by 11 and the other's bias, which is the smallest.
-            pytest.param(11 * 11 + 11 + 3, HELD, id="for some"),
-            pytest.param(0, "micro_batch", id="none"),
-        ],
-    )
+    @pytest.mark.parametrize("same_as", ["step", "micro_batch"])
     def test_depends_on_the_memory_that_the_first_step_leaves(
-        self, experiments: Experiments, stage: int, elements: Optional[int], same_as: Any
+        self, experiments: Experiments, stage: int, same_as: str
     ):
         config = chunked(3)
         auto = counted(config, stage)
-        if elements is not None:
-            callback = {"type": "little_memory_on_rank_1", "num_bytes": 2 * 4 * elements}
-            auto["trainer"]["callbacks"].append(callback)
+        whole = gradient_bytes(experiments.run(config), stage=0)
+        free = 2 * whole if same_as == "step" else 2 * whole - 2
+        callback = {"type": "little_memory_on_rank_1", "num_bytes": free}
+        auto["trainer"]["callbacks"].append(callback)
         result = experiments.run(auto)
         same = experiments.run(counted(config, stage, same_as))
         assert reduced(traffic(result)[0]) == reduced(traffic(same)[0])
         assert_same_run(result, experiments.run(config))
         log = (result.serialization_dir / "out_worker0.log").read_text()
-        (line,) = re.findall(r"\d+ % of a gradient, .*", log)
-        whole = gradient_bytes(result, stage=0)
-        assert f"which takes {whole} bytes, are held" in line
-        free = int(re.search(r"left (\d+) bytes free", line)[1])  # type: ignore[index]
-        held = whole if elements is None else 4 * elements
-        assert line.startswith(f"{int(100 * held / whole)} %")
-        assert free >= 2 * whole if elements is None else free == 2 * held
+        when = "once an optimizer step" if same_as == "step" else "with each micro-batch"
+        assert (
+            f"Gradients are reduced {when} from here on: accumulated locally they take {whole} "
+            f"bytes, the first step has left {free} bytes free"
+        ) in log
 
     def test_goes_on_after_recovery_as_before(self, experiments: Experiments, tmp_path):
         config = deepspeed(chunked(3, {"trainer.checkpointer": CHECKPOINTS}), 2)

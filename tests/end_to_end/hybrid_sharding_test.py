@@ -1,4 +1,4 @@
-"""`shard_within` changes which ranks parameters come from, and nothing else."""
+"""Which ranks parameters are gathered from, and how often, changes nothing else."""
 
 import re
 from pathlib import Path
@@ -26,12 +26,14 @@ FOUR_WORKERS: Config = {"distributed": {"cuda_devices": [-1, -1, -1, -1]}}
 LARGE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 
 
-def sharded(config: Config, within: Any = None, **zero: Any) -> Config:
-    """At stage 3, over all workers and within so many of them."""
+def sharded(
+    config: Config, within: int = 1, reshard_after_micro_batch: Any = True, **zero: Any
+) -> Config:
+    """At stage 3, with the parameters of a step sharded once more within so many workers."""
     config = deepspeed(config, 3)
-    config["trainer"]["deepspeed_config"]["zero_optimization"].update(LARGE, **zero)
-    if within is not None:
-        config["trainer"]["shard_within"] = within
+    zero = {**LARGE, "zero_hpz_partition_size": within, **zero}
+    config["trainer"]["deepspeed_config"]["zero_optimization"].update(zero)
+    config["trainer"]["reshard_after_micro_batch"] = reshard_after_micro_batch
     return config
 
 
@@ -74,12 +76,12 @@ def test_parameters_come_from_all_ranks_once_a_step(
 @pytest.mark.parametrize(
     "num_gradient_accumulation_steps", [pytest.param(1, marks=pytest.mark.soak), 2]
 )
-def test_a_worker_by_itself_keeps_them_whole_until_the_step_ends(
+def test_parameters_stay_gathered_until_the_step_ends(
     experiments: Experiments, num_gradient_accumulation_steps: int
 ):
     accumulation = {"trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps}
     config = load_config("tagger", FOUR_WORKERS, accumulation, COUNTED)
-    result = experiments.run(sharded(config, within=1))
+    result = experiments.run(sharded(config, reshard_after_micro_batch=False))
     counts = communication(result, 1)
     assert counts["all_gather_bytes_per_step"] == MODEL_BYTES
     reference = experiments.run(sharded(config))
@@ -93,54 +95,57 @@ ROOM = {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
 TWO_MICRO_BATCHES: Config = {"trainer.num_gradient_accumulation_steps": 2}
 
 
-def test_by_itself_a_worker_keeps_whole_what_there_is_room_for(experiments: Experiments):
+def test_by_itself_parameters_stay_gathered_if_there_is_room(experiments: Experiments):
     config = load_config("tagger", FOUR_WORKERS, COUNTED, TWO_MICRO_BATCHES)
-    result = experiments.run(sharded(config, **ROOM))
-    reference = sharded(config, **ROOM)
-    reference["trainer"]["shard_within"] = None
-    gathered_again = experiments.run(reference)
+    result = experiments.run(sharded(config, reshard_after_micro_batch="auto", **ROOM))
+    gathered_again = experiments.run(sharded(config, **ROOM))
     # The second epoch is after the two steps that show how much memory they need.
     bytes_of = [communication(r, 1) for r in (result, gathered_again)]
     gathered = [counts["all_gather_bytes_per_step"] for counts in bytes_of]
     assert gathered == [MODEL_BYTES, 2 * MODEL_BYTES]
     assert bytes_of[0]["reduce_scatter_bytes"] == bytes_of[1]["reduce_scatter_bytes"]
     log = (result.serialization_dir / "out_worker0.log").read_text()
-    assert "stay gathered until each step ends from here on ('shard_within')" in log
+    assert "Parameters stay gathered until each step ends from here on" in log
     assert metrics(result) == metrics(gathered_again)
     assert_same_weights(result.weights(), gathered_again.weights(), tolerance=0)
 
 
-def test_that_there_is_room_for_none_is_said(experiments: Experiments):
-    result = experiments.run(sharded(load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES)))
+def test_that_there_is_no_room_is_said(experiments: Experiments):
+    config = load_config("tagger", FOUR_WORKERS, COUNTED, TWO_MICRO_BATCHES)
+    little = sharded(config, reshard_after_micro_batch="auto")
+    little["trainer"]["callbacks"].append("little_memory_on_rank_1")
+    result = experiments.run(little)
     log = (result.serialization_dir / "out_worker0.log").read_text()
-    assert "Parameters of 0 elements, which take 0 bytes, stay gathered" in log
+    assert "Parameters are resharded after each micro-batch from here on" in log
+    assert communication(result, 1) == communication(experiments.run(sharded(config)), 1)
 
 
 @pytest.mark.parametrize(
     "last, why",
-    [("checkpoint_e1_b1", "as before"), ("checkpoint_e0_b1", "bytes are left free")],
+    [("checkpoint_e1_b1", "as before"), ("checkpoint_e0_b1", "from here on: gathered they take")],
     ids=["found", "not found yet"],
 )
-def test_what_is_kept_whole_is_the_same_in_a_recovered_run(
+def test_parameters_stay_gathered_in_a_recovered_run(
     experiments: Experiments, tmp_path: Path, last: str, why: str
 ):
-    config = sharded(load_config("tagger", CHECKPOINTS, FOUR_WORKERS), **ROOM)
+    config = load_config("tagger", CHECKPOINTS, FOUR_WORKERS, TWO_MICRO_BATCHES)
+    config = sharded(config, reshard_after_micro_batch="auto", **ROOM)
     config["trainer"]["checkpointer"]["save_every_num_batches"] = 1
     uninterrupted = experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, last)
     assert_ends_alike(recovered, uninterrupted)
     log = (recovered.serialization_dir / "out_worker0.log").read_text()
     # After that of the training before.
-    lines = re.findall("(Parameters of [0-9]+ elements, .* stay gathered .*): (.*)", log)
-    assert [reason for _, reason in lines][1].endswith(f"{why}.")
-    elements = [re.findall("of ([0-9]+) elements", line) for line, _ in lines]
-    assert elements[0] == elements[1]
-    if why == "as before":
-        assert lines[0][0] == lines[1][0]  # with the bytes
+    lines = re.findall("Parameters stay gathered until each step ends.*", log)
+    assert len(lines) == 2 and why in lines[1]
 
 
 @pytest.mark.parametrize(
-    "within", [2, pytest.param(1, marks=pytest.mark.soak)], ids=lambda within: f"within {within}"
+    "settings",
+    [
+        pytest.param({"within": 2}, id="within 2"),
+        pytest.param({"reshard_after_micro_batch": False}, id="gathered", marks=pytest.mark.soak),
+    ],
 )
 @pytest.mark.parametrize(
     "overrides, zero",
@@ -163,22 +168,13 @@ def test_what_is_kept_whole_is_the_same_in_a_recovered_run(
     ],
 )
 def test_weights_are_those_of_plain_stage_3(
-    experiments: Experiments, overrides: Config, zero: Dict[str, Any], within: int
+    experiments: Experiments, overrides: Config, zero: Dict[str, Any], settings: Dict[str, Any]
 ):
     config = load_config("tagger", FOUR_WORKERS, overrides)
-    actual = experiments.run(sharded(config, within=within, **zero))
+    actual = experiments.run(sharded(config, **settings, **zero))
     expected = experiments.run(sharded(config, **zero))
     assert actual.metrics() == expected.metrics()
     assert_same_weights(actual.weights(), expected.weights(), tolerance=0)
-
-
-def test_all_workers_of_one_node_are_plain_stage_3(experiments: Experiments):
-    config = load_config("tagger", FOUR_WORKERS, COUNTED)
-    result = experiments.run(sharded(config, within="node"))
-    counts = communication(result, 1)
-    assert counts == communication(experiments.run(sharded(config)), 1)
-    log = (result.serialization_dir / "out_worker0.log").read_text()
-    assert 'shard_within is "node" (4 workers), which are all: it changes nothing' in log
 
 
 @pytest.mark.parametrize("last", ["checkpoint_e1_b2", "checkpoint_e1_b0"])

@@ -113,7 +113,7 @@ CPU = {"device": "cpu"}
         pytest.param(3, {"stage3_param_persistence_threshold": 100}, {}, {}, id="kept whole"),
         pytest.param(2, {}, {}, {"gradient_synchronization": "micro_batch"}, id="micro-batches 2"),
         pytest.param(3, {}, {}, {"gradient_synchronization": "micro_batch"}, id="micro-batches"),
-        pytest.param(3, {}, {}, {"gradient_synchronization": "boundary"}, id="boundary"),
+        pytest.param(3, {}, {}, {"gradient_synchronization": "step"}, id="step"),
         *[pytest.param(stage, {}, BF16, {}, id=f"bf16 at stage {stage}") for stage in range(4)],
         pytest.param(
             1, {}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, {}, id="fp32 gradients"

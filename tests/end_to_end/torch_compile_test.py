@@ -72,7 +72,7 @@ def test_a_training_goes_on_after_an_interruption(
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_are_reduced_once_a_step(experiments: Experiments, stage: int):
     config = chunked(3)
-    compiled_config = counted(config, stage, "boundary")
+    compiled_config = counted(config, stage, "step")
     compiled_config["trainer"]["torch_compile"] = GRAPHS
     result = experiments.run(compiled_config)
     whole = gradient_bytes(result, stage) + BYTES_OF_NORM[stage]

@@ -171,7 +171,7 @@ _CONTRADICTIONS: List[Tuple[str, Any]] = [
     ("trainer.grad_clipping", 0),
     ("trainer.gradient_synchronization", "micro_batch"),
     ("trainer.grad_cache", {"chunk_size": 2}),
-    ("trainer.shard_within", 2),
+    ("trainer.reshard_after_micro_batch", False),
     ("trainer.sequence_parallel_size", 2),
     ("trainer.sequence_tiling", {"modules": ["("], "num_tiles": 2}),
     ("trainer.activation_checkpointing", ["nothing"]),

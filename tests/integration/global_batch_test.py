@@ -205,7 +205,7 @@ _OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 @pytest.mark.parametrize(
     "stage, arguments",
     [
-        (2, {"gradient_synchronization": 0.5}),
+        (2, {"gradient_synchronization": "step"}),
         (3, {"gradient_synchronization": "micro_batch"}),
         (2, {"zero": _OFFLOAD}),
         (2, {"zero": _OFFLOAD, "gradient_synchronization": "micro_batch"}),

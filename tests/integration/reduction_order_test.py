@@ -85,7 +85,7 @@ SMALL_BUCKETS = {"reduce_bucket_size": 300}
             ("all-reduce at 2", 2, {"reduce_scatter": False}, 1, "auto", True),
             ("small buckets at 2", 2, SMALL_BUCKETS, 1, "auto", False),
             ("scattered at 2", 2, {"contiguous_gradients": False}, 1, "auto", False),
-            ("boundary at 2", 2, {}, 2, "boundary", False),
+            ("step at 2", 2, {}, 2, "step", False),
             ("micro-batch at 2", 2, {}, 2, "micro_batch", True),
             ("small buckets at 3", 3, SMALL_BUCKETS, 1, "auto", True),
             ("micro-batch at 3", 3, SMALL_BUCKETS, 2, "micro_batch", False),

@@ -248,7 +248,7 @@ def test_passes_of_many_kinds_do_not_pile_up() -> None:
         world_size=2,
         # What has been gathered stays whole, and what has been left out isn't gathered.
         num_gradient_accumulation_steps=2,
-        shard_within=1,
+        reshard_after_micro_batch=False,
         num_epochs=4,
     )
     # As many layers as there are kinds by default would take long.
@@ -286,8 +286,8 @@ class Momentum(Model):
             target.lerp_(online, 0.5)
 
 
-@pytest.mark.parametrize("shard_within", [1, "auto", None])
-def test_what_is_kept_can_be_read_and_changed_on_the_way(shard_within: Any) -> None:
+@pytest.mark.parametrize("setting", [False, "auto", True])
+def test_what_stays_gathered_can_be_read_and_changed_on_the_way(setting: Any) -> None:
     def side(stage: Optional[int], **arguments: Any) -> Side:
         return Side(
             Momentum,
@@ -300,12 +300,12 @@ def test_what_is_kept_can_be_read_and_changed_on_the_way(shard_within: Any) -> N
             **arguments,
         )
 
-    def train_and_count(trainer: Any) -> Any:
+    def train_and_reshard(trainer: Any) -> Any:
         trainer.train()
-        return numbers(trainer), len(trainer._gradient_step.kept_parameters.parameters)
+        return numbers(trainer), trainer._gradient_step.reshard_after_micro_batch.reshards
 
-    arrays, num_kept = side(3, shard_within=shard_within).on_all_ranks(train_and_count)[0]
-    assert num_kept == (0 if shard_within is None else 4)
+    arrays, reshards = side(3, reshard_after_micro_batch=setting).on_all_ranks(train_and_reshard)[0]
+    assert reshards is (setting is True)
     weights = {name: torch.tensor(array) for name, array in arrays.items()}
     assert_same_weights(weights, side(None).train())
     assert not torch.equal(weights["target.weight"], weights["online.weight"])

@@ -200,7 +200,7 @@ def test_whole_values_cannot_be_set_where_shards_end_in_padding() -> bool:
     return _fails(lambda: set_value(torch.ones(3)))
 
 
-@mended_by("gradients.gradient_sync.GradientSynchronizer.accumulate")
+@mended_by("engine.gradient_reduction.GradientReducer.start_step")
 def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     model = TwoLayers()
     engine = engine_of(model, 3)

@@ -297,7 +297,7 @@ def test_an_offloaded_optimizer_steps_with_the_last_micro_batch_only() -> bool:
     return weight(model.second) != 1 - 1 / 2
 
 
-@mended_by("gradients.gradient_sync.GradientSynchronizer._clear_accumulated_on_cpu")
+@mended_by("engine.gradient_reduction.GradientReducer._clear_accumulated_on_cpu")
 def test_an_offloaded_optimizer_adds_to_the_gradient_of_the_step_before() -> bool:
     model = TwoLayers()
     engine = _offloaded(model, 2)

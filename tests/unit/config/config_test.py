@@ -336,16 +336,15 @@ class TestBatchSizes:
 
 class TestGradientSynchronization:
     @pytest.mark.parametrize("stage", range(4))
-    def test_gradients_can_be_held_in_part_at_stages_2_and_3(self, stage):
+    def test_each_micro_batch_is_for_stages_2_and_3(self, stage):
         config = {"zero_optimization": {"stage": stage}}
-        for whole in ("boundary", "auto", 1.0):
-            resolve(config, gradient_synchronization=whole)
-        for setting in ("micro_batch", 0.0, 0.5, ["embedder"]):
-            if stage >= 2:
-                resolve(config, gradient_synchronization=setting)
-                continue
-            message = refusal(config, gradient_synchronization=setting)
-            assert f"gradient_synchronization is {setting!r}, but at ZeRO stage {stage}" in message
+        for setting in ("step", "auto"):
+            resolve(config, gradient_synchronization=setting)
+        if stage >= 2:
+            resolve(config, gradient_synchronization="micro_batch")
+            return
+        message = refusal(config, gradient_synchronization="micro_batch")
+        assert f'gradient_synchronization is "micro_batch", but at ZeRO stage {stage}' in message
 
 
 class TestGradientNorm:
@@ -556,89 +555,58 @@ class TestOffloading:
         assert resolve({"zero_optimization": {"stage": 1, **offload}}).zero_stage == 1
 
 
-class TestShardWithin:
-    ZERO_3 = {"zero_optimization": {"stage": 3}}
-
-    @pytest.mark.parametrize(
-        "shard_within, said, expected",
-        [
-            ("node", None, 4),
-            ("node", "auto", 4),
-            ("node", 4, 4),
-            (2, None, 2),
-            (2, 2, 2),
-            (None, 2, 2),
-            (None, None, 1),
-            ("auto", None, 1),
-            ("auto", 2, 2),
-            # All of them: as without the key.
-            (8, None, 1),
-        ],
-    )
-    def test_it_is_deepspeeds_partition_size(self, shard_within, said, expected):
-        zero = {"stage": 3} if said is None else {"stage": 3, "zero_hpz_partition_size": said}
-        resolved = resolve(
-            {"zero_optimization": zero}, shard_within=shard_within, workers_per_node=4, world_size=8
-        )
-        zero_config = EngineConfig({**resolved.engine_config, "train_batch_size": 1}).zero_config
-        assert zero_config.zero_hpz_partition_size == expected
-
-    @pytest.mark.parametrize("shard_within, shown", [("node", '"node" (4 workers)'), (4, "4")])
-    def test_different_sizes_are_refused_with_both_keys_and_values(self, shard_within, shown):
-        message = refusal(
-            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
-            shard_within=shard_within,
-            workers_per_node=4,
-            world_size=8,
-        )
-        assert f"shard_within is {shown}, but" in message
-        assert "deepspeed_config.zero_optimization.zero_hpz_partition_size is 2" in message
-
+class TestPartitionSize:
     @pytest.mark.parametrize("stage", [0, 1, 2])
     def test_without_sharded_parameters_it_is_refused(self, stage):
-        config = {"zero_optimization": {"stage": stage}}
-        assert 'write "stage": 3' in refusal(config, shard_within=2, world_size=4)
-        config["zero_optimization"]["zero_hpz_partition_size"] = 2
+        config = {"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 2}}
         assert "zero_hpz_partition_size is 2, but" in refusal(config, world_size=4)
 
-    @pytest.mark.parametrize("size", [-2, 0, 3, 16])
-    def test_a_number_that_does_not_divide_the_workers_is_refused(self, size):
-        message = refusal(self.ZERO_3, shard_within=size, world_size=8)
-        assert f"shard_within is {size}, but must be at least 1 and divide" in message
-
-    def test_a_size_of_deepspeeds_that_does_not_divide_the_workers_is_refused(self):
+    def test_one_that_does_not_divide_the_workers_is_refused(self):
         config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
         assert "must divide the number of workers, which is 8" in refusal(config, world_size=8)
 
-    @pytest.mark.parametrize("shard_within", ["node", 1])
-    def test_one_worker_by_itself_keeps_parameters_whole(self, shard_within):
-        settings = {"shard_within": shard_within, "workers_per_node": 1, "world_size": 4}
-        resolved = resolve(self.ZERO_3, **settings)
-        assert resolved.kept_parameters == "all"
-        assert "zero_hpz_partition_size" not in resolved.engine_config["zero_optimization"]
-        alone = resolve(self.ZERO_3, **{**settings, "world_size": 1})
-        assert alone.kept_parameters == "none"
-        on_nvme = {"device": "nvme", "nvme_path": "/nvme"}
-        config = {"zero_optimization": {"stage": 3, "offload_param": on_nvme}}
-        assert "only a few buffers" in refusal(config, **settings)
-
-    def test_a_node_of_unknown_size_is_asked_for(self):
-        assert "write the number" in refusal(self.ZERO_3, shard_within="node", world_size=4)
-
-    def test_auto_keeps_what_there_is_room_for_where_it_is_gathered_again(self):
-        def kept(stage=3, hpz=None, **settings):
-            defaults = {"world_size": 4, "num_gradient_accumulation_steps": 2}
-            zero = {"stage": stage, **({} if hpz is None else {"zero_hpz_partition_size": hpz})}
-            return resolve({"zero_optimization": zero}, **{**defaults, **settings}).kept_parameters
-
-        assert kept() == kept(shard_within="auto") == kept(hpz=1) == "auto"
-        assert [kept(stage=stage) for stage in (0, 1, 2)] == ["none"] * 3
-        assert kept(shard_within=None) == kept(shard_within=4) == kept(hpz=2) == "none"
-        assert kept(world_size=1) == kept(num_gradient_accumulation_steps=1) == "none"
-
     def test_the_second_copy_cannot_lie_on_nvme(self):
-        message = refusal("zero_3_nvme", shard_within=2, world_size=4, serialization_dir="out")
+        config = {"type": "zero_3_nvme", "zero_optimization": {"zero_hpz_partition_size": 2}}
+        message = refusal(config, world_size=4, serialization_dir="out")
         assert "can't keep the second copy of parameters on NVMe" in message
+
+
+class TestReshardAfterMicroBatch:
+    ZERO_3 = {"zero_optimization": {"stage": 3}}
+    ON_NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    HPZ = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+
+    def test_auto_is_found_where_there_is_something_to_gain(self):
+        def reshards(config=self.ZERO_3, world_size=4, **settings):
+            settings = {"serialization_dir": "out", **settings}
+            return resolve(config, world_size=world_size, **settings).reshard_after_micro_batch
+
+        assert reshards() == reshards(reshard_after_micro_batch="auto") == "auto"
+        assert reshards({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}}) == "auto"
+        for stage in (0, 1, 2):
+            assert reshards({"zero_optimization": {"stage": stage}}) is True
+        assert reshards(self.ON_NVME) is reshards(self.HPZ) is reshards(world_size=1) is True
+        finds = {"num_gradient_accumulation_steps": "auto", "global_batch_size": 8}
+        assert reshards(**finds) is True
+
+    @pytest.mark.parametrize("setting", [True, False])
+    def test_what_is_written_holds(self, setting):
+        resolved = resolve(self.ZERO_3, reshard_after_micro_batch=setting, world_size=4)
+        assert resolved.reshard_after_micro_batch is setting
+
+    @pytest.mark.parametrize(
+        "config, expected",
+        [
+            ({"zero_optimization": {"stage": 2}}, 'write "stage": 3'),
+            (HPZ, "zero_hpz_partition_size is 2: remove one of them"),
+            (ON_NVME, "only a few buffers"),
+        ],
+    )
+    def test_where_parameters_cannot_stay_gathered_false_is_refused(self, config, expected):
+        settings = {"world_size": 4, "serialization_dir": "out"}
+        message = refusal(config, reshard_after_micro_batch=False, **settings)
+        assert "reshard_after_micro_batch is false, but" in message and expected in message
+        resolve(config, reshard_after_micro_batch=True, **settings)
 
 
 class TestReports:

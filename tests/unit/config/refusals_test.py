@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict
 import pytest
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.keys import check_names, check_values
+from allennlp_deepspeed.config.keys import FORMER_KEYS, check_names, check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, TRAINER_KEYS
 from tests.unit.config.config_test import ADAMW, STAGE_0, WITHOUT_BF16, refusal
 
@@ -249,8 +249,8 @@ VALUES = [
     {"torch_compile": {"recompile_limit": 0, "mode": "fast"}},
     {"sequence_tiling": {"modules": "mlp", "num_tile": 2}},
     {"activation_checkpointing": ["("]},
-    *({"gradient_synchronization": value} for value in ("often", 1.5, [], ["("])),
-    {"shard_within": "rack"},
+    *({"gradient_synchronization": value} for value in ("boundary", "often", 0.5, ["embedder"])),
+    *({"reshard_after_micro_batch": value} for value in (1, None, "node")),
     {"resume": "always"},
     {"use_amp": 1, "grad_scaling": None},
 ]
@@ -260,6 +260,14 @@ VALUES = [
 def test_a_value_of_the_trainer(values: Dict[str, Any], expect_message: Expect) -> None:
     findings = Findings()
     check_values("trainer", TRAINER_KEYS, values, findings)
+    expect_message("\n".join(findings.lines))
+
+
+@pytest.mark.parametrize("path", FORMER_KEYS)
+def test_a_former_key(path: str, expect_message: Expect) -> None:
+    section, name = path.split(".")
+    findings = Findings()
+    check_names(section, "trainer", [], {name: 1}, findings)
     expect_message("\n".join(findings.lines))
 
 

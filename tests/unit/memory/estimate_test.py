@@ -45,11 +45,13 @@ def states(config: Config, world_size: int = 1, size: ModelSize = None, **settin
     """Those of 100 million parameters with Adam, if no other size is given."""
     size = size or ModelSize(trainable=[MILLION] * 100, frozen=[], largest_module=MILLION)
     adam = 8 * sum(size.trainable)
-    held = settings.pop("held", 0.0)
+    reduces_once_a_step = settings.pop("reduces_once_a_step", False)
     resolved = DeepSpeedConfig.of(config).resolve(
         TrainerSettings(world_size=world_size, device_type="cuda", serialization_dir="", **settings)
     )
-    return model_states(size, OptimizerStates(adam, adam), resolved, world_size, held)
+    return model_states(
+        size, OptimizerStates(adam, adam), resolved, world_size, reduces_once_a_step
+    )
 
 
 def test_mixed_precision_is_divided_as_in_the_zero_paper() -> None:
@@ -83,8 +85,8 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_states() -> None
 
 def test_a_boundary_holds_a_whole_gradient() -> None:
     zero_2: Config = {"zero_optimization": {"stage": 2}, **BF16}
-    held = states(zero_2, 8, num_gradient_accumulation_steps=4, held=1.0)
-    assert held.gpu.gradients == 200 * MILLION
+    accumulated = states(zero_2, 8, num_gradient_accumulation_steps=4, reduces_once_a_step=True)
+    assert accumulated.gpu.gradients == 200 * MILLION
     assert states(zero_2, 8, num_gradient_accumulation_steps=4).gpu.gradients == 100 * MILLION
 
 
@@ -123,7 +125,9 @@ def test_stage_3_gathers_no_more_than_is_reused_soon() -> None:
 def test_a_worker_that_keeps_parameters_has_all_of_them_whole() -> None:
     zero = {"stage": 3, "reduce_bucket_size": 1, "stage3_max_reuse_distance": 0}
     config: Config = {"zero_optimization": zero, **BF16}
-    assert states(config, 4, shard_within=1).gpu.buffers == pytest.approx(200 * MILLION, rel=1e-3)
+    assert states(config, 4, reshard_after_micro_batch=False).gpu.buffers == pytest.approx(
+        200 * MILLION, rel=1e-3
+    )
     assert states(config, 4).gpu.buffers < 150 * MILLION
 
 

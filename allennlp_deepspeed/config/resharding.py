@@ -1,0 +1,82 @@
+"""
+Settings of ZeRO stage 3 that say when, and over which ranks, parameters are sharded again.
+"""
+
+from typing import Union
+
+from allennlp.common.checks import ConfigurationError
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from allennlp_deepspeed.config.schema_validation import AUTO, ROOT
+from allennlp_deepspeed.config.settings import TrainerSettings
+
+_PARTITION_SIZE = f"{ROOT}.zero_optimization.zero_hpz_partition_size"
+
+
+def resolve_reshard_after_micro_batch(
+    settings: TrainerSettings, zero: DeepSpeedZeroConfig, finds_micro_batch_size: bool
+) -> Union[bool, str]:
+    """
+    Whether parameters are resharded after each micro-batch of a step. "auto" stays only where there
+    may be something to gain.
+
+    # Raises
+
+    `ConfigurationError`
+        If they can't stay gathered.
+    """
+    setting = settings.reshard_after_micro_batch
+    if setting is False:
+        _check_can_stay_gathered(zero)
+    if settings.world_size == 1:
+        return True
+    if setting == AUTO:
+        # What larger micro-batches have room for is found in the first steps, too.
+        can_stay = zero.stage == 3 and zero.zero_hpz_partition_size <= 1 and not _is_on_nvme(zero)
+        return AUTO if can_stay and not finds_micro_batch_size else True
+    return setting
+
+
+def _check_can_stay_gathered(zero: DeepSpeedZeroConfig) -> None:
+    if zero.stage != 3:
+        raise ConfigurationError(
+            "reshard_after_micro_batch is false, but parameters are sharded only at ZeRO stage 3, "
+            f'and {ROOT}.zero_optimization.stage is {int(zero.stage)}: write "stage": 3, or remove '
+            "reshard_after_micro_batch"
+        )
+    if zero.zero_hpz_partition_size > 1:
+        raise ConfigurationError(
+            f"reshard_after_micro_batch is false, but {_PARTITION_SIZE} is "
+            f"{zero.zero_hpz_partition_size}: remove one of them"
+        )
+    if _is_on_nvme(zero):
+        raise ConfigurationError(
+            "reshard_after_micro_batch is false, but DeepSpeed has only a few buffers for "
+            f'parameters that come from NVMe: write "cpu" for {ROOT}.zero_optimization.'
+            "offload_param.device, or remove reshard_after_micro_batch"
+        )
+
+
+def check_partition_size(zero: DeepSpeedZeroConfig, settings: TrainerSettings) -> None:
+    size = zero.zero_hpz_partition_size
+    if size <= 1:
+        return
+    if zero.stage != 3:
+        raise ConfigurationError(
+            f"{_PARTITION_SIZE} is {size}, but parameters are sharded only at stage 3, and "
+            f"{ROOT}.zero_optimization.stage is {int(zero.stage)}: remove the key"
+        )
+    if settings.world_size % size:
+        raise ConfigurationError(
+            f"{_PARTITION_SIZE} is {size}, but must divide the number of workers, which is "
+            f"{settings.world_size}"
+        )
+    if _is_on_nvme(zero):
+        raise ConfigurationError(
+            f"{_PARTITION_SIZE} is {size}, but DeepSpeed can't keep the second copy of parameters "
+            'on NVMe: write "cpu" for zero_optimization.offload_param.device, or remove the key'
+        )
+
+
+def _is_on_nvme(zero: DeepSpeedZeroConfig) -> bool:
+    return zero.offload_param is not None and zero.offload_param.device == "nvme"

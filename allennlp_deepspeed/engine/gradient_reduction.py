@@ -1,0 +1,193 @@
+from typing import Any, Dict, Iterable, List
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import z3_leaf_parameter
+
+from allennlp_deepspeed.engine.shards import Shards, whole_shape
+
+
+class GradientReducer:
+    """
+    Hands gradients to DeepSpeed for reduction, instead of DeepSpeed's own hooks.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+
+    # Attributes
+
+    parameters : `List[torch.nn.Parameter]`
+        The trainable ones, in the order in which their gradients are reduced: the reverse of that
+        in which the model registers them, the same on every rank.
+    reduces_all_at_once : `bool`
+        Whether the engine can only reduce all gradients together: at stage 0, and from
+        BF16_Optimizer's own buffers, where no gradient is ever missing.
+    is_offloaded : `bool`
+        Whether the optimizer steps on the CPU.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._optimizer: Any = engine.optimizer
+        self._stage = int(engine.zero_optimization_stage())
+        self._has_own_buffers = isinstance(engine.optimizer, BF16_Optimizer)
+        self.reduces_all_at_once = self._stage == 0 or self._has_own_buffers
+        self.is_offloaded = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
+        self._group_indices = self._find_group_indices()
+        places = {p: i for i, p in enumerate(engine.module.parameters())}
+        self.parameters = sorted(self._group_indices, key=lambda p: -places.get(p, -1))
+
+    def _find_group_indices(self) -> Dict[torch.nn.Parameter, int]:
+        """The trainable parameters, and the index of each one's group in DeepSpeed's optimizer."""
+        if self.reduces_all_at_once:
+            return {p: 0 for p in self._engine.module.parameters() if p.requires_grad}
+        groups = Shards(self._engine).groups
+        return {p: i for i, group in enumerate(groups) for p in group if p.requires_grad}
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether DeepSpeed reduces gradients from inside a backward pass."""
+        if self.reduces_all_at_once or (self._stage == 1 and not self._optimizer.overlap_comm):
+            return False
+        # DeepSpeed reduces these from a hook of their module, also those without a gradient.
+        return not any(map(z3_leaf_parameter, self.parameters))
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """That in which DeepSpeed accumulates gradients, at stages 1 to 3."""
+        return self._optimizer.gradient_accumulation_dtype
+
+    def accumulates_elsewhere(self) -> bool:
+        """Whether DeepSpeed accumulates any gradient elsewhere than on its parameter."""
+        dtype = getattr(self._optimizer, "gradient_accumulation_dtype", None)
+        return self._has_own_buffers or any(p.dtype != (dtype or p.dtype) for p in self.parameters)
+
+    def start_step(self) -> None:
+        """
+        Keeps DeepSpeed from reducing gradients by itself until `end_step`.
+
+        Mends DeepSpeed 0.19.8: at stage 3 a parameter that isn't used in a step is stepped with its
+        gradient of the step before, and one that isn't used in the first micro-batch has that added
+        to it. Gone when one that isn't used stays.
+        """
+        if self._stage == 3:
+            self._optimizer.grad_partitions_flat_buffer.zero_()
+        self._suspend_hooks(True)
+
+    def end_step(self) -> None:
+        self._suspend_hooks(False)
+
+    def _suspend_hooks(self, is_suspended: bool) -> None:
+        # What `engine.no_sync` and `engine.coalesce_grad_reduction` set. The latter would reduce
+        # all at its end, and not from inside the last backward pass.
+        if not self.reduces_all_at_once:
+            self._optimizer._coalesce_grad_reduction = is_suspended
+        self._engine.inside_no_sync_ctxt = is_suspended
+
+    def start_micro_batch(self, is_last: bool) -> None:
+        if self._engine.is_gradient_accumulation_boundary() != is_last:
+            self._engine.set_gradient_accumulation_boundary(is_last)
+
+    def reduce(self, parameter: torch.nn.Parameter) -> None:
+        """Adds a gradient to DeepSpeed's bucket, which is reduced when it is full."""
+        if self._stage == 3:
+            self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter)
+            return
+        self._optimizer.setup_buckets()
+        if self._optimizer.use_grad_accum_attribute:
+            self._optimizer._fill_param_grad_accum_attribute(parameter)
+        group_index = self._group_indices[parameter]
+        self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
+
+    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether there is anything to reduce for the parameter."""
+        if self._stage == 3:
+            return parameter.grad is not None
+        return self._optimizer.get_gradient_for_reduction(parameter) is not None
+
+    def set_zero_gradient(self, parameter: torch.nn.Parameter) -> None:
+        if getattr(self._optimizer, "use_grad_accum_attribute", False):
+            zeros = torch.zeros_like(parameter, dtype=self.accumulation_dtype)
+            parameter.grad_accum = zeros  # type: ignore[attr-defined]
+        else:
+            set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
+
+    def reduce_all(self) -> None:
+        """Reduces all gradients, where `reduces_all_at_once`."""
+        self._engine.allreduce_gradients()
+
+    def finish(self, reduced: Iterable[torch.nn.Parameter], is_last: bool) -> None:
+        """
+        Reduces what is left in DeepSpeed's buckets, and shards the sums. To be called by every
+        rank.
+
+        # Parameters
+
+        reduced : `Iterable[torch.nn.Parameter]`, required.
+            The parameters whose gradients this micro-batch has reduced.
+        is_last : `bool`, required.
+            Whether the optimizer's step follows.
+        """
+        if self._stage < 3:
+            self._optimizer.setup_buckets()  # also if nothing was reduced
+            is_first = self._optimizer.micro_step_id == 0 and not is_last
+            if self.is_offloaded and is_first:
+                self._clear_accumulated_on_cpu(reduced)
+        self._optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+    def _clear_accumulated_on_cpu(self, replaced: Iterable[torch.nn.Parameter]) -> None:
+        """
+        Clears the gradients of the step before that the first micro-batch has not replaced.
+
+        Mends DeepSpeed 0.19.8: at stages 1 and 2 with an offloaded optimizer the gradient of a
+        parameter that the first micro-batch doesn't use is added to that of the step before. Gone
+        when a step with it is as long as the first.
+        """
+        replaced_ids = {self._optimizer.get_param_id(parameter) for parameter in replaced}
+        for param_id, accumulated in self._optimizer.accumulated_grads_in_cpu.items():
+            if param_id not in replaced_ids:
+                accumulated.zero_()
+
+
+class GradientAccumulators:
+    """
+    Sums of local gradients in DeepSpeed's `grad_accum_dtype`, where that isn't the dtype of the
+    gradients. At stage 1 DeepSpeed has them itself.
+
+    # Parameters
+
+    parameters : `List[torch.nn.Parameter]`, required.
+    dtype : `torch.dtype`, required.
+    """
+
+    def __init__(self, parameters: List[torch.nn.Parameter], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.parameters = [p for p in parameters if p.dtype != dtype]
+        """Those whose dtype is another."""
+        self._sums: Dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def add(self, parameter: torch.nn.Parameter) -> None:
+        """Moves the gradient of a parameter to its sum."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None  # hooks call this when it has just been added to
+        if parameter in self._sums:
+            self._sums[parameter].add_(gradient)
+        else:
+            self._sums[parameter] = gradient.to(self._dtype)
+
+    def move_to_gradients(self) -> None:
+        """Gives each parameter its sum for a gradient, rounded once."""
+        while self._sums:
+            parameter, total = self._sums.popitem()
+            set_gradient(parameter, total.to(parameter.dtype))
+
+
+def set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Gives a parameter, which may be partitioned, a gradient of its unsharded shape."""
+    # Torch wants a gradient to have the shape of its parameter at the moment when it is set.
+    data = parameter.data
+    parameter.data = data.new_zeros(()).expand(gradient.shape)
+    parameter.grad = gradient
+    parameter.data = data
