@@ -563,10 +563,7 @@ def test_is_refused(tmp_path: Path, changes: Config, message: str):
 def test_a_model_without_the_interface_is_refused(tmp_path: Path):
     run = train(cached(load_config("classifier", ONE_PROCESS), 2), tmp_path)
     assert run.returncode != 0
-    assert (
-        "'trainer.grad_cache' is for contrastive models, and 'basic_classifier' is none: remove "
-        "the key" in run.output
-    )
+    assert "'trainer.grad_cache' needs a model with `encode`" in run.output
 
 
 def test_it_is_a_key_of_this_trainer_alone(tmp_path: Path):
