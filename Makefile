@@ -9,9 +9,6 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 OPS := $(VENV)/torch_extensions
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(OPS)
 
-# Another environment, with the oldest versions that are supported.
-OLDEST := $(VENV)/oldest
-
 # Each worker is a process; more threads than one in each would only fight for the cores.
 export OMP_NUM_THREADS := 1
 # Nothing here needs a model or a data set from a hub.
@@ -19,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv ops demo demo-llm test test-unit messages test-oldest coverage soak cross fuzz upstream bench lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit messages coverage soak cross fuzz upstream bench lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -27,12 +24,11 @@ help:
 	@echo "make test    run the test suite, but for what takes long (about 14 minutes)"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
 	@echo "make messages  rewrite tests/expected_messages.json, the messages to users that tests compare"
-	@echo "make test-oldest  the same, with the oldest versions of PyTorch and transformers that are supported, in an environment of its own"
 	@echo "make coverage  run the same as \`make test\` and report which lines it has run, in workers too"
 	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, and run the long tests (about an hour)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
-	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers, with the newest and the oldest versions"
+	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
 	@echo "make reference  write docs/reference.md, and the list of mends in docs/architecture.md"
@@ -59,13 +55,6 @@ test-unit: $(VENV)/installed
 messages: $(VENV)/installed
 	REWRITE_MESSAGES=1 pytest $$(grep -rl --include=*_test.py expect_message tests)
 	git diff --stat tests/expected_messages.json
-
-# Tests with the mark `upstream` show what the newest versions need.
-test-oldest: $(OLDEST)/installed
-	$(WITH_OLDEST) pytest -n 2 -m "not soak and not upstream" tests/unit
-
-WITH_OLDEST = PATH="$(CURDIR)/$(OLDEST)/bin:$$PATH" \
-    TORCH_EXTENSIONS_DIR="$(CURDIR)/$(OLDEST)/torch_extensions"
 
 # What tests write, less than 2 GB, is in memory, where there is room for several times that, and
 # removed if all have passed. Three beside one another on two cores: a fifth of the time a test
@@ -99,7 +88,7 @@ cross: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
 fuzz: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
 	python -m tests.fuzz
 
-upstream: upstream-0 upstream-2 upstream-3 upstream-models upstream-models-oldest
+upstream: upstream-0 upstream-2 upstream-3 upstream-models
 
 # The checkout's package of tests has the name of ours, and this module of it needs no `conftest.py`.
 upstream-%: $(VENV)/installed
@@ -111,15 +100,11 @@ upstream-%: $(VENV)/installed
 OF_MODELS := data/tokenizers data/token_indexers modules/token_embedders modules/transformer \
     common/cached_transformers_test.py
 # Classes of tests have either name there.
-RUN_OF_MODELS = ALLENNLP_SRC_DIR="$(ALLENNLP)" python -m pytest -c pyproject.toml \
-    --rootdir "$(ALLENNLP)" --import-mode importlib --noconftest -p tests.upstream.allennlp_models \
-    -o python_classes="Test* *Test" $(addprefix "$(ALLENNLP)"/tests/,$(OF_MODELS))
-
 upstream-models: $(VENV)/installed
-	$(RUN_OF_MODELS)
-
-upstream-models-oldest: $(OLDEST)/installed
-	$(WITH_OLDEST) $(RUN_OF_MODELS)
+	$(if $(ALLENNLP),,$(error Write `make upstream-models ALLENNLP=path`, the path of a checkout of AllenNLP 2.10.1))
+	ALLENNLP_SRC_DIR="$(ALLENNLP)" python -m pytest -c pyproject.toml \
+	    --rootdir "$(ALLENNLP)" --import-mode importlib --noconftest -p tests.upstream.allennlp_models \
+	    -o python_classes="Test* *Test" $(addprefix "$(ALLENNLP)"/tests/,$(OF_MODELS))
 
 bench: $(VENV)/installed
 	python -m benchmarks startup
@@ -160,14 +145,6 @@ $(VENV)/installed: requirements.txt setup.py allennlp_deepspeed.pth allennlp_dee
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --no-deps -r requirements.txt
 	$(VENV)/bin/python -m pip install --no-deps --no-build-isolation --editable .
-	touch $@
-
-$(OLDEST)/installed: requirements.txt requirements-oldest.txt setup.py allennlp_deepspeed.pth
-	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	awk -F == 'NR == FNR { replaced[$$1] = 1; next } !($$1 in replaced)' \
-	    requirements-oldest.txt requirements.txt > $(OLDEST)/others.txt
-	$(OLDEST)/bin/python -m pip install --no-deps -r $(OLDEST)/others.txt -r requirements-oldest.txt
-	$(OLDEST)/bin/python -m pip install --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/docs/installed: requirements-docs.txt

@@ -72,10 +72,10 @@ setup(
         "pydantic>=2",
         "rich",
         "overrides>=7",
-        # What AllenNLP imports. Of these two, versions have dropped what it needs, which
+        # What AllenNLP imports. These two have dropped what it needs, which
         # allennlp_deepspeed_import_hook gives it.
-        "transformers>=4.43,<6",
-        "huggingface_hub<3",
+        "transformers>=5,<6",
+        "huggingface_hub>=1,<3",
         "fairscale>=0.4.13",
         "base58",
         "cached_path>=1.1.3",

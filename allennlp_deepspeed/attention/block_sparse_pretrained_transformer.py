@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = {"is_causal", "position_ids", "use_cache", "cache_position"}
 class BlockSparsePretrainedTransformerEmbedder(PretrainedTransformerEmbedder):
     """
     AllenNLP's `PretrainedTransformerEmbedder` with block-sparse attention in all layers, and the
-    same weights. Needs transformers 5.
+    same weights.
 
     Registered as a `TokenEmbedder` with name "block_sparse_pretrained_transformer".
 
@@ -123,19 +123,8 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 
 def _register() -> None:
-    """
-    # Raises
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    `ConfigurationError`
-        If transformers are too old.
-    """
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError:
-        raise ConfigurationError(
-            f"'attention' needs transformers 5, and this is {transformers.__version__}: install a "
-            'newer version, or use the embedder "pretrained_transformer".'
-        ) from None
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _padding_mask)
 

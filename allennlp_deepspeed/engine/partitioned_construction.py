@@ -202,8 +202,7 @@ class PartitionedConstruction:
             with mock.patch.object(self, "_is_in_from_pretrained", True):
                 model = from_pretrained(cls, *args, **kwargs)
             if self._everything:
-                # Since transformers 5 it is constructed without weights, which are mapped from
-                # the file afterwards.
+                # Transformers construct it without weights and map these from the file later.
                 self.partition(model[0] if isinstance(model, tuple) else model)
             return model
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
-from transformers import __version__ as transformers_version
 
 from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
 
@@ -279,11 +278,6 @@ class UlyssesAttention:
 
 
 def _check(transformer: "PreTrainedModel", size: int, implementation: str) -> None:
-    if int(transformers_version.partition(".")[0]) < 5:
-        raise ConfigurationError(
-            f"'{KEY}' is {size}, which needs transformers 5, and this is {transformers_version}: "
-            "install it, or remove the key."
-        )
     config = transformer.config
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise ConfigurationError(
@@ -325,7 +319,7 @@ def _check_heads(size: int, num_heads: int, num_kv_heads: Optional[int]) -> None
 
 def _rope_types(config: Any) -> Iterator[str]:
     """Some models have one for each type of layers."""
-    # Which is also where transformers 5 puts a file's rope_scaling.
+    # A file's rope_scaling is there, too.
     parameters = getattr(config, "rope_parameters", None) or {}
     for section in (parameters, *parameters.values()):
         if isinstance(section, dict):

@@ -85,13 +85,11 @@ class CausalLMReader(DatasetReader):
                 f"'max_length' of the reader is {max_length}: give a number of tokens that is at "
                 "least 2, or leave the key out for no limit."
             )
-        if pack:
-            packing.check_supported()
-            if max_length is None:
-                raise ConfigurationError(
-                    "'pack' of the reader is true, but 'max_length' isn't given: write how many "
-                    'tokens a sequence is to have, "max_length": 1024 for example.'
-                )
+        if pack and max_length is None:
+            raise ConfigurationError(
+                "'pack' of the reader is true, but 'max_length' isn't given: write how many "
+                'tokens a sequence is to have, "max_length": 1024 for example.'
+            )
         self.tokenizer = pretrained.reader_tokenizer(
             tokenizer, tokenizer_kwargs or {}, self.serialization_dir
         )

@@ -5,13 +5,10 @@ Examples one after another in the same sequence, none of which sees another.
 from typing import TYPE_CHECKING, Iterable, Iterator, List, NamedTuple
 
 import torch
-import transformers
 from allennlp.common.checks import ConfigurationError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_FUNCTION = "find_packed_sequence_indices"
 
 # Sequences that wait for an example that fills them.
 _MAX_OPEN = 64
@@ -33,30 +30,6 @@ class Example(NamedTuple):
 Sequence = List[Example]
 
 
-def is_supported() -> bool:
-    """Whether this version of transformers makes masks that keep packed examples apart."""
-    try:
-        from transformers import masking_utils
-    except ImportError:  # before transformers 4.53
-        return False
-    return hasattr(masking_utils, _FUNCTION)
-
-
-def check_supported() -> None:
-    """
-    # Raises
-
-    `ConfigurationError`
-        If it isn't.
-    """
-    if not is_supported():
-        raise ConfigurationError(
-            "'dataset_reader.pack' is true, but with transformers "
-            f"{transformers.__version__} packed examples would see each other: install "
-            'transformers>=5, or write "pack": false.'
-        )
-
-
 def check_batch(transformer: "PreTrainedModel", batch_size: int) -> None:
     """
     # Parameters
@@ -70,7 +43,6 @@ def check_batch(transformer: "PreTrainedModel", batch_size: int) -> None:
     `ConfigurationError`
         If the model's attention doesn't keep examples apart in so many.
     """
-    check_supported()
     implementation = str(getattr(transformer.config, "_attn_implementation", None))
     if batch_size > 1 and "flash" in implementation:
         # For these transformers look for borders in a single sequence only.

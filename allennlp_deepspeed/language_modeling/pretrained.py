@@ -11,11 +11,11 @@ import shutil
 from typing import TYPE_CHECKING, Any, Dict, MutableMapping, NamedTuple, Optional, Tuple, Union
 from weakref import WeakKeyDictionary
 
-import huggingface_hub.errors
 import torch
 import transformers
 from allennlp.common.checks import ConfigurationError
 from filelock import FileLock
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase
 
 from allennlp_deepspeed.config.keys import did_you_mean
@@ -45,12 +45,9 @@ _OF_FILES = (
 )
 
 # What `from_config` takes of the arguments of `from_pretrained`; others are about files.
-_OF_CONFIG = ("attn_implementation", "dtype", "torch_dtype", "trust_remote_code")
+_OF_CONFIG = ("attn_implementation", "dtype", "trust_remote_code")
 
 VERSION = transformers.__version__
-
-# What a configuration raises since transformers 5.
-_InvalidConfig = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
 
 _MODELS = "https://huggingface.co/docs/transformers"
 
@@ -102,11 +99,11 @@ def transformer(
             loaded = transformers.AutoConfig.for_model(**config)
         else:
             name, of_file = _name_and_file(model_name)
-            of_files = {k: v for k, v in arguments.items() if k not in ("dtype", "torch_dtype")}
+            of_files = {k: v for k, v in arguments.items() if k != "dtype"}
             loaded = transformers.AutoConfig.from_pretrained(name, **of_file, **of_files)
         arguments = {k: v for k, v in arguments.items() if config is not None or k in _OF_CONFIG}
         constructed = transformers.AutoModelForCausalLM.from_config(loaded, **arguments)
-    except (ImportError, OSError, TypeError, ValueError, _InvalidConfig) as error:
+    except (ImportError, OSError, TypeError, ValueError, StrictDataclassError) as error:
         key = "config" if model_name is None else "model_name"
         raise ConfigurationError(
             f"'model.{key}' is {model_name if config is None else config!r}, of which "
@@ -417,7 +414,7 @@ def _unmarked(model: "PreTrainedModel") -> "PreTrainedModel":
 
 
 def _with_dtype(arguments: Dict[str, Any]) -> Dict[str, Any]:
-    """By the name that this version of transformers has, fp32 if none is given."""
+    """Sets `dtype`, to fp32 unless `dtype` or its former name `torch_dtype` is given."""
     arguments = dict(arguments)
     given = [arguments.pop(key) for key in ("dtype", "torch_dtype") if key in arguments]
     dtype = given[0] if given else torch.float32
@@ -428,5 +425,4 @@ def _with_dtype(arguments: Dict[str, Any]) -> Dict[str, Any]:
                 '"float16" or "auto".'
             )
         dtype = getattr(torch, dtype)
-    major = int(VERSION.split(".")[0])
-    return {**arguments, "dtype" if major >= 5 else "torch_dtype": dtype}
+    return {**arguments, "dtype": dtype}

@@ -16,7 +16,7 @@ from allennlp.training.util import evaluate
 from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from allennlp_deepspeed.language_modeling import CausalLM, packing
+from allennlp_deepspeed.language_modeling import CausalLM
 from tests.end_to_end.checkpoint_test import recover
 from tests.end_to_end.export_test import exported
 from tests.end_to_end.offload_test import NVME
@@ -49,10 +49,6 @@ MICRO_BATCHES = {
     "data_loader.batch_size": 3,
     "trainer.num_gradient_accumulation_steps": 2,
 }
-
-needs_packing = pytest.mark.skipif(
-    not packing.is_supported(), reason="transformers before 4.53 can't pack"
-)
 
 LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 PACKED = {
@@ -111,8 +107,8 @@ CHANGES: Dict[str, Config] = {
         ("tied", 3),
         pytest.param("lora", 2, marks=pytest.mark.soak),
         ("lora", 3),
-        pytest.param("packed", 2, marks=needs_packing),
-        pytest.param("packed", 3, marks=[pytest.mark.soak, needs_packing]),
+        ("packed", 2),
+        pytest.param("packed", 3, marks=pytest.mark.soak),
     ],
 )
 def test_keys_of_the_model_and_the_reader(

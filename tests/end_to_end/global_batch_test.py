@@ -10,7 +10,7 @@ from typing import Any, Dict, Optional
 import pytest
 
 from tests.end_to_end import resize_test
-from tests.end_to_end.causal_lm_test import PACKED, needs_packing
+from tests.end_to_end.causal_lm_test import PACKED
 from tests.end_to_end.checkpoint_test import assert_ends_alike, recover
 from tests.end_to_end.gradient_synchronization_test import traffic
 from tests.support.experiment import (
@@ -113,7 +113,6 @@ def losses(result: Result) -> Dict[str, float]:
     return {key: value for key, value in metrics.items() if "training_loss" in key}
 
 
-@needs_packing
 def test_packed_sequences_of_a_language_model(experiments: Experiments, tokenizer: str) -> None:
     one_batch = {"data_loader.batch_size": GLOBAL_BATCH_SIZE}
     expected = experiments.run(language_model(tokenizer, ONE_PROCESS, PACKED, one_batch))

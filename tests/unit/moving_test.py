@@ -81,9 +81,6 @@ def test_the_page_has_the_message_about_fairscale() -> None:
 # Hugging Face
 
 
-@pytest.mark.skipif(
-    transformers.__version__.startswith("4."), reason="the names are those of transformers 5"
-)
 def test_training_arguments_are_those_of_transformers() -> None:
     fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     named = re.findall(r"`(\w+)`", first_column(section(OTHERS, "`TrainingArguments`")))

@@ -248,11 +248,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(items: List[pytest.Function]) -> None:
-    is_newer = int(transformers.__version__.split(".")[0]) >= 5
     for item in items:
         names = (item.name, item.originalname)
         reasons = [why for test, why in _FAIL_WITH_TRANSFORMERS_5.items() if test in names]
-        if reasons and is_newer:
+        if reasons:
             item.add_marker(pytest.mark.xfail(strict=True, reason=reasons[0]))
         if item.originalname in _SKIPPED:
             item.add_marker(pytest.mark.skip(reason=_SKIPPED[item.originalname]))

@@ -1,8 +1,6 @@
 """Pretrained transformers with block-sparse attention, beside themselves with a dense mask."""
 
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Dict
 
 import pytest
@@ -15,15 +13,10 @@ from transformers import AutoConfig, AutoModel
 
 from allennlp_deepspeed.attention import (
     BlockSparseAttention,
-    block_sparse_pretrained_transformer,
 )
 from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import TESTED
 from tests.fixtures.dense_attention import dense_mask
 from tests.fixtures.tiny_bert import tiny_bert
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(transformers, "AttentionMaskInterface"), reason="needs transformers 5"
-)
 
 LENGTHS = [23, 9, 16]
 CAUSAL = ("gpt2", "llama", "qwen3")
@@ -191,12 +184,3 @@ def test_a_model_that_is_not_tested_is_refused(tmp_path: Path, bert: str) -> Non
 def test_a_bidirectional_layout_of_a_causal_model_is_refused(tmp_path: Path, bert: str) -> None:
     model_name = write_model("llama", tmp_path / "llama", bert)
     assert "attends to the left only" in refused(model_name, section("bert"))
-
-
-def test_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = ModuleType("transformers")
-    old.__path__ = transformers.__path__  # type: ignore[attr-defined]
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "transformers", old)
-        with pytest.raises(ConfigurationError, match="'attention' needs transformers 5"):
-            block_sparse_pretrained_transformer._register()

@@ -6,17 +6,15 @@ examples are packed.
 import json
 import logging
 import random
-import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
 import torch
-import transformers
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, Instance, Vocabulary
 
-from allennlp_deepspeed.language_modeling import CausalLM, CausalLMReader, packing, pretrained
+from allennlp_deepspeed.language_modeling import CausalLM, CausalLMReader, pretrained
 from allennlp_deepspeed.language_modeling.packing import Example, pack
 from tests.fixtures.tiny_lm import LLAMA, VOCABULARY, tiny_tokenizer
 from tests.support.workers import run_workers
@@ -27,11 +25,6 @@ MESSAGES = [
     {"role": "user", "content": "name3"},
     {"role": "assistant", "content": "noun3"},
 ]
-
-
-needs_packing = pytest.mark.skipif(
-    not packing.is_supported(), reason="transformers before 4.53 can't pack"
-)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +129,6 @@ def test_it_is_said_once_a_file_what_is_cut(
     assert "of these 2 have nothing left that is to be predicted" in caplog.text
 
 
-@needs_packing
 def test_packed_examples_begin_anew(tmp_path: Path, tokenizer: str) -> None:
     path = write(tmp_path, TEXT, RESPONSE, {"text": "name4"}, {"text": "name5 name6"})
     instances = list(CausalLMReader(tokenizer, max_length=7, pack=True).read(path))
@@ -161,7 +153,7 @@ def test_packing_loses_nothing_and_wastes_little() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, pytest.param({"pack": True, "max_length": 9}, marks=needs_packing)],
+    [{}, {"pack": True, "max_length": 9}],
     ids=["apart", "packed"],
 )
 def test_workers_share_what_one_process_reads(
@@ -187,7 +179,6 @@ def test_workers_share_what_one_process_reads(
         pytest.param(
             {"pack": True},
             "'pack' of the reader is true, but 'max_length' isn't given",
-            marks=needs_packing,
         ),
         ({"tokenizer": "/nowhere"}, "There is no tokenizer at '/nowhere'"),
     ],
@@ -221,19 +212,9 @@ def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: str) -> None:
         list(reader.read(write(tmp_path, {"messages": MESSAGES})))
 
 
-@needs_packing
 def test_packing_of_one_example(tokenizer: str) -> None:
     instance = CausalLMReader(tokenizer, max_length=3, pack=True).text_to_instance(**RESPONSE)
     assert torch.equal(instance["position_ids"].tensor, torch.arange(3))  # type: ignore[attr-defined]
-
-
-def test_packing_is_refused_where_examples_would_see_each_other(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
-    monkeypatch.delattr(transformers, "masking_utils", raising=False)
-    with pytest.raises(ConfigurationError, match="'dataset_reader.pack' is true, but with"):
-        CausalLMReader(tokenizer, max_length=9, pack=True)
 
 
 ENDS_OTHERWISE = {"eos_token": "<unk>"}

@@ -15,7 +15,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 
-from allennlp_deepspeed.language_modeling import CausalLM, chunked_cross_entropy, packing
+from allennlp_deepspeed.language_modeling import CausalLM, chunked_cross_entropy
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.tensor_memory import TensorMemory
 
@@ -63,11 +63,6 @@ MODELS: Dict[str, Dict[str, Any]] = {
     "with_head_of_its_own": {**BERT, "is_decoder": True},
     "mixture": {"model_type": "mixtral", **SIZES, **HEADS, "num_local_experts": 2},
 }
-
-
-needs_packing = pytest.mark.skipif(
-    not packing.is_supported(), reason="transformers before 4.53 can't pack"
-)
 
 
 def causal_lm(config: Dict[str, Any], **arguments: Any) -> CausalLM:
@@ -167,7 +162,6 @@ def test_a_first_token_and_padding_are_never_predicted() -> None:
     torch.testing.assert_close(model(**longer), model(**inputs))
 
 
-@needs_packing
 @pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN3, GEMMA3], ids=lambda c: c["model_type"])
 def test_packed_examples_do_not_see_each_other(config: Dict[str, Any]) -> None:
     model = causal_lm(config, loss_chunk_size=4).eval()
@@ -182,7 +176,6 @@ def test_packed_examples_do_not_see_each_other(config: Dict[str, Any]) -> None:
     torch.testing.assert_close(loss, total, rtol=1e-5, atol=1e-5)
 
 
-@needs_packing
 @pytest.mark.parametrize(
     "config",
     [
@@ -203,7 +196,6 @@ def test_models_in_which_packed_examples_see_each_other_are_refused(config: Any)
         model(**packed)
 
 
-@needs_packing
 def test_packed_batches_of_several_sequences_are_refused_with_flash_attention() -> None:
     model = causal_lm(LLAMA)
     model.transformer.config._attn_implementation_internal = "flash_attention_2"
