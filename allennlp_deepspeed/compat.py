@@ -6,19 +6,17 @@ import copy
 import functools
 import importlib.util
 import inspect
-import pkgutil
 import sys
 import warnings
-from typing import Any, Callable, Dict, Hashable, List, Optional, Set, Union
+from typing import Any, Callable, Dict, Hashable, List, Union
 from unittest import mock
 
 import numpy as np
 import torch
 from allennlp.common import cached_transformers
 from allennlp.common import tqdm as allennlp_tqdm
-from allennlp.common import util as allennlp_util
 from allennlp.common.cached_transformers import TransformerSpec
-from allennlp.common.util import hash_object, push_python_path
+from allennlp.common.util import hash_object
 from allennlp.nn import util as nn_util
 from allennlp.training.learning_rate_schedulers.pytorch_lr_schedulers import (
     ReduceOnPlateauLearningRateScheduler,
@@ -34,16 +32,6 @@ def apply() -> None:
     tell_cached_transformers_apart()
     hide_deprecations_of_renamed_functions()
     show_progress_without_widgets()
-    import_packages_in_one_go()
-
-
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """
-    A function that is called as it is where the code around it is compiled. As
-    `torch.compiler.disable`, which imports the compiler at once: in seconds, and here only when the
-    function is called.
-    """
-    return torch._disable_dynamo(function)  # type: ignore[no-any-return]
 
 
 def construct_reduce_on_plateau_without_verbose() -> None:
@@ -188,43 +176,3 @@ def show_progress_without_widgets() -> None:
     is_of_notebooks = allennlp_tqdm._tqdm is not tqdm
     if is_of_notebooks and importlib.util.find_spec("ipywidgets") is None:
         allennlp_tqdm._tqdm = tqdm
-
-
-def import_packages_in_one_go() -> None:
-    """
-    Importing this package, which `--include-package` does once more than the plugin, takes half a
-    second less each time. The function that AllenNLP's commands already hold calls this one for all
-    that is in a package.
-
-    Mends AllenNLP 2.10.1: for each module of a package that it imports, it has Python list the
-    folders of its path anew, and tries to import packages that are called as the folders in it.
-    Gone when `import_module_and_submodules` doesn't call itself.
-    """
-    allennlp_util.import_module_and_submodules = import_module_and_submodules
-
-
-def import_module_and_submodules(package_name: str, exclude: Optional[Set[str]] = None) -> None:
-    """
-    As AllenNLP's: imports a package and all public modules in it.
-
-    # Parameters
-
-    package_name : `str`, required.
-    exclude : `Set[str]`, optional (default = `None`)
-        Names of packages and modules that aren't imported.
-    """
-    excluded = set(exclude or ())
-    if importlib.util.find_spec("checklist") is None:
-        excluded.add("allennlp.confidence_checks.task_checklists")
-    importlib.invalidate_caches()
-    with push_python_path("."):
-        _import_with_all_in_it(package_name, excluded)
-
-
-def _import_with_all_in_it(name: str, excluded: Set[str]) -> None:
-    if name in excluded:
-        return
-    module = importlib.import_module(name)
-    for _, child, _ in pkgutil.iter_modules(list(getattr(module, "__path__", ()))[:1]):
-        if not child.startswith(("_", "test")):
-            _import_with_all_in_it(f"{name}.{child}", excluded)

@@ -11,7 +11,6 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Tuple
 import torch
 
 from allennlp_deepspeed.attention.layouts import Layout
-from allennlp_deepspeed.compat import uncompiled
 
 # Of the scores that are in memory at a time: few stay in a CPU's cache, many keep a GPU busy. A
 # block of queries that attends to all may have more.
@@ -98,7 +97,7 @@ class Plan:
 
 
 # Of loops whose lengths depend on the layout there is nothing to gain by compiling.
-@uncompiled
+@torch.compiler.disable
 def attend_in_blocks(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Iterator
 import torch
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.compat import uncompiled
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 _LENGTH = 6
 
 
-@uncompiled
+@torch.compiler.disable
 @torch.no_grad()
 def check_sight(module: torch.nn.Module, transformer: "PreTrainedModel", is_packed: bool) -> None:
     """

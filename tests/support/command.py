@@ -25,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Union
 from unittest import mock
 
 import psutil
@@ -260,20 +260,17 @@ def _main(
     import torch.multiprocessing
     from allennlp.__main__ import run
 
-    from allennlp_deepspeed import compat
     from allennlp_deepspeed.launch import preflight
 
     # AllenNLP looks through all directories of modules again for each package that it includes.
     unchanged = mock.patch.object(importlib, "invalidate_caches")
     imported = mock.patch.object(pkgutil, "walk_packages", _walk_packages)
-    import_all = functools.partial(_import_with_all_in_it, compat._import_with_all_in_it)
-    with_all = mock.patch.object(compat, "_import_with_all_in_it", import_all)
     forked = mock.patch.object(torch.multiprocessing, "spawn", fork_workers)
     # These are forks of a fork server already.
     served = mock.patch.object(preflight, "is_safe_here", lambda: False)
     port = mock.patch.object(allennlp.common.util, "find_open_port", _find_port)
     read = mock.patch.object(allennlp.common.params, "evaluate_file", _evaluate_file)
-    with unchanged, imported, with_all, forked, served, port, read:
+    with unchanged, imported, forked, served, port, read:
         try:
             run()
         except Exception:
@@ -320,14 +317,6 @@ def _walk_packages(path: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     if any(path is sys.modules[package].__path__ for package in WHOLE_PACKAGES):
         return iter(())
     return walk_packages(path, *args, **kwargs)
-
-
-def _import_with_all_in_it(original: Callable[..., None], name: str, excluded: Set[str]) -> None:
-    """The same for the package's own way of importing all modules of a package."""
-    from tests.support.preload import WHOLE_PACKAGES
-
-    if name not in WHOLE_PACKAGES:
-        original(name, excluded)
 
 
 def fork_workers(function, args=(), nprocs=1, join=True, **kwargs):

@@ -1,13 +1,11 @@
 """Faults of AllenNLP's, some of them on today's PyTorch only."""
 
-import importlib
 import inspect
 import io
 import warnings
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, Callable, List
-from unittest import mock
 
 import numpy as np
 import torch
@@ -15,7 +13,6 @@ from allennlp.commands import find_learning_rate
 from allennlp.commands import train as train_command
 from allennlp.common import cached_transformers
 from allennlp.common import tqdm as allennlp_tqdm
-from allennlp.common.util import import_module_and_submodules
 from allennlp.confidence_checks.normalization_bias_verification import NormalizationBiasVerification
 from allennlp.data import Vocabulary
 from allennlp.fairness import Separation, Sufficiency
@@ -50,13 +47,6 @@ def test_training_states_with_numpy_scalars_cannot_be_loaded() -> bool:
     torch.save({"best_so_far": np.float64(1)}, file)
     file.seek(0)
     return _fails(lambda: torch.load(file))
-
-
-@mended_by("compat.import_packages_in_one_go")
-def test_folders_are_listed_anew_for_each_module_of_a_package() -> bool:
-    with mock.patch.object(importlib, "invalidate_caches") as invalidate_caches:
-        import_module_and_submodules("json")
-    return invalidate_caches.call_count > 1
 
 
 @mended_by("compat.support_bf16_in_tiny_value_of_dtype")
