@@ -34,7 +34,6 @@ from allennlp_deepspeed.launch.config_check import (
 )
 from allennlp_deepspeed.launch.first_and_last_lines import command, first_and_last_lines
 from allennlp_deepspeed.launch.node_files import NodeFiles
-from allennlp_deepspeed.launch.slow_construction import announced_if_slow
 from allennlp_deepspeed.processes import launcher, worker_failure
 from allennlp_deepspeed.processes.announcements import wants_whole_log
 from allennlp_deepspeed.processes.fork_server import ForkServer, is_safe_here
@@ -183,7 +182,7 @@ def _train(
     node_rank = arguments.get("node_rank", 0)
     config = params.as_dict(quiet=True)
     prepare = _read_by_groups(config, worker_preparation(params, directory))
-    prepare = functools.partial(_tell_of_construction, prepare)
+    prepare = functools.partial(_explain_failures, prepare)
     if launched is None:
         local_rank, member = None, nodes.member(config, node_rank)
     else:
@@ -218,20 +217,15 @@ def _train(
                 recovery.prepare(params, directory, node_rank)
         is_first = node_rank == 0 and (launched is None or launched.rank == 0)
         launcher = None if launched is None else launched.launcher
-        with first_and_last_lines(arguments, is_first, launcher), announced_if_slow():
+        with first_and_last_lines(arguments, is_first, launcher):
             return train_model(**arguments)
 
 
-def _tell_of_construction(prepare: Optional[Callable[[], None]]) -> None:
-    """In a worker: why one fails, and that one takes a while."""
+def _explain_failures(prepare: Optional[Callable[[], None]]) -> None:
+    """Has a worker explain why it fails while it is constructed."""
     worker_failure.explain_with(failures.message_of, failures.log_to_files)
-    _of_worker.enter_context(announced_if_slow())
     if prepare is not None:
         prepare()
-
-
-# Never left.
-_of_worker = ExitStack()
 
 
 def _read_by_groups(

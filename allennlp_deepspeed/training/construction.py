@@ -33,7 +33,6 @@ from allennlp_deepspeed.config.global_batch import (
 )
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
-from allennlp_deepspeed.engine.operator_compilation import announced_compilation
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
 from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
@@ -67,7 +66,6 @@ def checked(constructor: Callable, arguments: Arguments) -> Arguments:
     return {**arguments, **{k: v for k, v in deprecated.items() if v is not None}}
 
 
-@announced_compilation()
 def construct(
     model: Model,
     optimizer: Union[torch.optim.Optimizer, Lazy[Optimizer], None],

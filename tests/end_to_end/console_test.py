@@ -16,7 +16,6 @@ from typing import Any, List, NamedTuple
 import allennlp.__main__ as allennlp_command
 import pytest
 
-from allennlp_deepspeed.launch import slow_construction
 from allennlp_deepspeed.reports import metrics_file
 from tests.support.command import Command, Run, allennlp, wait_for_all
 from tests.support.experiment import (
@@ -96,15 +95,9 @@ def test_it_begins_with_what_is_going_to_be_done(plain: Trained) -> None:
     assert f"in {plain.directory}, after each epoch" in told["checkpoints"]
 
 
-def _announce_construction_sooner() -> None:
-    slow_construction.SECONDS_BEFORE = 0.2
-
-
-def test_what_takes_long_before_the_first_step_is_told(tmp_path: Path) -> None:
+def test_the_overview_names_schedule_clipping_and_autocast(tmp_path: Path) -> None:
     changes = {
-        "model.type": "slow_classifier",
-        "model.seconds": 0.5,
-        "trainer.optimizer": {"type": "sgd_with_operator", "folder": str(tmp_path), "lr": 0.1},
+        "trainer.optimizer": {"type": "sgd", "lr": 0.1},
         "trainer.num_epochs": 1,
         "trainer.learning_rate_scheduler": {"type": "linear_with_warmup", "warmup_steps": 3},
         "trainer.grad_clipping": 0.5,
@@ -112,32 +105,17 @@ def test_what_takes_long_before_the_first_step_is_told(tmp_path: Path) -> None:
     }
     run = allennlp(
         *arguments(write_config(tmp_path / "config.json", changes), tmp_path / "out"),
-        environment={**BY_DEFAULT, "TORCH_EXTENSIONS_DIR": str(tmp_path / "operators")},
-        enter=_announce_construction_sooner,
+        environment=BY_DEFAULT,
         time_limit=TIME_LIMIT,
     ).check()
-    lines = (
-        "Constructs the model, for 0 s so far.",
-        "The model is constructed, after 1 s.",
-        "DeepSpeed compiles its operator 'tiny_operator', once for this machine, which takes",
-        "The operator 'tiny_operator' is compiled, after ",
-        "allennlp-deepspeed ",
-    )
-    told = run.output.splitlines()
-    start = next(i for i, line in enumerate(told) if line.startswith("Reads the data")) + 1
-    for line, begin in zip(told[start:], lines):
-        assert line.startswith(begin), run.output
-    # And what comes of these keys.
-    assert "SgdWithOperator, learning rate 0, which rises to 0.1, schedule Linear" in run.output
+    assert "SgdOptimizer, learning rate 0, which rises to 0.1, schedule Linear" in run.output
     assert "values clipped to ±0.5, reduced" in run.output
     assert "ZeRO stage 2, autocast to bfloat16" in run.output
-    for name in ("out_worker0.log", "out_worker1.log"):
-        assert "'tiny_operator' is compiled" in (tmp_path / "out" / name).read_text()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_constructor_that_fails_is_told_in_one_message(tmp_path: Path, stage: int) -> None:
-    failing = {"model.type": "slow_classifier", "model.seconds": 0, "model.fails_on": [1]}
+    failing = {"model.type": "failing_classifier", "model.fails_on": [1]}
     config = deepspeed(load_config("classifier", TWO_WORKERS, failing), stage)
     (tmp_path / "config.json").write_text(json.dumps(config))
     run = allennlp(
