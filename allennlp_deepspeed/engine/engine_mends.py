@@ -2,44 +2,18 @@
 What DeepSpeed 0.19.8 gets wrong when it brings up an engine or takes it down.
 """
 
-import functools
-import importlib
 import inspect
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator
+from typing import Iterator
 from unittest import mock
 
 import torch
-from deepspeed.runtime import compiler, torch_autocast
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-
-def import_muon_without_compiler() -> None:
-    """
-    Has the kernels of DeepSpeed's Muon be compiled, and the compiler imported, when they are called
-    first. To be called before an engine is brought up.
-
-    Mends DeepSpeed 0.19.8: wherever it asks whether an optimizer is its Muon, it imports that one,
-    and compiles its kernels as it is imported, for which PyTorch imports its compiler: in seconds,
-    in each worker. Gone when a new engine with another optimizer hasn't imported
-    `torch._inductor.compile_fx`.
-    """
-
-    def compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = functools.cache(lambda: torch.compile(function))
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return compiled()(*args, **kwargs)
-
-        return call
-
-    with mock.patch.object(compiler, "compile", lambda: compiled_when_called):
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 @contextmanager

@@ -40,7 +40,6 @@ from allennlp_deepspeed.engine.engine_mends import (
     allow_plain_backward,
     autocast_of_one_engine,
     forget_modules,
-    import_muon_without_compiler,
     keep_adagrad,
     know_autocast,
     remove_hooks,
@@ -198,7 +197,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo.callback(self._leave, before, is_alone=dist.get_world_size() == 1)
         if config.precision == "fp16":
             enter(in_fp16(device))
-        import_muon_without_compiler()
         with autocast_of_one_engine():
             self._engine, *_ = deepspeed.initialize(
                 # DeepSpeed takes the device's index for the local rank unless it is told both.

@@ -43,19 +43,6 @@ def test_fp16_is_refused_on_cpus_without_instructions_for_it() -> bool:
     return "_is_mkldnn_fp16_supported" in inspect.getsource(CPU_Accelerator.is_fp16_supported)
 
 
-@mended_by("engine.engine_mends.import_muon_without_compiler")
-def test_any_engine_imports_the_compiler() -> bool:
-    # Whichever engine of this process has been the first.
-    model = linear()
-    engine_of(model, 2, torch.optim.SGD(model.parameters(), lr=0.1)).destroy()
-    muon = sys.modules["deepspeed.runtime.zero.muon.original_muon"]
-    return "torch._inductor.compile_fx" in sys.modules and _is_compiled(muon.muon_update)
-
-
-def _is_compiled(function: Any) -> bool:
-    return hasattr(function, "_torchdynamo_orig_callable")
-
-
 @mended_by("engine.engine_mends.autocast_of_one_engine")
 def test_autocast_of_an_engine_is_that_of_the_process() -> bool:
     engine_of(linear(), torch_autocast={"enabled": True, "dtype": "bfloat16"}).destroy()
