@@ -25,7 +25,7 @@ from allennlp_deepspeed.lora import (
 )
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.fixtures.tiny_gguf import tiny_gguf
-from tests.support.experiment import StateDict, assert_same_weights
+from tests.support.experiment import StateDict, assert_same_outputs, assert_same_weights
 from tests.support.side_by_side import Side
 from tests.support.workers import run_workers  # noqa: F401  # workers are forked
 
@@ -116,7 +116,7 @@ def test_saved_adapters_are_those_of_peft(bert: str, tmp_path: Path, settings: D
     loaded = peft.PeftModel.from_pretrained(AutoModel.from_pretrained(bert), tmp_path).eval()
     ids = torch.tensor([[2, 7, 8, 3]])
     expected = loaded(ids).last_hidden_state
-    assert torch.allclose(embedder(ids, torch.ones_like(ids).bool()), expected, atol=1e-6)
+    assert_same_outputs(embedder(ids, torch.ones_like(ids).bool()), expected)
     assert not torch.allclose(AutoModel.from_pretrained(bert)(ids).last_hidden_state, expected)
     assert peft.PeftConfig.from_pretrained(tmp_path).base_model_name_or_path == bert
 
@@ -130,8 +130,8 @@ def test_merged_adapters_compute_the_same(bert: str, settings: Dict[str, Any]):
     plain = TokenEmbedder.from_params(Params({"type": PLAIN, "model_name": bert})).eval()
     plain.load_state_dict(embedder.state_dict())
     actual = plain.transformer_model(ids)
-    assert torch.allclose(actual.last_hidden_state, expected.last_hidden_state, atol=1e-5)
-    assert torch.allclose(actual.pooler_output, expected.pooler_output, atol=1e-5)
+    assert_same_outputs(actual.last_hidden_state, expected.last_hidden_state)
+    assert_same_outputs(actual.pooler_output, expected.pooler_output)
     with pytest.raises(ConfigurationError, match="has no adapters"):
         merge_adapters(embedder)
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.engine.ulysses import SUPPORTED_MODEL_TYPES, UlyssesAttention
 from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
+from tests.support.experiment import assert_same_outputs
 from tests.support.workers import run_workers
 
 VOCABULARY, LENGTH = 23, 13  # no multiple of the number of workers
@@ -113,7 +114,7 @@ def assert_shares(model: PreTrainedModel, size: int = 2, is_packed: bool = False
     loss_of(logits).backward()
     results = shared(copy.deepcopy(model).eval(), size, is_packed)
     parts = torch.cat([torch.tensor(part) for part, _ in results], dim=1)
-    torch.testing.assert_close(parts, logits, atol=2e-5, rtol=1e-4)
+    assert_same_outputs(parts, logits, tolerance=1e-4)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert gradients.keys() == results[0][1].keys()
     for name, gradient in gradients.items():

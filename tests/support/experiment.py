@@ -246,6 +246,17 @@ def assert_same_weights(actual: StateDict, expected: StateDict, tolerance: float
     assert not differences, "\n".join(differences)
 
 
+def assert_same_outputs(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5
+) -> None:
+    """
+    No number differs by more than `tolerance` times the largest of them: a number near zero is a
+    sum of large ones, whose rounding errors it has.
+    """
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
+
+
 def _root_mean_square(tensors: Sequence[torch.Tensor]) -> float:
     num_elements = sum(tensor.numel() for tensor in tensors)
     return math.sqrt(sum(float(t.double().square().sum()) for t in tensors) / max(1, num_elements))
