@@ -1,6 +1,7 @@
 import logging
 import os
 import time
+import uuid
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
@@ -14,7 +15,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
 from allennlp_deepspeed.checkpoint import (
-    assembly,
     frozen_parameters,
     sharded_reader,
     universal,
@@ -280,6 +280,7 @@ class DeepSpeedCheckpointer(Checkpointer):
                 "torch": torch.__version__,
             },
             frozen=frozen,
+            id=agreement.of_rank_0(uuid.uuid4().hex),
         )
 
     def check_state(self, trainer: Training) -> None:
@@ -342,23 +343,23 @@ class DeepSpeedCheckpointer(Checkpointer):
                 "A DeepSpeedCheckpointer loads a checkpoint into the engine of a trainer: call "
                 "load_checkpoint(trainer)."
             )
-        directories = trainer.directories
-        found = newest_intact(self._checkpoints, directories, self._on_corrupt)
-        if found is None or found.record is None:
+        found = newest_intact(self._checkpoints, trainer.directories, self._on_corrupt)
+        if found is None:
             refuse_allennlp_checkpoints(self._serialization_dir)
             return None
         check_model(self._checkpoints.path(found.point), found.record, trainer)
-        assembly.complete(self._checkpoints, found, directories, trainer.engine.device)
-        return self._load(trainer, found.point, found.record, found.state_of(dist.get_rank()))
+        return self._load(trainer, found.point, found.record)
 
     def _load(
-        self, trainer: Training, point: PointInTime, record: CommitRecord, rank: int
+        self, trainer: Training, point: PointInTime, record: CommitRecord
     ) -> TrainerCheckpoint:
-        """Loads a checkpoint whose files are intact, with the training state of a rank."""
+        """Loads a checkpoint whose files are intact."""
         path = self._checkpoints.path(point)
         if record.frozen:
             frozen_parameters.check_same(self._frozen_records(trainer), record.frozen, path)
         announce(logger, "Continuing from the checkpoint in %s", path)
+        # With more workers than wrote it, some start from the same training state.
+        rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
         check_version(path, record, trainer_state)
         if universal.needs_conversion(record, dist.get_world_size()):

@@ -74,21 +74,20 @@ class Directories(NamedTuple):
         """A rank for messages, with its host where there are several."""
         return f"rank {rank} on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else f"rank {rank}"
 
+    def names(self, ranks: Sequence[int]) -> str:
+        """Several ranks for messages, with their hosts."""
+        hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks))
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on {hosts}"
+
     def description(self) -> str:
         """What was found, as a sentence."""
         if self.are_one:
             return "All ranks share one serialization directory."
-        parts = "; ".join(
-            f"ranks {', '.join(map(str, ranks))} on {', '.join(self._hosts_of(ranks))}"
-            for ranks in self.groups
-        )
+        parts = "; ".join(map(self.names, self.groups))
         return (
-            f"The ranks have {len(self.groups)} serialization directories ({parts}). Each keeps "
-            "the checkpoint files of its own ranks, and all are needed to continue."
+            f"The ranks have {len(self.groups)} serialization directories ({parts}). Each has the "
+            "checkpoint files of its own ranks, and the same ranks on the same hosts can continue."
         )
-
-    def _hosts_of(self, ranks: Sequence[int]) -> List[str]:
-        return list(dict.fromkeys(self.hosts[rank] for rank in ranks))
 
 
 def _rank() -> int:

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator, Optional, Sequence
+from typing import Any, Dict, Iterator, Optional
 
 from allennlp.common import Params
 from allennlp.models import Model
@@ -19,11 +19,10 @@ from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
     warn_of_dense_attention,
 )
 from allennlp_deepspeed.checkpoint import frozen_parameters
-from allennlp_deepspeed.checkpoint.in_several_directories import (
+from allennlp_deepspeed.checkpoint.offline import (
     check_archive,
     find,
     locate,
-    together,
 )
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage import files
@@ -44,7 +43,6 @@ def export(
     epoch: Optional[int] = None,
     output_dir: Optional[str] = None,
     merge_adapters: bool = False,
-    parts: Sequence[str] = (),
 ) -> str:
     """
     Writes the weights of a checkpoint in fp32 to `weights.th`, a `state_dict` of the plain model,
@@ -69,8 +67,6 @@ def export(
     merge_adapters : `bool`, optional (default = `False`)
         Whether LoRA's adapters are added to the weights that they adapt. The config in the archive
         has no token embedder of type "lora" and no `model.lora` then.
-    parts : `Sequence[str]`, optional (default = `()`)
-        The serialization directories of other nodes, where each has a part of the checkpoint.
 
     # Returns
 
@@ -85,14 +81,13 @@ def export(
         If there are no adapters to merge.
     """
     serialization_dir, point = locate(serialization_dir)
-    found = find([serialization_dir, *parts], epoch, point)
-    logger.info("Exporting the weights of %s", found.directory)
-    output_dir = _prepare(serialization_dir, found.directory, output_dir)
+    checkpoint, record = find(serialization_dir, epoch, point)
+    logger.info("Exporting the weights of %s", checkpoint)
+    output_dir = _prepare(serialization_dir, checkpoint, output_dir)
     weights = os.path.join(output_dir, WEIGHTS_NAME)
     archive = os.path.join(output_dir, ARCHIVE_NAME)
     with ExitStack() as stack:
         archived_dir = serialization_dir
-        checkpoint, record = stack.enter_context(together(found)), found.record
         if merge_adapters:
             model = _load_model(serialization_dir, checkpoint, record)
             lora.merge_adapters(model)
@@ -117,7 +112,6 @@ def export_adapters(
     source: str,
     epoch: Optional[int] = None,
     output_dir: Optional[str] = None,
-    parts: Sequence[str] = (),
 ) -> str:
     """
     Writes LoRA's adapters alone, in the files `adapter_config.json` and `adapter_model.safetensors`
@@ -133,8 +127,6 @@ def export_adapters(
         As in `export`.
     output_dir : `str`, optional (default = `None`)
         As in `export`. For an archive `None` is the directory `adapters` beside it.
-    parts : `Sequence[str]`, optional (default = `()`)
-        As in `export`.
 
     # Returns
 
@@ -146,22 +138,21 @@ def export_adapters(
     `CheckpointError`
         If there is no such checkpoint, or it is damaged.
     `ConfigurationError`
-        If the model has no adapters, or an archive is given with an epoch or further directories.
+        If the model has no adapters, or an archive is given with an epoch.
     """
     if os.path.isfile(source):
-        check_archive(source, epoch, parts)
+        check_archive(source, epoch)
         model = load_archive(source, cuda_device=-1).model
         transformers = lora.adapted_transformers(model)
         output_dir = output_dir or os.path.join(os.path.dirname(source), "adapters")
         files.make_directory(output_dir)
     else:
         source, point = locate(source)
-        found = find([source, *parts], epoch, point)
-        logger.info("Exporting the adapters of %s", found.directory)
-        with together(found) as checkpoint:
-            model = _load_model(source, checkpoint, found.record)
+        checkpoint, record = find(source, epoch, point)
+        logger.info("Exporting the adapters of %s", checkpoint)
+        model = _load_model(source, checkpoint, record)
         transformers = lora.adapted_transformers(model)
-        output_dir = _prepare(source, found.directory, output_dir)
+        output_dir = _prepare(source, checkpoint, output_dir)
     for name, transformer in transformers.items():
         directory = output_dir if len(transformers) == 1 else os.path.join(output_dir, name)
         files.make_directory(directory)

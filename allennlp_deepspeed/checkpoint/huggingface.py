@@ -9,7 +9,7 @@ import os
 import re
 import tarfile
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from allennlp.common import Params
@@ -23,11 +23,10 @@ from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
     warn_of_dense_attention,
 )
 from allennlp_deepspeed.checkpoint import frozen_parameters
-from allennlp_deepspeed.checkpoint.in_several_directories import (
+from allennlp_deepspeed.checkpoint.offline import (
     check_archive,
     find,
     locate,
-    together,
 )
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.language_modeling import pretrained
@@ -79,7 +78,6 @@ def export_huggingface(
     output_dir: Optional[str] = None,
     epoch: Optional[int] = None,
     best: bool = False,
-    parts: Sequence[str] = (),
     module: Optional[str] = None,
     adapters_only: bool = False,
     max_shard_size: str = "5GB",
@@ -106,8 +104,6 @@ def export_huggingface(
         The number of epochs that the checkpoint has completed, as in `export`.
     best : `bool`, optional (default = `False`)
         Whether to take the weights of the best epoch, and not those of the newest checkpoint.
-    parts : `Sequence[str]`, optional (default = `()`)
-        The serialization directories of other nodes, where each has a part of the checkpoint.
     module : `str`, optional (default = `None`)
         The transformer's name in the model. `None` for the only one.
     adapters_only : `bool`, optional (default = `False`)
@@ -132,7 +128,7 @@ def export_huggingface(
             f"--max-shard-size is '{max_shard_size}': write a whole number and KB, MB, GB or TB, "
             "such as 500MB."
         )
-    with _trained(source, epoch, best, parts) as trained:
+    with _trained(source, epoch, best) as trained:
         output_dir = os.path.abspath(output_dir or trained.default_output_dir)
         _check_output(output_dir)
         model = _model(trained)
@@ -163,16 +159,11 @@ def export_huggingface(
 
 
 @contextmanager
-def _trained(
-    source: str, epoch: Optional[int], best: bool, parts: Sequence[str]
-) -> Iterator[_Trained]:
-    if best and (epoch is not None or parts):
-        raise ConfigurationError(
-            "--best takes the weights of the best epoch, which every serialization directory has: "
-            "leave out --epoch and further directories."
-        )
+def _trained(source: str, epoch: Optional[int], best: bool) -> Iterator[_Trained]:
+    if best and epoch is not None:
+        raise ConfigurationError("--best takes the weights of the best epoch: leave out --epoch.")
     if os.path.isfile(source):
-        check_archive(source, epoch, parts, best)
+        check_archive(source, epoch, best)
         output_dir = os.path.join(os.path.dirname(source), _DIRECTORY_NAME)
         try:
             with extracted_archive(source) as directory:
@@ -195,17 +186,16 @@ def _trained(
         yield _Trained(source, serialization.load(path, mmap=True), output_dir)
         return
     serialization_dir, point = locate(source)
-    found = find([serialization_dir, *parts], epoch, point)
-    logger.info("Exporting the weights of %s", found.directory)
-    suffix = os.path.basename(found.directory).removeprefix("checkpoint")
-    with together(found) as checkpoint:
-        yield _Trained(
-            serialization_dir,
-            ShardedCheckpoint(checkpoint).state_dict(),
-            os.path.join(serialization_dir, _DIRECTORY_NAME + suffix),
-            checkpoint,
-            found.record,
-        )
+    checkpoint, record = find(serialization_dir, epoch, point)
+    logger.info("Exporting the weights of %s", checkpoint)
+    suffix = os.path.basename(checkpoint).removeprefix("checkpoint")
+    yield _Trained(
+        serialization_dir,
+        ShardedCheckpoint(checkpoint).state_dict(),
+        os.path.join(serialization_dir, _DIRECTORY_NAME + suffix),
+        checkpoint,
+        record,
+    )
 
 
 def _check_output(output_dir: str) -> None:

@@ -1,83 +1,43 @@
 """
-Which checkpoint a training continues from.
+Selects the checkpoint that a training continues from. Functions here are to be called by every
+rank.
 """
 
 import logging
-import os
-from contextlib import suppress
-from typing import Dict, List, NamedTuple, Optional
+from typing import List, NamedTuple, Optional, Tuple
 
 import torch.distributed as dist
 
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory, PointInTime
-from allennlp_deepspeed.storage.commit_record import (
-    RECORD_NAME,
-    CheckpointError,
-    CommitRecord,
-    Verified,
-    is_training_state,
-    training_state_name,
-)
+from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
 
 logger = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
     """
-    A checkpoint, as all ranks see it together. The same on every rank.
+    An intact checkpoint.
 
     # Parameters
 
     point : `PointInTime`
-    record : `Optional[CommitRecord]`
-        `None` if none can be read.
-    holders : `Dict[str, List[int]]`
-        For each file the directories that have it intact, by the first rank of each.
-    without : `List[int]`
-        The directories that don't have the checkpoint, by the first rank of each.
-    gone : `List[str]`
-        The files of directories that none of the ranks has any more, or has not yet.
-    damage : `Optional[str]`
-        What else is wrong with files that are nowhere as they were written.
+        The same on every rank.
+    record : `CommitRecord`
+        That of this rank's directory.
     """
 
     point: PointInTime
-    record: Optional[CommitRecord]
-    holders: Dict[str, List[int]]
-    without: List[int]
-    gone: List[str]
-    damage: Optional[str]
-
-    @property
-    def is_whole(self) -> bool:
-        return self.damage is None and not self.gone
-
-    @property
-    def can_continue(self) -> bool:
-        """Whether all is there but for training states, in whose place those of others will do."""
-        assert self.record is not None
-        return self.record.zero_stage == 0 and all(map(is_training_state, self.gone))
-
-    def state_of(self, rank: int) -> int:
-        """
-        The rank whose training state one continues with. With more workers than wrote it, some
-        start from the same one.
-        """
-        assert self.record is not None
-        there = [r for r in range(self.record.world_size) if training_state_name(r) in self.holders]
-        same = rank % self.record.world_size
-        return same if same in there else there[rank % len(there)]
+    record: CommitRecord
 
 
 def newest_intact(
     checkpoints: CheckpointDirectory, directories: Directories, on_corrupt: str
 ) -> Optional[Found]:
     """
-    Finds the newest checkpoint of which the directories of all ranks together have every file, as
-    it was written. Commits what only some directories have, and clears away what was never
-    finished. To be called by every rank.
+    Finds the newest checkpoint that all directories have, as it was written. Completes a commit in
+    which a node died, and removes what was never finished.
 
     # Parameters
 
@@ -90,153 +50,169 @@ def newest_intact(
     # Returns
 
     `Optional[Found]`
-        The same on every rank; `None` if there is no checkpoint.
+        `None` on every rank if there is no checkpoint.
 
     # Raises
 
     `CheckpointError`
-        On every rank, if one is damaged and is not to be set aside, or none is whole.
+        On every rank, if a checkpoint is damaged and is not to be set aside, or if the directories
+        have the files of other ranks.
     """
-    _finish_commits(checkpoints, directories)
+    _complete_commits(checkpoints, directories)
     if directories.is_first_here:
         checkpoints.clean_up()
     dist.barrier()
-    points = sorted({PointInTime(*p) for own in agreement.of_all(checkpoints.find()) for p in own})
-    partial: List[Found] = []
+    points = _points_of_all(checkpoints, directories)
     while points:
-        found = _inspect(checkpoints, points.pop(), directories)
-        if found.is_whole:
-            if partial and directories.is_first_here:
-                instead = f"Continuing from {checkpoints.path(found.point)} instead."
-                logger.warning("%s %s", _incomplete(checkpoints, partial[0]), instead)
-            return found
-        if found.damage is None:
-            partial.append(found)
-            continue
-        inspected = (_inspect(checkpoints, point, directories) for point in reversed(points))
-        older = next((other.point for other in inspected if other.is_whole), None)
-        _refuse_unless_previous(checkpoints, found, older, on_corrupt)
-        if directories.is_first_here and os.path.isdir(checkpoints.path(found.point)):
-            logger.warning("%s", found.damage)
-            logger.warning("It is now in %s", checkpoints.set_aside(found.point))
+        point = points.pop()
+        record, problem = _inspect(checkpoints, point, directories)
+        if problem is None:
+            assert record is not None
+            _check_ranks(checkpoints.path(point), record, directories)
+            return Found(point, record)
+        older = next(
+            (p for p in reversed(points) if _inspect(checkpoints, p, directories)[1] is None), None
+        )
+        _refuse_unless_previous(checkpoints, point, problem, older, on_corrupt)
+        if directories.is_first_here:
+            logger.warning("%s", problem)
+            logger.warning("It is now in %s", checkpoints.set_aside(point))
         dist.barrier()
-    for found in partial:
-        if found.can_continue:
-            if directories.is_first_here:
-                logger.warning(
-                    "%s The training continues with the weights and optimizer states of others, "
-                    "who all have the same at ZeRO stage 0. The random states, callbacks and "
-                    "half-counted metrics of those ranks are others', too.",
-                    _incomplete(checkpoints, found),
-                )
-            return found
-    if not partial:
-        return None
-    newest = partial[0]
-    assert newest.record is not None
-    raise CheckpointError(
-        f"{_incomplete(checkpoints, newest)} At ZeRO stage {newest.record.zero_stage} the files of "
-        "every rank are needed: start the training where they are, or start anew with another "
-        "serialization directory."
-    )
+    return None
 
 
-def _finish_commits(checkpoints: CheckpointDirectory, directories: Directories) -> None:
+def _complete_commits(checkpoints: CheckpointDirectory, directories: Directories) -> None:
     """
-    Commits in each directory what another one has committed. All ranks have confirmed that their
-    files are on disk before any does, so that those of a node that died in between are all there,
-    and only their name is that of an unfinished checkpoint. To be called by every rank.
+    Commits in each directory what another one has committed: all were prepared before any did. A
+    node that died in between has the checkpoint under the name of an unfinished one.
     """
     if directories.are_one:
         return
-    everyones = agreement.of_all((checkpoints.find(), checkpoints.find_unfinished()))
-    committed = {PointInTime(*point) for points, _ in everyones for point in points}
-    unfinished = {PointInTime(*point) for _, points in everyones for point in points}
-    for point in sorted(committed & unfinished):
-        own = None
-        with suppress(CheckpointError):
-            own = CommitRecord.read(checkpoints.path(point))
-        checksums = agreement.of_all(None if own is None else own.checksum)
-        for checksum in sorted({checksum for checksum in checksums if checksum is not None}):
-            record = agreement.of_rank(checksums.index(checksum), own)
-            assert record is not None
+    committed = [_id(checkpoints.path(point)) for point in checkpoints.find()]
+    of_all = {id_ for ids in agreement.of_all(committed) for id_ in ids if id_ is not None}
+    if directories.is_first_here:
+        for point in checkpoints.find_unfinished():
             path = checkpoints.unfinished_path(point)
-            is_other = own is None or own.checksum != checksum
-            if directories.is_first_here and is_other and os.path.isdir(path):
-                with suppress(FileNotFoundError):
-                    os.remove(os.path.join(path, RECORD_NAME))  # half written
-                if record.is_part(path):
-                    logger.info("Committing %s, as other nodes have.", path)
-                    checkpoints.commit(point, record)
+            if _id(path) in of_all:
+                logger.info("Committing %s, as other nodes have.", path)
+                checkpoints.commit(point)
+
+
+def _points_of_all(checkpoints: CheckpointDirectory, directories: Directories) -> List[PointInTime]:
+    """
+    The checkpoints that all directories have, the newest last.
+
+    # Raises
+
+    `CheckpointError`
+        If there are none, but some directories have some.
+    """
+    everyones = [
+        {PointInTime(*point): id_ for point, id_ in own}
+        for own in agreement.of_all([(p, _id(checkpoints.path(p))) for p in checkpoints.find()])
+    ]
+    every = sorted({point for own in everyones for point in own})
+    # Parts with another ID are of a training that was not continued. Of a damaged record there is
+    # none, and it is found later.
+    common = [
+        point
+        for point in every
+        if all(point in own for own in everyones)
+        and len({own[point] for own in everyones} - {None}) <= 1
+    ]
+    if every and (not common or common[-1] != every[-1]):
+        newest = every[-1]
+        having = [rank for rank, own in enumerate(everyones) if newest in own]
+        lacking = [rank for rank in range(len(everyones)) if rank not in having]
+        others = f"and {directories.names(lacking)} {'has' if len(lacking) == 1 else 'have'} not"
+        problem = (
+            f"{checkpoints.path(newest)} is there for {directories.names(having)}, "
+            f"{others if lacking else 'but they are parts of different checkpoints'}"
+        )
+        if not common:
+            raise CheckpointError(f"{problem}. {_ADVICE}")
+        instead = checkpoints.path(common[-1])
+        if directories.is_first_here:
+            logger.warning("%s. Continuing from %s instead.", problem, instead)
+    return common
+
+
+def _id(directory: str) -> Optional[str]:
+    try:
+        return CommitRecord.read(directory).id
+    except CheckpointError:
+        return None
 
 
 def _inspect(
     checkpoints: CheckpointDirectory, point: PointInTime, directories: Directories
-) -> Found:
+) -> Tuple[Optional[CommitRecord], Optional[str]]:
     """
-    Reads the commit record of a checkpoint and compares all files with it, each rank some of
-    them. To be called by every rank.
+    Compares all files of a checkpoint with their checksums, each rank some of those that it sees.
+
+    # Returns
+
+    `Tuple[Optional[CommitRecord], Optional[str]]`
+        The record, and what is wrong with the files. The latter is the same on every rank.
     """
     path, here = checkpoints.path(point), directories.here
-    record, problem = None, None
-    if os.path.isdir(path):
-        try:
-            record = CommitRecord.read(path)
-        except CheckpointError as error:
-            problem = str(error)
-    checksums = agreement.of_all(None if record is None else record.checksum)
-    first = next((rank for rank, checksum in enumerate(checksums) if checksum is not None), 0)
-    verified = Verified([], [], {})
-    # Another one of this name is of a training that was not continued.
-    if record is not None and record.checksum == checksums[first]:
-        verified = record.find(path, here.index(dist.get_rank()), len(here))
-    everyones = agreement.of_all((problem, verified))
-    holders: Dict[str, List[int]] = {}
-    for ranks in directories.groups:
-        for name in (name for rank in ranks for name in everyones[rank][1].intact):
-            holders.setdefault(name, []).append(ranks[0])
-    damage = {problem for problem, _ in everyones if problem is not None}
-    for _, verified in everyones:
-        damage.update(p for name, p in verified.problems.items() if name not in holders)
-    agreed = agreement.of_rank(first, record)
-    gone: List[str] = []
-    if agreed is not None:
-        lost = [n for n in agreed.files if n not in holders]
-        gone = agreed.gone(lost)
-        told = {name for _, verified in everyones for name in verified.problems}
-        missing = [name for name in lost if name not in {*gone, *told}]
-        damage.update(f"{os.path.join(path, name)} is missing" for name in missing)
-    return Found(
-        point,
-        agreed,
-        holders,
-        [ranks[0] for ranks in directories.groups if checksums[ranks[0]] != checksums[first]],
-        gone,
-        "; ".join(f"{problem.rstrip('.')}" for problem in sorted(damage)) + "." if damage else None,
-    )
+    record = None
+    try:
+        record = CommitRecord.read(path)
+        problems = record.problems(path, here.index(dist.get_rank()), len(here))
+    except CheckpointError as error:
+        problems = [str(error).rstrip(".")]
+    found = {problem for problems in agreement.of_all(problems) for problem in problems}
+    return record, "; ".join(sorted(found)) + "." if found else None
 
 
-def _incomplete(checkpoints: CheckpointDirectory, found: Found) -> str:
-    assert found.record is not None
-    path = checkpoints.path(found.point)
-    return f"{path} is not complete: {found.record.lost(found.gone)}."
+def _check_ranks(path: str, record: CommitRecord, directories: Directories) -> None:
+    """
+    # Raises
+
+    `CheckpointError`
+        On every rank, if a directory has the files of other ranks than those that read them.
+    """
+    problem = None
+    here, world_size = directories.here, len(directories.hosts)
+    if directories.are_one:
+        is_right = not record.ranks
+    else:
+        is_right = record.world_size == world_size and {*here} <= {*(record.ranks or here)}
+    if not is_right:
+        problem = (
+            f"{path} has {record.description()}, of {record.world_size}, where "
+            f"{directories.names(here)} of {world_size} are to continue"
+        )
+    problems = list(dict.fromkeys(p for p in agreement.of_all(problem) if p is not None))
+    if problems:
+        raise CheckpointError(f"{'; '.join(problems)}. {_ADVICE}")
+
+
+_ADVICE = (
+    "With a serialization directory of its own on each node, a training is continued by the same "
+    "ranks on the same hosts. To continue in any other way, copy all parts into one directory with "
+    "`allennlp deepspeed gather DIRECTORY DIRECTORY ... --output DIRECTORY`, and recover from that "
+    "one where all nodes share it."
+)
 
 
 def _refuse_unless_previous(
     checkpoints: CheckpointDirectory,
-    found: Found,
+    point: PointInTime,
+    problem: str,
     older: Optional[PointInTime],
     on_corrupt: str,
 ) -> None:
     if older is None:
         raise CheckpointError(
-            f"{found.damage} There is no other checkpoint that is intact. Put the files back as "
-            "they were, or start anew with another serialization directory."
+            f"{problem} There is no other checkpoint that is intact. Put the files back as they "
+            "were, or start anew with another serialization directory."
         )
     if on_corrupt != "previous":
         raise CheckpointError(
-            f"{found.damage} Put the files back as they were; or continue from "
+            f"{problem} Put the files back as they were; or continue from "
             f"{checkpoints.path(older)}, which is intact, by writing "
             '"checkpointer": {"on_corrupt": "previous"} in the config, or by removing '
-            f"{checkpoints.path(found.point)}."
+            f"{checkpoints.path(point)}."
         )

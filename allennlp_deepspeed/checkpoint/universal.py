@@ -79,7 +79,7 @@ def find(directory: str) -> Optional[str]:
     return universal
 
 
-def convert(directory: str, target: Optional[str] = None) -> str:
+def convert(directory: str) -> str:
     """
     Converts a checkpoint, which stays as it is. On one CPU, within the memory of one parameter.
 
@@ -87,9 +87,6 @@ def convert(directory: str, target: Optional[str] = None) -> str:
 
     directory : `str`, required.
         A committed checkpoint of ZeRO stage 1 to 3.
-    target : `str`, optional (default = `None`)
-        The checkpoint beside which the conversion is put. By default `directory`, whose files are
-        compared with their checksums then.
 
     # Returns
 
@@ -102,8 +99,8 @@ def convert(directory: str, target: Optional[str] = None) -> str:
         If the checkpoint is damaged or can't be converted.
     """
     record = CommitRecord.read(directory)
-    if target is None:
-        record.verify(directory)
+    record.check_complete(directory)
+    record.verify(directory)
     checkpoint = ShardedCheckpoint(directory)
     if os.path.exists(nvme_path(os.path.join(directory, ENGINE_TAG), 0, 0)):
         raise CheckpointError(
@@ -111,14 +108,13 @@ def convert(directory: str, target: Optional[str] = None) -> str:
             f"workers that wrote it can continue: {record.world_size}. Its weights can be had with "
             "`allennlp deepspeed export`."
         )
-    universal = universal_path(target or directory)
+    universal = universal_path(directory)
     unfinished = universal + ".unfinished"
     files.remove(unfinished)
     files.make_directory(unfinished)
     for name in os.listdir(directory):
         if name not in (ENGINE_TAG, RECORD_NAME):
-            path = os.path.realpath(os.path.join(directory, name))
-            files.link(path, os.path.join(unfinished, name))
+            files.link(os.path.join(directory, name), os.path.join(unfinished, name))
     _write_parameters(checkpoint, unfinished)
     files.save(_state(checkpoint, record, directory), _path(unfinished, _STATE))
     for parent, _, names in os.walk(unfinished, topdown=False):
@@ -137,18 +133,6 @@ def convert(directory: str, target: Optional[str] = None) -> str:
     files.flush(os.path.dirname(universal))
     logger.info("Converted the checkpoint in %s to %s", directory, universal)
     return universal
-
-
-def copy(universal: str, directory: str) -> None:
-    """Puts a conversion beside another part of its checkpoint, unless there is one."""
-    if not os.path.isdir(directory) or find(directory) is not None:
-        return
-    unfinished = universal_path(directory) + ".unfinished"
-    files.remove(unfinished)
-    files.copy(universal, unfinished)
-    files.remove(universal_path(directory))
-    files.rename(unfinished, universal_path(directory))
-    files.flush(os.path.dirname(directory))
 
 
 def load(engine: DeepSpeedEngine, directory: str) -> None:

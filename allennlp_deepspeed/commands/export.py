@@ -4,7 +4,6 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.checkpoint.export import export, export_adapters
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
-from allennlp_deepspeed.commands.gather import add_parts
 
 
 class Export:
@@ -26,7 +25,6 @@ class Export:
             help="the directory that training saves to, a checkpoint in it, or an archive for "
             "--format huggingface and --adapters-only",
         )
-        add_parts(subparser)
         checkpoint = subparser.add_mutually_exclusive_group()
         checkpoint.add_argument(
             "--epoch",
@@ -84,7 +82,6 @@ class Export:
                 args.output,
                 epoch=args.epoch,
                 best=args.best,
-                parts=args.parts,
                 module=args.module,
                 adapters_only=args.adapters_only,
                 max_shard_size=args.max_shard_size or "5GB",
@@ -98,7 +95,6 @@ class Export:
                     "leave it out."
                 )
         if args.adapters_only:
-            print(export_adapters(args.source, args.epoch, args.output, args.parts))
+            print(export_adapters(args.source, args.epoch, args.output))
         else:
-            merge, parts = args.merge_adapters, args.parts
-            print(export(args.source, args.epoch, args.output, merge, parts))
+            print(export(args.source, args.epoch, args.output, args.merge_adapters))

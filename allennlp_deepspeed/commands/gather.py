@@ -1,6 +1,6 @@
 import argparse
 
-from allennlp_deepspeed.checkpoint.in_several_directories import gather
+from allennlp_deepspeed.checkpoint.offline import gather
 
 
 class Gather:
@@ -36,13 +36,3 @@ class Gather:
 
     def run(self, args: argparse.Namespace) -> None:
         print(gather(args.serialization_dirs, args.output, args.epoch))
-
-
-def add_parts(subparser: argparse.ArgumentParser) -> None:
-    """Has a command with one serialization directory take those of other nodes, too."""
-    subparser.add_argument(
-        "parts",
-        type=str,
-        nargs="*",
-        help="those of other nodes, in any order, if each has a part of the checkpoint",
-    )

@@ -1,10 +1,7 @@
 import argparse
-from typing import Sequence
 
 from allennlp_deepspeed.checkpoint import universal
-from allennlp_deepspeed.checkpoint.in_several_directories import find, together
-from allennlp_deepspeed.commands.gather import add_parts
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.checkpoint.offline import find
 
 
 class Resize:
@@ -23,15 +20,14 @@ class Resize:
         subparser.add_argument(
             "serialization_dir", type=str, help="the directory that training saves to"
         )
-        add_parts(subparser)
         subparser.set_defaults(func=self.run)
         return subparser
 
     def run(self, args: argparse.Namespace) -> None:
-        print(resize(args.serialization_dir, args.parts))
+        print(resize(args.serialization_dir))
 
 
-def resize(serialization_dir: str, parts: Sequence[str] = ()) -> str:
+def resize(serialization_dir: str) -> str:
     """
     Converts the newest committed checkpoint, unless it has been done already, or any number of
     workers can load it as it is, which they can at ZeRO stage 0.
@@ -39,27 +35,18 @@ def resize(serialization_dir: str, parts: Sequence[str] = ()) -> str:
     # Parameters
 
     serialization_dir : `str`, required.
-    parts : `Sequence[str]`, optional (default = `()`)
-        The serialization directories of other nodes, where each has a part of the checkpoint. Then
-        the conversion is put into each of them.
 
     # Returns
 
     `str`
-        The directory that any number of workers can continue from, in the first of them.
+        The directory that any number of workers can continue from.
 
     # Raises
 
     `CheckpointError`
         If there is no checkpoint, or it is damaged.
     """
-    found = find([serialization_dir, *parts])
-    if found.record.zero_stage == 0:
-        return found.directory
-    conversion = universal.find(found.directory)
-    if conversion is None:
-        with together(found) as directory:
-            conversion = universal.convert(directory, target=found.directory)
-    for part in parts:
-        universal.copy(conversion, CheckpointDirectory(part).path(found.point))
-    return conversion
+    directory, record = find(serialization_dir)
+    if record.zero_stage == 0:
+        return directory
+    return universal.find(directory) or universal.convert(directory)

@@ -43,7 +43,7 @@ class BackgroundCommit:
     rank : `int`, required.
     directories : `Sequence[Sequence[int]]`, required.
         The ranks that share a directory, for each one. The first rank of each commits there what
-        they have written; the record is the same in all.
+        they have written, when all directories are prepared (a two-phase commit).
     hosts : `Sequence[str]`, required.
         By rank.
     """
@@ -127,7 +127,7 @@ class BackgroundCommit:
             self._error = error
             # Whatever others may still wait for. If the store is gone, so are they.
             with suppress(dist.DistError):
-                for name in ("files", "directory", "record", "committed"):
+                for name in ("files", "prepared", "committed"):
                     self._tell(key, name, {"error": traceback.format_exc()})
 
     def _commit(
@@ -144,15 +144,13 @@ class BackgroundCommit:
         here = next(ranks for ranks in self._directories if self._rank in ranks)
         if self._rank != here[0]:
             return
-        self._tell(key, "directory", self._files_here(key, unfinished, here))
-        if self._rank == 0:
-            self._complete(record, [self._told(key, "directory", d[0]) for d in self._directories])
-            self._tell(key, "record", record.to_json())
-        record = CommitRecord.from_json(self._told(key, "record", 0))
-        self._directory.commit(point, record)
-        self._tell(key, "committed", {})
-        for ranks in self._directories:
-            self._told(key, "committed", ranks[0])
+        record.files = self._files_here(key, unfinished, here)
+        record.hosts = list(self._hosts)
+        record.ranks = list(here) if len(self._directories) > 1 else []
+        self._directory.prepare(point, record)
+        self._tell_directories(key, "prepared")
+        self._directory.commit(point)
+        self._tell_directories(key, "committed")
         try:
             then()
         except OSError:
@@ -168,18 +166,11 @@ class BackgroundCommit:
             here[name] = self._flush(os.path.join(unfinished, name))
         return here
 
-    def _complete(self, record: CommitRecord, directories: List[Dict[str, List[Any]]]) -> None:
-        """Adds what is in the directories to a record."""
-        for confirmed in directories:
-            for name, values in confirmed.items():
-                file = FileRecord(*values)
-                if record.files.setdefault(name, file) != file:
-                    copies = record.copies.setdefault(name, [])
-                    if file not in copies:
-                        copies.append(file)
-        record.hosts = list(self._hosts)
-        if len(self._directories) > 1:
-            record.directories = [list(ranks) for ranks in self._directories]
+    def _tell_directories(self, key: str, name: str) -> None:
+        """Waits until the first rank of each directory has come as far."""
+        self._tell(key, name, {})
+        for ranks in self._directories:
+            self._told(key, name, ranks[0])
 
     def _tell(self, key: str, name: str, value: Any) -> None:
         self._store.set(f"{key}/{name}/{self._rank}", json.dumps(value))

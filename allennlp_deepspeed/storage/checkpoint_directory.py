@@ -19,7 +19,7 @@ _NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 _LEFTOVER = re.compile(
     r"checkpoint_e\d+_b\d+(\.universal|\.replaced)?\.(unfinished|removed)$"
     r"|best\.th\.w\d+\.tmp$|config\.json\.n\d+\.unfinished$|mapped_\w+\.tmp$"
-    r"|(token|together)_\w+\.tmp$"
+    r"|token_\w+\.tmp$"
 )
 _REPLACED = re.compile(r"(checkpoint_e\d+_b\d+)\.replaced$")
 _UNIVERSAL = re.compile(r"(checkpoint_e\d+_b\d+)\.universal$")
@@ -94,15 +94,16 @@ class CheckpointDirectory:
         files.make_directory(path)
         return path
 
-    def commit(self, point: PointInTime, record: CommitRecord) -> None:
-        """
-        Turns what is in the unfinished directory, all of it flushed to disk, into a checkpoint by
-        one rename.
-        """
-        unfinished, path = self.unfinished_path(point), self.path(point)
+    def prepare(self, point: PointInTime, record: CommitRecord) -> None:
+        """Writes the record of an unfinished directory, whose files are flushed to disk."""
+        unfinished = self.unfinished_path(point)
         record.write(unfinished)
         for directory, *_ in os.walk(unfinished):
             files.flush(directory)
+
+    def commit(self, point: PointInTime) -> None:
+        """Turns a prepared directory into a checkpoint by one rename."""
+        unfinished, path = self.unfinished_path(point), self.path(point)
         # There is one with this name if recovery has started from an older one. `clean_up` gives
         # it its name back if it comes to that.
         replaced = path + ".replaced"

@@ -6,9 +6,8 @@ in `CheckpointDirectory.commit` on.
 import hashlib
 import json
 import os
-import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -16,13 +15,10 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.storage import files
 
 RECORD_NAME = "commit.json"
-FORMAT_VERSION = 2
-"""Version 1, of 0.1.0, doesn't know of directories. It is still read."""
+FORMAT_VERSION = 3
+"""Versions 1 and 2 are those of 0.1 and 0.2. They are still read."""
 
-_READ_VERSIONS = (1, FORMAT_VERSION)
-
-# What is of one rank has it in its name, in DeepSpeed's files and ours.
-_OF_A_RANK = re.compile(r"(?:zero_pp_rank_|training_state_w|nvme_w)(\d+)[_.]")
+_READ_VERSIONS = (1, 2, FORMAT_VERSION)
 
 
 class CheckpointError(ConfigurationError):
@@ -33,7 +29,7 @@ class CheckpointError(ConfigurationError):
     """
 
 
-class _LaterVersionError(Exception):
+class _OtherVersionError(Exception):
     """A record is of a version that this one doesn't read."""
 
 
@@ -68,30 +64,12 @@ class FrozenRecord(NamedTuple):
         return getattr(torch, self.dtype)
 
 
-class Verified(NamedTuple):
-    """
-    What is found of a checkpoint's files in a directory.
-
-    # Parameters
-
-    intact : `List[str]`
-        The files that are there as they were written.
-    missing : `List[str]`
-    problems : `Dict[str, str]`
-        What is wrong with files that are there, by name.
-    """
-
-    intact: List[str]
-    missing: List[str]
-    problems: Dict[str, str]
-
-
 @dataclass
 class CommitRecord:
     """
     The file `commit.json` of a checkpoint: what was saved, by whom, and a checksum of every file.
-    In the file there is one of itself as well. Where the ranks have several directories, each of
-    which holds a part of the checkpoint, all have the same record of the whole.
+    In the file there is one of itself as well. Where each node has a directory of its own, there is
+    a record in each, of the files in it.
 
     # Parameters
 
@@ -113,11 +91,10 @@ class CommitRecord:
         The frozen parameters that it leaves out, by name.
     hosts : `List[str]`, optional (default = `[]`)
         The host of each rank, by rank.
-    directories : `List[List[int]]`, optional (default = `[]`)
-        The ranks that have shared a directory, for each one. Empty for a single one.
-    copies : `Dict[str, List[FileRecord]]`, optional (default = `{}`)
-        Files that several directories have under one name, where they are not the same to the last
-        byte as the one in `files`, which is of the first of these directories.
+    ranks : `List[int]`, optional (default = `[]`)
+        The ranks whose files are in this directory, if those of others are in other directories.
+    id : `str`, optional (default = `""`)
+        The same in all directories that have a part of this checkpoint, and in no others.
     format_version : `int`, optional
     """
 
@@ -131,8 +108,8 @@ class CommitRecord:
     is_universal: bool = False
     frozen: Dict[str, FrozenRecord] = field(default_factory=dict)
     hosts: List[str] = field(default_factory=list)
-    directories: List[List[int]] = field(default_factory=list)
-    copies: Dict[str, List[FileRecord]] = field(default_factory=dict)
+    ranks: List[int] = field(default_factory=list)
+    id: str = ""
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -153,7 +130,7 @@ class CommitRecord:
             ) from None
         except OSError as error:
             raise CheckpointError(f"{path} can't be read: {error}.") from error
-        except _LaterVersionError as error:
+        except _OtherVersionError as error:
             raise CheckpointError(f"{path} has {error}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}.") from error
@@ -176,7 +153,7 @@ class CommitRecord:
         checksum = values.pop("sha256", None)
         version = values.get("format_version")
         if version not in _READ_VERSIONS:
-            raise _LaterVersionError(
+            raise _OtherVersionError(
                 f"format version {version}, and this version of allennlp-deepspeed reads "
                 f"{FORMAT_VERSION}: continue with the version that wrote it "
                 f"({values.get('versions')})."
@@ -185,15 +162,15 @@ class CommitRecord:
             raise ValueError("its SHA-256 is not the one that was recorded")
         values["files"] = {k: FileRecord(*v) for k, v in values["files"].items()}
         values["frozen"] = {k: FrozenRecord(*v) for k, v in values.get("frozen", {}).items()}
-        copies = values.get("copies", {})
-        values["copies"] = {k: [FileRecord(*v) for v in vs] for k, vs in copies.items()}
+        values.pop("copies", None)
+        if values.pop("directories", None):
+            raise _OtherVersionError(
+                "the files of several directories, as version 0.2 wrote them: put them together "
+                f"with `allennlp deepspeed gather` of the version that wrote it "
+                f"({values.get('versions')})."
+            )
         values["format_version"] = FORMAT_VERSION
         return cls(**values)
-
-    @property
-    def checksum(self) -> str:
-        """Of the record. Two directories have the same checkpoint if it is the same."""
-        return _checksum(asdict(self))
 
     def verify(self, directory: str) -> None:
         """
@@ -209,63 +186,13 @@ class CommitRecord:
             If a file is missing, damaged, not of this checkpoint, or outside of `directory`. The
             message names all such files.
         """
-        verified = self.find(directory)
-        problems = [f"{os.path.join(directory, name)} is missing" for name in verified.missing]
-        if len(self.directories) > 1 and verified.missing:
-            problems = [f"{directory} is a part of a checkpoint: {self.lost(verified.missing)}"]
-        problems += verified.problems.values()
+        problems = self.problems(directory)
         if problems:
             raise CheckpointError("; ".join(problems) + ".")
 
-    def versions_of(self, name: str) -> List[FileRecord]:
-        """As which a file may be found."""
-        return [self.files[name], *self.copies.get(name, [])]
-
-    def gone(self, lost: Collection[str]) -> List[str]:
+    def problems(self, directory: str, part: int = 0, num_parts: int = 1) -> List[str]:
         """
-        Of files that are lost, those of directories that are gone as a whole. Of other directories
-        some of the files are there.
-        """
-        names = []
-        for ranks in self.directories:
-            there = [name for name in self.files if rank_of(name) in ranks]
-            if set(there) <= set(lost):
-                names += there
-        return names
-
-    def is_part(self, directory: str) -> bool:
-        """Whether a directory has all files of the ranks that have shared one, and no others."""
-        verified = self.find(directory)
-        if verified.problems:
-            return False
-        return any(
-            {name for name in self.files if rank_of(name) in ranks} <= set(verified.intact)
-            for ranks in self.directories
-        )
-
-    def lost(self, names: Sequence[str]) -> str:
-        """Says of files that are missing of which ranks they are, and on which host they were."""
-        lines = []
-        ranks = sorted({rank for name in names if (rank := rank_of(name)) is not None})
-        for host in dict.fromkeys(self._host(rank) for rank in ranks):
-            there = [rank for rank in ranks if self._host(rank) == host]
-            files_there = [name for name in names if rank_of(name) in there]
-            lines.append(
-                f"the files of rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))} "
-                f"are missing, which were on {host} ({_shortened(files_there)})"
-            )
-        common = [name for name in names if rank_of(name) is None]
-        if common:
-            lines.append(f"{_shortened(common)} {'is' if len(common) == 1 else 'are'} missing")
-        return "; ".join(lines)
-
-    def _host(self, rank: int) -> str:
-        return self.hosts[rank] if rank < len(self.hosts) else "a host that was not recorded"
-
-    def find(self, directory: str, part: int = 0, num_parts: int = 1) -> Verified:
-        """
-        Reads the files that are in a directory, which may hold a part of the checkpoint, and
-        compares each with its checksum.
+        Reads the files and compares each with its checksum.
 
         # Parameters
 
@@ -273,35 +200,53 @@ class CommitRecord:
         part : `int`, optional (default = `0`)
         num_parts : `int`, optional (default = `1`)
             With several ranks each can read every `num_parts`th file, from its own on.
+
+        # Returns
+
+        `List[str]`
+            What is wrong with files.
         """
-        verified = Verified([], [], {})
-        for name in sorted(self.files)[part::num_parts]:
-            if _is_inside(directory, name) and not os.path.lexists(os.path.join(directory, name)):
-                verified.missing.append(name)
-                continue
-            problem = _problem(directory, name, self.versions_of(name))
-            if problem is None:
-                verified.intact.append(name)
-            else:
-                verified.problems[name] = problem
-        for name in sorted(set(file_names(directory)) - set(self.files) - {RECORD_NAME}):
-            path = os.path.join(directory, name)
-            verified.problems[name] = f"{path} is not of this checkpoint"
-        return verified
+        problems = [
+            _problem(directory, name, self.files[name])
+            for name in sorted(self.files)[part::num_parts]
+        ]
+        foreign = sorted(set(file_names(directory)) - set(self.files) - {RECORD_NAME})
+        problems += [
+            f"{os.path.join(directory, name)} is not of this checkpoint" for name in foreign
+        ]
+        return [problem for problem in problems if problem is not None]
 
+    def check_complete(self, directory: str) -> None:
+        """
+        # Raises
 
-def rank_of(name: str) -> Optional[int]:
-    """The rank whose file it is; `None` if it is one of all ranks that share a directory."""
-    match = _OF_A_RANK.search(name)
-    return int(match.group(1)) if match else None
+        `CheckpointError`
+            If the files of some ranks are in other directories.
+        """
+        if self.ranks:
+            raise CheckpointError(
+                f"{directory} has {self.description()} of {self.world_size}, and the others are in "
+                "other directories. Copy those of all nodes into one first: `allennlp "
+                "deepspeed gather DIRECTORY DIRECTORY ... --output DIRECTORY`."
+            )
+
+    def description(self, ranks: Sequence[int] = ()) -> str:
+        """
+        The files of some ranks, for messages.
+
+        # Parameters
+
+        ranks : `Sequence[int]`, optional (default = `()`)
+            None for those whose files are in the directory.
+        """
+        ranks = ranks or self.ranks or range(self.world_size)
+        hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks)) if self.hosts else ""
+        names = f"the files of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return f"{names} (written on {hosts})" if hosts else names
 
 
 def training_state_name(rank: int) -> str:
     return f"training_state_w{rank}.th"
-
-
-def is_training_state(name: str) -> bool:
-    return name.startswith("training_state_w")
 
 
 def file_names(directory: str) -> List[str]:
@@ -317,8 +262,8 @@ def _checksum(values: Dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _problem(directory: str, name: str, records: List[FileRecord]) -> Optional[str]:
-    """What is wrong with a file that has to be as one of the records says."""
+def _problem(directory: str, name: str, record: FileRecord) -> Optional[str]:
+    """What is wrong with a file that has to be as the record says."""
     path = os.path.join(directory, name)
     if not _is_inside(directory, name):
         return f"{path} is outside of the checkpoint"
@@ -328,17 +273,13 @@ def _problem(directory: str, name: str, records: List[FileRecord]) -> Optional[s
         found = FileRecord.of(path)
     except OSError as error:
         return f"{path} can't be read: {error}"
-    if found in records:
+    if found == record:
         return None
-    if found.bytes not in [record.bytes for record in records]:
-        return f"{path} has {found.bytes} bytes instead of {records[0].bytes}"
+    if found.bytes != record.bytes:
+        return f"{path} has {found.bytes} bytes instead of {record.bytes}"
     return f"{path} is damaged: its SHA-256 is not the one that was recorded"
 
 
 def _is_inside(directory: str, name: str) -> bool:
     root = os.path.realpath(directory)
     return os.path.commonpath([root, os.path.realpath(os.path.join(directory, name))]) == root
-
-
-def _shortened(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"

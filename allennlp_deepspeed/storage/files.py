@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 from torch.utils.serialization import config
@@ -100,14 +100,6 @@ def write(text: str, path: str) -> None:
     before_operation("write", path)
     with _naming(path), open(path, "w", encoding="utf-8") as file:
         file.write(text)
-
-
-def write_bytes(chunks: Iterable[memoryview], path: str) -> None:
-    """The file is not on disk before `flush`."""
-    before_operation("write", path)
-    with _naming(path), open(path, "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
 
 
 def give_usual_mode(path: str) -> None:

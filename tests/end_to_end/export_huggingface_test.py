@@ -25,7 +25,7 @@ from transformers import (
 
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
-from allennlp_deepspeed.checkpoint.in_several_directories import find
+from allennlp_deepspeed.checkpoint.offline import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.lora import transformers_in
 from allennlp_deepspeed.storage.commit_record import CheckpointError
@@ -274,7 +274,7 @@ def test_weights_are_in_memory_once(
     experiments: Experiments, tokenizer: str, tmp_path: Path, changes: Config
 ) -> None:
     result = trained(experiments, tokenizer, 3, changes)
-    weights = ShardedCheckpoint(find([str(result.serialization_dir)]).directory).state_dict()
+    weights = ShardedCheckpoint(find(str(result.serialization_dir))[0]).state_dict()
     tensors = {weight.data_ptr(): weight.nbytes for weight in weights.values()}
     with TensorMemory() as memory:
         export_huggingface(str(result.serialization_dir), str(tmp_path / "of_checkpoint"))

@@ -13,7 +13,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.checkpoint.export import export
-from allennlp_deepspeed.checkpoint.in_several_directories import find
+from allennlp_deepspeed.checkpoint.offline import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage.commit_record import CheckpointError
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, resizable
@@ -121,7 +121,7 @@ def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_pa
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_export_takes_the_memory_of_one_full_copy(experiments: Experiments, stage: int):
     result = experiments.run(deepspeed(resizable(4), stage))
-    checkpoint = ShardedCheckpoint(find([str(result.serialization_dir)]).directory)
+    checkpoint = ShardedCheckpoint(find(str(result.serialization_dir))[0])
     with TensorMemory() as memory:
         weights = checkpoint.state_dict()
     assert memory.peak == sum(weight.nbytes for weight in weights.values())

@@ -15,7 +15,7 @@ from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint import universal
-from allennlp_deepspeed.checkpoint.in_several_directories import find
+from allennlp_deepspeed.checkpoint.offline import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side
@@ -143,7 +143,7 @@ def test_parameters_of_any_shape_and_layout_are_saved_recovered_resized_and_expo
     side(world_size=2, num_epochs=1).train(tmp_path)
     recovered = side(world_size=2).train(tmp_path)
     assert_same_weights(recovered, references[2])
-    checkpoint = find([str(tmp_path)]).directory
+    checkpoint = find(str(tmp_path))[0]
     assert_same_weights(ShardedCheckpoint(checkpoint).state_dict(), references[2])
     if stage > 0:
         universal.convert(checkpoint)

@@ -26,7 +26,8 @@ def commit(checkpoints: CheckpointDirectory, point: PointInTime, world_size: int
         parameters={},
         files={path.name: FileRecord.of(str(path))},
     )
-    checkpoints.commit(point, record)
+    checkpoints.prepare(point, record)
+    checkpoints.commit(point)
     return Path(checkpoints.path(point)) / path.name
 
 

@@ -78,7 +78,8 @@ def commit(directory: CheckpointDirectory, point: PointInTime, text: str = "stat
         files.write(f"{text} of {name}", path)
         files.flush(path)
         record.files[name] = FileRecord.of(path)
-    directory.commit(point, record)
+    directory.prepare(point, record)
+    directory.commit(point)
     return directory.path(point)
 
 
@@ -220,7 +221,29 @@ def test_a_record_of_a_later_version_names_the_version_to_continue_with(tmp_path
     checkpoint_record(
         format_version=FORMAT_VERSION + 1, versions={"allennlp-deepspeed": "9.0"}
     ).write(str(tmp_path))
-    with pytest.raises(CheckpointError, match="has format version 3.*'allennlp-deepspeed': '9.0'"):
+    with pytest.raises(CheckpointError, match="has format version 4.*'allennlp-deepspeed': '9.0'"):
+        CommitRecord.read(str(tmp_path))
+
+
+def record_of_version_2(tmp_path: Path, **changes: Any) -> None:
+    record = checkpoint_record(format_version=2, versions={"allennlp-deepspeed": "0.2.0"})
+    values = {**dataclasses.asdict(record), "directories": [], "copies": {}, **changes}
+    for name in ("ranks", "id"):
+        del values[name]
+    checksum = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    (tmp_path / RECORD_NAME).write_text(json.dumps({**values, "sha256": checksum}))
+
+
+def test_a_record_of_0_2_is_read(tmp_path: Path):
+    record_of_version_2(tmp_path)
+    assert CommitRecord.read(str(tmp_path)) == checkpoint_record(
+        versions={"allennlp-deepspeed": "0.2.0"}
+    )
+
+
+def test_a_record_of_0_2_of_several_directories_is_refused(tmp_path: Path):
+    record_of_version_2(tmp_path, directories=[[0], [1]])
+    with pytest.raises(CheckpointError, match="gather` of the version that wrote it.*0.2.0"):
         CommitRecord.read(str(tmp_path))
 
 
@@ -282,8 +305,9 @@ def test_ranks_verify_every_file_between_them(tmp_path: Path):
     for name in record.files:
         content = Path(path, name).read_bytes()
         _append(Path(path, name))
-        problems = [record.find(path, part, 3).problems for part in range(3)]
-        assert [list(found) for found in problems if found] == [[name]]
+        problems = [record.problems(path, part, 3) for part in range(3)]
+        (problem,) = [problem for found in problems for problem in found]
+        assert problem.startswith(os.path.join(path, name))
         Path(path, name).write_bytes(content)
 
 

@@ -1,0 +1,186 @@
+"""
+Finds checkpoints for commands that work on files, and puts the parts of one together. No process
+group is needed.
+"""
+
+import os
+from typing import Dict, List, Optional, Sequence, Set, Tuple
+
+from allennlp.common.checks import ConfigurationError
+from allennlp.models.archival import CONFIG_NAME
+
+from allennlp_deepspeed.storage import files
+from allennlp_deepspeed.storage.checkpoint_directory import (
+    BEST_WEIGHTS_NAME,
+    CheckpointDirectory,
+    PointInTime,
+)
+from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
+
+# What AllenNLP writes into a serialization directory and a training continues with.
+_CONTINUED_WITH = (CONFIG_NAME, "meta.json", "vocabulary")
+
+
+def locate(path: str) -> Tuple[str, Optional[PointInTime]]:
+    """
+    The serialization directory that a path is of, and the point in time of the checkpoint if it is
+    that of one.
+    """
+    parent = os.path.dirname(os.path.abspath(path))
+    directory = CheckpointDirectory(parent)
+    for point in directory.find():
+        if directory.path(point) == os.path.abspath(path):
+            return parent, point
+    return path, None
+
+
+def check_archive(source: str, epoch: Optional[int], best: bool = False) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If it is said which state of an archive to take.
+    """
+    if best or epoch is not None:
+        raise ConfigurationError(
+            f"{source} is an archive, which has one state of a model: leave out --epoch and "
+            "--best, or give the serialization directory."
+        )
+
+
+def find(
+    serialization_dir: str, epoch: Optional[int] = None, point: Optional[PointInTime] = None
+) -> Tuple[str, CommitRecord]:
+    """
+    Finds the newest checkpoint, or the one that has completed `epoch` epochs. Of several such it is
+    the one at the end of the epoch, or the newest if there is none.
+
+    # Parameters
+
+    serialization_dir : `str`, required.
+    epoch : `int`, optional (default = `None`)
+    point : `PointInTime`, optional (default = `None`)
+        That of the one to find.
+
+    # Returns
+
+    `Tuple[str, CommitRecord]`
+        Its directory and its record.
+
+    # Raises
+
+    `CheckpointError`
+        If there is none, if a file is missing or damaged, or if some are in other directories.
+    """
+    checkpoints = CheckpointDirectory(serialization_dir)
+    point = point or _points([checkpoints], epoch)[0]
+    directory = checkpoints.path(point)
+    record = CommitRecord.read(directory)
+    record.check_complete(directory)
+    record.verify(directory)
+    return directory, record
+
+
+def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[int] = None) -> str:
+    """
+    Copies the parts of a checkpoint into one serialization directory, with what else a training
+    continues with. Each file is compared with its checksum after that.
+
+    # Parameters
+
+    serialization_dirs : `Sequence[str]`, required.
+        Those of all nodes, in any order.
+    output_dir : `str`, required.
+        Is made if it isn't there. A checkpoint of the same name in it is replaced.
+    epoch : `int`, optional (default = `None`)
+        As in `find`.
+
+    # Returns
+
+    `str`
+        The directory of the checkpoint.
+
+    # Raises
+
+    `CheckpointError`
+        If there is no such checkpoint, or a file of it is missing or damaged, here or there.
+    """
+    directories = [CheckpointDirectory(path) for path in serialization_dirs]
+    point, parts = _newest_parts(directories, epoch)
+    output = CheckpointDirectory(output_dir)
+    if os.path.realpath(output.path(point)) in map(os.path.realpath, parts):
+        raise CheckpointError(
+            f"{output_dir} is one of the directories with parts: write another one for --output."
+        )
+    unfinished = output.begin(point)
+    merged = next(iter(parts.values()))
+    merged.ranks = []
+    for path, record in parts.items():
+        for name in list(record.files):
+            copy = os.path.join(unfinished, name)
+            if not os.path.exists(copy):
+                files.make_directory(os.path.dirname(copy))
+                files.copy(os.path.join(path, name), copy)
+                merged.files[name] = record.files[name]
+    merged.verify(unfinished)
+    output.prepare(point, merged)
+    output.commit(point)
+    directory = output.path(point)
+    if BEST_WEIGHTS_NAME in merged.files:
+        best = os.path.join(output_dir, BEST_WEIGHTS_NAME)
+        files.remove(best)
+        files.link(os.path.join(directory, BEST_WEIGHTS_NAME), best)
+    for name in _CONTINUED_WITH:
+        _copy_from_any(serialization_dirs, output_dir, name)
+    return directory
+
+
+def _points(directories: Sequence[CheckpointDirectory], epoch: Optional[int]) -> List[PointInTime]:
+    """The checkpoints to choose from, the preferred one first."""
+    every = sorted({point for each in directories for point in each.find()}, reverse=True)
+    points = [point for point in every if epoch in (None, point.epochs)]
+    if not points:
+        which = "checkpoint" if epoch is None else f"checkpoint of {epoch} epochs"
+        found = ", ".join(os.path.basename(directories[0].path(point)) for point in every)
+        raise CheckpointError(
+            f"There is no {which} in {', '.join(d.serialization_dir for d in directories)}. There "
+            f"are: {found or 'none'}."
+        )
+    if epoch is not None:
+        points.sort(key=lambda point: (point.steps == 0, point), reverse=True)
+    return points
+
+
+def _newest_parts(
+    directories: Sequence[CheckpointDirectory], epoch: Optional[int]
+) -> Tuple[PointInTime, Dict[str, CommitRecord]]:
+    """A checkpoint of which the directories have the files of all ranks, and its parts by path."""
+    first_problem: Optional[str] = None
+    for point in _points(directories, epoch):
+        paths = [d.path(point) for d in directories if os.path.isdir(d.path(point))]
+        records = {path: CommitRecord.read(path) for path in paths}
+        # Another checkpoint of this name is of a training that was not continued.
+        for id_ in dict.fromkeys(record.id for record in records.values()):
+            parts = {path: record for path, record in records.items() if record.id == id_}
+            missing = _missing_ranks(list(parts.values()))
+            if not missing:
+                return point, parts
+            record = next(iter(parts.values()))
+            first_problem = first_problem or (
+                f"{' and '.join(parts)} {'are parts' if len(parts) > 1 else 'is a part'} of a "
+                f"checkpoint without {record.description(sorted(missing))}. Give the serialization "
+                "directories of all nodes, in any order."
+            )
+    raise CheckpointError(str(first_problem))
+
+
+def _missing_ranks(records: Sequence[CommitRecord]) -> Set[int]:
+    every = set(range(records[0].world_size))
+    return every - {rank for record in records for rank in record.ranks or every}
+
+
+def _copy_from_any(sources: Sequence[str], target: str, name: str) -> None:
+    path = next((p for s in sources if os.path.exists(p := os.path.join(s, name))), None)
+    copy = os.path.join(target, name)
+    if path is not None and not os.path.exists(copy):
+        files.copy(path, copy)
