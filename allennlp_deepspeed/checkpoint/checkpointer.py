@@ -16,8 +16,8 @@ from overrides import overrides
 
 from allennlp_deepspeed.checkpoint import (
     frozen_parameters,
+    resharding,
     sharded_reader,
-    universal,
 )
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.compatibility import (
@@ -41,7 +41,6 @@ from allennlp_deepspeed.storage.checkpoint_directory import (
     ENGINE_TAG,
     CheckpointDirectory,
     PointInTime,
-    universal_path,
 )
 from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord, FrozenRecord
 
@@ -362,8 +361,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
         check_version(path, record, trainer_state)
-        if universal.needs_conversion(record, dist.get_world_size()):
-            self._load_conversion(trainer.engine, path, record, trainer_state)
+        if resharding.is_needed(record, dist.get_world_size()):
+            self._load_resharded(trainer.engine, path, record, trainer_state)
         else:
             self._load_engine(trainer.engine, path, record)
         adapt_loaded_states(trainer.engine.basic_optimizer)
@@ -386,25 +385,24 @@ class DeepSpeedCheckpointer(Checkpointer):
         if engine.zero_nvme_offload_optimizer():
             nvme_states.load(engine, os.path.join(path, ENGINE_TAG))
 
-    def _load_conversion(
+    def _load_resharded(
         self,
         engine: DeepSpeedEngine,
         path: str,
         record: CommitRecord,
         trainer_state: Dict[str, Any],
     ) -> None:
-        """Loads what another number of ranks has saved, and this rank's share of the averages."""
-        converted = universal_path(path)
-        if not agreement.of_rank_0(dist.get_rank() == 0 and universal.find(path) is not None):
-            raise CheckpointError(
-                f"{path} was written by {record.world_size} workers, and there are "
-                f"{dist.get_world_size()} now: run `allennlp deepspeed resize "
-                f"{self._serialization_dir}` first, or recover with `allennlp train --recover`, "
-                "which does it."
-            )
-        universal.load(engine, converted)
+        """Loads what another number of ranks has saved, with this rank's share of the averages."""
+        announce(
+            logger,
+            "Resharding the checkpoint of %d workers for %d",
+            record.world_size,
+            dist.get_world_size(),
+        )
+        checkpoint = sharded_reader.ShardedCheckpoint(path)
+        resharding.load(engine, checkpoint, record.frozen)
         if "moving_average" in trainer_state:
-            trainer_state["moving_average"] = universal.load_moving_average(engine, converted)
+            trainer_state["moving_average"] = resharding.moving_average(engine, checkpoint)
 
     def _frozen_records(self, trainer: Training) -> Dict[str, FrozenRecord]:
         """Computed once, because they don't change. To be called by every rank."""

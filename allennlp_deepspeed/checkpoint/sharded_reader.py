@@ -21,6 +21,9 @@ from allennlp_deepspeed.storage.checkpoint_directory import (
 )
 from allennlp_deepspeed.storage.commit_record import CheckpointError
 
+Part = Tuple[int, int]
+"""Elements of a flattened parameter: the first of them, and their number."""
+
 _PARAMETERS_OF_GROUPS = "parameters_of_groups"
 
 _LOSS_SCALER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
@@ -105,6 +108,10 @@ class ShardedCheckpoint:
 
     # Attributes
 
+    directory : `str`
+    world_size : `int`
+        The number of ranks that wrote it.
+    has_states_on_nvme : `bool`
     trainable : `Dict[str, torch.Size]`
         The shapes of the parameters that the optimizer steps, by name. A parameter with several
         names goes by the first.
@@ -129,14 +136,17 @@ class ShardedCheckpoint:
     """
 
     def __init__(self, directory: str) -> None:
+        self.directory = directory
         self._engine_directory = os.path.join(directory, ENGINE_TAG)
+        self.has_states_on_nvme = os.path.exists(nvme_path(self._engine_directory, 0, 0))
         models = self._load("*mp_rank_00_model_states.pt")
         optimizers = [file["optimizer_state_dict"] for file in self._load("*_optim_states.pt")]
         model = models[0]
-        if optimizers and len(optimizers) != model["dp_world_size"]:
+        self.world_size: int = model["dp_world_size"]
+        if optimizers and len(optimizers) != self.world_size:
             raise CheckpointError(
                 f"{self._engine_directory} has the optimizer states of {len(optimizers)} workers, "
-                f"and {model['dp_world_size']} wrote it: those of all nodes are needed."
+                f"and {self.world_size} wrote it: those of all nodes are needed."
             )
         self._module: Dict[str, Any] = model["module"]
         self._canonical_names = _canonical_names(self._module, model["buffer_names"])
@@ -184,10 +194,10 @@ class ShardedCheckpoint:
         self._moving_averages = self._load_moving_averages(directory)
         self.has_moving_average = self._moving_averages is not None
 
-    def master(self, name: str) -> torch.Tensor:
-        """The whole weight of a trainable parameter, in fp32."""
-        whole = self._assemble(name, lambda rank, index: self._shards[rank][index].master)
-        return whole.float() if _is_half(whole) else whole
+    def master(self, name: str, part: Optional[Part] = None) -> torch.Tensor:
+        """The full weight of a trainable parameter, or a part of it, in fp32."""
+        weight = self._assemble(name, lambda rank, index: self._shards[rank][index].master, part)
+        return weight.float() if _is_half(weight) else weight
 
     def state_names(self, name: str) -> List[str]:
         """
@@ -212,19 +222,19 @@ class ShardedCheckpoint:
                 )
         return names
 
-    def state(self, name: str, key: str) -> torch.Tensor:
-        """One of the `state_names`, whole and of the parameter's shape."""
-        return self._assemble(name, lambda rank, index: self._shards[rank][index].state[key])
+    def state(self, key: str, name: str, part: Optional[Part] = None) -> torch.Tensor:
+        """One of the `state_names`, of the parameter's shape, or a part of it."""
+        return self._assemble(name, lambda rank, index: self._shards[rank][index].state[key], part)
 
     def scalars(self, name: str) -> Dict[str, Any]:
         """The optimizer's other states of a trainable parameter, such as the number of steps."""
         return {k: v for k, v in self._first_shard(name).state.items() if _is_scalar(v)}
 
-    def moving_average(self, name: str) -> torch.Tensor:
-        """The whole moving average of a trainable parameter, if there is one."""
+    def moving_average(self, name: str, part: Optional[Part] = None) -> torch.Tensor:
+        """The moving average of a trainable parameter, or a part of it, if there is one."""
         averages = self._moving_averages
         assert averages is not None
-        return self._assemble(name, lambda rank, index: averages[rank][str(index)])
+        return self._assemble(name, lambda rank, index: averages[rank][str(index)], part)
 
     def frozen_weight(self, name: str) -> torch.Tensor:
         """The whole weight of a frozen parameter, in the precision of the model."""
@@ -262,29 +272,36 @@ class ShardedCheckpoint:
             return _to_fp32(self.frozen_weight(name))
         return self.moving_average(name) if self.has_moving_average else self.master(name)
 
-    def _assemble(self, name: str, tensor: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+    def _assemble(
+        self, name: str, tensor: Callable[[int, int], torch.Tensor], part: Optional[Part]
+    ) -> torch.Tensor:
         """
         # Parameters
 
         name : `str`
         tensor : `Callable[[int, int], torch.Tensor]`
             Gives the tensor that is laid out like a shard, for a rank and the shard's index.
+        part : `Optional[Part]`
+            `None` for the full parameter, in its shape.
         """
         shape = self.trainable[name]
+        offset, size = part or (0, shape.numel())
         rank, index, _ = self._places[name][0]
-        whole = torch.empty(shape.numel(), dtype=tensor(rank, index).dtype)
+        values = torch.empty(size, dtype=tensor(rank, index).dtype)
         covered = 0
         for rank, index, fragment in self._places[name]:
-            part = tensor(rank, index).flatten()
-            whole.narrow(0, fragment.start, fragment.numel).copy_(
-                part.narrow(0, fragment.shard_start, fragment.numel)
-            )
-            covered += fragment.numel
-        if covered != shape.numel():
+            start = max(offset, fragment.start)
+            numel = min(offset + size, fragment.start + fragment.numel) - start
+            if numel > 0:
+                shard_start = fragment.shard_start + start - fragment.start
+                shard = tensor(rank, index).flatten().narrow(0, shard_start, numel)
+                values.narrow(0, start - offset, numel).copy_(shard)
+                covered += numel
+        if covered != size:
             raise CheckpointError(
-                f"{self._engine_directory} has {covered} of the {shape.numel()} weights of {name}."
+                f"{self._engine_directory} has {covered} of {size} weights of {name}."
             )
-        return whole.view(shape)
+        return values if part else values.view(shape)
 
     def _first_shard(self, name: str) -> _Shard:
         rank, index, _ = self._places[name][0]

@@ -9,7 +9,6 @@ from allennlp_deepspeed.commands.estimate import EstimateMemory
 from allennlp_deepspeed.commands.export import Export
 from allennlp_deepspeed.commands.gather import Gather
 from allennlp_deepspeed.commands.report import Report
-from allennlp_deepspeed.commands.resize import Resize
 from allennlp_deepspeed.processes.fingerprints import own_version
 
 
@@ -33,7 +32,7 @@ class DeepSpeed(Subcommand):
         version = f"allennlp-deepspeed {own_version()}"
         subparser.add_argument("--version", action="version", version=version)
         subparsers = subparser.add_subparsers(title="Commands", metavar="", required=True)
-        commands = (Check(), Env(), EstimateMemory(), Export(), Gather(), Report(), Resize())
+        commands = (Check(), Env(), EstimateMemory(), Export(), Gather(), Report())
         for command in commands:
             command_parser = command.add_subparser(subparsers)
             # AllenNLP adds it before the name of the command only.

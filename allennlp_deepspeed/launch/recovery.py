@@ -6,18 +6,15 @@ a process group: it is done in the parent process, before there are workers.
 import json
 import logging
 import os
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, List, Union
 
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.archival import CONFIG_NAME
 
-from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.config.own_keys import may_change
 from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.storage import files
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +22,8 @@ logger = logging.getLogger(__name__)
 def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_rank: int = 0) -> None:
     """
     Makes `allennlp train --recover` continue if `params` divides the work in another way than the
-    training in `serialization_dir` did. The newest checkpoint is converted for the number of
-    workers, and the recorded config becomes `params`, which AllenNLP compares with it.
+    training in `serialization_dir` did: the recorded config becomes `params`, which AllenNLP
+    compares with it.
 
     # Parameters
 
@@ -34,14 +31,12 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
         The whole config of a "deepspeed" trainer. It is not changed.
     serialization_dir : `Union[str, os.PathLike]`, required.
     node_rank : `int`, optional (default = `0`)
-        Every node changes the config that it sees; node 0 converts.
+        Every node changes the config that it sees.
 
     # Raises
 
     `ConfigurationError`
         If anything else is different.
-    `CheckpointError`
-        If the newest checkpoint has to be converted and can't.
     """
     serialization_dir = os.fspath(serialization_dir)
     path = os.path.join(serialization_dir, CONFIG_NAME)
@@ -57,9 +52,6 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
             + (f"; and {len(fixed) - _MAX_NAMED} more" if len(fixed) > _MAX_NAMED else "")
             + ". Write it as it was, or train into another directory."
         )
-    if node_rank == 0:
-        on_corrupt = params.as_flat_dict().get("trainer.checkpointer.on_corrupt")
-        _convert_newest(serialization_dir, number_of_workers(params), on_corrupt)
     if differing:
         _replace_config(path, params, recorded, differing, node_rank)
 
@@ -77,31 +69,6 @@ def _differing_keys(params: Params, recorded: Params) -> List[str]:
     missing = object()
     keys = dict.fromkeys([*then, *now])
     return [key for key in keys if now.get(key, missing) != then.get(key, missing)]
-
-
-def _convert_newest(serialization_dir: str, world_size: int, on_corrupt: Optional[str]) -> None:
-    """The one that the workers will choose. What is wrong with others they will say."""
-    checkpoints = CheckpointDirectory(serialization_dir)
-    for point in checkpoints.find():
-        directory = checkpoints.path(point)
-        try:
-            record = CommitRecord.read(directory)
-            if on_corrupt == "previous" or universal.needs_conversion(record, world_size):
-                record.verify(directory)
-        except CheckpointError:
-            if on_corrupt == "previous":
-                continue
-            return
-        if universal.needs_conversion(record, world_size) and universal.find(directory) is None:
-            announce(
-                logger,
-                "Converting %s from %d workers for %d",
-                directory,
-                record.world_size,
-                world_size,
-            )
-            universal.convert(directory)
-        return
 
 
 def _replace_config(

@@ -11,18 +11,17 @@ from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.commit_record import CommitRecord, training_state_name
 
 ENGINE_TAG = "engine"
-UNIVERSAL_TAG = "universal"
 BEST_WEIGHTS_NAME = "best.th"
 
 _UNFINISHED = ".unfinished"
 _NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 _LEFTOVER = re.compile(
-    r"checkpoint_e\d+_b\d+(\.universal|\.replaced)?\.(unfinished|removed)$"
+    r"checkpoint_e\d+_b\d+(\.replaced)?\.(unfinished|removed)$"
+    r"|checkpoint_e\d+_b\d+\.universal(\.unfinished)?$"  # of version 0.2
     r"|best\.th\.w\d+\.tmp$|config\.json\.n\d+\.unfinished$|mapped_\w+\.tmp$"
     r"|token_\w+\.tmp$"
 )
 _REPLACED = re.compile(r"(checkpoint_e\d+_b\d+)\.replaced$")
-_UNIVERSAL = re.compile(r"(checkpoint_e\d+_b\d+)\.universal$")
 
 
 class PointInTime(NamedTuple):
@@ -39,8 +38,7 @@ class CheckpointDirectory:
 
     `checkpoint_e{epochs}_b{steps}` is a checkpoint. The same name with `.unfinished` is one that is
     being written, with `.removed` one that is being removed, with `.replaced` one that is being
-    replaced, with `.universal` a conversion for another number of workers, and with `.corrupt` one
-    that has been set aside.
+    replaced, and with `.corrupt` one that has been set aside.
 
     # Parameters
 
@@ -79,10 +77,10 @@ class CheckpointDirectory:
         names = os.listdir(self.serialization_dir)
         for name in names:
             path = os.path.join(self.serialization_dir, name)
-            replaced, universal = _REPLACED.match(name), _UNIVERSAL.match(name)
+            replaced = _REPLACED.match(name)
             if replaced and replaced.group(1) not in names:
                 files.rename(path, os.path.join(self.serialization_dir, replaced.group(1)))
-            elif replaced or (universal and universal.group(1) not in names):
+            elif replaced:
                 self._remove(path)
             elif _LEFTOVER.match(name):
                 files.remove(path)
@@ -117,13 +115,11 @@ class CheckpointDirectory:
     def prune(self, newest: PointInTime, count: Optional[int], age: Optional[float]) -> None:
         """
         Removes the checkpoints that are neither among the `count` newest nor younger than `age`
-        seconds, and all conversions, which only the recovery of the run before needed. If both are
-        `None`, all checkpoints are kept. The one of `newest`, just committed, always is; what comes
-        after it is of a run that this one doesn't continue.
+        seconds. If both are `None`, all checkpoints are kept. The one of `newest`, just committed,
+        always is; what comes after it is of a run that this one doesn't continue.
         """
         checkpoints = self.find()
         for point in checkpoints:
-            self._remove(universal_path(self.path(point)))
             if point > newest:
                 self.remove(point)
         checkpoints = [point for point in checkpoints if point <= newest]
@@ -163,11 +159,6 @@ def _points(names: List[str]) -> List[PointInTime]:
     return sorted(
         (PointInTime(int(m.group(1)), int(m.group(2))) for m in matches if m), reverse=True
     )
-
-
-def universal_path(checkpoint: str) -> str:
-    """Where the conversion of a checkpoint is."""
-    return f"{checkpoint}.universal"
 
 
 def nvme_path(engine_directory: str, rank: int, part: Union[int, str]) -> str:

@@ -85,8 +85,6 @@ class CommitRecord:
         By path relative to the checkpoint's directory, with "/".
     versions : `Dict[str, str]`, optional (default = `{}`)
         Of the packages that wrote it.
-    is_universal : `bool`, optional (default = `False`)
-        Whether it has been converted to be loaded by any number of workers.
     frozen : `Dict[str, FrozenRecord]`, optional (default = `{}`)
         The frozen parameters that it leaves out, by name.
     hosts : `List[str]`, optional (default = `[]`)
@@ -105,7 +103,6 @@ class CommitRecord:
     parameters: Dict[str, List[int]]
     files: Dict[str, FileRecord] = field(default_factory=dict)
     versions: Dict[str, str] = field(default_factory=dict)
-    is_universal: bool = False
     frozen: Dict[str, FrozenRecord] = field(default_factory=dict)
     hosts: List[str] = field(default_factory=list)
     ranks: List[int] = field(default_factory=list)
@@ -162,7 +159,8 @@ class CommitRecord:
             raise ValueError("its SHA-256 is not the one that was recorded")
         values["files"] = {k: FileRecord(*v) for k, v in values["files"].items()}
         values["frozen"] = {k: FrozenRecord(*v) for k, v in values.get("frozen", {}).items()}
-        values.pop("copies", None)
+        for name in ("copies", "is_universal"):
+            values.pop(name, None)
         if values.pop("directories", None):
             raise _OtherVersionError(
                 "the files of several directories, as version 0.2 wrote them: put them together "

@@ -65,7 +65,7 @@ _ERRORS_OF_OTHER_FILES = (
 # In its errors that are raised for other reasons too.
 _OF_OTHER_FILES = re.compile("weights_only|mmap can only|PytorchStreamReader|inline_container")
 _FORBIDDEN = re.compile(r"GLOBAL (\S+)")
-_CHECKPOINT = re.compile(r".*checkpoint_e\d+_b\d+(\.universal)?(?=/)")
+_CHECKPOINT = re.compile(r".*checkpoint_e\d+_b\d+(?=/)")
 
 
 @contextmanager

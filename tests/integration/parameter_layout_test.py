@@ -14,7 +14,6 @@ from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
-from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.checkpoint.offline import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.support.experiment import assert_same_weights
@@ -146,7 +145,6 @@ def test_parameters_of_any_shape_and_layout_are_saved_recovered_resized_and_expo
     checkpoint = find(str(tmp_path))[0]
     assert_same_weights(ShardedCheckpoint(checkpoint).state_dict(), references[2])
     if stage > 0:
-        universal.convert(checkpoint)
         assert_same_weights(side(world_size=1).train(tmp_path), references[2])
 
 

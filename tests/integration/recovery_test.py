@@ -17,9 +17,9 @@ from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.models import BasicClassifier
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.checkpoint import universal
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.export import export
+from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord, FileRecord
 from tests.integration.trainer_test import Task
 from tests.support.experiment import StateDict, assert_same_weights, load_config
@@ -172,8 +172,8 @@ def recover(directory: Path) -> Any:
     return train(directory, num_epochs=2, validation_metric="+loss")
 
 
-def resize(directory: Path) -> Any:
-    return universal.convert(str(directory / "checkpoint_e1_b0"))
+def reshard(directory: Path) -> Any:
+    return ShardedCheckpoint(str(directory / "checkpoint_e1_b0"))
 
 
 def export_(directory: Path) -> Any:
@@ -187,7 +187,7 @@ def export_(directory: Path) -> Any:
     "command, name",
     [
         *((recover, name) for name in (*ENGINE_FILES, "training_state_w0.th", "best.th")),
-        *((resize, name) for name in (*ENGINE_FILES, "training_state_w0.th")),
+        *((reshard, name) for name in (*ENGINE_FILES, "training_state_w0.th")),
         *((export_, name) for name in ENGINE_FILES),
     ],
 )

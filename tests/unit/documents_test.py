@@ -101,7 +101,7 @@ def test_studies_that_are_named_are_there():
 
 def test_commands_of_the_package_that_are_named_are_there():
     parser = DeepSpeed().add_subparser(argparse.ArgumentParser().add_subparsers())
-    assert {"estimate", "export", "resize"} <= _named_after("allennlp deepspeed")
+    assert {"estimate", "export", "gather"} <= _named_after("allennlp deepspeed")
     for name in _named_after("allennlp deepspeed"):
         with pytest.raises(SystemExit) as exit_of_help:
             parser.parse_args([name, "--help"])

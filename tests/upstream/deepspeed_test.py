@@ -13,7 +13,6 @@ import deepspeed
 import torch
 from deepspeed import checkpointing
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
@@ -356,12 +355,6 @@ def test_a_frozen_parameter_with_two_names_is_left_out_under_one() -> bool:
     model.first.weight.requires_grad_(False)
     state_dict = engine_of(model).module_state_dict(exclude_frozen_parameters=True)
     return state_dict.keys() == {"second.weight", "third.weight"}
-
-
-@mended_by("checkpoint.universal")
-def test_the_conversion_of_checkpoints_is_for_adam() -> bool:
-    """By its source, because it converts files of several ranks."""
-    return '("fp32", "exp_avg", "exp_avg_sq")' in inspect.getsource(ds_to_universal)
 
 
 def _fails(function: Any) -> bool:

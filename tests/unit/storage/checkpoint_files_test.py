@@ -169,7 +169,7 @@ def test_an_error_of_the_disk_names_the_file(
 
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path):
     record = checkpoint_record(
-        files={"a": FileRecord(3, "00ff")}, versions={"torch": "2"}, is_universal=True
+        files={"a": FileRecord(3, "00ff")}, versions={"torch": "2"}, ranks=[1], id="a"
     )
     record.write(str(tmp_path))
     assert CommitRecord.read(str(tmp_path)) == record
@@ -323,7 +323,6 @@ def test_checkpoints_are_found_newest_first_and_nothing_else_is(tmp_path: Path):
         "checkpoint_e11_b0.unfinished",
         "checkpoint_e11_b0.removed",
         "checkpoint_e11_b0.corrupt",
-        "checkpoint_e11_b0.universal",
         "checkpoint_e_b",
         "best.th",
     ):
@@ -340,7 +339,7 @@ def test_cleaning_up_removes_what_a_crash_leaves_and_nothing_else(tmp_path: Path
     for name in ("checkpoint_e0_b4.unfinished", "checkpoint_e0_b1.removed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    (tmp_path / "checkpoint_e0_b2.universal.unfinished").mkdir()
+    (tmp_path / "checkpoint_e0_b2.universal").mkdir()  # of version 0.2
     (tmp_path / "best.th.w0.tmp").touch()
     directory.clean_up()
     assert set(os.listdir(tmp_path)) == keep

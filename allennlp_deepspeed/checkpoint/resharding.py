@@ -1,0 +1,179 @@
+"""
+Loads a checkpoint of ZeRO stages 1 to 3 into another number of ranks: each rank reads its shards
+out of the files that the others wrote, as `torch.distributed.checkpoint` does. DeepSpeed's
+`ds_to_universal` writes the whole checkpoint once more for that, and knows Adam's states only.
+"""
+
+from functools import partial
+from typing import Any, Callable, Collection, Dict, Optional, Tuple
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from allennlp_deepspeed.engine.shards import Shards, own_partition, whole_shape
+from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
+
+
+def is_needed(record: CommitRecord, world_size: int) -> bool:
+    """
+    Whether the shards of `world_size` ranks are not those of the checkpoint. At ZeRO stage 0 every
+    rank has everything.
+    """
+    return record.zero_stage > 0 and record.world_size != world_size
+
+
+def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, left_out: Collection[str]) -> None:
+    """
+    Loads weights, optimizer, loss scaler, counters and DeepSpeed's own learning rate schedule. To
+    be called by every rank.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+        A fresh one, of the same model and the same optimizer.
+    checkpoint : `ShardedCheckpoint`, required.
+    left_out : `Collection[str]`, required.
+        The frozen parameters that are not in the checkpoint.
+
+    # Raises
+
+    `CheckpointError`
+        On every rank, if the checkpoint is not of this model and this optimizer, or if something is
+        on NVMe.
+    """
+    is_partitioned = engine.zero_optimization_partition_weights()
+    if (
+        checkpoint.has_states_on_nvme
+        or engine.zero_nvme_offload_optimizer()
+        or (is_partitioned and engine.optimizer.params_in_nvme_and_cpu)
+    ):
+        raise CheckpointError(
+            f"{checkpoint.directory} can only be continued by {checkpoint.world_size} workers, "
+            "because weights or optimizer states are on NVMe, then or now. Its weights can be had "
+            "with `allennlp deepspeed export`."
+        )
+    shards = Shards(engine)
+    _check_parameters(shards, checkpoint, left_out)
+    for index, master in enumerate(shards.masters):
+        _fill(master.data, shards, index, checkpoint.master)
+    with shards.in_param_groups():
+        _load_optimizer(engine, shards, checkpoint)
+    if is_partitioned:
+        # Partitions the parameters that stage 3 keeps whole, until `update_parameters`.
+        engine.optimizer.checkpoint_event_prologue()
+    _load_frozen_and_buffers(engine, checkpoint)
+    shards.update_parameters()
+    for name, value in checkpoint.counters.items():
+        setattr(engine, name, value)
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(checkpoint.lr_scheduler)
+
+
+def moving_average(
+    engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint
+) -> Optional[Dict[str, Any]]:
+    """
+    The state that `ShardedMovingAverage.load_state_dict` takes on this rank, or `None` if the
+    training of the checkpoint had no moving average. Not a collective.
+    """
+    if not checkpoint.has_moving_average:
+        return None
+    shadows = {}
+    shards = Shards(engine)
+    for i, master in enumerate(shards.masters):
+        shadows[str(i)] = torch.zeros_like(master, requires_grad=False)
+        _fill(shadows[str(i)], shards, i, checkpoint.moving_average)
+    return {"shadows": shadows}
+
+
+def _fill(
+    tensor: torch.Tensor,
+    shards: Shards,
+    index: int,
+    read: Callable[[str, Tuple[int, int]], torch.Tensor],
+) -> None:
+    """Reads this rank's elements of one of the masters, or of a tensor that is like it."""
+    for parameter in shards.parameters_of_masters[index]:
+        fragment = shards.fragments.get(parameter)
+        if fragment is not None:
+            values = read(shards.names[parameter], (fragment.offset, fragment.size))
+            fragment.in_master(tensor).copy_(values)
+
+
+def _check_parameters(
+    shards: Shards, checkpoint: ShardedCheckpoint, left_out: Collection[str]
+) -> None:
+    trainable = {name for group in shards.names_of_groups for name in group}
+    expected = {
+        name: (tuple(whole_shape(parameter)), name in trainable)
+        for parameter, name in shards.names.items()
+        if name not in left_out
+    }
+    actual = {
+        **{name: (tuple(shape), True) for name, shape in checkpoint.trainable.items()},
+        **{name: (tuple(shape), False) for name, shape in checkpoint.frozen.items()},
+    }
+    differing = sorted(n for n in {*actual, *expected} if actual.get(n) != expected.get(n))
+    if differing:
+        raise CheckpointError(
+            f"The model is not the one of the checkpoint in {checkpoint.directory}. These "
+            "parameters are of another shape, frozen in one of the two only, or not in both: "
+            f"{', '.join(differing)}."
+        )
+
+
+def _load_optimizer(engine: DeepSpeedEngine, shards: Shards, checkpoint: ShardedCheckpoint) -> None:
+    optimizer = engine.optimizer.optimizer
+    param_groups = optimizer.state_dict()["param_groups"]
+    expected = shards.names_of_groups
+    actual = [group["params"] for group in checkpoint.param_groups]
+    if [set(group) for group in actual] != [set(group) for group in expected]:
+        raise CheckpointError(
+            "The parameter groups of the optimizer are not those of the checkpoint in "
+            f"{checkpoint.directory}: {expected} instead of {actual}."
+        )
+    states = {
+        index: _shard_state(shards, index, checkpoint) for index in range(len(shards.masters))
+    }
+    optimizer.load_state_dict(
+        {
+            "state": {index: values for index, values in states.items() if values},
+            "param_groups": [
+                {**saved, "params": group["params"]}
+                for saved, group in zip(checkpoint.param_groups, param_groups)
+            ],
+        }
+    )
+    for key, value in checkpoint.loss_scaler.items():
+        setattr(engine.optimizer, key, value)
+
+
+def _shard_state(shards: Shards, index: int, checkpoint: ShardedCheckpoint) -> Dict[str, Any]:
+    """The optimizer's state of a master, which has the scalars of any parameter in it."""
+    parameter = shards.names[shards.parameters_of_masters[index][0]]
+    values = {
+        # A copy each, because optimizers count steps in place.
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in checkpoint.scalars(parameter).items()
+    }
+    for key in checkpoint.state_names(parameter):
+        values[key] = torch.zeros_like(shards.masters[index], requires_grad=False)
+        _fill(values[key], shards, index, partial(checkpoint.state, key))
+    return values
+
+
+def _load_frozen_and_buffers(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint) -> None:
+    for name, parameter in engine.module.named_parameters():
+        if name not in checkpoint.frozen:
+            continue
+        weight = checkpoint.frozen_weight(name)
+        if is_zero_param(parameter):
+            fragment = own_partition(parameter)
+            fragment.write(fragment.master.data, weight)
+        else:
+            parameter.data.copy_(weight)
+    for name, buffer in engine.module.named_buffers():
+        if name in checkpoint.buffers:
+            buffer.copy_(checkpoint.buffers[name])
