@@ -63,9 +63,7 @@ class FileCheckpointEngine(CheckpointEngine):
             kept = {key: value for key, value in module.items() if key not in self.left_out}
             state_dict = {**state_dict, "module": kept}
         if self._stager is None:
-            # Training waits for it, and the SHA-256 of the file that a checkpoint's record has is
-            # computed when it doesn't any more.
-            files.save(state_dict, path, crc32=False)
+            files.save(state_dict, path)
         else:
             self._staged.append((self._stager.stage(state_dict), path))
             if not _IS_REUSABLE:

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch.distributed as dist
 
@@ -62,9 +62,6 @@ class BackgroundCommit:
         self._store = dist.distributed_c10d._get_default_store()
         self._thread: Optional[threading.Thread] = None
         self._error: Optional[BaseException] = None
-        # By inode, size and time of the last change: hard links to one file are flushed and read
-        # once.
-        self._known: Dict[Tuple[int, int, int], FileRecord] = {}
 
     def start(
         self,
@@ -139,7 +136,7 @@ class BackgroundCommit:
         then: Callable[[], None],
     ) -> None:
         unfinished = self._directory.unfinished_path(point)
-        own_files = {os.path.relpath(path, unfinished): self._flush(path) for path in write()}
+        own_files = {os.path.relpath(path, unfinished): _flush(path) for path in write()}
         self._tell(key, "files", own_files)
         here = next(ranks for ranks in self._directories if self._rank in ranks)
         if self._rank != here[0]:
@@ -163,7 +160,7 @@ class BackgroundCommit:
             here.update({n: FileRecord(*r) for n, r in self._told(key, "files", rank).items()})
         # What DeepSpeed has written by itself, such as its script for conversions.
         for name in set(file_names(unfinished)) - set(here):
-            here[name] = self._flush(os.path.join(unfinished, name))
+            here[name] = _flush(os.path.join(unfinished, name))
         return here
 
     def _tell_directories(self, key: str, name: str) -> None:
@@ -197,13 +194,7 @@ class BackgroundCommit:
             )
         return told
 
-    def _flush(self, path: str) -> FileRecord:
-        status = os.stat(path)
-        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if identity not in self._known:
-            files.flush(path)
-            record = FileRecord.of(path)
-            if status.st_nlink == 1:
-                return record
-            self._known = {identity: record}
-        return self._known[identity]
+
+def _flush(path: str) -> FileRecord:
+    files.flush(path)
+    return FileRecord.of(path)

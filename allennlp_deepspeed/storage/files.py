@@ -8,11 +8,10 @@ import hashlib
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Callable, Iterator
 
 import torch
-from torch.utils.serialization import config
 
 _HASH_CHUNK_SIZE = 4 * 1024 * 1024  # bytes
 
@@ -52,25 +51,10 @@ def make_directory(path: str) -> None:
     os.makedirs(path, exist_ok=True)
 
 
-def save(value: Any, path: str, crc32: bool = True) -> None:
-    """
-    `torch.save`. The file is not on disk before `flush`.
-
-    # Parameters
-
-    value : `Any`
-    path : `str`
-    crc32 : `bool`, optional (default = `True`)
-        `False` saves PyTorch the time for the checksums in the zip file that it writes, which
-        `torch.load` doesn't look at; other programs call the file damaged. In PyTorch 2.11 the
-        setting is one for all threads: only one of them may say `False`, and what others begin to
-        save meanwhile may be without checksums too.
-    """
+def save(value: Any, path: str) -> None:
+    """`torch.save`. The file is not on disk before `flush`."""
     before_operation("save", path)
-    # PyTorch gives its module `patch` while it is imported.
-    without: Any = config
-    checksums = nullcontext() if crc32 else without.patch("save.compute_crc32", False)
-    with _naming(path), open(path, "wb") as file, checksums:
+    with _naming(path), open(path, "wb") as file:
         torch.save(value, file)
 
 

@@ -1,6 +1,5 @@
 """The files of a checkpoint that DeepSpeed's engine saves."""
 
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,10 @@ from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_files_that_training_waits_for_have_no_crc32(tmp_path: Path, asynchronous: bool) -> None:
+def test_what_is_saved_is_loaded(tmp_path: Path, asynchronous: bool) -> None:
     path = str(tmp_path / "state.pt")
     weight = torch.randn(100)
     engine = FileCheckpointEngine(asynchronous)
     engine.save({"weight": weight}, path)
     engine.write_staged()
     assert torch.equal(engine.load(path)["weight"], weight)
-    assert (zipfile.ZipFile(path).testzip() is None) == asynchronous

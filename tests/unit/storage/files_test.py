@@ -1,9 +1,8 @@
-"""Saved files, tensors whose values are kept in files, and files that several processes remove."""
+"""Tensors whose values are kept in files, and files that several processes remove."""
 
 import os
 import resource
 import shutil
-import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
@@ -11,28 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.serialization import get_crc32_options
 
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
-
-
-@pytest.mark.parametrize("mmap", [False, True])
-def test_what_is_saved_without_crc32_is_loaded(tmp_path: Path, mmap: bool) -> None:
-    path = str(tmp_path / "saved.th")
-    tensor = torch.randn(1000)
-    files.save({"weight": tensor}, path, crc32=False)
-    assert zipfile.ZipFile(path).testzip() is not None
-    assert torch.equal(torch.load(path, mmap=mmap)["weight"], tensor)
-
-
-def test_others_have_it_also_after_an_error(tmp_path: Path) -> None:
-    path = str(tmp_path / "saved.th")
-    with pytest.raises(OSError, match="/dev/full"):
-        files.save(torch.zeros(1 << 20), "/dev/full", crc32=False)
-    assert get_crc32_options()
-    files.save({"weight": torch.randn(1000)}, path)
-    assert zipfile.ZipFile(path).testzip() is None
 
 
 @pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
