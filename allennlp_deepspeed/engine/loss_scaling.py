@@ -5,7 +5,7 @@ it clips it and steps, so that small gradients aren't rounded to zero.
 
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Iterator, List, Optional
 from unittest import mock
 
 import torch
@@ -138,21 +138,6 @@ def scale(engine: DeepSpeedEngine) -> Optional[float]:
     current = getattr(loss_scaler, "cur_scale", 1)
     is_dynamic = getattr(loss_scaler, "dynamic", False)
     return None if current == 1 and not is_dynamic else float(current)
-
-
-def state_dict(engine: DeepSpeedEngine) -> Dict[str, Any]:
-    """The loss scale and what it is going to be changed by; empty without one."""
-    scaler = grad_scaler(engine)
-    return dict(vars(_scale_of(engine))) if scaler is None else scaler.state_dict()
-
-
-def load_state_dict(engine: DeepSpeedEngine, state: Dict[str, Any]) -> None:
-    """Goes on with the loss scale of another engine with the same config."""
-    scaler = grad_scaler(engine)
-    if scaler is None:
-        vars(_scale_of(engine)).update(state)
-    else:
-        scaler.load_state_dict(state)
 
 
 def _scale_of(engine: DeepSpeedEngine) -> Any:

@@ -9,7 +9,7 @@ import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
+from typing import Any, Callable, ContextManager, Iterator, List, Optional
 from unittest import mock
 
 import deepspeed
@@ -33,7 +33,7 @@ from allennlp_deepspeed.engine import (
     module_hooks,
     nvme_states,
     parameter_layout,
-    restoration,
+    used_optimizers,
 )
 from allennlp_deepspeed.engine.compilation import Compiler
 from allennlp_deepspeed.engine.engine_mends import (
@@ -47,6 +47,7 @@ from allennlp_deepspeed.engine.engine_mends import (
 )
 from allennlp_deepspeed.engine.loaded_weights import check_loaded_weights
 from allennlp_deepspeed.engine.model_check import check_model
+from allennlp_deepspeed.engine.model_snapshot import ModelSnapshot
 from allennlp_deepspeed.engine.process_environment import (
     device_index,
     in_fp16,
@@ -57,6 +58,12 @@ from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, pen
 from allennlp_deepspeed.engine.sequence_tiling import tile_modules
 
 logger = logging.getLogger(__name__)
+
+_DOWN = (
+    "This trainer's engine has been destroyed, and a trainer trains once. Construct a new trainer, "
+    "with a new optimizer or to resume from a checkpoint. To use the engine after `train()`, put "
+    "both into one `with trainer.session():`."
+)
 
 _HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -90,8 +97,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         the model has wrapped itself.
     sequence_tiling : `SequenceTiling`, optional (default = `None`)
         The modules that compute sequences tile by tile.
-    around : `Callable[[], ContextManager[None]]`, optional (default = `nullcontext`)
-        Is entered before an engine is brought up, and left when it has gone.
+    around : `ContextManager[None]`, optional (default = `None`)
+        Entered before the engine is brought up, and left after it has been destroyed.
 
     # Raises
 
@@ -109,7 +116,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         find_unused_parameters: bool = False,
         checkpointed_modules: Optional[List[str]] = None,
         sequence_tiling: Optional[SequenceTiling] = None,
-        around: Callable[[], ContextManager[None]] = nullcontext,
+        around: Optional[ContextManager[None]] = None,
     ) -> None:
         use_accelerator(device)
         check_loaded_weights(model, config)
@@ -125,38 +132,22 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self.find_unused_parameters = find_unused_parameters
         # Where whole weights are kept while they are used, if they may not fit into memory.
         self.mapping_directory: Optional[str] = None
-        # How many are using the engine, which may not be taken from them.
-        self.num_users = 0
+        # Whether a trainer is in its session, so that no other may destroy the engine.
+        self.is_in_use = False
+        # Whether the optimizer's states are lost, and only a checkpoint can replace them.
+        self._must_resume = False
         self._plain_model = model
-        self._given = (device, local_rank, optimizer, checkpointed_modules, sequence_tiling)
-        self._around = around
-        # Undone in the reverse order, by `destroy` or if anything fails in here.
+        # Undone in reverse order, by `destroy` or if anything fails in here.
         self._undo = ExitStack()
         self._autocast: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
         self._compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
-        self._loss_scale: Optional[Dict[str, Any]] = None  # of the engine before
-        self.bring_up()
-        super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
-
-    def bring_up(self) -> None:
-        """
-        Brings up an engine, as the constructor has done, after `destroy`. To be called by every
-        rank.
-
-        # Raises
-
-        `ConfigurationError`
-            If the engine that was destroyed had something that no other can go on with.
-        """
-        device, local_rank, optimizer, checkpointed_modules, sequence_tiling = self._given
-        model = self._plain_model
         close_engines_of(model)
         with ExitStack() as undo_if_failed:
             undo_if_failed.callback(self.destroy)
-            self._undo.enter_context(self._around())
+            self._undo.enter_context(around or nullcontext())
             if optimizer is not None:
-                restoration.check_optimizer_is_of(model, optimizer)
+                used_optimizers.check(model, optimizer)
             if sequence_tiling is not None:
                 self._undo.callback(tile_modules(model, sequence_tiling, self.config.zero_stage))
             if checkpointed_modules is not None:
@@ -166,6 +157,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             undo_if_failed.pop_all()
         self.model = self.engine
         _up.add(self)
+        super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
 
     def _bring_up(
         self,
@@ -193,8 +185,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
             self._undo.callback(parameter_layout.freeze_empty(model))
-        before = restoration.Restoration(model, optimizer)
-        self._undo.callback(self._leave, before, is_alone=dist.get_world_size() == 1)
+        before = ModelSnapshot(model, optimizer)
+        self._undo.callback(self._leave, before, device)
+        has_lost_states = enter(used_optimizers.steps_allowed(optimizer))
+        has_stepped = used_optimizers.has_stepped(optimizer)
         if config.precision == "fp16":
             enter(in_fp16(device))
         with autocast_of_one_engine():
@@ -225,18 +219,19 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             if config.zero_stage == 3:
                 enter(self._compiler.leaf_modules(model))
             enter(self._compiler.around(model))
-        before.hand_over(self.engine, is_alone=dist.get_world_size() == 1)
-        if self._loss_scale is not None:
-            loss_scaling.load_state_dict(self.engine, self._loss_scale)
+        before.write_master_weights(self.engine)
+        shards_states = self.engine.optimizer is not self.engine.basic_optimizer
+        self._must_resume = has_lost_states or (has_stepped and shards_states)
         if config.zero_stage == 0 and config.precision != "fp16":
             allow_plain_backward(self.engine)
 
-    def _leave(self, before: restoration.Restoration, is_alone: bool) -> None:
+    def _leave(self, before: ModelSnapshot, device: torch.device) -> None:
         """
-        Destroys the engine and leaves the model and the optimizer to others: in a single process as
-        they were, with what they have learnt. With several the shards stay where they are.
+        Destroys the engine. In a single process the model is a plain one again, with the trained
+        weights. With several workers the shards stay where they are.
         """
         engine = self._engine
+        is_alone = dist.get_world_size() == 1
         with ExitStack() as undo:
             undo.callback(forget_modules, self._plain_model)
             if is_alone:
@@ -248,40 +243,13 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             # Before the process group: a worker can abort if the group goes away under a live
             # engine.
             undo.callback(_destroy_engine, engine)
-            self._refuse_what_is_left(engine, is_alone)
-            self._loss_scale = loss_scaling.state_dict(engine)
+            if engine.global_steps > 0 and engine.optimizer is not engine.basic_optimizer:
+                used_optimizers.refuse_steps(engine.basic_optimizer)
             if is_alone:
-                before.collect(engine, self._device_afterwards(engine), self.mapping_directory)
-
-    def _device_afterwards(self, engine: DeepSpeedEngine) -> torch.device:
-        offload = engine.zero_offload_param()
-        is_offloaded = offload is not None and offload.device != OffloadDeviceEnum.none
-        return torch.device("cpu") if is_offloaded else self._given[0]
-
-    def _refuse_what_is_left(self, engine: DeepSpeedEngine, is_alone: bool) -> None:
-        optimizer = engine.basic_optimizer
-        if not is_alone and engine.optimizer is not optimizer:
-            restoration.refuse_steps(
-                optimizer,
-                "The optimizer can't be used again: training has left its states sharded over "
-                f"{dist.get_world_size()} workers. To go on, put all training into one "
-                "`with trainer.session():`, or recover from a checkpoint.",
-            )
-        elif engine.zero_nvme_offload_optimizer():
-            restoration.refuse_steps(
-                optimizer,
-                "The optimizer can't be used again: training has left its states on NVMe. To go "
-                "on, put all training into one `with trainer.session():`, or recover from a "
-                "checkpoint.",
-            )
-        elif optimizer is not self._given[2]:
-            restoration.refuse_steps(
-                optimizer,
-                "This optimizer, which DeepSpeed has constructed from "
-                "deepspeed_config.optimizer, was gone with its engine. To go on, put all training "
-                "into one `with trainer.session():`, or construct the optimizer yourself and give "
-                "it to the trainer.",
-            )
+                offload = engine.zero_offload_param()
+                is_offloaded = offload is not None and offload.device != OffloadDeviceEnum.none
+                device = torch.device("cpu") if is_offloaded else device
+                before.collect(engine, device, self.mapping_directory)
 
     @property
     def engine(self) -> DeepSpeedEngine:
@@ -292,16 +260,40 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             If it is down.
         """
         if self._engine is None:
-            raise RuntimeError(
-                "The engine has been taken down. Put `with trainer.session():` around training "
-                "and whatever is to use the engine afterwards."
-            )
+            raise RuntimeError(_DOWN)
         return self._engine
 
-    @property
-    def is_up(self) -> bool:
-        """Whether there is an engine."""
-        return self._engine is not None
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """
+        Context manager at whose end the engine is destroyed, and within which no other trainer of
+        the same model may destroy it.
+
+        # Raises
+
+        `RuntimeError`
+            If it is down.
+        """
+        if self._engine is None:
+            raise RuntimeError(_DOWN)
+        self.is_in_use = True
+        try:
+            yield
+        finally:
+            self.is_in_use = False
+            self.destroy()
+
+    def check_optimizer_states(self) -> None:
+        """
+        To be called before training that doesn't resume from a checkpoint.
+
+        # Raises
+
+        `ConfigurationError`
+            If the optimizer has made steps before, and its states are lost.
+        """
+        if self._must_resume:
+            raise ConfigurationError(used_optimizers.LOST_STATES)
 
     @property
     @overrides
@@ -351,8 +343,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         """
         Takes the engine down, and the process group with it if it was made here. Not a collective,
         so that a failing rank may call it alone. May be called again. In a single process the model
-        is a plain fp32 `Model` then, on the CPU if its weights were offloaded, and the optimizer
-        has whole states for its parameters.
+        is a plain fp32 `Model` then, on the CPU if its weights were offloaded.
         """
         try:
             self._undo.close()
@@ -381,7 +372,7 @@ def close_engines_of(model: torch.nn.Module) -> None:
     for wrapped_model in list(_up):
         if parameters.isdisjoint(wrapped_model.model.parameters()):
             continue
-        if wrapped_model.num_users > 0:
+        if wrapped_model.is_in_use:
             raise ConfigurationError(
                 "Another trainer is training this model. Construct a new one when its `train` or "
                 "`session` has ended."

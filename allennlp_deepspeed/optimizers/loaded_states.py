@@ -26,7 +26,7 @@ def adapt_loaded_states(optimizer: torch.optim.Optimizer) -> None:
         return
     stands_in_for = getattr(optimizer, "stands_in_for", None)
     if stands_in_for is not None:  # see `standing_in`; PyTorch has put new ones in place
-        stands_in_for.param_groups, stands_in_for.state = optimizer.param_groups, optimizer.state
+        stands_in_for.param_groups = optimizer.param_groups
     for group in optimizer.param_groups:
         for name, value in optimizer.defaults.items():
             # PyTorch adds this one to all defaults when it loads states, for its own optimizers.

@@ -4,7 +4,6 @@ are offloaded.
 """
 
 import logging
-from collections import defaultdict
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Type
 
@@ -22,7 +21,6 @@ from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
 from allennlp_deepspeed.optimizers.lion import CPULion, LionOptimizer
-from allennlp_deepspeed.optimizers.loaded_states import adapt_loaded_states
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +122,8 @@ def for_offload(
 @contextmanager
 def standing_in(optimizer: torch.optim.Optimizer, given: torch.optim.Optimizer) -> Iterator[None]:
     """
-    Within it an optimizer steps the groups and the states of another, which schedules and users go
-    on to hold: what they write there counts, and what has been learnt they find there.
+    Context manager within which an optimizer steps the groups of another, which schedules and users
+    continue to hold: what they write there counts.
 
     # Parameters
 
@@ -141,22 +139,19 @@ def standing_in(optimizer: torch.optim.Optimizer, given: torch.optim.Optimizer) 
     ]
     for group, added in zip(given.param_groups, settings):
         group.update(added)
-    optimizer.param_groups, optimizer.state = given.param_groups, given.state
+    optimizer.param_groups = given.param_groups
     # Of the trainer and of others.
     optimizer._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
     optimizer._optimizer_step_post_hooks = given._optimizer_step_post_hooks
     # A schedule of torch's asks for it, and warns.
     given._opt_called = True  # type: ignore[attr-defined]
-    adapt_loaded_states(optimizer)
     try:
         yield
     finally:
         optimizer.param_groups = [dict(group) for group in given.param_groups]
-        optimizer.state = defaultdict(dict)
         for group, added in zip(given.param_groups, settings):
             for name in added:
                 group.pop(name, None)
-        adapt_loaded_states(given)
 
 
 def counterpart_of(

@@ -4,9 +4,8 @@ Constructs what a trainer trains with, in the same way for Python and for a conf
 
 import math
 import re
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Union
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -112,9 +111,9 @@ def construct(
         _settings(arguments, optimizer, data_loader, batches_per_epoch, device)
     )
     steps_with = optimizers.for_offload(optimizer, config)
-    around: Callable[[], ContextManager[None]] = nullcontext
+    around = None
     if given is not None and steps_with is not None and steps_with is not given:
-        around = partial(optimizers.standing_in, steps_with, given)
+        around = optimizers.standing_in(steps_with, given)
     empty_groups = _empty_groups(steps_with)
     wrapped_model = wrap_model(
         model,

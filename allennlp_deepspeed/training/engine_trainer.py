@@ -14,7 +14,6 @@ from allennlp.data.data_loaders import (
 )
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
-from allennlp.training.moving_average import MovingAverage
 from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
@@ -70,14 +69,13 @@ class EngineTrainer(GradientDescentTrainer):
     _ddp_wrapped_model: DeepSpeedWrappedModel
     _checkpointer: Optional[DeepSpeedCheckpointer]
     _moving_average: Optional[ShardedMovingAverage]
-    _given_moving_average: Optional[MovingAverage]
+    _has_trained: bool
     _directories: Directories
     _progress: Progress
     _buffers: BufferBroadcast
     # The keys 'gradient_synchronization' and 'grad_cache'.
     _gradient_settings: Tuple[str, Optional[Dict[str, Any]]]
     _sequence_parallelism: SequenceParallelism
-    # They come and go with the engine.
     _gradients: GradientSynchronizer
     _gradient_step: GradientStep
     _micro_batches: Optional[MicroBatches]
@@ -186,42 +184,42 @@ class EngineTrainer(GradientDescentTrainer):
     @contextmanager
     def session(self) -> Iterator[None]:
         """
-        Keeps the engine up. `train` is such a session, and takes the engine down when it ends; put
-        a session around it to use the engine after training. When the last one ends, however it
-        does, the engine is destroyed, and in a single process the model is a plain fp32 `Model`
-        again and the optimizer steps its parameters: either can be given to any other loop. Another
-        session brings up another engine, which goes on with both. With several workers weights and
-        states stay sharded, and the first session is the last.
+        Keeps the engine up. `train` is such a session, and destroys the engine when it ends; put a
+        session around it to use the engine after training. A trainer has one: when the outermost
+        one ends, however it does, the engine is destroyed. In a single process the model is a plain
+        fp32 `Model` then, with the trained weights. With several workers the weights stay sharded,
+        and the trained ones are in the archive.
+
+        # Raises
+
+        `RuntimeError`
+            If the engine has been destroyed.
         """
         wrapped_model = self._ddp_wrapped_model
-        if not wrapped_model.is_up:
-            self._bring_up_engine()
-        wrapped_model.num_users += 1
-        try:
+        if wrapped_model.is_in_use:
             yield
-            if wrapped_model.num_users == 1:
+            return
+        with wrapped_model.in_use():
+            try:
+                yield
                 self._weight_watch.warn_if_changed()
                 if self._checkpointer is not None:
                     self._checkpointer.finish()
-        except BaseException as error:
-            if wrapped_model.num_users == 1 and self._checkpointer is not None:
-                # All ranks are here after an interruption, and this is the only one after a
-                # Ctrl-C.
-                is_agreed = isinstance(error, (TrainingInterrupted, KeyboardInterrupt))
-                (self._checkpointer.finish if is_agreed else self._checkpointer.abandon)()
-            raise
-        finally:
-            wrapped_model.num_users -= 1
-            if wrapped_model.num_users == 0:
-                wrapped_model.destroy()
+            except BaseException as error:
+                if self._checkpointer is not None:
+                    # All ranks are here after an interruption, and this is the only one after a
+                    # Ctrl-C.
+                    is_agreed = isinstance(error, (TrainingInterrupted, KeyboardInterrupt))
+                    (self._checkpointer.finish if is_agreed else self._checkpointer.abandon)()
+                raise
 
     def close(self) -> None:
         """
-        Takes the engine down, if it is up, as the end of a session does. For a trainer that is not
+        Destroys the engine, if it is up, as the end of a session does. For a trainer that is not
         going to train; one that is dropped, or whose model is given to another, is closed by
         itself. May be called again.
         """
-        if self._ddp_wrapped_model.num_users > 0:
+        if self._ddp_wrapped_model.is_in_use:
             raise RuntimeError("A trainer can't be closed in its own `train` or `session`.")
         self._ddp_wrapped_model.destroy()
 
@@ -274,33 +272,13 @@ class EngineTrainer(GradientDescentTrainer):
         """
         return self._gradient_step.group_size
 
-    def _bring_up_engine(self) -> None:
-        config = self._ddp_wrapped_model.config.engine_config
-        for section in ("optimizer", "scheduler"):
-            if section in config:
-                raise RuntimeError(
-                    f"This trainer can't go on, because the {section} that DeepSpeed has "
-                    f"constructed from deepspeed_config.{section} was gone with its engine. Put "
-                    "all training into one `with trainer.session():`."
-                )
-        if self._world_size > 1:
-            raise RuntimeError(
-                "This trainer can't go on, because weights and states are left sharded over "
-                f"{self._world_size} workers. Put all training into one `with trainer.session():`."
-            )
-        self._ddp_wrapped_model.bring_up()
-        try:
-            self._attach_engine()
-        except BaseException:
-            self._ddp_wrapped_model.destroy()
-            raise
-
     def go_backward(self, batch: TensorDict) -> float:
         """
         Goes forward and backward through a batch that is an optimizer step by itself, for loops
         other than `train`; `step_optimizer` is next. To be called by every rank, in a `session`.
         Returns this rank's loss.
         """
+        self._ddp_wrapped_model.check_optimizer_states()
         batches, size, num_fillers = self._divided(BatchGroup([batch], 1))
         with self._gradient_step.accumulate(batches, size, num_fillers):
             losses = [
@@ -326,13 +304,13 @@ class EngineTrainer(GradientDescentTrainer):
         )
 
     def _attach_engine(self) -> None:
-        """Constructs what works on the engine, which has just come up."""
+        """Constructs what works on the engine."""
         wrapped_model = self._ddp_wrapped_model
         if wrapped_model.config.zero_stage == 3:
             # Where whole weights are kept while they are used: there may not be memory for them.
             wrapped_model.mapping_directory = self._serialization_dir
-        if self._given_moving_average is not None:
-            moving_average = ShardedMovingAverage(self._given_moving_average, self.engine)
+        if self._moving_average is not None:
+            moving_average = ShardedMovingAverage(self._moving_average, self.engine)
             wrapped_model.before_destroying(moving_average.release)
             self._moving_average = moving_average
         if self._grad_clipping is not None:

@@ -74,18 +74,14 @@ class ResumableTrainer(ReportedTrainer):
     @overrides
     def _maybe_restore_checkpoint(self) -> None:
         """
-        Continues from the newest checkpoint, if there is one. To be called by every rank. Without a
-        session, after training, what is in it is given to the plain model and optimizer.
+        Continues from the newest checkpoint, if there is one. To be called by every rank.
 
         Mends AllenNLP 2.10.1: a training that has stopped early trains one more epoch when it is
         continued. Gone when `_try_train` asks whether to stop before it trains.
         """
-        if not self._ddp_wrapped_model.is_up:
-            with self.session():
-                self._maybe_restore_checkpoint()
-            return
         state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
         if state is None:
+            self._ddp_wrapped_model.check_optimizer_states()
             return
         self._weight_watch.snapshot()
         parts = self.parts()

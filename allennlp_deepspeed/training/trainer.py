@@ -160,7 +160,7 @@ class DeepSpeedTrainer(ResumableTrainer):
                 [data_loader, self._validation_data_loader],
             )
             self._loss_of_validation = ValidationLoss(model)
-            self._given_moving_average = self._moving_average
+            self._has_trained = False
             self._attach_engine()
             self._has_global_loss = (
                 isinstance(model, ContrastiveModel) and model.negatives == "global"
@@ -171,9 +171,9 @@ class DeepSpeedTrainer(ResumableTrainer):
     @overrides
     def train(self) -> Dict[str, Any]:
         """
-        Trains the model. To be called by every rank. After a SIGTERM or Ctrl-C on any rank, every
-        rank leaves after the validation batch that it is in, or after the optimizer step in which
-        they next read the losses (`log_every_num_steps`).
+        Trains the model, once. To be called by every rank. After a SIGTERM or Ctrl-C on any rank,
+        every rank leaves after the validation batch that it is in, or after the optimizer step in
+        which they next read the losses (`log_every_num_steps`).
 
         # Raises
 
@@ -181,8 +181,16 @@ class DeepSpeedTrainer(ResumableTrainer):
             On every rank, after a SIGTERM, or after Ctrl-C with several workers.
         `KeyboardInterrupt`
             In a single process, after Ctrl-C.
+        `RuntimeError`
+            If it has been called before.
         """
         with self.session(), self._interruption:
+            if self._has_trained:
+                raise RuntimeError(
+                    "This trainer has trained, and trains once. Construct a new trainer, with a "
+                    "new optimizer or to resume from a checkpoint."
+                )
+            self._has_trained = True
             metrics = super().train()
             self._leave_if_interrupted("after its last epoch")
             return metrics

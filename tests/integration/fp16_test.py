@@ -21,7 +21,6 @@ from allennlp.training.momentum_schedulers import InvertedTriangular
 from allennlp.training.moving_average import ExponentialMovingAverage
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
-from allennlp_deepspeed.engine import loss_scaling
 from tests.fixtures.components import EitherOfTwoEmbedders  # noqa: F401  # registered
 from tests.support.experiment import assert_same_weights, load_config
 
@@ -307,28 +306,6 @@ def test_the_loss_scale_is_recovered(tmp_path: Path, stage: int, precision: Dict
         step for step in uninterrupted.record.skipped if step >= after
     }
     assert_same_weights(recovered.model.state_dict(), uninterrupted.model.state_dict(), 1e-6)
-
-
-@pytest.mark.parametrize(
-    "stage, precision",
-    [
-        (0, AUTOCAST),
-        (0, OVERFLOWING),
-        *(pytest.param(i, OVERFLOWING, marks=pytest.mark.soak) for i in (1, 2)),
-        (3, OVERFLOWING),
-    ],
-)
-def test_another_session_goes_on_with_the_loss_scale(
-    tmp_path: Path, stage: int, precision: Dict[str, Any]
-) -> None:
-    trainer: Any = Task().trainer(tmp_path, config(stage, precision), num_epochs=1)
-    with trainer.session():
-        initial = loss_scaling.state_dict(trainer.engine)
-        trainer.train()
-        trained = loss_scaling.state_dict(trainer.engine)
-    assert trained != initial
-    with trainer.session():
-        assert loss_scaling.state_dict(trainer.engine) == trained
 
 
 @pytest.mark.parametrize(

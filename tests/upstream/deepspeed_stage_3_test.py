@@ -38,7 +38,7 @@ def test_the_linear_function_stays_replaced() -> bool:
     return torch.nn.functional.linear is not torch._C._nn.linear
 
 
-@mended_by("engine.restoration.Restoration.restore")
+@mended_by("engine.model_snapshot.ModelSnapshot.restore")
 def test_a_destroyed_engine_leaves_the_model_partitioned() -> bool:
     model = linear()
     engine_of(model, 3).destroy()

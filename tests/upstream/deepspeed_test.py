@@ -162,22 +162,12 @@ def test_a_step_that_the_scaler_of_autocast_has_skipped_counts_as_applied() -> b
     return engine.was_step_applied() and weight(model) == 1
 
 
-@mended_by("engine.restoration.Restoration.hand_over")
+@mended_by("engine.model_snapshot.ModelSnapshot.write_master_weights")
 def test_master_weights_are_those_of_half_precision() -> bool:
     model = linear()
     model.weight.data.fill_(1 + 2**-12)  # 1 in bf16
     engine = engine_of(model, 2, bf16={"enabled": True})
     return bool(engine.optimizer.single_partition_of_fp32_groups[0][0] == 1)
-
-
-@mended_by("engine.restoration.Restoration.hand_over")
-def test_zero_has_no_use_for_the_states_of_an_optimizer() -> bool:
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    model(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
-    engine = engine_of(model, 2, optimizer)
-    return engine.optimizer.single_partition_of_fp32_groups[0] not in optimizer.state
 
 
 @mended_by("engine.deepspeed_logging.logged_by_allennlp")

@@ -1,0 +1,182 @@
+"""
+Restores a single process's model and optimizer when their engine is destroyed.
+"""
+
+import os
+from typing import Any, Dict, List, Optional, Set, Tuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.engine.shards import Shards
+
+State = Dict[str, Any]
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
+
+
+class ModelSnapshot:
+    """
+    Records a model and its optimizer before the engine is brought up, and restores them after it
+    has been destroyed: the same `Parameter` objects, in fp32 and with the values that training
+    ended with, in the optimizer's own groups. States that the engine has sharded are lost.
+
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+    optimizer : `Optional[torch.optim.Optimizer]`, required.
+        The one that the engine is given. `None` if DeepSpeed constructs one.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optional[torch.optim.Optimizer]) -> None:
+        self._model = model
+        self._optimizer = getattr(optimizer, "stands_in_for", optimizer)
+        self._device: Optional[torch.device] = None
+        # The values are kept until the engine has its own.
+        self._values: Dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._attributes: Dict[torch.nn.Parameter, Dict[str, Any]] = {}
+        for parameter in model.parameters():
+            if is_zero_param(parameter):  # by `PartitionedConstruction`
+                self._attributes[parameter] = {}
+            else:
+                self._attributes[parameter] = dict(vars(parameter))
+                self._values[parameter] = parameter.data
+        self._strides = {
+            parameter: value.stride()
+            for parameter, value in self._values.items()
+            if not value.is_contiguous()
+        }
+        self._hooks = {id(hooks): set(hooks) for hooks in _hooks_of(model)}
+        self._names = {module: set(vars(module)) for module in model.modules()}
+        self._added: Optional[Dict[torch.nn.Module, Set[str]]] = None
+        self._buffer_types = {
+            (module, name): buffer.dtype
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        self._groups: List[Tuple[Dict[str, Any], List[torch.nn.Parameter]]] = []
+        self._states: Dict[torch.Tensor, State] = {}
+        if self._optimizer is not None:
+            groups = self._optimizer.param_groups
+            self._groups = [(group, list(group["params"])) for group in groups]
+            self._states = dict(self._optimizer.state)
+
+    def find_added(self) -> None:
+        """To be called when the engine is up: what modules get from here on isn't its own."""
+        self._added = self._added_names()
+
+    def remove_added(self) -> None:
+        """
+        Takes off modules and parameters what DeepSpeed has put there. An engine that has come up
+        removes its hooks itself.
+        """
+        if self._added is None:
+            for hooks in _hooks_of(self._model):
+                for key in set(hooks) - self._hooks.get(id(hooks), set()):
+                    del hooks[key]
+            for parameter in set(self._attributes) - set(self._values):
+                del self._attributes[parameter]  # it was partitioned before, and stays so
+        for module, names in (self._added or self._added_names()).items():
+            for name in names & set(vars(module)):
+                delattr(module, name)
+
+    def _added_names(self) -> Dict[torch.nn.Module, Set[str]]:
+        return {module: set(vars(module)) - names for module, names in self._names.items()}
+
+    def write_master_weights(self, engine: DeepSpeedEngine) -> None:
+        """
+        Gives a single process's engine in half precision the model's fp32 weights as master
+        weights, and takes states of earlier steps out of an optimizer that doesn't step the
+        parameters. To be called by every rank when the engine is up.
+
+        Mends DeepSpeed 0.19.8: it makes its fp32 weights of what half precision leaves of the
+        model's. Gone when the fp32 weights are the model's.
+        """
+        values, self._values = self._values, {}
+        is_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in values)
+        is_alone = dist.get_world_size() == 1
+        if is_alone and is_half and not engine.zero_nvme_offload_optimizer():
+            for parameter, fragment in Shards(engine).fragments.items():
+                if parameter in values:
+                    fragment.write(fragment.master.data, values[parameter])
+        if engine.optimizer is not engine.basic_optimizer:
+            for parameter in self._states:
+                engine.basic_optimizer.state.pop(parameter, None)
+
+    def collect(
+        self, engine: DeepSpeedEngine, device: torch.device, directory: Optional[str]
+    ) -> None:
+        """
+        Takes the weights out of the engine.
+
+        # Parameters
+
+        engine : `DeepSpeedEngine`, required.
+        device : `torch.device`, required.
+            Where the model is to be.
+        directory : `Optional[str]`, required.
+            Where to keep the weights as long as they are used, if they may not fit into memory.
+        """
+        if directory is not None and not os.path.isdir(directory):
+            directory = None
+        self._device = device
+        self._values = weights.full_parameters(engine, directory)
+        if engine.global_steps > 0 and self._optimizer is not None:
+            has_states = engine.optimizer is engine.basic_optimizer
+            self._states = dict(self._optimizer.state) if has_states else {}
+
+    def restore(self) -> None:
+        """
+        To be called when the engine has been destroyed.
+
+        Mends DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision and with
+        containers of its own. Gone when a model at stage 3 is whole then.
+        [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
+        """
+        for module in self._model.modules():
+            module._parameters = dict(module._parameters)  # ZeRO-3 put one of its own in place
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    dtype = self._buffer_types.get((module, name))
+                    module._buffers[name] = buffer.to(self._device, dtype)
+        for parameter, attributes in self._attributes.items():
+            parameter.grad = None
+            if parameter in self._values:
+                value = self._values[parameter].to(self._device)
+                parameter.data = _with_strides(value, self._strides.get(parameter))
+            vars(parameter).clear()
+            vars(parameter).update(attributes)
+        if self._optimizer is not None:
+            self._restore_optimizer(self._optimizer)
+        self._values, self._states = {}, {}
+
+    def _restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, parameters in self._groups:
+            group["params"] = parameters
+        optimizer.param_groups[:] = [group for group, _ in self._groups]
+        optimizer.state.clear()
+        optimizer.state.update(self._states)
+
+
+def _hooks_of(model: torch.nn.Module) -> List[Dict[int, Any]]:
+    owners = [*model.modules(), *model.parameters()]
+    all_hooks = [getattr(owner, name, None) for owner in owners for name in _HOOKS]
+    return [hooks for hooks in all_hooks if hooks is not None]
+
+
+def _with_strides(value: torch.Tensor, strides: Optional[Tuple[int, ...]]) -> torch.Tensor:
+    if strides is None or value.stride() == strides:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(
+        value
+    )

@@ -1,0 +1,83 @@
+"""
+Refuses optimizers that have made steps and whose states the engine can't continue with.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Iterator, Optional
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+from torch.utils.hooks import RemovableHandle
+
+LOST_STATES = (
+    "The optimizer has made steps before, and an engine that shards its states can't continue with "
+    "them, nor anything else after that engine. Construct a new optimizer. To continue a training, "
+    "give it to a trainer that resumes from a checkpoint."
+)
+
+# The hooks that refuse the steps of those whose states are lost.
+_refusals: "WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = WeakKeyDictionary()
+
+
+def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Have each further step of an optimizer raise an error."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(LOST_STATES)
+
+    held = _held(optimizer)
+    if held not in _refusals:
+        # A stand-in has the same hooks.
+        _refusals[held] = held.register_step_pre_hook(refuse)
+
+
+@contextmanager
+def steps_allowed(optimizer: Optional[torch.optim.Optimizer]) -> Iterator[bool]:
+    """
+    Context manager within which an optimizer may make steps. Yields whether its states are lost,
+    so that only a checkpoint can replace them.
+    """
+    if optimizer is None or _held(optimizer) not in _refusals:
+        yield False
+        return
+    _refusals.pop(_held(optimizer)).remove()
+    try:
+        yield True
+    finally:
+        refuse_steps(optimizer)
+
+
+def has_stepped(optimizer: Optional[torch.optim.Optimizer]) -> bool:
+    """Return whether an optimizer has states of steps. Adagrad has others from the beginning."""
+    states = () if optimizer is None else _held(optimizer).state.values()
+    return any(state and state.get("step", 1) != 0 for state in states)
+
+
+def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If an optimizer has parameters that aren't the model's, or that are left sharded over
+        several workers.
+    """
+    is_distributed = dist.is_initialized() and dist.get_world_size() > 1
+    if is_distributed and _held(optimizer) in _refusals:
+        raise ConfigurationError(LOST_STATES)
+    own = set(model.parameters())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in own:
+                raise ConfigurationError(
+                    f"The optimizer ({type(optimizer).__name__}) has a parameter of the shape "
+                    f"{tuple(parameter.shape)} that is none of the model's: it would train "
+                    "something else. Construct it from the parameters of this model, after "
+                    "anything that gives the model new ones."
+                )
+
+
+def _held(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that the user holds, where another one stands in for it."""
+    return getattr(optimizer, "stands_in_for", optimizer)
