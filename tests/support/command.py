@@ -9,11 +9,8 @@ than most of the runs. `subprocess_allennlp` is the same without that short cut.
 import contextlib
 import faulthandler
 import functools
-import importlib
-import json
 import multiprocessing
 import os
-import pkgutil
 import random
 import runpy
 import shutil
@@ -24,8 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from pkgutil import walk_packages
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 from unittest import mock
 
 import psutil
@@ -255,22 +251,17 @@ def _main(
     os.environ.update(environment or {})
     sys.argv = argv
 
-    import allennlp.common.params
     import allennlp.common.util
     import torch.multiprocessing
     from allennlp.__main__ import run
 
     from allennlp_deepspeed.launch import preflight
 
-    # AllenNLP looks through all directories of modules again for each package that it includes.
-    unchanged = mock.patch.object(importlib, "invalidate_caches")
-    imported = mock.patch.object(pkgutil, "walk_packages", _walk_packages)
     forked = mock.patch.object(torch.multiprocessing, "spawn", fork_workers)
     # These are forks of a fork server already.
     served = mock.patch.object(preflight, "is_safe_here", lambda: False)
     port = mock.patch.object(allennlp.common.util, "find_open_port", _find_port)
-    read = mock.patch.object(allennlp.common.params, "evaluate_file", _evaluate_file)
-    with unchanged, imported, forked, served, port, read:
+    with forked, served, port:
         try:
             run()
         except Exception:
@@ -289,34 +280,6 @@ def _find_port() -> int:
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("", port))
             return port
-
-
-def _evaluate_file(path: str, **kwargs: Any) -> str:
-    """
-    Jsonnet's evaluation of a file, but for one of plain JSON, which is the same after it. To start
-    Jsonnet takes as long as three optimizer steps.
-    """
-    import _jsonnet
-
-    text = Path(path).read_text()
-    with contextlib.suppress(ValueError):
-        return json.dumps(json.loads(text, parse_float=_number))
-    return _jsonnet.evaluate_file(path, **kwargs)
-
-
-def _number(text: str) -> Union[int, float]:
-    """Jsonnet, too, makes an integer of 1.0."""
-    number = float(text)
-    return int(number) if number.is_integer() else number
-
-
-def _walk_packages(path: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """`pkgutil.walk_packages`, but for packages of which all modules have been imported."""
-    from tests.support.preload import WHOLE_PACKAGES
-
-    if any(path is sys.modules[package].__path__ for package in WHOLE_PACKAGES):
-        return iter(())
-    return walk_packages(path, *args, **kwargs)
 
 
 def fork_workers(function, args=(), nprocs=1, join=True, **kwargs):

@@ -1,48 +1,41 @@
-"""What the fork server imports and goes through, so that a test's command starts at once."""
+"""
+Imports what a training imports, in the fork server that tests start commands from and in processes
+that fork workers: imports take longer than most of the trainings.
+"""
 
 import contextlib
-import gc
+import functools
 import os
 
-gc.disable()  # it would take a sixth of the time of the imports
-
-# Nor may it touch a GPU, which the processes forked from it could then not use.
+# A process that has initialized CUDA can't fork others that use it.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import allennlp.commands  # noqa: E402, F401
 import allennlp.modules.seq2seq_encoders  # noqa: E402, F401
-import deepspeed  # noqa: E402, F401
+import cpuinfo  # noqa: E402
+
+# What DeepSpeed imports when it constructs an engine; with Muon comes PyTorch's compiler.
+import deepspeed.comm.mori  # noqa: E402, F401
+import deepspeed.module_inject.auto_ep_layer  # noqa: E402, F401
+import deepspeed.runtime.sequence_parallel.ulysses_sp  # noqa: E402, F401
+import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: E402, F401
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import torch  # noqa: E402
+import torch._subclasses.schema_check_mode  # noqa: E402, F401
+import torch.utils.serialization.config  # noqa: E402, F401
 from allennlp.common.util import import_module_and_submodules  # noqa: E402
 
-from allennlp_deepspeed.processes import fingerprints  # noqa: E402
-from tests.support import engine_imports, forked_memory, processor, seeding, warm_up  # noqa: E402, F401
-
-# With transformers that it doesn't know, the server would pass over the error, and over all below.
 with contextlib.suppress(ImportError):
     import peft  # noqa: F401
 
-torch.set_num_threads(1)
-# A process that was forked makes PyTorch's thread pool anew when it is first asked for, and aborts
-# if the threads of a backward pass are the first, which ask at once.
-os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-processor.describe_once()
-
-# As AllenNLP's command does before anything else, and each worker again.
-WHOLE_PACKAGES = ("allennlp", "allennlp_deepspeed", "tests.fixtures")
-for package in WHOLE_PACKAGES:
+for package in ("allennlp", "allennlp_deepspeed", "tests.fixtures"):
     import_module_and_submodules(package, exclude={"allennlp.sanity_checks", "allennlp.tools"})
 
-# Each process would read them again.
-fingerprints.versions()
+torch.set_num_threads(1)
+# A forked process creates PyTorch's thread pool again when it is first needed, and aborts if the
+# threads of a backward pass are the first to need it, which all do at the same time.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
-warm_up.go_through_all_but_training()
-
-# What is here stays, and a collection in a process forked from it would copy all of it.
-gc.collect()
-gc.freeze()
-forked_memory.prepare()
-gc.enable()
-# A training is over before it has left much, and looking for it after each 700 objects takes some
-# hundredths of its time.
-gc.set_threshold(20_000)
+# DeepSpeed's operators for the CPU ask py-cpuinfo three times for what takes a second to find.
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+cpuinfo.get_cpu_info()

@@ -105,7 +105,6 @@ def _serve(connection: Connection) -> None:
 def _imported(name: str) -> ModuleType:
     if name not in sys.modules:
         importlib.import_module(name)
-        gc.freeze()  # what has been imported would be looked through with each engine
     return sys.modules[name]
 
 
@@ -116,10 +115,7 @@ def _set_up() -> None:
     from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    from tests.support import processor
-
     torch.set_num_threads(1)
-    processor.describe_once()
     accelerator = CPU_Accelerator()
     accelerator.is_fp16_supported = lambda: True  # whatever this CPU is
     set_accelerator(accelerator)
