@@ -99,15 +99,15 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
         ),
         (
             {"trainer.checkpointer": {"on_corrupt": "ignore"}},
-            "'trainer.checkpointer.on_corrupt' is \"ignore\": Input should be 'error' or",
+            "'trainer.checkpointer.on_corrupt' is \"ignore\": must be 'error' or",
         ),
         (
             {"trainer.checkpointer": {"async_save": "yes"}},
-            "'trainer.checkpointer.async_save' is \"yes\": Input should be a valid boolean",
+            "'trainer.checkpointer.async_save' is \"yes\": must be a valid boolean",
         ),
         (
             {"trainer.checkpointer": {"save_every_num_batches": 0}},
-            "'trainer.checkpointer.save_every_num_batches' is 0: Input should be greater than 0",
+            "'trainer.checkpointer.save_every_num_batches' is 0: must be greater than 0",
         ),
         (
             {
