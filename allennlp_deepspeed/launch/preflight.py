@@ -32,7 +32,11 @@ from allennlp_deepspeed.launch.config_check import (
     settings_of,
     worker_devices,
 )
-from allennlp_deepspeed.launch.first_and_last_lines import command, first_and_last_lines
+from allennlp_deepspeed.launch.first_and_last_lines import (
+    command,
+    ends_with_how_to_continue,
+    first_and_last_lines,
+)
 from allennlp_deepspeed.launch.node_files import NodeFiles
 from allennlp_deepspeed.processes import launcher, worker_failure
 from allennlp_deepspeed.processes.announcements import wants_whole_log
@@ -96,6 +100,9 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
         fork_server = _fork_server(arguments["params"], launched)
         if fork_server is not None:
             stack.enter_context(fork_server)
+        if settings is not None and settings.is_shown:
+            started_by = None if launched is None else launched.launcher
+            stack.enter_context(ends_with_how_to_continue(arguments, started_by))
         stack.enter_context(shown_on_console(settings))
         try:
             if launched is not None:
@@ -216,8 +223,7 @@ def _train(
             if is_leader:
                 recovery.prepare(params, directory, node_rank)
         is_first = node_rank == 0 and (launched is None or launched.rank == 0)
-        launcher = None if launched is None else launched.launcher
-        with first_and_last_lines(arguments, is_first, launcher):
+        with first_and_last_lines(arguments, is_first):
             return train_model(**arguments)
 
 

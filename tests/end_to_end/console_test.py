@@ -6,14 +6,12 @@ import pty
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any, List, NamedTuple
 
-import allennlp.__main__ as allennlp_command
 import pytest
 
 from allennlp_deepspeed.reports import metrics_file
@@ -201,17 +199,6 @@ def _onto_terminal(path: str) -> None:
     terminal = os.open(path, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(terminal, descriptor)
-    run = allennlp_command.run
-
-    def run_as_a_script() -> None:
-        try:
-            run()
-        except KeyboardInterrupt:
-            # What Python does; `multiprocessing` prints a traceback in any case.
-            sys.excepthook(*sys.exc_info())
-            sys.exit(128 + signal.SIGINT)
-
-    allennlp_command.run = run_as_a_script
 
 
 class Terminal:

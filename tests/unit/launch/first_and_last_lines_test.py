@@ -1,18 +1,18 @@
 """What is said after a training: what could be next, or how to continue."""
 
-import gc
 import logging
 import sys
-import weakref
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
-import torch
 from allennlp.common import Params
 from allennlp.common.util import SigTermReceived
 
-from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
+from allennlp_deepspeed.launch.first_and_last_lines import (
+    ends_with_how_to_continue,
+    first_and_last_lines,
+)
 from allennlp_deepspeed.processes.launcher import BY_HAND
 from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed.reports.console import Console, ConsoleSettings
@@ -21,7 +21,6 @@ from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 
 @pytest.fixture(autouse=True)
 def on_console(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(consoles, "_current", Console(ConsoleSettings(False, False)))
 
 
@@ -83,12 +82,7 @@ def test_nothing_comes_next_after_a_dry_run_or_on_another_node(
             "allennlp train c.jsonnet -s out --recover",
         ),
         (
-            ["/bin/allennlp", "train", "c.jsonnet", "-rfs", "out", "--forc", "--file-f", "-r"],
-            {},
-            "allennlp train c.jsonnet -s out --file-f --recover",
-        ),
-        (
-            ["/lib/allennlp/__main__.py", "train", "c.jsonnet", "-s", "out", "--rec"],
+            ["/lib/allennlp/__main__.py", "train", "c.jsonnet", "-s", "out", "-r"],
             {},
             "python -m allennlp train c.jsonnet -s out --recover",
         ),
@@ -108,10 +102,10 @@ def test_an_interrupted_training_says_how_to_continue(
     (tmp_path / "checkpoint_e1_b4").mkdir()
     monkeypatch.setattr(sys, "argv", command)
     given = arguments(tmp_path, **trainer)
-    with pytest.raises(error_type) as raised, first_and_last_lines(given, shows=True):
+    # AllenNLP's command ends; a script has its exception.
+    raised = error_type if command == ["script.py"] else SystemExit
+    with pytest.raises(raised), ends_with_how_to_continue(given):
         raise error_type
-    # As Python does where nobody handles it.
-    sys.excepthook(error_type, raised.value, None)
     assert capsys.readouterr() == (
         f"The newest checkpoint is checkpoint_e1_b4. To continue from it: {how}\n",
         "",
@@ -121,9 +115,14 @@ def test_an_interrupted_training_says_how_to_continue(
 @pytest.mark.parametrize(
     "launcher, words, trainer, how",
     [
-        ("torchrun", ["-s", "out", "-f"], {}, "torchrun as before, with --recover in the place of"),
+        (
+            "torchrun",
+            ["-s", "out", "-f"],
+            {},
+            "torchrun as before, with --recover instead of --force",
+        ),
         ("srun", ["-s", "out"], {}, "start it by srun as before, with --recover\n"),
-        ("mpirun", ["-fs", "out"], {}, "mpirun as before, with --recover in the place of --force"),
+        ("mpirun", ["-f"], {}, "mpirun as before, with --recover instead of --force"),
         ("torchrun", ["-s", "out", "--recover"], {}, "start it by torchrun as before\n"),
         ("srun", ["-s", "out"], {"resume": "auto"}, "start it by srun as before\n"),
         (BY_HAND, ["-s", "out"], {}, "start its processes as before, with --recover\n"),
@@ -143,61 +142,31 @@ def test_an_interrupted_launch_is_to_be_started_as_before(
     script = ["/bin/allennlp", "train", "c.jsonnet"] if words else ["script.py"]
     monkeypatch.setattr(sys, "argv", [*script, *words])
     given = arguments(tmp_path, **trainer)
-    with pytest.raises(KeyboardInterrupt) as raised, first_and_last_lines(given, True, launcher):
+    with (
+        pytest.raises((KeyboardInterrupt, SystemExit)),
+        ends_with_how_to_continue(given, launcher),
+    ):
         raise KeyboardInterrupt
-    sys.excepthook(KeyboardInterrupt, raised.value, None)
     assert how in capsys.readouterr().out
 
 
 def test_what_cannot_be_said_leaves_the_end_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    print_error = sys.excepthook
-    (tmp_path / "checkpoint_e1_b4").mkdir()
-
     def find(*args: Any) -> Any:
         raise PermissionError("The disk is gone.")
 
     monkeypatch.setattr(CheckpointDirectory, "find", find)
-    with (
-        pytest.raises(KeyboardInterrupt) as raised,
-        first_and_last_lines(arguments(tmp_path), shows=True),
-    ):
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    with pytest.raises(KeyboardInterrupt), ends_with_how_to_continue(arguments(tmp_path)):
         raise KeyboardInterrupt
-    assert raised.value.__context__ is None
-    assert sys.excepthook is print_error
 
 
-def test_other_errors_are_printed_as_ever(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error_type, code", [(KeyboardInterrupt, 130), (SigTermReceived, 1)])
+def test_the_command_exits_with_the_code_of_the_signal(
+    error_type: Any, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed: List[Any] = []
-    monkeypatch.setattr(sys, "excepthook", lambda *args: printed.append(args))
-    with (
-        pytest.raises(KeyboardInterrupt) as raised,
-        first_and_last_lines(arguments(tmp_path), shows=True),
-    ):
-        raise KeyboardInterrupt
-    error = ValueError("of something else")
-    sys.excepthook(ValueError, error, None)
-    assert printed == [(ValueError, error, None)] and not capsys.readouterr().out
-    assert raised.type is KeyboardInterrupt
-
-
-def test_who_handles_the_interrupt_has_the_hook_back_and_the_model_gone(tmp_path: Path) -> None:
-    print_error = sys.excepthook
-    models = []
-
-    def train() -> None:
-        model = torch.nn.Linear(2, 2)
-        models.append(weakref.ref(model))
-        raise KeyboardInterrupt
-
-    try:
-        with first_and_last_lines(arguments(tmp_path), shows=True):
-            train()
-    except KeyboardInterrupt:
-        assert sys.excepthook is not print_error
-    gc.collect()
-    assert models[0]() is None
-    assert sys.excepthook is print_error
+    monkeypatch.setattr(sys, "argv", ["/bin/allennlp", "train", "c.jsonnet", "-s", "out"])
+    with pytest.raises(SystemExit) as raised, ends_with_how_to_continue(arguments(tmp_path)):
+        raise error_type
+    assert raised.value.code == code
