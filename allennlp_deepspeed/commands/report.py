@@ -5,14 +5,12 @@ from pathlib import Path
 
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.report_page import watch
-from allennlp_deepspeed.report_page.page import page
 from allennlp_deepspeed.storage import files
 
 
 class Report:
     """
-    `allennlp deepspeed report`: one HTML page of one or several runs.
+    `allennlp deepspeed report`: writes one HTML page of one or several runs.
     """
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -51,6 +49,10 @@ class Report:
             sys.exit(error.message)
 
     def _run(self, args: argparse.Namespace) -> None:
+        # Optional, unlike this command.
+        from allennlp_deepspeed.report_page import watch
+        from allennlp_deepspeed.report_page.page import page
+
         directories = args.serialization_dirs
         if not args.watch:
             html = page(directories)
