@@ -45,6 +45,7 @@ from allennlp_deepspeed.engine.engine_mends import (
     remove_hooks,
     undo_first_step,
 )
+from allennlp_deepspeed.engine.inner_gradients import inner_gradients_refused
 from allennlp_deepspeed.engine.loaded_weights import check_loaded_weights
 from allennlp_deepspeed.engine.model_check import check_model
 from allennlp_deepspeed.engine.model_snapshot import ModelSnapshot
@@ -207,6 +208,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         enter(activation_checkpointing.configured(model, config.engine_config, device))
         if config.zero_stage == 3:
             enter(module_hooks.only_with_graph(model))
+            enter(inner_gradients_refused(model))
             enter(module_hooks.leaf_modules_called_again(self.engine))
         if regularizer is not None:
             regularizer.gather_with_model()

@@ -7,7 +7,6 @@ from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.gathered_parameters import Passes
-from allennlp_deepspeed.engine.inner_gradients import InnerGradients
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
@@ -34,7 +33,6 @@ class GradientStep:
     grad_cache : `GradCache`, required.
         `None` without one.
     loss_weights : `LossWeights`, required.
-    inner_gradients : `InnerGradients`, required.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
         Returns the outputs of a micro-batch, with its `loss`.
     prepare : `Callable[[TensorDict], TensorDict]`, required.
@@ -53,7 +51,6 @@ class GradientStep:
         gradients: GradientSynchronizer,
         grad_cache: Optional[GradCache],
         loss_weights: LossWeights,
-        inner_gradients: InnerGradients,
         forward: Callable[[TensorDict], Outputs],
         prepare: Callable[[TensorDict], TensorDict],
         go_backward: Callable[[Outputs], bool],
@@ -70,7 +67,6 @@ class GradientStep:
         self._grad_cache = grad_cache
         self._loss_weights = loss_weights
         self._weights: List[torch.Tensor] = []
-        self._inner_gradients = inner_gradients
         self._forward = forward
         self._prepare = prepare
         self._go_backward = go_backward
@@ -123,21 +119,20 @@ class GradientStep:
             The outputs of the model.
         """
         self._num_micro_batches += 1
-        with self._inner_gradients.allowed():
-            if self._grad_cache is not None:
-                # Both passes of a chunk are to see the same.
-                return self._grad_cache.train_on(self._prepare(batch), self.group_size, is_last)
-            with self._gradients.micro_batch(is_last), self._passes.of("train"):
-                with phase(FORWARD):
-                    outputs = self._forward(batch)
-                if self._weights:
-                    weight = self._weights[self._num_micro_batches - 1]
-                    outputs["loss"] = self._loss_weights.weigh(outputs["loss"], weight)
-                with phase(BACKWARD):
-                    if not self._go_backward(outputs):
-                        loss = outputs["loss"] / self.group_size
-                        self._engine.backward(loss, scale_wrt_gas=False)
-            return outputs
+        if self._grad_cache is not None:
+            # Both passes of a chunk are to see the same.
+            return self._grad_cache.train_on(self._prepare(batch), self.group_size, is_last)
+        with self._gradients.micro_batch(is_last), self._passes.of("train"):
+            with phase(FORWARD):
+                outputs = self._forward(batch)
+            if self._weights:
+                weight = self._weights[self._num_micro_batches - 1]
+                outputs["loss"] = self._loss_weights.weigh(outputs["loss"], weight)
+            with phase(BACKWARD):
+                if not self._go_backward(outputs):
+                    loss = outputs["loss"] / self.group_size
+                    self._engine.backward(loss, scale_wrt_gas=False)
+        return outputs
 
     @during(OPTIMIZER)
     def update(self, num_steps: int) -> Norm:

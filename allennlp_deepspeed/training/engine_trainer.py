@@ -21,7 +21,6 @@ from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
-from allennlp_deepspeed.engine.inner_gradients import InnerGradients
 from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
@@ -326,14 +325,12 @@ class EngineTrainer(GradientDescentTrainer):
             self._check_averages(self._moving_average)
             self._moving_average.before_assigning = self._weight_watch.raise_if_changed
         self._sequence_parallelism.attach(wrapped_model)
-        self._inner_gradients = InnerGradients(self.engine)
         self._micro_batches = self._construct_micro_batches()
         self._gradient_step = GradientStep(
             wrapped_model,
             self._gradients,
             self._grad_cache,
             LossWeights(self.model, self.cuda_device, self._micro_batches is not None),
-            self._inner_gradients,
             forward=self._go_forward,
             prepare=self._prepare_batch,
             go_backward=self._call_on_backward,
@@ -410,9 +407,7 @@ class EngineTrainer(GradientDescentTrainer):
             "with 'trainer.num_gradient_accumulation_steps' \"auto\" losses are those of parts of "
             "a batch, and weighed: remove it, or write a number of steps.",
         )
-        return MicroBatches(
-            self._ddp_wrapped_model, self.model, self._go_forward, self._inner_gradients.allowed
-        )
+        return MicroBatches(self._ddp_wrapped_model, self.model, self._go_forward)
 
     def _go_forward(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
         # Looked up in each micro-batch, because a callback may have put its own there.

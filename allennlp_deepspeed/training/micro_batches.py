@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from contextlib import contextmanager
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -73,8 +73,6 @@ class MicroBatches:
     model : `Model`, required.
     forward : `Callable[[TensorDict], Any]`, required.
         A forward pass with a graph.
-    around_forward : `Callable[[], ContextManager[None]]`, required.
-        Surrounds those that are tried.
     """
 
     def __init__(
@@ -82,13 +80,11 @@ class MicroBatches:
         wrapped_model: DeepSpeedWrappedModel,
         model: Model,
         forward: Callable[[TensorDict], Any],
-        around_forward: Callable[[], ContextManager[None]],
     ) -> None:
         self._engine = wrapped_model.engine
         self._share: int = wrapped_model.config.engine_config["train_micro_batch_size_per_gpu"]
         self._model = model
         self._forward = forward
-        self._around_forward = around_forward
         # Of different lengths, the shortest first.
         self._found: List[Found] = []
         # Bytes, before the first step.
@@ -178,7 +174,7 @@ class MicroBatches:
             # Copies, because a model may change its inputs.
             return self._forward(_copied(rows_of(batch, 0, min(size, num_instances))))
 
-        with _undone(self._model), self._around_forward():
+        with _undone(self._model):
             size = find_chunk_size(
                 "The micro-batch size",
                 forward,

@@ -296,8 +296,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         batch = self._prepare_batch(batch)
         if for_training:
             return super().batch_outputs(batch, for_training)
-        with self._inner_gradients.allowed():
-            outputs = super().batch_outputs(batch, for_training)
+        outputs = super().batch_outputs(batch, for_training)
         self._loss_of_validation.add(outputs)
         return outputs
 

@@ -131,37 +131,6 @@ def test_a_leaf_module_cannot_be_called_twice() -> bool:
     return _fails(lambda: engine.backward(engine(torch.ones(1, 2))))
 
 
-@mended_by("engine.inner_gradients.InnerGradients")
-def test_a_model_with_a_gradient_penalty_cannot_be_trained() -> bool:
-    class Penalized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(linear(2), nn.Tanh(), linear(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x.requires_grad_()
-            loss = self.layers(x).sum()
-            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-            return loss + gradient.square().sum()
-
-    engine = engine_of(Penalized(), 3)
-    return _fails(lambda: engine.backward(engine(torch.ones(1, 2))))
-
-
-@mended_by("engine.inner_gradients.InnerGradients")
-def test_a_module_cannot_be_called_with_other_parameters() -> bool:
-    class WithOthers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = linear()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            others = {"weight": torch.ones(1, 1)}
-            return torch.func.functional_call(self.layer, others, (x,)) + self.layer(x)
-
-    return _fails(lambda: train(engine_of(WithOthers(), 3)))
-
-
 @mended_by("engine.deepspeed_logging._count_partitioned_parameters")
 def test_the_profiler_takes_partitioned_parameters_for_empty() -> bool:
     engine = engine_of(linear(), 3, flops_profiler={"enabled": True, "profile_step": 0})
