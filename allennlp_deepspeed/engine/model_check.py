@@ -3,22 +3,29 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.engine.shards import whole_shape
 
 
 def check_model(model: Model, config: ResolvedConfig) -> None:
     """
-    Refuses modules that DeepSpeed would train wrong, or fail at.
+    Refuses modules and parameters that DeepSpeed would train wrong, or fail at.
 
     # Raises
 
     `ConfigurationError`
-        If there is one. It names the module and what to write instead.
+        If there is one. It has the name and what to write instead.
     """
     for name, module in model.named_modules():
         if config.zero_stage > 0:
             _check_sharded(name, module, config.zero_stage)
         if getattr(module, "max_norm", None) is not None:
             _check_max_norm(name, config)
+    for name, parameter in model.named_parameters():
+        if config.zero_stage == 3 and whole_shape(parameter).numel() == 0:
+            raise ConfigurationError(
+                f"The parameter '{name}' has no elements, and ZeRO stage 3 can't shard it: remove "
+                'it, or write "deepspeed_config": {"zero_optimization": {"stage": 2}}.'
+            )
 
 
 def _check_sharded(name: str, module: torch.nn.Module, stage: int) -> None:

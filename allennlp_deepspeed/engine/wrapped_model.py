@@ -32,7 +32,6 @@ from allennlp_deepspeed.engine import (
     loss_scaling,
     module_hooks,
     nvme_states,
-    parameter_layout,
     used_optimizers,
 )
 from allennlp_deepspeed.engine.compilation import Compiler
@@ -185,7 +184,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
-            self._undo.callback(parameter_layout.freeze_empty(model))
         before = ModelSnapshot(model, optimizer)
         self._undo.callback(self._leave, before, device)
         has_lost_states = enter(used_optimizers.steps_allowed(optimizer))

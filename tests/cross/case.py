@@ -350,6 +350,8 @@ def _made_possible(case: Case, is_contradictory: bool) -> Case:
                 case.heads = "by_micro_batch"
         if case.chunk_size is not None:
             case.parts = [part for part in case.parts if part != "batch_norm"]
+        if case.stage == 3:
+            case.parts = [part for part in case.parts if part != "empty"]
         if case.stage > 0 or case.precision in ("bf16", "fp16"):
             case.parts = [part for part in case.parts if part != "max_norm"]
     if case.precision != "fp16":

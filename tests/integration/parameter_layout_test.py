@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional
 
 import pytest
 import torch
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
@@ -29,24 +30,30 @@ class AnyLayout(Model):
         self.logit_scale = nn.Parameter(torch.tensor(1.5))
         self.transposed = nn.Parameter(torch.randn(5, 6).t())
         self.convolution = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.no_rows = nn.Linear(0, 2)
         self.frozen_scale = nn.Parameter(torch.tensor(0.5), requires_grad=False)
         self.frozen_transposed = nn.Parameter(torch.randn(3, 5).t(), requires_grad=False)
-        self.frozen_empty = nn.Parameter(torch.empty(0), requires_grad=False)
         self.output = nn.Linear(3, 2)
 
     def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         image = self.convolution(x.view(-1, 4, 6, 1)).mean(dim=1).squeeze(-1)
         hidden = torch.tanh(image @ self.transposed) @ self.frozen_transposed
-        nothing = self.no_rows(x.new_zeros(x.shape[0], 0)) + self.empty.sum()
         logits = self.output(hidden) * self.logit_scale.exp() * self.frozen_scale
-        logits = logits + nothing + self.frozen_empty.sum()
         return {"loss": logits.logsumexp(dim=-1).mean() + 0.1 * logits.pow(2).mean()}
 
 
 def _model() -> Model:
     return AnyLayout(Vocabulary())
+
+
+class WithEmpty(AnyLayout):
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.frozen_empty = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        loss = super().forward(x)["loss"]
+        return {"loss": loss + self.empty.sum() + self.frozen_empty.sum()}
 
 
 def _batches(rank: int) -> List[Dict[str, Any]]:
@@ -79,6 +86,28 @@ def test_parameters_of_any_shape_and_layout_train_like_gradient_descent(
         grad_norm=100.0,
     )
     assert_same_weights(side.train(), references[world_size])
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2])
+def test_parameters_without_elements_train_below_stage_3(stage: int):
+    sides = [Side(lambda: WithEmpty(Vocabulary()), _batches, each) for each in (stage, None)]
+    assert_same_weights(*(side.train() for side in sides))
+
+
+@pytest.mark.parametrize("is_constructed_partitioned", [False, True])
+def test_parameters_without_elements_are_refused_at_stage_3(is_constructed_partitioned: bool):
+    side = Side(
+        lambda: WithEmpty(Vocabulary()),
+        _batches,
+        3,
+        is_constructed_partitioned=is_constructed_partitioned,
+    )
+
+    def construct(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match="'empty' has no elements.*\"stage\": 2"):
+            side.construct(rank, None)  # type: ignore[arg-type]
+
+    run_workers(1, construct)
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak)])

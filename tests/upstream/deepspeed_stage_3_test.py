@@ -45,20 +45,6 @@ def test_a_destroyed_engine_leaves_the_model_partitioned() -> bool:
     return model.weight.numel() == 0 and type(model._parameters) is not dict
 
 
-@mended_by("engine.parameter_layout._empty_left_alone")
-def test_a_module_with_an_empty_parameter_cannot_be_called() -> bool:
-    class WithEmpty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = linear()
-            self.empty = nn.Parameter(torch.empty(0, 3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) + self.empty.sum()
-
-    return _fails(lambda: train(engine_of(WithEmpty(), 3)))
-
-
 @mended_by("compat.hide_deprecations_of_renamed_functions")
 def test_partitioning_calls_deprecated_functions() -> bool:
     with warnings.catch_warnings(record=True) as caught:
