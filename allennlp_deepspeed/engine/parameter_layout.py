@@ -16,8 +16,8 @@ from torch.nn.utils import clip_grad_norm_
 @contextmanager
 def any_layout() -> Iterator[None]:
     """
-    Within it DeepSpeed takes parameters of any shape and layout, at stage 3 except empty ones. Stages 1 to 3 leave them
-    contiguous.
+    Within it DeepSpeed takes parameters of any shape and layout, at stage 3 except empty ones.
+    Stages 1 to 3 leave them contiguous.
     """
     with _broadcast_as_vectors(), _clipped_without_dimensions():
         yield

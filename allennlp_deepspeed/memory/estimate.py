@@ -12,7 +12,6 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.training.optimizers import Optimizer
-from deepspeed.ops.lion import DeepSpeedCPULion
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.schema_validation import AUTO
@@ -30,7 +29,6 @@ from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.memory import optimizer_states
 from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.optimizers import check_optimizer, registered_class
-from allennlp_deepspeed.optimizers.offload import counterpart_of
 from allennlp_deepspeed.training.construction import freeze
 
 
@@ -269,11 +267,8 @@ class Estimator:
 
     def _steps_with_cpu_lion(self, config: ResolvedConfig) -> bool:
         section = self._config.config.get("optimizer")
-        if section is not None:
-            return section["type"].lower() == "lion" and config.offload_device != "none"
-        # Which settings it has makes no difference to Lion.
-        counterpart = counterpart_of(self._optimizer_class, [], config)
-        return counterpart is not None and issubclass(counterpart.optimizer, DeepSpeedCPULion)
+        is_lion = section is not None and section["type"].lower() == "lion"
+        return is_lion and config.offload_device != "none"
 
     def _settings_for(self, placement: Placement) -> TrainerSettings:
         """Without what has a meaning at other stages only."""

@@ -23,7 +23,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
-from allennlp_deepspeed.optimizers.lion import CPULion, FusedLionOptimizer, LionOptimizer
+from allennlp_deepspeed.optimizers.lion import LionOptimizer
 from allennlp_deepspeed.optimizers.muon import MuonOptimizer
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,11 @@ ELEMENTWISE = (
     DenseSparseAdam,
     HuggingfaceAdamWOptimizer,
     CPUHuggingfaceAdamW,
-    CPULion,
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,
     FusedAdam,
     FusedLion,
-    FusedLionOptimizer,
     LionOptimizer,
 )
 

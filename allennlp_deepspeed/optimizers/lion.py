@@ -1,5 +1,4 @@
-from contextlib import contextmanager
-from typing import Any, Callable, ClassVar, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ClassVar, Dict, List, Optional, Tuple
 
 import torch
 from allennlp.training.optimizers import Optimizer, make_parameter_groups
@@ -13,8 +12,7 @@ from allennlp_deepspeed.optimizers.deepspeed_optimizer import CPUOptimizer, Fuse
 class LionOptimizer(Optimizer, torch.optim.Optimizer):
     """
     Lion ([Chen et al., 2023](https://arxiv.org/abs/2302.06675), algorithm 2), which PyTorch doesn't
-    have: wherever the weights are, with any trainer and without a compiler. Where optimizer states
-    are offloaded, DeepSpeed's "cpu_lion" comes in its place by itself.
+    have: wherever the weights are, with any trainer and without a compiler.
 
     Registered as an `Optimizer` with name "lion".
     """
@@ -57,44 +55,11 @@ class LionOptimizer(Optimizer, torch.optim.Optimizer):
         return loss
 
 
-@contextmanager
-def _weights_without_gradient_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """
-    Around a step of DeepSpeed's operators for Lion. They would move weights that have never had a
-    gradient, such as the embeddings of words that are not in the data.
-
-    Mends DeepSpeed 0.19.8: its operators for Lion take the sign of 0 for 1 or -1. Gone when a step
-    with a gradient of zero leaves the weights.
-    """
-    kept = []
-    for group in optimizer.param_groups:
-        decay = 1 - group["lr"] * group["weight_decay"]
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            is_kept = parameter.grad == 0
-            if optimizer.state[parameter]:
-                is_kept &= optimizer.state[parameter]["exp_avg"] == 0
-            kept.append((parameter, is_kept, parameter[is_kept] * decay))
-    yield
-    for parameter, is_kept, weights in kept:
-        parameter[is_kept] = weights
-
-
-class CPULion(DeepSpeedCPULion):
-    """DeepSpeed's Lion for the CPU, with the sign of 0 as it is in the paper."""
-
-    @torch.no_grad()
-    @overrides
-    def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:
-        with _weights_without_gradient_kept(self):
-            return super().step(closure)
-
-
 @Optimizer.register("fused_lion")
 class FusedLionOptimizer(FusedOptimizer, FusedLion):
     """
-    Lion with one kernel for many tensors, on GPUs. The numbers are those of "lion".
+    Lion with one kernel for many tensors, on GPUs. Unlike "lion", DeepSpeed's operator moves
+    weights that have never had a gradient, such as embeddings of words that are not in the data.
 
     Registered as an `Optimizer` with name "fused_lion".
     """
@@ -118,28 +83,17 @@ class FusedLionOptimizer(FusedOptimizer, FusedLion):
             weight_decay=weight_decay,
         )
 
-    @torch.no_grad()
-    @overrides
-    def step(  # type: ignore[override]
-        self, closure: Optional[Callable[[], float]] = None, **kwargs: Any
-    ) -> Optional[float]:
-        with _weights_without_gradient_kept(self):
-            return FusedLion.step(self, closure, **kwargs)
-
 
 @Optimizer.register("cpu_lion")
-class CPULionOptimizer(CPUOptimizer, CPULion):  # type: ignore[misc]
+class CPULionOptimizer(CPUOptimizer, DeepSpeedCPULion):
     """
-    Lion with vector instructions and all cores, for weights in CPU memory. The numbers are those of
-    "lion", in whose place it comes by itself where optimizer states are offloaded.
+    Lion with vector instructions and all cores, for weights in CPU memory. It moves weights that
+    have never had a gradient, as "fused_lion" does.
 
     Registered as an `Optimizer` with name "cpu_lion".
-
-    Mends DeepSpeed 0.19.8: its Lion for the CPU allocates Adam's second moment too, and never reads
-    it, so that there are two states to count. Gone when it doesn't.
     """
 
-    num_states: ClassVar[int] = 2
+    num_states: ClassVar[int] = 2  # DeepSpeed's allocates Adam's second moment too
     instead_on_gpu: ClassVar[str] = "fused_lion"
 
     def __init__(

@@ -20,7 +20,6 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
-from allennlp_deepspeed.optimizers.lion import CPULion, LionOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,6 @@ COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
         _same("lr", "eps", "weight_decay"),
         lacks={"lr_decay": 0, "initial_accumulator_value": 0, "maximize": False},
     ),
-    LionOptimizer: Counterpart(CPULion, _same("lr", "betas", "weight_decay")),
 }
 """By the class that is registered with AllenNLP."""
 

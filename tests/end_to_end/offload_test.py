@@ -190,7 +190,6 @@ def test_muon_steps_shards_as_it_steps_whole_weights(
         ("fused_adamw", "adamw", 3),
         ("cpu_adamw", "adamw", 2),
         ("cpu_adagrad", "adagrad", 3),
-        ("cpu_lion", "lion", 1),
     ],
 )
 def test_deepspeeds_optimizers_train_as_their_counterparts(

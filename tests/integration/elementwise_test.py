@@ -17,7 +17,7 @@ from torch import nn
 
 from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.launch import preflight
-from allennlp_deepspeed.optimizers import FusedLionOptimizer, LionOptimizer
+from allennlp_deepspeed.optimizers import LionOptimizer
 from allennlp_deepspeed.optimizers.elementwise import ELEMENTWISE, is_elementwise
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
 from tests.fixtures import components  # noqa: F401  # "record_steps"
@@ -26,7 +26,7 @@ from tests.support.side_by_side import CPU, Side, numbers
 from tests.support.workers import run_workers
 
 # On a GPU; and what is constructed with the groups of another.
-NOT_HERE = (FusedLion, FusedLionOptimizer, CPUHuggingfaceAdamW)
+NOT_HERE = (FusedLion, CPUHuggingfaceAdamW)
 NAMED = (DenseSparseAdam, HuggingfaceAdamWOptimizer, LionOptimizer)
 LEARNING_RATES = {
     torch.optim.SGD: 0.3,

@@ -22,7 +22,6 @@ ADAMW = {**ADAM, "type": "adamw"}
 # An eps at which it makes a difference where it is added.
 HUGGINGFACE = {**ADAM, "type": "huggingface_adamw", "eps": 0.01}
 ADAGRAD = {"type": "adagrad", "lr": 0.1, "weight_decay": 0.1}
-LION = {"type": "lion", "lr": 0.01, "weight_decay": 0.1}
 
 Parameters = List[Tuple[str, torch.nn.Parameter]]
 
@@ -64,7 +63,6 @@ def assert_steps_alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
         ("fused_adamw", ADAMW),
         ("cpu_adamw", ADAMW),
         ("cpu_adagrad", ADAGRAD),
-        ("cpu_lion", LION),
     ],
 )
 def test_an_optimizer_steps_as_its_counterpart(name: str, reference: Dict[str, Any]):
@@ -107,7 +105,6 @@ def offloaded(params: Dict[str, Any], **sections: Any) -> Tuple[Parameters, torc
         (HUGGINGFACE, "CPUHuggingfaceAdamW"),
         ({**HUGGINGFACE, "correct_bias": False}, "CPUHuggingfaceAdamW"),
         (ADAGRAD, "DeepSpeedCPUAdagrad"),
-        (LION, "CPULion"),
     ],
 )
 def test_with_offload_deepspeeds_optimizer_takes_the_place_of_allennlps(
