@@ -30,7 +30,7 @@ from allennlp_deepspeed.checkpoint.selection import newest_intact
 from allennlp_deepspeed.checkpoint.trainer_protocol import Training
 from allennlp_deepspeed.config.constructors import takes, with_defaults
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
-from allennlp_deepspeed.engine import nvme_states, persistent_parameters
+from allennlp_deepspeed.engine import nvme_states
 from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
 from allennlp_deepspeed.processes import activity, agreement, fingerprints, phases
@@ -216,10 +216,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         dist.barrier()
         trainer.engine.checkpoint_engine = self._files
         write_model_states(trainer.engine, trainer.directories.is_first_here)
-        with (
-            nvme_states.no_swap_files_copied(trainer.engine),
-            persistent_parameters.not_gathered_again(trainer.engine),
-        ):
+        with nvme_states.no_swap_files_copied(trainer.engine):
             trainer.engine.save_checkpoint(
                 unfinished,
                 tag=ENGINE_TAG,

@@ -150,17 +150,6 @@ def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     return weight(model.second) != before
 
 
-@mended_by("engine.persistent_parameters.not_gathered_again")
-def test_a_save_gathers_what_is_kept_whole() -> bool:
-    with TemporaryDirectory() as directory:
-        engine = engine_of(linear(), 3)
-        (parameter,) = engine.optimizer.persistent_parameters
-        gathered: List[int] = []
-        parameter.all_gather = lambda parameters: gathered.append(len(parameters))
-        engine.save_checkpoint(directory)
-    return gathered == [1]
-
-
 @pytest.mark.skipif(
     not AsyncIOBuilder().is_compatible(verbose=False),
     reason="needs libaio's headers (Debian's package libaio-dev)",

@@ -306,6 +306,11 @@ def test_groups_without_parameters_are_taken_out_of_the_optimizer() -> bool:
     return len(optimizer.param_groups) == 1
 
 
+class _RunsCode:
+    def __reduce__(self) -> Any:
+        return os.getpid, ()
+
+
 @mended_by("checkpoint.checkpoint_engine.FileCheckpointEngine")
 def test_code_in_a_checkpoint_is_run() -> bool:
     file = io.BytesIO()
