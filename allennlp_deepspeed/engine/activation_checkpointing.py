@@ -140,8 +140,12 @@ def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.dev
     device : `torch.device`, required.
         The one that the model computes on.
 
-    Mends DeepSpeed 0.19.8: on a CPU `cpu_checkpointing` loses the activations, and `reset` leaves
-    checkpointing on for the process. Gone when the one keeps them, and the other doesn't.
+    # Raises
+
+    `ConfigurationError`
+        If activations are to be moved to the CPU, and are there already: DeepSpeed would lose them.
+
+    Mends DeepSpeed 0.19.8: `reset` leaves checkpointing on for the process. Gone when it doesn't.
     """
     settings = config.get("activation_checkpointing", {})
     if not any(map(is_recomputed, model.modules())):
@@ -153,11 +157,15 @@ def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.dev
             )
         yield
         return
+    if settings.get("cpu_checkpointing") and device.type == "cpu":
+        raise ConfigurationError(
+            "deepspeed_config.activation_checkpointing.cpu_checkpointing is true, but the model "
+            "trains on the CPU: remove the key."
+        )
     configure = partial(
         checkpointing.configure,
         None,
-        # On a CPU they are there already, and DeepSpeed would lose them.
-        checkpoint_in_cpu=bool(settings.get("cpu_checkpointing")) and device.type != "cpu",
+        checkpoint_in_cpu=bool(settings.get("cpu_checkpointing")),
         synchronize=settings.get("synchronize_checkpoint_boundary"),
         profile=settings.get("profile"),
     )

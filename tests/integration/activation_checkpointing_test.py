@@ -180,10 +180,15 @@ def test_only_training_computes_twice():
     assert [layer.num_calls for layer in model.layers] == [2 * 2 * 6] * 2
 
 
-@pytest.mark.parametrize("setting", ["cpu_checkpointing", "synchronize_checkpoint_boundary"])
-def test_settings_of_deepspeed_change_no_weights(setting: str):
+def test_activations_are_not_moved_from_the_cpu_to_the_cpu():
+    config = zero(2, activation_checkpointing={"cpu_checkpointing": True})
+    with pytest.raises(ConfigurationError, match="cpu_checkpointing is true.*remove the key"):
+        trained(DeepSpeedTrainer, deepspeed_config=config, activation_checkpointing=["layers"])
+
+
+def test_a_setting_of_deepspeed_changes_no_weights():
     expected = trained(GradientDescentTrainer)
-    config = zero(3, activation_checkpointing={setting: True})
+    config = zero(3, activation_checkpointing={"synchronize_checkpoint_boundary": True})
     patterns = ["first", "layers", "packed", "norm"]
     actual = trained(DeepSpeedTrainer, deepspeed_config=config, activation_checkpointing=patterns)
     assert_same_weights(actual.state_dict(), expected.state_dict(), tolerance=1e-6)
