@@ -56,22 +56,9 @@ def mended_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
         if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             engine.torch_autocast_z0_gradscaler = LossScale(optimizer)
             undo.callback(setattr, engine, "torch_autocast_z0_gradscaler", None)
-        else:
-            undo.enter_context(_scaled_in_fp32(optimizer))
         if isinstance(optimizer, FP16_UnfusedOptimizer):
             undo.enter_context(_norm_unscaled(optimizer))
         undo.enter_context(_unscaled_by_own_scale(optimizer))
-        yield
-
-
-@contextmanager
-def _scaled_in_fp32(optimizer: Any) -> Iterator[None]:
-    """
-    Mends DeepSpeed 0.19.8: ZeRO scales a loss in the precision in which the model returns it, where
-    in fp16 it overflows. Gone when a loss of 2 in fp16 is finite after it has been scaled by 65536.
-    """
-    scale = optimizer.scale_if_loss
-    with mock.patch.object(optimizer, "scale_if_loss", lambda loss: scale(loss.float())):
         yield
 
 

@@ -211,7 +211,7 @@ class GoBackwardTwice(TrainerCallback):
         half = batch_outputs["loss"] / trainer.group_size / 2
         with trainer.no_sync():
             trainer.engine.backward(half, scale_wrt_gas=False, retain_graph=True)
-        trainer.engine.backward(half.half(), scale_wrt_gas=False)
+        trainer.engine.backward(half, scale_wrt_gas=False)
         return True
 
 
