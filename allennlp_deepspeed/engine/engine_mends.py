@@ -61,8 +61,8 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
     """
     Adagrad has its state from the beginning. At stages 1 to 3 DeepSpeed makes another one for its
     shards, from the defaults and with one group. Learning rate schedules and everything else would
-    act on the one that it was given. Where it keeps that one, the state is that of the parameters
-    that it was given: on the CPU, or not of the weights that it steps.
+    act on the one that it was given. Where it keeps that one, the state is on the device on which
+    the parameters were before the engine moved them.
 
     Mends DeepSpeed 0.19.8: ZeRO replaces Adagrad by another one, with one group and without what
     schedules do to the first. Gone when an engine steps with the Adagrad that it was given.
@@ -78,13 +78,8 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
         if engine.zero_optimization_stage() < 3:
             engine.optimizer._link_all_hp_params()  # which it has done for the one group only
         return
-    states = dict(given.state)
-    given.state.clear()
-    for group in given.param_groups:
-        for weight in group["params"]:
-            total = torch.full_like(weight, group["initial_accumulator_value"])
-            state = states.get(weight, {"step": torch.tensor(0.0), "sum": total})
-            given.state[weight] = {**state, "sum": state["sum"].to(weight.device)}
+    for weight, state in given.state.items():
+        state["sum"] = state["sum"].to(weight.device)
 
 
 def forget_modules(model: torch.nn.Module) -> None:

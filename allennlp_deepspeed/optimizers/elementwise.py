@@ -83,6 +83,8 @@ def check_elementwise(
     `ConfigurationError`
         If it is known that the optimizer can't step where `config` has the weights.
     """
+    if issubclass(optimizer_class, torch.optim.Adagrad):
+        _check_adagrad(subject, config)
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigurationError(
@@ -117,9 +119,20 @@ def check_section(optimizer: Dict[str, Any], config: ResolvedConfig) -> None:
     """
     name = optimizer["type"]
     subject = f'{ROOT}.optimizer.type is "{name}"'
+    if name.lower() == "adagrad":
+        _check_adagrad(subject, config)
     if name.lower() in _ELEMENTWISE_OF_DEEPSPEED or name.lower() == "muon":
         return
     check_elementwise(subject, name, getattr(torch.optim, name, torch.optim.Optimizer), config)
+
+
+def _check_adagrad(subject: str, config: ResolvedConfig) -> None:
+    if config.precision in ("bf16", "fp16"):
+        raise ConfigurationError(
+            f"{subject}, whose state is of the parameters that it is given, but with "
+            f'{ROOT}.{config.precision} DeepSpeed has it update others: write "adam", or '
+            '"torch_autocast": {"enabled": true} instead of that section'
+        )
 
 
 def warn_if_unknown(optimizer_class: Type[torch.optim.Optimizer], config: ResolvedConfig) -> None:

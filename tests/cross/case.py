@@ -352,6 +352,8 @@ def _made_possible(case: Case, is_contradictory: bool) -> Case:
             case.parts = [part for part in case.parts if part != "batch_norm"]
         if case.stage == 3:
             case.parts = [part for part in case.parts if part != "empty"]
+        if case.optimizer == "adagrad" and case.precision in ("bf16", "fp16"):
+            case.optimizer = "adam"
         if case.stage > 0 or case.precision in ("bf16", "fp16"):
             case.parts = [part for part in case.parts if part != "max_norm"]
     if case.precision != "fp16":
