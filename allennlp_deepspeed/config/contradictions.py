@@ -12,7 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfigError, DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.open_values import is_enabled, said
+from allennlp_deepspeed.config.open_values import said
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import TrainerSettings
 from allennlp_deepspeed.config.torch_compile_settings import KEY as TORCH_COMPILE
@@ -134,12 +134,6 @@ def check_torch_compile(
                 "haven't been shown to be computed the same where they are compiled: remove one of "
                 "them"
             )
-    if is_enabled(config, "flops_profiler"):
-        findings.add(
-            f"'{TORCH_COMPILE}' is given, and {ROOT}.flops_profiler.enabled is true, but DeepSpeed "
-            "counts the operations that Python calls, of which compiling leaves few: remove one of "
-            "them"
-        )
     if zero.stage != 3:
         return
     if said(config, "zero_optimization.leaf_module") is None:

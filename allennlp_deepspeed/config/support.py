@@ -101,6 +101,12 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
         "neither recovery nor `allennlp deepspeed export` reads its checkpoints, and those without "
         "it are converted for any number of workers by `allennlp train --recover`; remove the key",
     ),
+    "flops_profiler.enabled": (
+        (False,),
+        "DeepSpeed begins the time of the whole model in 1970, counts no parameters that stage 3 "
+        "has sharded and fails on packed sequences; remove the section, and use the callback "
+        '"profiler"',
+    ),
     "dataloader_drop_last": ((False,), 'write "drop_last" in "data_loader" instead'),
     "managed_gradient_accumulation": (
         (),

@@ -1,12 +1,11 @@
 """
 Brings what DeepSpeed reports into AllenNLP's log: the records of its own logger, and what its
-timers and profilers print.
+timers print.
 """
 
 import io
 import logging
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from functools import partial
 from typing import Any, Dict, Iterator
 from unittest import mock
 
@@ -15,13 +14,9 @@ import deepspeed.runtime.utils
 import deepspeed.utils.logging
 import torch
 from allennlp.training.callbacks import TrainerCallback
-from deepspeed.profiling.flops_profiler import profiler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.timer import ThroughputTimer
 from overrides import overrides
-from torch.nn.utils.rnn import PackedSequence
-
-from allennlp_deepspeed.engine.shards import whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +67,6 @@ def mended_reports(engine: DeepSpeedEngine, is_step_one_batch: bool) -> Iterator
     with ExitStack() as undo:
         if engine.wall_clock_breakdown():
             undo.callback(engine.module.register_forward_hook(_forget_validation(engine)).remove)
-        if engine.flops_profiler_enabled():
-            undo.callback(engine.register_forward_pre_hook(_start_profile(engine)).remove)
-            undo.enter_context(_packed_sequences_profiled())
-            _log_flops_profile(engine)
         yield
 
 
@@ -128,76 +119,6 @@ def _forget_validation(engine: DeepSpeedEngine) -> Any:
                 engine.timers(name).reset()
 
     return reset_timers
-
-
-def _start_profile(engine: DeepSpeedEngine) -> Any:
-    """
-    A hook that starts the flops profiler before the model is called. Nor is there a profile of a
-    validation.
-
-    Mends DeepSpeed 0.19.8: the profiler is started in a hook of the model itself, whose own time
-    then begins in 1970. Gone when the model of an engine that profiles takes less than a day.
-    """
-    flops_profiler = engine.flops_profiler
-    start_profile = flops_profiler.start_profile
-    flops_profiler.start_profile = lambda ignore_list: None
-
-    def start(engine: DeepSpeedEngine, args: Any) -> None:
-        is_profiled = engine.global_steps == engine.flops_profiler_profile_step()
-        if is_profiled and engine.global_rank == 0 and engine.module.training:
-            start_profile()
-            _count_partitioned_parameters(engine.module)
-
-    return start
-
-
-def _count_partitioned_parameters(model: torch.nn.Module) -> None:
-    """
-    Mends DeepSpeed 0.19.8: the flops profiler takes parameters that ZeRO-3 has partitioned for
-    empty. Gone when it counts them.
-    """
-    for module in model.modules():
-        module.__params__ = sum(  # type: ignore[assignment]
-            whole_shape(p).numel() for p in module.parameters()
-        )
-
-
-@contextmanager
-def _packed_sequences_profiled() -> Iterator[None]:
-    """
-    Has the flops profiler count RNNs that read a `PackedSequence`, as AllenNLP's encoders have them
-    do.
-
-    Mends DeepSpeed 0.19.8: the flops profiler asks a `PackedSequence` for its shape, and fails.
-    Gone when an engine that profiles goes forward through an LSTM with one.
-    """
-    hooks = {}
-    for module_type, hook in profiler.MODULE_HOOK_MAPPING.items():
-        hooks[module_type] = partial(_count_tokens, hook)
-    with mock.patch.dict(profiler.MODULE_HOOK_MAPPING, hooks):
-        yield
-
-
-def _count_tokens(hook: Any, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-    if isinstance(inputs[0], PackedSequence):
-        # Shape: (1, num_tokens, input_size)
-        inputs = (inputs[0].data.unsqueeze(0), *inputs[1:])
-    hook(module, inputs, output)
-
-
-def _log_flops_profile(engine: DeepSpeedEngine) -> None:
-    print_model_profile = engine.flops_profiler.print_model_profile
-
-    def log_model_profile(**kwargs: Any) -> None:
-        # It has profiled one micro-batch, and would divide by the times of all.
-        has_times = engine.wall_clock_breakdown() and engine.tput_timer.micro_batches_in_step == 1
-        timed = mock.patch.object(engine, "wall_clock_breakdown", lambda: has_times)
-        with timed, _printed_as_one_record():
-            print_model_profile(**kwargs)
-        if kwargs["output_file"]:
-            logger.info("DeepSpeed's flops profile is in %s", kwargs["output_file"])
-
-    engine.flops_profiler.print_model_profile = log_model_profile
 
 
 class CommsSummaryCallback(TrainerCallback):

@@ -149,27 +149,6 @@ def test_the_communication_logger_stays_on() -> bool:
     return deepspeed.comm.comm.comms_logger.enabled
 
 
-@mended_by("engine.deepspeed_logging._start_profile")
-def test_the_time_of_a_profiled_model_begins_in_1970() -> bool:
-    engine = engine_of(linear(), flops_profiler={"enabled": True, "profile_step": 0})
-    engine(torch.ones(1, 1))
-    return engine.flops_profiler.get_total_duration() > 24 * 60 * 60
-
-
-@mended_by("engine.deepspeed_logging._packed_sequences_profiled")
-def test_rnns_that_read_packed_sequences_cannot_be_profiled() -> bool:
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(1, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.lstm(nn.utils.rnn.pack_sequence([x]))[0].data
-
-    engine = engine_of(Encoder(), flops_profiler={"enabled": True, "profile_step": 0})
-    return _fails(lambda: engine(torch.ones(1, 1)))
-
-
 @mended_by("engine.activation_checkpointing.configured")
 def test_checkpointing_on_the_cpu_loses_activations_that_are_there() -> bool:
     checkpointing.configure(None, checkpoint_in_cpu=True)

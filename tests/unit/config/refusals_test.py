@@ -82,6 +82,7 @@ WRONG = [
         }
     },
     {"zero_optimization": {"leaf_module": 3}},
+    {"flops_profiler": {"enabled": True}},
     {"gradient_allreduce_op": "sum"},
     {
         "zero_optimization": {"stage": 0},
@@ -207,7 +208,6 @@ CONTRADICTORY = [
     (None, {"sequence_parallel_size": 2, "world_size": 3}),
     ("zero_3", {"torch_compile": True}),
     (LEAVES, {"torch_compile": {"mode": "reduce-overhead"}}),
-    ({"flops_profiler": {"enabled": True}}, {"torch_compile": True}),
     (None, {"torch_compile": True, "sequence_parallel_size": 2, "world_size": 2}),
     (None, {"torch_compile": True, "sequence_tiling": {"modules": ["mlp$"], "num_tiles": 2}}),
     # Several at once
