@@ -15,6 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 pytest.register_assert_rewrite("tests.support.command", "tests.support.experiment")
 
+from tests.support import fp16_on_cpu  # noqa: E402, F401
 from tests.support.messages import expect_message, messages  # noqa: E402, F401
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ variables that DeepSpeed reads, or makes a process group.
 """
 
 import importlib
-import logging
 import os
 from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterator, Optional
@@ -24,8 +23,6 @@ from allennlp_deepspeed.engine import (
     parameter_layout,
 )
 from allennlp_deepspeed.processes.one_process import as_one_process
-
-logger = logging.getLogger(__name__)
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -70,8 +67,6 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
             _init_group_of_one(device)
             undo.callback(_destroy_process_group)
             undo.enter_context(as_one_process())
-        if device.type == "cpu":
-            undo.enter_context(_fp16_on_cpu())
         undo.enter_context(parameter_layout.any_layout())
         undo.enter_context(module_hooks.linear_only_with_graph())
         undo.enter_context(module_hooks.keeping_what_is_read())
@@ -113,42 +108,6 @@ def _linear_restored() -> Iterator[None]:
     """
     with mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear):
         yield
-
-
-_num_in_fp16 = 0
-
-
-@contextmanager
-def _fp16_on_cpu() -> Iterator[None]:
-    """
-    Within it DeepSpeed's accelerator for the CPU takes fp16 as long as an engine is up that trains
-    in it. By itself it does only for CPUs that have instructions for it; PyTorch computes in it on
-    all of them.
-
-    Mends DeepSpeed 0.19.8: fp16 is refused on CPUs without instructions for it. Gone when
-    `is_fp16_supported` doesn't ask oneDNN.
-    """
-    is_fp16_supported = get_accelerator().is_fp16_supported
-    with mock.patch.object(
-        get_accelerator(), "is_fp16_supported", lambda: _num_in_fp16 > 0 or is_fp16_supported()
-    ):
-        yield
-
-
-@contextmanager
-def in_fp16(device: torch.device) -> Iterator[None]:
-    """Surrounds the life of an engine in fp16."""
-    global _num_in_fp16
-    if device.type == "cpu":
-        logger.warning(
-            "fp16 is slow on a CPU. To train there, rather than to try out what is to train on a "
-            'GPU, write "bf16": {"enabled": true}.'
-        )
-    _num_in_fp16 += 1
-    try:
-        yield
-    finally:
-        _num_in_fp16 -= 1
 
 
 def _skip_shared_memory_all_reduce() -> None:

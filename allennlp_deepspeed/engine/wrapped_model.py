@@ -49,7 +49,6 @@ from allennlp_deepspeed.engine.model_check import check_model
 from allennlp_deepspeed.engine.model_snapshot import ModelSnapshot
 from allennlp_deepspeed.engine.process_environment import (
     device_index,
-    in_fp16,
     process_environment,
     use_accelerator,
 )
@@ -187,8 +186,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo.callback(self._leave, before, device)
         has_lost_states = enter(used_optimizers.steps_allowed(optimizer))
         has_stepped = used_optimizers.has_stepped(optimizer)
-        if config.precision == "fp16":
-            enter(in_fp16(device))
         with autocast_of_one_engine():
             self._engine, *_ = deepspeed.initialize(
                 # DeepSpeed takes the device's index for the local rank unless it is told both.

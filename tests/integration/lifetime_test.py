@@ -14,7 +14,6 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -206,7 +205,6 @@ def functions_of_the_process() -> Dict[str, Any]:
         "linear": torch.nn.functional.linear,
         "linear of stage 3": linear.LinearFunctionForZeroStage3,
         "read parameters": parameter_offload.register_external_parameter,
-        "fp16": vars(get_accelerator()).get("is_fp16_supported"),
         "autocast": torch_autocast.TORCH_AUTOCAST_INITIALIZED,
     }
 

@@ -12,7 +12,6 @@ from typing import Any, List
 import deepspeed
 import torch
 from deepspeed import checkpointing
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -32,12 +31,6 @@ def test_deepspeed_logs_to_the_standard_output() -> bool:
 def test_every_process_on_a_cpu_loads_an_all_reduce_for_inference() -> bool:
     """By its source: whether it is compiled depends on what has been compiled before."""
     return "build_shm_op()" in inspect.getsource(TorchBackend.__init__)
-
-
-@mended_by("engine.process_environment._fp16_on_cpu")
-def test_fp16_is_refused_on_cpus_without_instructions_for_it() -> bool:
-    """By its source, because this CPU may have them."""
-    return "_is_mkldnn_fp16_supported" in inspect.getsource(CPU_Accelerator.is_fp16_supported)
 
 
 @mended_by("engine.engine_mends.autocast_of_one_engine")

@@ -1,0 +1,20 @@
+"""
+Has DeepSpeed bring up an engine in fp16 on any CPU, for tests of what is to train on a GPU. By
+itself it does only on CPUs that have instructions for it; PyTorch computes in it on all of them.
+"""
+
+from unittest import mock
+
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+_do_sanity_check = DeepSpeedEngine._do_sanity_check
+
+
+def _check_other_types(engine: DeepSpeedEngine) -> None:
+    # Not always: Muon too asks for it, and would step in another precision than on this CPU.
+    with mock.patch.object(CPU_Accelerator, "is_fp16_supported", lambda self: True):
+        _do_sanity_check(engine)
+
+
+DeepSpeedEngine._do_sanity_check = _check_other_types  # type: ignore[method-assign]
