@@ -18,7 +18,6 @@ from allennlp.modules import TokenEmbedder
 from overrides import overrides
 
 from allennlp_deepspeed.config.keys import did_you_mean
-from allennlp_deepspeed.storage import files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -216,7 +215,6 @@ def save_adapters(transformer: "PreTrainedModel", directory: str) -> None:
         path,
         metadata={"format": "pt"},
     )
-    files.give_usual_mode(path)
     config: Any = transformer.peft_config["default"]
     config = dataclasses.replace(
         config,

@@ -12,18 +12,11 @@ from typing import Any, Dict, Iterator, Optional
 
 from allennlp.common import Params
 from allennlp.models import Model
-from allennlp.models.archival import CONFIG_NAME, archive_model, load_archive
+from allennlp.models.archival import CONFIG_NAME, archive_model
 
 from allennlp_deepspeed import lora
-from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
-    warn_of_dense_attention,
-)
 from allennlp_deepspeed.checkpoint import frozen_parameters
-from allennlp_deepspeed.checkpoint.offline import (
-    check_archive,
-    find,
-    locate,
-)
+from allennlp_deepspeed.checkpoint.offline import find, locate
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.commit_record import CommitRecord
@@ -106,60 +99,6 @@ def export(
         )
     _finish(archive)
     return output_dir
-
-
-def export_adapters(
-    source: str,
-    epoch: Optional[int] = None,
-    output_dir: Optional[str] = None,
-) -> str:
-    """
-    Writes LoRA's adapters alone, in the files `adapter_config.json` and `adapter_model.safetensors`
-    that `peft.PeftModel.from_pretrained` loads into the transformer that they were trained in. If
-    the model has several transformers with adapters, each has a directory of its own, with its name
-    in the model.
-
-    # Parameters
-
-    source : `str`, required.
-        A serialization directory, of which a checkpoint is taken, or an archive.
-    epoch : `int`, optional (default = `None`)
-        As in `export`.
-    output_dir : `str`, optional (default = `None`)
-        As in `export`. For an archive `None` is the directory `adapters` beside it.
-
-    # Returns
-
-    `str`
-        The directory with the files.
-
-    # Raises
-
-    `CheckpointError`
-        If there is no such checkpoint, or it is damaged.
-    `ConfigurationError`
-        If the model has no adapters, or an archive is given with an epoch.
-    """
-    if os.path.isfile(source):
-        check_archive(source, epoch)
-        model = load_archive(source, cuda_device=-1).model
-        transformers = lora.adapted_transformers(model)
-        output_dir = output_dir or os.path.join(os.path.dirname(source), "adapters")
-        files.make_directory(output_dir)
-    else:
-        source, point = locate(source)
-        checkpoint, record = find(source, epoch, point)
-        logger.info("Exporting the adapters of %s", checkpoint)
-        model = _load_model(source, checkpoint, record)
-        transformers = lora.adapted_transformers(model)
-        output_dir = _prepare(source, checkpoint, output_dir)
-    for name, transformer in transformers.items():
-        directory = output_dir if len(transformers) == 1 else os.path.join(output_dir, name)
-        files.make_directory(directory)
-        lora.save_adapters(transformer, directory)
-        lora.warn_of_base(transformer, os.path.abspath(directory))
-        warn_of_dense_attention(transformer)
-    return os.path.abspath(output_dir)
 
 
 def _prepare(serialization_dir: str, checkpoint: str, output_dir: Optional[str]) -> str:

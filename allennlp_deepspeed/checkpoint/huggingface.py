@@ -2,11 +2,9 @@
 Makes of what training leaves a directory that transformers load without AllenNLP.
 """
 
-import glob
 import json
 import logging
 import os
-import re
 import tarfile
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
@@ -42,11 +40,6 @@ logger = logging.getLogger(__name__)
 
 _DIRECTORY_NAME = "export_huggingface"
 _UNFINISHED = ".unfinished"
-
-# Of an earlier export, which may have had more shards, or been of another kind.
-_REPLACED = ("model*.safetensors", "model.safetensors.index.json", "adapter_*")
-
-_SIZE = re.compile(r"\d+\s*[KMGT]B", re.IGNORECASE)
 
 
 class _Trained(NamedTuple):
@@ -98,8 +91,8 @@ def export_huggingface(
     source : `str`, required.
         An archive, a serialization directory, or a checkpoint in one.
     output_dir : `str`, optional (default = `None`)
-        Where to write the files, replacing earlier ones. `None` for a directory beside the archive
-        or in the serialization directory, whose name begins with `export_huggingface`.
+        Where to write the files. `None` for a directory next to the archive or in the serialization
+        directory, whose name begins with `export_huggingface`.
     epoch : `int`, optional (default = `None`)
         The number of epochs that the checkpoint has completed, as in `export`.
     best : `bool`, optional (default = `False`)
@@ -121,13 +114,9 @@ def export_huggingface(
     `CheckpointError`
         If there is no such checkpoint, or it is damaged.
     `ConfigurationError`
-        If there is no such transformer, or it can't be written as is asked for.
+        If there is no such transformer, if it can't be written as is asked for, or if the directory
+        isn't empty.
     """
-    if not _SIZE.fullmatch(max_shard_size.strip()):
-        raise ConfigurationError(
-            f"--max-shard-size is '{max_shard_size}': write a whole number and KB, MB, GB or TB, "
-            "such as 500MB."
-        )
     with _trained(source, epoch, best) as trained:
         output_dir = os.path.abspath(output_dir or trained.default_output_dir)
         _check_output(output_dir)
@@ -147,11 +136,12 @@ def export_huggingface(
             lora.save_adapters(transformer, unfinished)
         else:
             transformer.save_pretrained(unfinished, max_shard_size=max_shard_size)
-            for path in glob.glob(os.path.join(glob.escape(unfinished), "*.safetensors")):
-                files.give_usual_mode(path)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
-    _put(unfinished, output_dir)
+    for name in os.listdir(unfinished):
+        files.flush(os.path.join(unfinished, name))
+    files.rename(unfinished, output_dir)
+    files.flush(os.path.dirname(output_dir))
     if adapters_only:
         lora.warn_of_base(transformer, output_dir)
     warn_of_dense_attention(transformer)
@@ -203,20 +193,13 @@ def _check_output(output_dir: str) -> None:
     # Raises
 
     `ConfigurationError`
-        If the files would overwrite those of a training.
+        If there are files in the directory.
     """
-    path = os.path.join(output_dir, CONFIG_NAME)
-    if os.path.isfile(path):
-        with open(path) as file:
-            try:
-                is_model = "model_type" in json.load(file)
-            except ValueError:
-                is_model = False
-        if not is_model:
-            raise ConfigurationError(
-                f"--output is {output_dir}, where {CONFIG_NAME} is of something else than one of "
-                "transformers' models, and would be overwritten: write another directory."
-            )
+    if os.path.exists(output_dir) and (not os.path.isdir(output_dir) or os.listdir(output_dir)):
+        raise ConfigurationError(
+            f"{output_dir} is there and not an empty directory: remove it, or write another "
+            "one for --output."
+        )
 
 
 def _model(trained: _Trained) -> Model:
@@ -370,19 +353,3 @@ def _parameters_with(model_name: str, config: Any, path: str) -> Iterator[Tuple[
     elif isinstance(config, list):
         for i, value in enumerate(config):
             yield from _parameters_with(model_name, value, f"{path}.{i}")
-
-
-def _put(unfinished: str, output_dir: str) -> None:
-    """Gives the files their names when all are on disk, last the one without which none is read."""
-    names = sorted(os.listdir(unfinished), key=lambda name: name == CONFIG_NAME)
-    for name in names:
-        files.flush(os.path.join(unfinished, name))
-    files.make_directory(output_dir)
-    files.remove(os.path.join(output_dir, CONFIG_NAME))
-    for pattern in _REPLACED:
-        for path in glob.glob(os.path.join(glob.escape(output_dir), pattern)):
-            files.remove(path)
-    for name in names:
-        files.rename(os.path.join(unfinished, name), os.path.join(output_dir, name))
-    files.flush(output_dir)
-    files.remove(unfinished)

@@ -2,7 +2,7 @@ import argparse
 
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.checkpoint.export import export, export_adapters
+from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
 
 
@@ -52,7 +52,7 @@ class Export:
         subparser.add_argument(
             "--module",
             type=str,
-            help="with --format huggingface: its name in the model, if that has several",
+            help="with --format huggingface: the transformer's name, if the model has several",
         )
         subparser.add_argument(
             "--max-shard-size",
@@ -64,8 +64,7 @@ class Export:
             "--adapters-only",
             "--adapters",
             action="store_true",
-            help="write LoRA's adapters alone, in the files of peft; then an archive can be given "
-            "instead of the serialization directory",
+            help="write LoRA's adapters alone, in the files of peft, and the tokenizer",
         )
         adapters.add_argument(
             "--merge-adapters",
@@ -76,7 +75,7 @@ class Export:
         return subparser
 
     def run(self, args: argparse.Namespace) -> None:
-        if args.format == "huggingface":
+        if args.format == "huggingface" or args.adapters_only:
             output = export_huggingface(
                 args.source,
                 args.output,
@@ -94,7 +93,4 @@ class Export:
                     f"--{flag.replace('_', '-')} is for --format huggingface: write that too, or "
                     "leave it out."
                 )
-        if args.adapters_only:
-            print(export_adapters(args.source, args.epoch, args.output))
-        else:
-            print(export(args.source, args.epoch, args.output, args.merge_adapters))
+        print(export(args.source, args.epoch, args.output, args.merge_adapters))

@@ -86,15 +86,6 @@ def write(text: str, path: str) -> None:
         file.write(text)
 
 
-def give_usual_mode(path: str) -> None:
-    """Gives a file the mode that others get here. Safetensors has its files be their owner's."""
-    before_operation("give_usual_mode", path)
-    with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as directory:
-        probe = os.path.join(directory, "probe")
-        with open(probe, "w"):
-            os.chmod(path, os.stat(probe).st_mode & 0o777)
-
-
 def flush(path: str) -> None:
     """Waits until the file, or the entries of the directory, are on disk."""
     before_operation("flush", path)

@@ -17,7 +17,6 @@ from allennlp.modules import TokenEmbedder
 from transformers import AutoModel
 
 from allennlp_deepspeed.attention.layouts import LAYOUTS, Layout
-from allennlp_deepspeed.checkpoint.export import export_adapters
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
 from allennlp_deepspeed.lora import transformers_in
 from tests.end_to_end.precision_test import BF16, EPOCHS, FP16
@@ -196,7 +195,7 @@ def test_what_is_exported_says_how_to_attend_as_in_training(
     assert (densely - expected).abs().max() > 0.01
 
     caplog.clear()
-    export_adapters(str(archive), output_dir=str(tmp_path / "adapters"))
+    export_huggingface(str(archive), str(tmp_path / "adapters"), adapters_only=True)
     assert "has block-sparse attention" in caplog.text
 
 

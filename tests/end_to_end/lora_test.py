@@ -220,8 +220,9 @@ def test_exported_adapters_are_those_of_peft(
     allennlp(
         "deepspeed", "export", path, "--adapters-only", "--output", tmp_path / "adapters"
     ).check()
-    names = sorted(file.name for file in (tmp_path / "adapters").iterdir())
-    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    names = {file.name for file in (tmp_path / "adapters").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert "config.json" not in names
     loaded = peft.PeftModel.from_pretrained(AutoModel.from_pretrained(bert), tmp_path / "adapters")
     model = load_archive(result.archive, cuda_device=-1).model.eval()
     (expected,) = adapted_transformers(model).values()
@@ -234,10 +235,9 @@ def test_an_archive_has_no_epochs_to_choose_adapters_from(
 ) -> None:
     archive = experiments.run(checkpointed(bert, 3)).archive
     command = ["deepspeed", "export", "--adapters-only", "--output", tmp_path / "adapters"]
-    for arguments in ([archive, "--epoch", "1"], [archive, archive.parent]):
-        run = allennlp(*command, *arguments)
-        assert run.returncode != 0
-        assert f"{archive} is an archive, which has one state of a model" in run.output
+    run = allennlp(*command, archive, "--epoch", "1")
+    assert run.returncode != 0
+    assert f"{archive} is an archive, which has one state of a model" in run.output
     assert not (tmp_path / "adapters").exists()
 
 
