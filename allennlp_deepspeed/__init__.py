@@ -1,7 +1,7 @@
 """
 Trains any AllenNLP model on DeepSpeed's engine, from the config file.
 
-Mends DeepSpeed 0.19.8: importing it has it log to the standard output, which is for what our
+Works around DeepSpeed 0.19.8: importing it has it log to the standard output, which is for what our
 commands print. Gone when its logger writes to the standard error.
 """
 

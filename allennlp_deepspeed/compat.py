@@ -38,8 +38,8 @@ def construct_reduce_on_plateau_without_verbose() -> None:
     """
     The key is still taken from a config, and means nothing.
 
-    Mends AllenNLP 2.10.1: it passes `verbose` on to PyTorch's `ReduceLROnPlateau`, which since 2.7
-    doesn't take it. Gone when "reduce_on_plateau" can be constructed.
+    Works around AllenNLP 2.10.1: it passes `verbose` on to PyTorch's `ReduceLROnPlateau`, which
+    since 2.7 doesn't take it. Gone when "reduce_on_plateau" can be constructed.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ def allow_numpy_scalars_in_training_states() -> None:
     """
     `torch.load` now loads weights only, unless told what else is harmless.
 
-    Mends AllenNLP 2.10.1: its training states can hold metrics that are NumPy scalars, which
+    Works around AllenNLP 2.10.1: its training states can hold metrics that are NumPy scalars, which
     PyTorch doesn't load since 2.6. Gone when `torch.load` does.
     """
     reconstruct, _ = np.float64(0).__reduce__()  # has moved from module to module between versions
@@ -87,8 +87,8 @@ def support_bf16_in_tiny_value_of_dtype() -> None:
     """
     bf16 has the range of fp32, so that it takes the same value.
 
-    Mends AllenNLP 2.10.1: its masks refuse bf16. Gone when `tiny_value_of_dtype` has a value for
-    it.
+    Works around AllenNLP 2.10.1: its masks refuse bf16. Gone when `tiny_value_of_dtype` has a value
+    for it.
     """
     original = nn_util.tiny_value_of_dtype
 
@@ -106,7 +106,7 @@ def tell_cached_transformers_apart() -> None:
     """
     Transformers are kept by all arguments that they have been loaded with.
 
-    Mends AllenNLP 2.10.1: its cache of transformers ignores `transformer_kwargs` and
+    Works around AllenNLP 2.10.1: its cache of transformers ignores `transformer_kwargs` and
     `load_weights`, so that an embedder gets what another with the same `model_name` has loaded.
     Gone when two with different `attn_implementation` have these.
     """
@@ -157,8 +157,8 @@ def hide_deprecations_of_renamed_functions() -> None:
     """
     PyTorch warns at each call of a function that it has renamed: nothing that a user could change.
 
-    Mends AllenNLP 2.10.1 and DeepSpeed 0.19.8: the former enters `torch.cuda.amp.autocast` for
-    every validation batch, the latter calls two deprecated functions of `torch.distributed` for
+    Works around AllenNLP 2.10.1 and DeepSpeed 0.19.8: the former enters `torch.cuda.amp.autocast`
+    for every validation batch, the latter calls two deprecated functions of `torch.distributed` for
     every parameter. Gone when both call the new ones.
     """
     for name in (r"torch\.distributed\.", r"torch\.cuda\.amp\."):
@@ -169,9 +169,9 @@ def show_progress_without_widgets() -> None:
     """
     In a notebook without ipywidgets a bar is a line of text, as elsewhere.
 
-    Mends AllenNLP 2.10.1: in a notebook it asks tqdm for bars made of widgets, whether ipywidgets
-    are there or not, and ends with an `ImportError` where they aren't. Gone when it asks for
-    `tqdm.auto`.
+    Works around AllenNLP 2.10.1: in a notebook it asks tqdm for bars made of widgets, whether
+    ipywidgets are there or not, and ends with an `ImportError` where they aren't. Gone when it asks
+    for `tqdm.auto`.
     """
     is_of_notebooks = allennlp_tqdm._tqdm is not tqdm
     if is_of_notebooks and importlib.util.find_spec("ipywidgets") is None:

@@ -36,7 +36,7 @@ def apply() -> None:
 
 def support_several_workers() -> None:
     """
-    Mends AllenNLP 2.10.1: with several workers it refuses `SpanBasedF1Measure`,
+    Works around AllenNLP 2.10.1: with several workers it refuses `SpanBasedF1Measure`,
     `PearsonCorrelation` and `Covariance` after the first step. Gone when these return a value.
     """
     true_and_false = ("_true_positives", "_false_positives", "_false_negatives")
@@ -49,8 +49,8 @@ def support_several_workers() -> None:
 
 def take_batches_of_any_size_once() -> None:
     """
-    Mends AllenNLP 2.10.1: with several workers `Auc` and `SpearmanCorrelation` gather with each
-    batch all that they have gathered before, so that the first batches count most, and refuse
+    Works around AllenNLP 2.10.1: with several workers `Auc` and `SpearmanCorrelation` gather with
+    each batch all that they have gathered before, so that the first batches count most, and refuse
     batches of different sizes. Gone when both equal those of one worker with all batches.
     """
     _merge_over_workers(Auc, ("_all_predictions", "_all_gold_labels"))
@@ -59,10 +59,10 @@ def take_batches_of_any_size_once() -> None:
 
 def sum_counts_of_all_workers() -> None:
     """
-    Mends AllenNLP 2.10.1: with several workers `AttachmentScores` reduces tensors of the shapes of
-    batches, which have to be the same, and `BLEU` divides its counts by the number of workers, so
-    that without any match of a length it is too high. Gone when both equal those of one worker with
-    all batches.
+    Works around AllenNLP 2.10.1: with several workers `AttachmentScores` reduces tensors of the
+    shapes of batches, which have to be the same, and `BLEU` divides its counts by the number of
+    workers, so that without any match of a length it is too high. Gone when both equal those of one
+    worker with all batches.
     """
     exact = ("_exact_labeled_correct", "_exact_unlabeled_correct")
     correct = ("_labeled_correct", "_unlabeled_correct", *exact)
@@ -75,9 +75,9 @@ def sum_counts_of_all_labels() -> None:
     """
     Does nothing as long as `allennlp.fairness` isn't imported, which nothing of AllenNLP's imports.
 
-    Mends AllenNLP 2.10.1: with several workers `Separation` and `Sufficiency` sum the counts of the
-    last label only, so that each worker has its own of the others. Gone when both equal those of
-    one worker with all batches.
+    Works around AllenNLP 2.10.1: with several workers `Separation` and `Sufficiency` sum the counts
+    of the last label only, so that each worker has its own of the others. Gone when both equal
+    those of one worker with all batches.
     """
     module: Any = sys.modules.get("allennlp.fairness.fairness_metrics")
     if not hasattr(module, "Sufficiency"):

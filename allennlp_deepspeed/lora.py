@@ -332,8 +332,8 @@ def without_adapters(config: Any) -> Any:
 
 def _import_peft() -> ModuleType:
     """
-    Mends peft 0.21.2: it looks for a class in `torch.distributed.tensor` without importing that.
-    Gone when its module `tuners_utils` imports it.
+    Works around peft 0.21.2: it looks for a class in `torch.distributed.tensor` without importing
+    that. Gone when its module `tuners_utils` imports it.
     """
     try:
         import peft

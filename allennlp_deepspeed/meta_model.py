@@ -81,9 +81,9 @@ def _construct(params: Params, vocabulary: Vocabulary, serialization_dir: str) -
 @contextmanager
 def _on_meta_device() -> Iterator[None]:
     """
-    Mends PyTorch 2.14.1: `torch.FloatTensor(num, dimension)`, as which AllenNLP's `Embedding` makes
-    its weight, is on the CPU whatever the default device is. Gone when it is on that.
-    [#126533](https://github.com/pytorch/pytorch/issues/126533)
+    Works around PyTorch 2.14.1: `torch.FloatTensor(num, dimension)`, as which AllenNLP's
+    `Embedding` makes its weight, is on the CPU whatever the default device is. Gone when it is on
+    that. [#126533](https://github.com/pytorch/pytorch/issues/126533)
     """
     float_tensor = torch.FloatTensor
 

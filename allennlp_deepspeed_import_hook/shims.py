@@ -21,8 +21,8 @@ def former_classes_of_the_hub(module: ModuleType) -> Iterator[None]:
     Names alone, and only while they are imported: what AllenNLP does with them, `push-to-hf`, has
     worked with no version of the hub for years, and says so.
 
-    Mends AllenNLP 2.10.1: it imports `HfFolder` and `Repository`, which huggingface_hub 1 doesn't
-    have. Gone when `allennlp.common.push_to_hf` can be imported.
+    Works around AllenNLP 2.10.1: it imports `HfFolder` and `Repository`, which huggingface_hub 1
+    doesn't have. Gone when `allennlp.common.push_to_hf` can be imported.
     """
     import huggingface_hub
 
@@ -51,7 +51,7 @@ def former_transformers(module: ModuleType) -> Iterator[None]:
     anew. Where a tokenizer is loaded, the argument has never meant anything: AllenNLP gives it
     again with each text. `batch_encode_plus` is there for AllenNLP's tests, and what is like them.
 
-    Mends AllenNLP 2.10.1: it passes `add_special_tokens` where it loads a tokenizer, which
+    Works around AllenNLP 2.10.1: it passes `add_special_tokens` where it loads a tokenizer, which
     transformers 5 refuses, calls `encode_plus` and `build_inputs_with_special_tokens`, which its
     tokenizers don't have, and counts on models in fp32 and on `_init_weights`, where it takes the
     file's type and leaves what has been loaded. Gone when a "pretrained_transformer" tokenizer,
@@ -154,7 +154,7 @@ def weights_of_today(module: ModuleType) -> Iterator[None]:
     """
     A model that has both files is read from the one that AllenNLP knows.
 
-    Mends AllenNLP 2.10.1: the modules of `allennlp.modules.transformer` look for
+    Works around AllenNLP 2.10.1: the modules of `allennlp.modules.transformer` look for
     `pytorch_model.bin` only, where today's models have `model.safetensors`. Gone when
     `from_pretrained_module` reads a directory that `save_pretrained` has written.
     """
@@ -208,7 +208,7 @@ def _of_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., An
 @contextmanager
 def former_adamw(module: ModuleType) -> Iterator[None]:
     """
-    Mends AllenNLP 2.10.1: its "huggingface_adamw" inherits from `transformers.AdamW`, which
+    Works around AllenNLP 2.10.1: its "huggingface_adamw" inherits from `transformers.AdamW`, which
     transformers 5 doesn't have. Gone when `allennlp.training.optimizers` can be imported.
     """
     import transformers

@@ -19,7 +19,7 @@ _HEAD = """| what is wrong | in | mend | shown by | public thread |
 |---|---|---|---|---|
 """
 _LABEL = re.compile(
-    r"Mends (?P<versions>[^:]+): (?P<fault>.+?)\. Gone when .+?\.(?: (?P<issues>\[#.+))?"
+    r"Works around (?P<versions>[^:]+): (?P<fault>.+?)\. Gone when .+?\.(?: (?P<issues>\[#.+))?"
 )
 
 
@@ -47,7 +47,7 @@ class Mend(NamedTuple):
 
 def mends() -> List[Mend]:
     """
-    All that a docstring has a paragraph about that begins with "Mends".
+    All that a docstring has a paragraph about that begins with "Works around".
 
     # Raises
 
@@ -59,12 +59,13 @@ def mends() -> List[Mend]:
         relative = str(path.relative_to(_ROOT))
         for name, docstring in _docstrings(ast.parse(path.read_text()), _module_name(relative)):
             for paragraph in docstring.split("\n\n"):
-                if not paragraph.startswith("Mends "):
+                if not paragraph.startswith("Works around "):
                     continue
                 label = _LABEL.fullmatch(" ".join(paragraph.split()))
                 if label is None:
                     raise ValueError(
-                        f"{name} has to say 'Mends NAME VERSION: what is wrong. Gone when ....', "
+                        f"{name} has to say 'Works around NAME VERSION: what is wrong. Gone when "
+                        "....', "
                         f"and links if there are any, but it says: {paragraph}"
                     )
                 versions, fault, issues = label.groups(default="")

@@ -33,9 +33,9 @@ class FileCheckpointEngine(CheckpointEngine):
     left_out : `Set[str]`
         The names of parameters that are not saved of the model.
 
-    Mends DeepSpeed 0.19.8: its own loads files with `weights_only=False`, which runs what code is
-    in them, and `exclude_frozen_parameters` leaves out a tied parameter under one of its names
-    only. Gone when it doesn't run code, and leaves out both.
+    Works around DeepSpeed 0.19.8: its own loads files with `weights_only=False`, which runs what
+    code is in them, and `exclude_frozen_parameters` leaves out a tied parameter under one of its
+    names only. Gone when it doesn't run code, and leaves out both.
     [#6751](https://github.com/deepspeedai/DeepSpeed/pull/6751)
     """
 

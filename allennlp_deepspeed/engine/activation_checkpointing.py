@@ -145,7 +145,8 @@ def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.dev
     `ConfigurationError`
         If activations are to be moved to the CPU, and are there already: DeepSpeed would lose them.
 
-    Mends DeepSpeed 0.19.8: `reset` leaves checkpointing on for the process. Gone when it doesn't.
+    Works around DeepSpeed 0.19.8: `reset` leaves checkpointing on for the process. Gone when it
+    doesn't.
     """
     settings = config.get("activation_checkpointing", {})
     if not any(map(is_recomputed, model.modules())):
@@ -291,7 +292,7 @@ def current_autocast() -> Callable[[], torch.autocast]:
     """
     What makes the autocast that there is now, for the backward pass, which is outside of it.
 
-    Mends DeepSpeed 0.19.8: what is computed again in a backward pass is computed without the
+    Works around DeepSpeed 0.19.8: what is computed again in a backward pass is computed without the
     autocast of the forward pass. Gone when both compute in the same precision.
     """
     device = get_accelerator().device_name()
@@ -324,8 +325,8 @@ def _held_parameters(module: torch.nn.Module) -> Iterator[None]:
     Within it the parameters stay whole that ZeRO stage 3 has gathered for the backward pass of a
     module inside.
 
-    Mends DeepSpeed 0.19.8: at stage 3 the end of a module's second forward pass lets go of what its
-    backward pass needs. Gone when two linear layers that are recomputed together train.
+    Works around DeepSpeed 0.19.8: at stage 3 the end of a module's second forward pass lets go of
+    what its backward pass needs. Gone when two linear layers that are recomputed together train.
     """
     parameters: Iterator[Any] = filter(is_zero_param, module.parameters())
     held = [p for p in parameters if p.ds_status is ZeroParamStatus.AVAILABLE]
@@ -357,7 +358,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     A tensor for DeepSpeed to empty. The model may use the other one elsewhere, as it does with a
     mask for all layers.
 
-    Mends DeepSpeed 0.19.8: `cpu_checkpointing` empties the tensors that it moves to the CPU, those
-    of the caller. Gone when the inputs of a checkpointed function still have elements.
+    Works around DeepSpeed 0.19.8: `cpu_checkpointing` empties the tensors that it moves to the CPU,
+    those of the caller. Gone when the inputs of a checkpointed function still have elements.
     """
     return _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()

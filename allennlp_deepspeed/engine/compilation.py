@@ -127,9 +127,10 @@ def _leaf_modules(model: torch.nn.Module) -> Dict[str, torch.nn.Module]:
 
 def _plain_while_verified(plain: Callable, compiled: Callable, module: torch.nn.Module) -> Callable:
     """
-    Mends AllenNLP 2.10.1: a list of all layers grows with each forward pass of the first step, in
-    which hooks look for biases before a normalization, and each of its lengths is compiled anew
-    until PyTorch gives up. Gone when four forward passes with these hooks are compiled less often.
+    Works around AllenNLP 2.10.1: a list of all layers grows with each forward pass of the first
+    step, in which hooks look for biases before a normalization, and each of its lengths is compiled
+    anew until PyTorch gives up. Gone when four forward passes with these hooks are compiled less
+    often.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

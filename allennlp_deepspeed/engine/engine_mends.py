@@ -23,8 +23,8 @@ def autocast_of_one_engine() -> Iterator[None]:
     as before when it ends, since other engines may be up, and go in any order. One with autocast is
     then to be given to `know_autocast`.
 
-    Mends DeepSpeed 0.19.8: an engine's autocast is a global variable, which other engines read and
-    which stays when it is destroyed. Gone when `torch_autocast` has no global variables.
+    Works around DeepSpeed 0.19.8: an engine's autocast is a global variable, which other engines
+    read and which stays when it is destroyed. Gone when `torch_autocast` has no global variables.
     """
     with mock.patch.multiple(
         torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
@@ -46,8 +46,8 @@ def undo_first_step(engine: DeepSpeedEngine) -> None:
     step with gradients of zero. It counts as a step in Adam's bias correction, and weight decay
     changes the weights.
 
-    Mends DeepSpeed 0.19.8: half precision at stage 0 begins with an optimizer step that nobody has
-    made. Gone when the optimizer of a new engine has counted none.
+    Works around DeepSpeed 0.19.8: half precision at stage 0 begins with an optimizer step that
+    nobody has made. Gone when the optimizer of a new engine has counted none.
     [#5104](https://github.com/deepspeedai/DeepSpeed/pull/5104)
     """
     optimizer = engine.optimizer
@@ -64,8 +64,8 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
     act on the one that it was given. Where it keeps that one, the state is on the device on which
     the parameters were before the engine moved them.
 
-    Mends DeepSpeed 0.19.8: ZeRO replaces Adagrad by another one, with one group and without what
-    schedules do to the first. Gone when an engine steps with the Adagrad that it was given.
+    Works around DeepSpeed 0.19.8: ZeRO replaces Adagrad by another one, with one group and without
+    what schedules do to the first. Gone when an engine steps with the Adagrad that it was given.
     [#3401](https://github.com/deepspeedai/DeepSpeed/pull/3401)
     """
     given = engine.basic_optimizer
@@ -86,8 +86,8 @@ def forget_modules(model: torch.nn.Module) -> None:
     """
     Has ZeRO-3 let go of modules that it keeps in places that belong to no engine.
 
-    Mends DeepSpeed 0.19.8: a stack and a cache of all engines keep the modules of those that have
-    been destroyed. Gone when a destroyed engine's model is not in `FWD_MODULE_STACK`.
+    Works around DeepSpeed 0.19.8: a stack and a cache of all engines keep the modules of those that
+    have been destroyed. Gone when a destroyed engine's model is not in `FWD_MODULE_STACK`.
     [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
     """
     modules = set(model.modules())
@@ -105,8 +105,8 @@ def allow_plain_backward(engine: DeepSpeedEngine) -> None:
     hooks don't run there, but the trainer calls the reduction itself, and there is nothing else to
     do.
 
-    Mends DeepSpeed 0.19.8: at stage 0 `loss.backward()` is refused, unlike at stages 1 to 3. Gone
-    when it isn't.
+    Works around DeepSpeed 0.19.8: at stage 0 `loss.backward()` is refused, unlike at stages 1 to 3.
+    Gone when it isn't.
     """
     engine._support_torch_style_backward = True
 
@@ -115,8 +115,9 @@ def remove_hooks(engine: DeepSpeedEngine) -> None:
     """
     Removes the engine's hooks from its model.
 
-    Mends DeepSpeed 0.19.8: an engine's own hooks stay on the model when it is destroyed. Gone when
-    a destroyed engine's model has none. [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
+    Works around DeepSpeed 0.19.8: an engine's own hooks stay on the model when it is destroyed.
+    Gone when a destroyed engine's model has none.
+    [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
     """
     for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         hook.remove()

@@ -68,9 +68,9 @@ class GradientReducer:
         """
         Keeps DeepSpeed from reducing gradients by itself until `end_step`.
 
-        Mends DeepSpeed 0.19.8: at stage 3 a parameter that isn't used in a step is stepped with its
-        gradient of the step before, and one that isn't used in the first micro-batch has that added
-        to it. Gone when one that isn't used stays.
+        Works around DeepSpeed 0.19.8: at stage 3 a parameter that isn't used in a step is stepped
+        with its gradient of the step before, and one that isn't used in the first micro-batch has
+        that added to it. Gone when one that isn't used stays.
         """
         if self._stage == 3:
             self._optimizer.grad_partitions_flat_buffer.zero_()
@@ -141,8 +141,8 @@ class GradientReducer:
         """
         Clears the gradients of the step before that the first micro-batch has not replaced.
 
-        Mends DeepSpeed 0.19.8: at stages 1 and 2 with an offloaded optimizer the gradient of a
-        parameter that the first micro-batch doesn't use is added to that of the step before. Gone
+        Works around DeepSpeed 0.19.8: at stages 1 and 2 with an offloaded optimizer the gradient of
+        a parameter that the first micro-batch doesn't use is added to that of the step before. Gone
         when a step with it is as long as the first.
         """
         replaced_ids = {self._optimizer.get_param_id(parameter) for parameter in replaced}

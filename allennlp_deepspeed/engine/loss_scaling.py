@@ -24,8 +24,8 @@ class LossScale:
 
     optimizer : `Union[FP16_Optimizer, FP16_UnfusedOptimizer]`, required.
 
-    Mends DeepSpeed 0.19.8: in fp16 at stage 0 gradients are divided by a loss scale by which the
-    loss was not multiplied. Gone when the length of a step doesn't depend on the scale.
+    Works around DeepSpeed 0.19.8: in fp16 at stage 0 gradients are divided by a loss scale by which
+    the loss was not multiplied. Gone when the length of a step doesn't depend on the scale.
     [#8393](https://github.com/deepspeedai/DeepSpeed/pull/8393)
     """
 
@@ -67,8 +67,9 @@ def _unscaled_by_own_scale(optimizer: Any) -> Iterator[None]:
     """
     Has the scale updated after the step.
 
-    Mends DeepSpeed 0.19.8: gradients are unscaled by the scale of the next step, which is twice as
-    large whenever it has grown. Gone when a step in which it grows is as long as one before.
+    Works around DeepSpeed 0.19.8: gradients are unscaled by the scale of the next step, which is
+    twice as large whenever it has grown. Gone when a step in which it grows is as long as one
+    before.
     """
     step, update_scale = optimizer.step, optimizer._update_scale
     overflows: List[bool] = []
@@ -90,7 +91,7 @@ def _unscaled_by_own_scale(optimizer: Any) -> Iterator[None]:
 @contextmanager
 def _norm_unscaled(optimizer: FP16_UnfusedOptimizer) -> Iterator[None]:
     """
-    Mends DeepSpeed 0.19.8: its unfused optimizer for fp16 reports the norm of the gradient
+    Works around DeepSpeed 0.19.8: its unfused optimizer for fp16 reports the norm of the gradient
     multiplied by the loss scale. Gone when the norm doesn't depend on the scale.
     """
     step = optimizer.step
@@ -109,8 +110,8 @@ def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
     """
     That of autocast to fp16, which is at stage 0 only, for its state, and for what it has done.
 
-    Mends DeepSpeed 0.19.8: the scale isn't in a checkpoint, and `was_step_applied` is true of a
-    step that the scaler has skipped. Gone when a checkpoint has it, and that is false.
+    Works around DeepSpeed 0.19.8: the scale isn't in a checkpoint, and `was_step_applied` is true
+    of a step that the scaler has skipped. Gone when a checkpoint has it, and that is false.
     """
     scaler = engine.torch_autocast_z0_gradscaler
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None

@@ -99,8 +99,8 @@ class ModelSnapshot:
         weights, and takes states of earlier steps out of an optimizer that doesn't step the
         parameters. To be called by every rank when the engine is up.
 
-        Mends DeepSpeed 0.19.8: it makes its fp32 weights of what half precision leaves of the
-        model's. Gone when the fp32 weights are the model's.
+        Works around DeepSpeed 0.19.8: it makes its fp32 weights of what half precision leaves of
+        the model's. Gone when the fp32 weights are the model's.
         """
         values, self._values = self._values, {}
         is_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in values)
@@ -139,8 +139,8 @@ class ModelSnapshot:
         """
         To be called when the engine has been destroyed.
 
-        Mends DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision and with
-        containers of its own. Gone when a model at stage 3 is whole then.
+        Works around DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision and
+        with containers of its own. Gone when a model at stage 3 is whole then.
         [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
         """
         for module in self._model.modules():

@@ -26,8 +26,8 @@ def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
     model : `torch.nn.Module`, required.
         With DeepSpeed's hooks for stage 3.
 
-    Mends DeepSpeed 0.19.8: at stage 3 a module is given, and returns, copies of tensors also where
-    there is no backward pass. Gone when two arguments that are one tensor stay one without
+    Works around DeepSpeed 0.19.8: at stage 3 a module is given, and returns, copies of tensors also
+    where there is no backward pass. Gone when two arguments that are one tensor stay one without
     gradients.
     """
     functions = _backward_functions(model.modules())
@@ -77,7 +77,7 @@ def linear_only_with_graph() -> Iterator[None]:
     The same for DeepSpeed's linear layer, which can't take what `torch.nn.TransformerEncoder` makes
     of its inputs where it leaves out the padding. For the whole process, as DeepSpeed's layer is.
 
-    Mends DeepSpeed 0.19.8: its linear layer fails on nested tensors. Gone when it doesn't.
+    Works around DeepSpeed 0.19.8: its linear layer fails on nested tensors. Gone when it doesn't.
     """
     own_linear = linear.LinearFunctionForZeroStage3
     with mock.patch.object(
@@ -95,8 +95,8 @@ def keeping_what_is_read() -> Iterator[None]:
     forward pass ends, also if the other's ends before. DeepSpeed sees to it only from the next
     forward pass on. For the whole process.
 
-    Mends DeepSpeed 0.19.8: in the first forward pass at stage 3 a parameter that is read from
-    another module is gone when that one has been called. Gone when it isn't.
+    Works around DeepSpeed 0.19.8: in the first forward pass at stage 3 a parameter that is read
+    from another module is gone when that one has been called. Gone when it isn't.
     """
     register = parameter_offload.register_external_parameter
 

@@ -1,8 +1,8 @@
 """
 Saves and loads an optimizer whose states are on NVMe.
 
-Mends DeepSpeed 0.19.8: it copies its swap files into the checkpoint and back, but they lack the
-step counts, the learning rates and the tensors that are too small to be swapped, and it doesn't
+Works around DeepSpeed 0.19.8: it copies its swap files into the checkpoint and back, but they lack
+the step counts, the learning rates and the tensors that are too small to be swapped, and it doesn't
 read those from the files in which it has saved them. Gone when it goes on with a learning rate from
 a checkpoint.
 """
@@ -37,8 +37,8 @@ def remove_swap_files(folders: Iterable[str]) -> None:
     folders : `Iterable[str]`, required.
         As `swap_folders` gave them.
 
-    Mends DeepSpeed 0.19.8: its swap files stay when the engine is destroyed. Gone when something in
-    `deepspeed.runtime.swap_tensor` removes files.
+    Works around DeepSpeed 0.19.8: its swap files stay when the engine is destroyed. Gone when
+    something in `deepspeed.runtime.swap_tensor` removes files.
     """
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -28,7 +28,7 @@ def _broadcast_as_vectors() -> Iterator[None]:
     """
     Within it DeepSpeed sees parameters as vectors where it broadcasts them.
 
-    Mends DeepSpeed 0.19.8: it can't broadcast parameters without dimensions, or that are not
+    Works around DeepSpeed 0.19.8: it can't broadcast parameters without dimensions, or that are not
     contiguous. Gone when an engine comes up with both.
     [#6571](https://github.com/deepspeedai/DeepSpeed/issues/6571)
     """
@@ -63,7 +63,7 @@ def _broadcast_as_vectors() -> Iterator[None]:
 @contextmanager
 def _clipped_without_dimensions() -> Iterator[None]:
     """
-    Mends DeepSpeed 0.19.8: its function that clips gradients multiplies by a factor of one
+    Works around DeepSpeed 0.19.8: its function that clips gradients multiplies by a factor of one
     dimension, which a gradient without any can't take. Gone when `clip_grad_norm_` clips a scalar.
     """
 

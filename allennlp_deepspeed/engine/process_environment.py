@@ -103,8 +103,9 @@ def _linear_restored() -> Iterator[None]:
     """
     Within it ZeRO-3 may put its own linear function in the place of PyTorch's.
 
-    Mends DeepSpeed 0.19.8: the linear function that stage 3 puts in the place of PyTorch's stays
-    there. Gone when `torch.nn.functional.linear` is PyTorch's after the engine has been destroyed.
+    Works around DeepSpeed 0.19.8: the linear function that stage 3 puts in the place of PyTorch's
+    stays there. Gone when `torch.nn.functional.linear` is PyTorch's after the engine has been
+    destroyed.
     """
     with mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear):
         yield
@@ -116,8 +117,8 @@ def _skip_shared_memory_all_reduce() -> None:
     Without this, each training on CPUs needs a C++ compiler and takes two minutes more on its first
     start; with PyTorch before 2.14 it waits forever for the lock of a worker killed meanwhile.
 
-    Mends DeepSpeed 0.19.8: its backend loads an operator for inference wherever the accelerator has
-    it. Gone when `build_shm_op` is not called by the constructor of `TorchBackend`.
+    Works around DeepSpeed 0.19.8: its backend loads an operator for inference wherever the
+    accelerator has it. Gone when `build_shm_op` is not called by the constructor of `TorchBackend`.
     """
     # Asked whether it has this one, DeepSpeed runs the compiler to see which ones it could have. As
     # an attribute of `deepspeed.comm`, `torch` is PyTorch.

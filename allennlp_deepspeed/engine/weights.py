@@ -121,8 +121,8 @@ def set_full_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, shard
     Puts a whole value, which every rank has, into a parameter's master weights if it is trained,
     else into the parameter. Afterwards comes `Shards.update_parameters`.
 
-    Mends DeepSpeed 0.19.8: at stage 3 `safe_set_full_fp32_param` fails for sizes that the ranks
-    can't share equally. Gone when it takes 3 elements on 2 ranks.
+    Works around DeepSpeed 0.19.8: at stage 3 `safe_set_full_fp32_param` fails for sizes that the
+    ranks can't share equally. Gone when it takes 3 elements on 2 ranks.
     """
     fragment = shards.fragments.get(parameter)
     if is_zero_param(parameter) and parameter.requires_grad and fragment is not None:

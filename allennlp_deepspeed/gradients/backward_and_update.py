@@ -164,8 +164,8 @@ class GradientStep:
         Steps the optimizer, unless the gradient has overflowed. Returns whether it has, and the
         norm of the gradient.
 
-        Mends DeepSpeed 0.19.8: an engine at stage 0 in fp32 has no norm to report, also where it
-        clips by it. Gone when its `get_global_grad_norm` isn't `None`.
+        Works around DeepSpeed 0.19.8: an engine at stage 0 in fp32 has no norm to report, also
+        where it clips by it. Gone when its `get_global_grad_norm` isn't `None`.
         """
         norm: Norm = None
         if self._reports_norm and self._engine.optimizer is self._optimizer:

@@ -71,9 +71,9 @@ class GradientSynchronizer:
     `ConfigurationError`
         If this configuration of DeepSpeed can't do what is asked for.
 
-    Mends DeepSpeed 0.19.8: gradients are reduced in the order in which they come, which differs
-    between ranks, and an offloaded optimizer steps with those of the last micro-batch only. Gone
-    when the order is one for all models, and a gradient of a micro-batch before is not lost.
+    Works around DeepSpeed 0.19.8: gradients are reduced in the order in which they come, which
+    differs between ranks, and an offloaded optimizer steps with those of the last micro-batch only.
+    Gone when the order is one for all models, and a gradient of a micro-batch before is not lost.
     [#2343](https://github.com/deepspeedai/DeepSpeed/issues/2343)
     """
 

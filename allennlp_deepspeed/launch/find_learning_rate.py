@@ -4,8 +4,8 @@ optimizer only the engine can step.
 
 `install` puts itself in front of AllenNLP's functions, which have no seam.
 
-Mends AllenNLP 2.10.1: `find-lr` takes no other trainer than AllenNLP's own. Gone when it constructs
-the one of the config.
+Works around AllenNLP 2.10.1: `find-lr` takes no other trainer than AllenNLP's own. Gone when it
+constructs the one of the config.
 """
 
 import functools

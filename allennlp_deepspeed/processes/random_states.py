@@ -33,9 +33,9 @@ def repeatable_random_states() -> Dict[str, Any]:
     """
     The states, for what will be computed a second time after `set_random_states`.
 
-    Mends PyTorch 2.14.1: the dropout between the layers of an LSTM or a GRU has a random state of
-    its own on a GPU, cuDNN's, which starts anew whenever the state of the GPU's generator is set,
-    and then isn't where it was. Gone when an LSTM on a GPU gives the same again after
+    Works around PyTorch 2.14.1: the dropout between the layers of an LSTM or a GRU has a random
+    state of its own on a GPU, cuDNN's, which starts anew whenever the state of the GPU's generator
+    is set, and then isn't where it was. Gone when an LSTM on a GPU gives the same again after
     `random_states` and `set_random_states`.
 
     # Returns

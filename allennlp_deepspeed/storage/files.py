@@ -32,9 +32,9 @@ def _naming(path: str) -> Iterator[None]:
     """
     Has errors of the operating system, such as a full disk, name the file.
 
-    Mends PyTorch 2.14.1: where a file can't be written, `torch.save` doesn't say why: given a path
-    it raises an error without a cause, and given a file one of its own while it closes it. Gone
-    when it raises an `OSError` on a full disk.
+    Works around PyTorch 2.14.1: where a file can't be written, `torch.save` doesn't say why: given
+    a path it raises an error without a cause, and given a file one of its own while it closes it.
+    Gone when it raises an `OSError` on a full disk.
     [#10577](https://github.com/pytorch/pytorch/issues/10577)
     """
     try:

@@ -24,9 +24,9 @@ def _pickle_by_value(enumeration: Type[Enum]) -> None:
     """
     Has the members of an enumeration pickled as their class and value.
 
-    Mends Python 3.11.0 to 3.11.4: members of enumerations are pickled as a call of `getattr`, which
-    PyTorch refuses to load, in any Python; DeepSpeed's files have such a member, and Debian 12 such
-    a Python. Gone when none of these is supported.
+    Works around Python 3.11.0 to 3.11.4: members of enumerations are pickled as a call of
+    `getattr`, which PyTorch refuses to load, in any Python; DeepSpeed's files have such a member,
+    and Debian 12 such a Python. Gone when none of these is supported.
     [#105332](https://github.com/python/cpython/issues/105332)
     """
 
@@ -73,8 +73,8 @@ def safe_globals() -> Iterator[None]:
     """
     Within it `torch.load(..., weights_only=True)` loads the classes of `SAFE_GLOBALS` too.
 
-    Mends PyTorch 2.14.1: `safe_globals` takes away at its end also what was allowed before. Gone
-    when it leaves that. [#197380](https://github.com/pytorch/pytorch/pull/197380)
+    Works around PyTorch 2.14.1: `safe_globals` takes away at its end also what was allowed before.
+    Gone when it leaves that. [#197380](https://github.com/pytorch/pytorch/pull/197380)
     """
     allowed = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([name for name in SAFE_GLOBALS if name not in allowed]):

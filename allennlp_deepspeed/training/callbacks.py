@@ -17,9 +17,9 @@ class EpochMetricsCallback(TrainerCallback):
     """
     Remembers the metrics of the last epoch. Not registered: each `DeepSpeedTrainer` has one.
 
-    Mends AllenNLP 2.10.1: the metrics of the last epoch are in no checkpoint, so that a training
-    that is continued at its end doesn't return them. Gone when `_try_train` doesn't begin with
-    empty ones.
+    Works around AllenNLP 2.10.1: the metrics of the last epoch are in no checkpoint, so that a
+    training that is continued at its end doesn't return them. Gone when `_try_train` doesn't begin
+    with empty ones.
     """
 
     def __init__(self, serialization_dir: str) -> None:

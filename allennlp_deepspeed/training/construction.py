@@ -288,8 +288,8 @@ def _with_all_groups(
     empty default group at the end, which DeepSpeed has removed, and no other group without
     parameters, which at ZeRO stage 3 all are between steps.
 
-    Mends DeepSpeed 0.19.8: it takes groups without parameters out of the optimizer that it is
-    given. Gone when they stay.
+    Works around DeepSpeed 0.19.8: it takes groups without parameters out of the optimizer that it
+    is given. Gone when they stay.
     """
     optimizer = wrapped_model.optimizer
     with Shards(wrapped_model.engine).in_param_groups():

@@ -76,8 +76,8 @@ class ResumableTrainer(ReportedTrainer):
         """
         Continues from the newest checkpoint, if there is one. To be called by every rank.
 
-        Mends AllenNLP 2.10.1: a training that has stopped early trains one more epoch when it is
-        continued. Gone when `_try_train` asks whether to stop before it trains.
+        Works around AllenNLP 2.10.1: a training that has stopped early trains one more epoch when
+        it is continued. Gone when `_try_train` asks whether to stop before it trains.
         """
         state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
         if state is None:
@@ -108,9 +108,9 @@ class ResumableTrainer(ReportedTrainer):
     @overrides
     def _try_train(self) -> Tuple[Dict[str, Any], int]:
         """
-        Mends AllenNLP 2.10.1: the layers that are called are gathered in a list for the first step
-        of the first epoch, and in a training that continues after it forever. Gone when the
-        callback "confidence_checks" removes its hooks there.
+        Works around AllenNLP 2.10.1: the layers that are called are gathered in a list for the
+        first step of the first epoch, and in a training that continues after it forever. Gone when
+        the callback "confidence_checks" removes its hooks there.
         """
         if self._progress.start > PointInTime(0, 0):
             for callback in self._callbacks:
@@ -134,8 +134,9 @@ class ResumableTrainer(ReportedTrainer):
         Saves the best weights if the epoch that has just ended was the best and they haven't been
         saved. To be called by every rank, before a checkpoint is saved.
 
-        Mends AllenNLP 2.10.1: the best weights are saved after the checkpoint that says which epoch
-        was the best, which must not exist without them. Gone when `_try_train` saves them before.
+        Works around AllenNLP 2.10.1: the best weights are saved after the checkpoint that says
+        which epoch was the best, which must not exist without them. Gone when `_try_train` saves
+        them before.
         """
         epochs, steps = self._progress.point
         validates = self._progress.should_validate_this_epoch

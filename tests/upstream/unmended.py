@@ -30,7 +30,7 @@ def mended_by(mend: str) -> Callable[[Callable[[], bool]], Callable[..., None]]:
 
     mend : `str`
         What mends it, within `allennlp_deepspeed`. Its docstring has a paragraph that begins with
-        "Mends".
+        "Works around".
     """
 
     def decorate(shows_fault: Callable[[], bool]) -> Callable[..., None]:
