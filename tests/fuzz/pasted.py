@@ -156,7 +156,6 @@ PASTED: Dict[str, Dict[str, Any]] = {
             "reduce_bucket_size": 50000000,
             "overlap_comm": True,
             "contiguous_gradients": True,
-            "cpu_offload": False,
         },
     },
     "deepspeed, chat": {
