@@ -112,9 +112,10 @@ class Key:
                 keys, text = explain(details, value)
                 if not keys and self.advice is not None:
                     text = f" is {as_json(value)}: {self.advice}"
-                elif details["type"] == "extra_forbidden":
-                    text = f" is unknown: {did_you_mean(keys[-1], self._names())}"
                 where = ".".join([path, *keys])
+                if details["type"] == "extra_forbidden":
+                    hint = did_you_mean(keys[-1], self._names())
+                    text = f" is unknown: {FORMER_KEYS.get(where, hint)}"
                 found.setdefault(where, f"'{where}'{text}")
         # Of several types, a value is meant to have the one about which there is more to say.
         inside = {where: line for where, line in found.items() if where != path}
@@ -133,6 +134,7 @@ FORMER_KEYS: Dict[str, str] = {
     "trainer.shard_within": "write 'reshard_after_micro_batch', false instead of 1 and true "
     "instead of null, or the number of workers as "
     "'deepspeed_config.zero_optimization.zero_hpz_partition_size'",
+    "trainer.grad_cache.negatives": "the model needs to know: write 'model.negatives'",
     "trainer.reduce_within": "DeepSpeed's own collectives reduce gradients: remove it",
 }
 """What to write instead of keys that this package no longer has, by path."""

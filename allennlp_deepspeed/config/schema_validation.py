@@ -29,7 +29,7 @@ from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import did_you_mean, explain
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.config.schema import Schema, optimizer_parameters, scheduler_parameters
-from allennlp_deepspeed.config.support import UNSUPPORTED, untested
+from allennlp_deepspeed.config.support import UNSUPPORTED
 from allennlp_deepspeed.config.values import as_json, unquoted
 
 AUTO = "auto"
@@ -83,12 +83,6 @@ def _unsupported(config: Dict[str, Any]) -> _Problems:
         is_off = isinstance(value, dict) and value.get("enabled") is False
         if value is not None and not is_off and _from_string(value) not in (*accepted, AUTO):
             yield path, f" is {as_json(value)}, but can't work in an AllenNLP trainer: {reason}"
-    for path in untested(config):
-        yield (
-            path,
-            f" is {as_json(lookup(config, path))}, but isn't tested in an AllenNLP trainer: "
-            "remove the key",
-        )
 
 
 def _from_string(value: Any) -> Any:

@@ -1,41 +1,8 @@
 """
-Lists the keys of DeepSpeed's that can't work in an AllenNLP trainer, each with the reason, and
-those of its "zero_optimization" that do. What DeepSpeed adds there is refused until it is tested.
+Lists the keys of DeepSpeed's that can't work in an AllenNLP trainer, each with the reason.
 """
 
-from typing import Any, Dict, Iterator, Tuple
-
-from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
-
-SUPPORTED = (
-    "allgather_bucket_size",
-    "compute_grad_norm",
-    "contiguous_gradients",
-    "enable_sanity_checks",
-    "leaf_module",
-    "log_trace_cache_warnings",
-    "memory_efficient_linear",
-    "offload_optimizer",
-    "offload_param",
-    "overlap_comm",
-    "reduce_bucket_size",
-    "reduce_scatter",
-    "save_muon_momentum_buffer_in_memory",
-    "stage",
-    "stage3_allgather_sequential",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_gather_fp16_weights_on_model_save",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params",
-    "sub_group_size",
-    "use_multi_rank_bucket_allreduce",
-    "zero_hpz_partition_size",
-)
-"""The keys of "zero_optimization" that are tested in an AllenNLP trainer."""
+from typing import Any, Dict, Tuple
 
 _QUANTIZED = (
     "what crosses the network is rounded, by kernels for GPUs that aren't tested here; remove the "
@@ -184,18 +151,3 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _QUANTIZED),
     "zero_optimization.zero_quantized_weights": ((False,), _QUANTIZED),
 }
-
-
-def untested(config: Dict[str, Any]) -> Iterator[str]:
-    """Yields the paths of keys that are neither supported nor refused with a reason."""
-    zero = config.get(ZERO_OPTIMIZATION)
-    names = {
-        name: field.alias or key
-        for key, field in DeepSpeedZeroConfig.model_fields.items()
-        for name in (key, field.alias or key)
-    }
-    for key in zero if isinstance(zero, dict) else ():
-        name = names.get(key)
-        is_listed = name in SUPPORTED or f"{ZERO_OPTIMIZATION}.{name}" in UNSUPPORTED
-        if name is not None and not is_listed:
-            yield f"{ZERO_OPTIMIZATION}.{key}"

@@ -29,7 +29,6 @@ from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KE
 from allennlp_deepspeed.config.schema_validation import places_of
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
-from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.gradients import loss_terms
 from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import nodes
@@ -107,30 +106,12 @@ def _is_ours(config: Dict[str, Any]) -> bool:
 
 def _check_type_of_trainer(config: Dict[str, Any]) -> None:
     """
-    Without a trainer, or with one of no known type, a config can be meant for this one as well as
-    for AllenNLP's, which both can't be constructed from it.
+    A config with a trainer of no known type can be meant for this one as well as for AllenNLP's,
+    which says so only after it has read the data.
     """
-    example = '{"type": "deepspeed", "num_epochs": 3}'
-    trainer = config.get("trainer")
-    if not _has_known_train_loop(config):
-        return  # A train loop of the user's may construct its trainer as it likes.
-    for key in config:
-        if key.startswith("trainer."):
-            raise ConfigurationError(
-                f"'{key}' is one key with a dot in its name: write it as '{key[8:]}' within "
-                "'trainer'."
-            )
-    if trainer is None:
-        raise ConfigurationError(f"'trainer' is missing: write {example}.")
-    if not isinstance(trainer, (dict, str)):
-        raise ConfigurationError(
-            f"'trainer' is {json.dumps(trainer)}: must be an object, such as {example}."
-        )
-    name = trainer if isinstance(trainer, str) else trainer.get("type", "gradient_descent")
-    known = Trainer.list_available()
-    if isinstance(name, str) and "." in name and name not in known:
-        Trainer.resolve_class_name(name)  # raises
-    elif name not in known:
+    name, known = registered_name(config.get("trainer")), Trainer.list_available()
+    is_name = isinstance(name, str) and "." not in name and name != DEFAULT_TYPE
+    if _has_known_train_loop(config) and is_name and name not in known:
         raise ConfigurationError(
             f"'trainer.type' is {json.dumps(name)}, which is no registered Trainer: "
             f"{did_you_mean(str(name), known)}"
@@ -169,20 +150,6 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
             f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
             'DeepSpeed takes its place: write "deepspeed", or leave it out.'
         )
-
-
-def _check_device(device: Any, findings: Findings) -> None:
-    """AllenNLP's signature lets anything pass for a `torch.device`."""
-    if device is None or is_integer(device):
-        return
-    line = (
-        f"'trainer.cuda_device' is {json.dumps(device, default=repr)}: must be the number of a "
-        "GPU, or -1 for the CPU"
-    )
-    if isinstance(device, list) and len(device) > 1:
-        several = json.dumps({"cuda_devices": device}, default=repr)
-        line += f'; for several workers write "distributed": {several} at the top level'
-    findings.add(line)
 
 
 def _model_class(model: Any) -> Optional[Type[Model]]:
@@ -273,7 +240,13 @@ def _check_trainer_keys(trainer: Dict[str, Any], findings: Findings) -> None:
             del keys[name]
     check_names("trainer", "'deepspeed' trainer", known, keys, findings)
     check_values("trainer", TRAINER_KEYS, keys, findings)
-    _check_device(trainer.get("cuda_device"), findings)
+    if isinstance(trainer.get("cuda_device"), list):
+        several = json.dumps({"cuda_devices": trainer["cuda_device"]})
+        findings.add(
+            f"'trainer.cuda_device' is {json.dumps(trainer['cuda_device'])}: must be the number of "
+            f'a GPU, or -1 for the CPU; for several workers write "distributed": {several} at '
+            "the top level"
+        )
 
 
 def _is_own_checkpointer(checkpointer: Any) -> bool:

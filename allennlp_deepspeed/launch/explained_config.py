@@ -11,7 +11,7 @@ from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.open_values import recorded_sources
 from allennlp_deepspeed.config.schema import Schema
 from allennlp_deepspeed.config.schema_validation import AUTO
-from allennlp_deepspeed.config.support import SUPPORTED
+from allennlp_deepspeed.config.support import UNSUPPORTED
 from allennlp_deepspeed.launch.config_check import settings_of
 from allennlp_deepspeed.optimizers.in_use import optimizer_in_use
 
@@ -116,7 +116,7 @@ def _defaults(engine_config: Dict[str, Any]) -> Iterator[ExplainedValue]:
         for name, field in model.model_fields.items():
             key = field.alias or name
             is_there = name in value or key in value
-            is_supported = section != "zero_optimization" or key in SUPPORTED
+            is_supported = f"{section}.{key}" not in UNSUPPORTED
             default = None if field.is_required() else field.get_default(call_default_factory=True)
             if not is_there and is_supported and isinstance(default, (bool, int, float, str)):
                 yield ExplainedValue(f"{section}.{key}", default, DEEPSPEED)

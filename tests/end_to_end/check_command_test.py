@@ -221,7 +221,7 @@ def test_a_class_of_the_users_needs_its_package(tmp_path: Path) -> None:
         ("{'trainer': {'type': 'deepspeed'}", "config.jsonnet can't be read, with its overrides: "),
         ("{trainer: unknown}", "config.jsonnet can't be read, with its overrides: "),
         ("[1]", "The config file has [1] in it: it must be an object"),
-        ("{}", "'trainer' is missing: write"),
+        ("{}", "'trainer.type' isn't \"deepspeed\""),
         ('{"trainer": {"type": "gradient_descent"}}', "'trainer.type' isn't \"deepspeed\""),
     ],
     ids=["missing file", "open brace", "unknown variable", "list", "empty", "other trainer"],

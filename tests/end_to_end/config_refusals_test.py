@@ -46,9 +46,7 @@ def test_all_findings_are_said_in_one_message(tmp_path: Path) -> None:
         ("{", "/config.json can't be read, with its overrides: "),
         ("", "/config.json can't be read, with its overrides: "),
         ("[]", "The config file has [] in it: it must be an object"),
-        ("{}", "'trainer' is missing: write"),
         ('{"trainer": {"type": "deepsped"}}', "'trainer.type' is \"deepsped\", which is no regis"),
-        ('{"trainer": {}, "trainer.type": "deepspeed"}', "'trainer.type' is one key with a dot"),
     ],
 )
 def test_what_is_no_config_is_told_in_a_line(tmp_path: Path, text: str, line: str) -> None:

@@ -464,46 +464,6 @@ class TestAuto:
     "changes, message",
     [
         pytest.param(
-            {"trainer.grad_cache": {"chunk_size": 0}},
-            "'trainer.grad_cache.chunk_size' is 0: write a number of examples, at least 1",
-            id="chunk size below 1",
-        ),
-        pytest.param(
-            {"trainer.grad_cache": {"chunk_size": {"document": -1, "query": 4}}},
-            """'trainer.grad_cache.chunk_size' is {"document": -1, "query": 4}: write a number""",
-            id="one of several below 1",
-        ),
-        pytest.param(
-            {"trainer.grad_cache": {"chunk_size": "most"}},
-            """'trainer.grad_cache.chunk_size' is "most": write a number""",
-            id="no number",
-        ),
-        pytest.param(
-            {"trainer.grad_cache": {}},
-            "'trainer.grad_cache' has no 'chunk_size'",
-            id="no chunk size",
-        ),
-        pytest.param(
-            {"trainer.grad_cache": 32},
-            "'trainer.grad_cache' is 32: write {\"chunk_size\": 32}",
-            id="not a dictionary",
-        ),
-        pytest.param(
-            {"trainer.grad_cache": {"chunk_size": 4, "size": 1}},
-            "'trainer.grad_cache.size' is no key of it",
-            id="unknown key",
-        ),
-        pytest.param(
-            {"trainer.grad_cache": {"chunk_size": 4, "trim_padding": "no"}},
-            """'trainer.grad_cache.trim_padding' is "no": write true""",
-            id="neither true nor false",
-        ),
-        pytest.param(
-            {"trainer.grad_cache": {"chunk_size": 4, "negatives": "local"}},
-            "move it to 'model.negatives'",
-            id="negatives in the wrong place",
-        ),
-        pytest.param(
             {"trainer.grad_cache": {"chunk_size": {"query": 4, "documents": 4}}},
             "'trainer.grad_cache.chunk_size.documents' is no argument of `encode` of BiEncoder, "
             "which has query, document, negatives",
@@ -521,11 +481,6 @@ class TestAuto:
             },
             "`encode` of BiEncoderOfBoth can't be called without 'query'",
             id="arguments without defaults",
-        ),
-        pytest.param(
-            {"trainer.grad_cache": {"document": 4, "query": 8}},
-            """is no key of it: write {"chunk_size": {"document": 4, "query": 8}}.""",
-            id="sizes in the wrong place",
         ),
         pytest.param(
             {"model.type": "normalizing_bi_encoder"},

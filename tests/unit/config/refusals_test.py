@@ -244,7 +244,9 @@ VALUES = [
     {"global_batch_size": 0},
     *({"grad_norm": norm} for norm in (-1, "1.0", [1.0])),
     *({"grad_cache": settings} for settings in (3, {}, {"chunk_size": 0, "trim": True})),
-    {"grad_cache": {"chunk_size": {"query": 0}}},
+    *({"grad_cache": {"chunk_size": size}} for size in ("most", {"document": -1, "query": 4})),
+    {"grad_cache": {"document": 4, "query": 8}},
+    {"grad_cache": {"chunk_size": 4, "trim_padding": "no", "negatives": "local"}},
     *({"torch_compile": value} for value in ("inductor", {"modus": "default"}, {"dynamic": "yes"})),
     {"torch_compile": {"recompile_limit": 0, "mode": "fast"}},
     {"sequence_tiling": {"modules": "mlp", "num_tile": 2}},
@@ -265,7 +267,7 @@ def test_a_value_of_the_trainer(values: Dict[str, Any], expect_message: Expect) 
 
 @pytest.mark.parametrize("path", FORMER_KEYS)
 def test_a_former_key(path: str, expect_message: Expect) -> None:
-    section, name = path.split(".")
+    section, _, name = path.rpartition(".")
     findings = Findings()
     check_names(section, "trainer", [], {name: 1}, findings)
     expect_message("\n".join(findings.lines))
