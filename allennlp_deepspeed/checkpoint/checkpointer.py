@@ -3,7 +3,7 @@ import os
 import time
 import uuid
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Literal, Optional, Tuple, Union
 
 import deepspeed
 import torch
@@ -28,7 +28,8 @@ from allennlp_deepspeed.checkpoint.compatibility import (
 )
 from allennlp_deepspeed.checkpoint.selection import newest_intact
 from allennlp_deepspeed.checkpoint.trainer_protocol import Training
-from allennlp_deepspeed.config.constructors import takes, with_defaults
+from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.engine import nvme_states
 from allennlp_deepspeed.engine.node_local import write_model_states
@@ -72,38 +73,46 @@ class DeepSpeedCheckpointer(Checkpointer):
     # Parameters
 
     serialization_dir : `Union[str, os.PathLike]`, required.
-    keys : `Any`
-        Those of [`CHECKPOINTER_KEYS`](../config/own_keys.py), by name.
+
+    All others are [`CHECKPOINTER_KEYS`](../config/own_keys.py).
     """
 
     default_implementation = "deepspeed"
 
-    @takes(CHECKPOINTER_KEYS)
-    def __init__(self, serialization_dir: Union[str, os.PathLike], **keys: Any) -> None:
-        keys = with_defaults(
-            "trainer.checkpointer",
-            "checkpointer",
-            DeepSpeedCheckpointer.__init__,
-            CHECKPOINTER_KEYS,
-            keys,
-        )
+    def __init__(
+        self,
+        serialization_dir: Union[str, os.PathLike],
+        *,
+        save_completed_epochs: bool = True,
+        save_every_num_batches: Optional[int] = None,
+        save_every_num_seconds: Optional[float] = None,
+        keep_most_recent_by_count: Optional[int] = 2,
+        keep_most_recent_by_age: Optional[float] = None,
+        save_on_preemption: bool = False,
+        async_save: bool = False,
+        exclude_frozen_parameters: bool = False,
+        on_corrupt: Literal["error", "previous"] = "error",
+    ) -> None:
+        self.keys = {name: value for name, value in locals().items() if name in CHECKPOINTER_KEYS}
+        findings = Findings()
+        check_values("trainer.checkpointer", CHECKPOINTER_KEYS, self.keys, findings)
+        findings.raise_any()
         super().__init__(
             serialization_dir,
-            save_completed_epochs=keys["save_completed_epochs"],
-            save_every_num_batches=keys["save_every_num_batches"],
-            keep_most_recent_by_count=keys["keep_most_recent_by_count"],
-            keep_most_recent_by_age=keys["keep_most_recent_by_age"],
+            save_completed_epochs=save_completed_epochs,
+            save_every_num_batches=save_every_num_batches,
+            keep_most_recent_by_count=keep_most_recent_by_count,
+            keep_most_recent_by_age=keep_most_recent_by_age,  # type: ignore[arg-type]
         )
-        self.keys = keys
         # Not through the base class, which refuses it in distributed training.
-        self._save_every_num_seconds = keys["save_every_num_seconds"]
-        self._on_corrupt = keys["on_corrupt"]
-        self._exclude_frozen_parameters = keys["exclude_frozen_parameters"]
+        self._save_every_num_seconds = save_every_num_seconds
+        self._on_corrupt = on_corrupt
+        self._exclude_frozen_parameters = exclude_frozen_parameters
         self._frozen: Optional[Dict[str, FrozenRecord]] = None  # once they are known
-        self._files = FileCheckpointEngine(keys["async_save"])
+        self._files = FileCheckpointEngine(async_save)
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
         self._commits: Optional[BackgroundCommit] = None
-        self.save_on_preemption = keys["save_on_preemption"]
+        self.save_on_preemption = save_on_preemption
         self.on_committed: Optional[Callable[[str, int, float, int, int], None]] = None
         """
         Called by a thread after a commit: path, bytes, seconds that it took, and epochs and

@@ -1,8 +1,8 @@
 """
 The keys of the config file that are this package's own, each said once: what it may be, what it is
 if it isn't given, what it does, and whether a run that is continued may change it. From here come
-the check before training, by `constructors` the arguments of the trainer and of the checkpointer,
-what `--recover` accepts, and docs/reference.md.
+the check before training and in the constructors of the trainer and of the checkpointer, what
+`--recover` accepts, and docs/reference.md.
 """
 
 import inspect

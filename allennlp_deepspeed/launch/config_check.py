@@ -227,7 +227,7 @@ def _check_trainer_keys(trainer: Dict[str, Any], findings: Findings) -> None:
         if name not in ("self", "model", "data_loader", "validation_data_loader")
         and argument.kind is not argument.VAR_KEYWORD
     ]
-    keys = {k: v for k, v in trainer.items() if k not in ("type", "run_sanity_checks")}
+    keys = {k: v for k, v in trainer.items() if k != "type"}
     if keys.pop("distributed", None):
         findings.add(
             "'trainer.distributed' is for AllenNLP to set: write \"distributed\": "

@@ -5,7 +5,7 @@ Constructs what a trainer trains with, in the same way for Python and for a conf
 import math
 import re
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,18 @@ from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed import distributed_metrics, optimizers
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.config.constructors import with_defaults
 from allennlp_deepspeed.config.deepspeed_config import (
     DeepSpeedConfig,
     ResolvedConfig,
     TrainerSettings,
 )
+from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import (
     check_others,
     finds_micro_batch_size,
     no_fixed_size,
 )
+from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.engine.shards import Shards
@@ -43,26 +44,28 @@ Arguments = Dict[str, Any]
 # What AllenNLP's trainer doesn't take.
 _OURS = {*NEW_TRAINER_KEYS, "ddp_accelerator", "no_grad"}
 
+_POSITIONAL = {"self", "__class__", "model", "optimizer", "data_loader"}
 
-def checked(constructor: Callable, arguments: Arguments) -> Arguments:
+
+def checked(parameters: Mapping[str, Any]) -> Arguments:
     """
-    The arguments of the trainer's constructor, with those that aren't given.
+    Returns the keyword arguments of the trainer's constructor.
+
+    # Parameters
+
+    parameters : `Mapping[str, Any]`, required.
+        All of its parameters, by name.
 
     # Raises
 
     `ConfigurationError`
-        If it has no such argument, or one can't have its value.
+        If one can't have its value.
     """
-    if "ddp_wrapped_model" in arguments:
-        raise ConfigurationError(
-            "'ddp_wrapped_model' is given, but the 'deepspeed' trainer wraps the model itself: "
-            "leave it out, and give it the model as it is."
-        )
-    deprecated = {"run_sanity_checks": arguments.pop("run_sanity_checks", None)}
-    arguments = with_defaults(
-        "trainer", "'deepspeed' trainer", constructor, TRAINER_KEYS, arguments
-    )
-    return {**arguments, **{k: v for k, v in deprecated.items() if v is not None}}
+    arguments = {name: value for name, value in parameters.items() if name not in _POSITIONAL}
+    findings = Findings()
+    check_values("trainer", TRAINER_KEYS, arguments, findings)
+    findings.raise_any()
+    return arguments
 
 
 def construct(

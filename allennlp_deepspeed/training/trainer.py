@@ -1,23 +1,26 @@
 import logging
+import os
 import signal
 import weakref
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Literal, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
 from allennlp.common import Lazy
 from allennlp.data.data_loaders import DataLoader, TensorDict
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpAccelerator
-from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
+from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.checkpointer import Checkpointer
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+from allennlp.training.momentum_schedulers import MomentumScheduler
+from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import Optimizer
 from allennlp.training.trainer import Trainer
 from overrides import overrides
 
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.config.constructors import takes
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
-from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
@@ -45,6 +48,11 @@ from allennlp_deepspeed.training.validation_history import ValidationHistory
 from allennlp_deepspeed.training.validation_loss import ValidationLoss
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# An object as in AllenNLP, or one that is constructed when the engine is up, as from a config file.
+Part = Union[T, Lazy[T], None]
 
 
 @Trainer.register("deepspeed", constructor="from_partial_objects")
@@ -74,10 +82,9 @@ class DeepSpeedTrainer(ResumableTrainer):
     ddp_accelerator : `DdpAccelerator`, optional (default = `None`)
         Says with its `find_unused_parameters` whether there may be parameters that in a step only
         some of the ranks use. In a config file it is under `"distributed"`.
-    arguments : `Any`
-        Those of AllenNLP's trainer, but for its `ddp_wrapped_model`, and of
-        [`TRAINER_KEYS`](../config/own_keys.py), by name.
-        [The reference](../../docs/reference.md) says what these are.
+
+    All others are those of AllenNLP's trainer and of [`TRAINER_KEYS`](../config/own_keys.py).
+    [The reference](../../docs/reference.md) says what these are.
 
     # Raises
 
@@ -85,19 +92,49 @@ class DeepSpeedTrainer(ResumableTrainer):
         If an AllenNLP key and a DeepSpeed key contradict each other, or one has no meaning here.
     """
 
-    @takes(TRAINER_KEYS, like=GradientDescentTrainer.__init__, without=("ddp_wrapped_model",))
     def __init__(
         self,
         model: Model,
         optimizer: Union[torch.optim.Optimizer, Lazy[Optimizer], None],
         data_loader: DataLoader,
         *,
+        validation_data_loader: Optional[DataLoader] = None,
+        serialization_dir: Union[str, os.PathLike, None] = None,
+        deepspeed_config: Union[DeepSpeedConfig, Dict[str, Any], str, None] = "zero_2",
+        num_epochs: int = 20,
+        patience: Optional[int] = None,
+        validation_metric: Union[str, List[str]] = "-loss",
         no_grad: Optional[List[str]] = None,
+        learning_rate_scheduler: Part[LearningRateScheduler] = None,
+        momentum_scheduler: Part[MomentumScheduler] = None,
+        moving_average: Part[MovingAverage] = None,
+        checkpointer: Part[Checkpointer] = None,
+        callbacks: Optional[Sequence[Union[TrainerCallback, Lazy[TrainerCallback]]]] = None,
+        cuda_device: Union[int, torch.device, None] = None,
+        distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
         ddp_accelerator: Optional[DdpAccelerator] = None,
-        **arguments: Any,
+        num_gradient_accumulation_steps: Union[int, Literal["auto"], None] = None,
+        global_batch_size: Optional[int] = None,
+        gradient_synchronization: str = "auto",
+        reshard_after_micro_batch: Union[bool, str] = "auto",
+        grad_norm: Union[float, bool, None] = None,
+        grad_clipping: Optional[float] = None,
+        use_amp: Optional[bool] = None,
+        grad_scaling: bool = True,
+        activation_checkpointing: Optional[List[str]] = None,
+        torch_compile: Union[bool, Dict[str, Any], None] = None,
+        grad_cache: Optional[Dict[str, Any]] = None,
+        sequence_parallel_size: int = 1,
+        sequence_tiling: Optional[Dict[str, Any]] = None,
+        log_every_num_steps: Optional[int] = None,
+        resume: Optional[str] = None,
+        enable_default_callbacks: bool = True,
+        run_confidence_checks: bool = True,
     ) -> None:
-        arguments.update(no_grad=no_grad, ddp_accelerator=ddp_accelerator)
-        arguments = checked(DeepSpeedTrainer.__init__, arguments)
+        # The parameters by name, before anything else is assigned.
+        arguments = checked(locals())
         constructed = construct(model, optimizer, data_loader, arguments)
         wrapped_model = constructed["ddp_wrapped_model"]
         with destroyed_on_failure(wrapped_model):
@@ -420,28 +457,52 @@ class DeepSpeedTrainer(ResumableTrainer):
             )
 
     @classmethod
-    @overrides
-    @takes(TRAINER_KEYS, like=GradientDescentTrainer.from_partial_objects)
-    def from_partial_objects(  # type: ignore[override]
+    @overrides(check_signature=False)
+    def from_partial_objects(
         cls,
         model: Model,
         serialization_dir: str,
         data_loader: DataLoader,
+        validation_data_loader: Optional[DataLoader] = None,
         optimizer: Optional[Lazy[Optimizer]] = None,
-        checkpointer: Optional[Lazy[DeepSpeedCheckpointer]] = Lazy(DeepSpeedCheckpointer),
         deepspeed_config: Optional[DeepSpeedConfig] = None,
-        **arguments: Any,
+        num_epochs: int = 20,
+        patience: Optional[int] = None,
+        validation_metric: Union[str, List[str]] = "-loss",
+        no_grad: Optional[List[str]] = None,
+        learning_rate_scheduler: Optional[Lazy[LearningRateScheduler]] = None,
+        momentum_scheduler: Optional[Lazy[MomentumScheduler]] = None,
+        moving_average: Optional[Lazy[MovingAverage]] = None,
+        checkpointer: Optional[Lazy[DeepSpeedCheckpointer]] = Lazy(DeepSpeedCheckpointer),
+        callbacks: Optional[List[Lazy[TrainerCallback]]] = None,
+        cuda_device: Union[int, torch.device, None] = None,
+        distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+        ddp_accelerator: Optional[DdpAccelerator] = None,
+        num_gradient_accumulation_steps: Union[int, Literal["auto"], None] = None,
+        global_batch_size: Optional[int] = None,
+        gradient_synchronization: str = "auto",
+        reshard_after_micro_batch: Union[bool, str] = "auto",
+        grad_norm: Union[float, bool, None] = None,
+        grad_clipping: Optional[float] = None,
+        use_amp: Optional[bool] = None,
+        grad_scaling: bool = True,
+        activation_checkpointing: Optional[List[str]] = None,
+        torch_compile: Union[bool, Dict[str, Any], None] = None,
+        grad_cache: Optional[Dict[str, Any]] = None,
+        sequence_parallel_size: int = 1,
+        sequence_tiling: Optional[Dict[str, Any]] = None,
+        log_every_num_steps: Optional[int] = None,
+        resume: Optional[str] = None,
+        enable_default_callbacks: bool = True,
+        run_confidence_checks: bool = True,
     ) -> "DeepSpeedTrainer":
         """
         Constructs the trainer from a config file: the keys under `"trainer"` are the arguments of
-        this method, but for those that the train command passes in.
+        this method, except those that the train command passes in. `FromParams` needs each of them
+        in this signature.
         """
-        return cls(
-            model,
-            optimizer,
-            data_loader,
-            serialization_dir=serialization_dir,
-            checkpointer=checkpointer,
-            deepspeed_config=deepspeed_config,
-            **arguments,
-        )
+        arguments = dict(locals())
+        del arguments["cls"]
+        return cls(**arguments)

@@ -226,10 +226,8 @@ def test_gradual_unfreezing_is_refused(tmp_path: Path, is_lazy: bool):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"gradient_synchronisation": "auto"}, 'did you mean "gradient_synchronization"'),
         ({"log_every_num_steps": 0}, "'trainer.log_every_num_steps' is 0: write a number"),
-        ({"use_amp": "yes"}, 'use_amp is "yes": must be true, false or null'),
-        ({"ddp_wrapped_model": None}, "wraps the model itself"),
+        ({"use_amp": "yes"}, 'use_amp\' is "yes": must be true, false or null'),
     ],
 )
 def test_what_it_cannot_take_is_refused(tmp_path: Path, arguments: Dict[str, Any], message: str):
