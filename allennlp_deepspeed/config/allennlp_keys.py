@@ -115,7 +115,7 @@ def _in_value(value: Any, annotation: Any, path: str) -> _Problems:
         yield from _in_union(value, args, path)
     elif origin is Lazy:
         yield from _in_value(value, args[0], path)
-    elif annotation in _PRIMITIVES:
+    elif any(annotation is type_ for type_ in _PRIMITIVES):  # not all annotations are hashable
         taken, words = _PRIMITIVES[annotation]
         if type(value) not in taken:
             number = "" if annotation is str else unquoted(value)

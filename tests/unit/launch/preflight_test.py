@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Annotated, Any, Callable, Dict, List, Literal, Union
 
 import pytest
-from allennlp.common import Params, Registrable
+from allennlp.common import FromParams, Params, Registrable
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config import allennlp_keys
@@ -228,6 +228,26 @@ def test_a_misspelt_key_has_its_path_and_the_nearest(
     changes: Dict[str, Any], expect_message: Expect
 ) -> None:
     expect_message("\n".join(findings(changed(changes))))
+
+
+class Unusual(FromParams):
+    def __init__(
+        self,
+        size: Annotated[int, {"unit": "bytes"}],
+        names: "List[str]",
+        either: Union[Literal["auto"], List[int]] = "auto",
+        *others: int,
+        **kwargs: Any,
+    ) -> None:
+        pass
+
+
+def test_annotations_that_allennlp_does_not_read_are_let_pass() -> None:
+    lines = Findings()
+    values = {"size": "3", "names": 2, "either": {"a": 1}, "more": None}
+    config = changed({"trainer.callbacks": [{"type": f"{__name__}.Unusual", **values}]})
+    allennlp_keys.check(config, lines)
+    assert lines.lines == []
 
 
 def changed(changes: Dict[str, Any]) -> Dict[str, Any]:
