@@ -31,7 +31,7 @@ from allennlp_deepspeed.checkpoint.trainer_protocol import Training
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
-from allennlp_deepspeed.engine import nvme_states
+from allennlp_deepspeed.engine import internals, nvme_states
 from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
 from allennlp_deepspeed.processes import activity, agreement, fingerprints, phases
@@ -223,7 +223,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             if trainer.best_weights.exist:
                 trainer.best_weights.link_into(unfinished, self._files.left_out)
         dist.barrier()
-        trainer.engine.checkpoint_engine = self._files
+        internals.set_checkpoint_engine(trainer.engine, self._files)
         write_model_states(trainer.engine, trainer.directories.is_first_here)
         with nvme_states.no_swap_files_copied(trainer.engine):
             trainer.engine.save_checkpoint(
@@ -381,7 +381,7 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
         """Loads what as many ranks have saved."""
-        engine.checkpoint_engine = self._files
+        internals.set_checkpoint_engine(engine, self._files)
         with nvme_states.no_swap_files_copied(engine):
             loaded_path, _ = engine.load_checkpoint(
                 path, tag=ENGINE_TAG, load_module_strict=not record.frozen

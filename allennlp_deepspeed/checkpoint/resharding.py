@@ -9,9 +9,9 @@ from typing import Any, Callable, Collection, Dict, Optional, Tuple
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Shards, own_partition, whole_shape
 from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
 
@@ -169,7 +169,7 @@ def _load_frozen_and_buffers(engine: DeepSpeedEngine, checkpoint: ShardedCheckpo
         if name not in checkpoint.frozen:
             continue
         weight = checkpoint.frozen_weight(name)
-        if is_zero_param(parameter):
+        if internals.is_sharded(parameter):
             fragment = own_partition(parameter)
             fragment.write(fragment.master.data, weight)
         else:

@@ -19,13 +19,13 @@ from allennlp.nn.checkpoint import CheckpointWrapper
 from allennlp.training.metrics import Metric
 from deepspeed import checkpointing
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from overrides import overrides
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
+from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.processes.random_states import (
     dropout_between_layers,
     repeatable_random_states,
@@ -177,7 +177,7 @@ def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.dev
     finally:
         _configurations.remove(configure)
         checkpointing.reset()
-        checkpointing.deepspeed_checkpointing_enabled = False
+        internals.disable_activation_checkpointing()
         if _configurations:
             _configurations[-1]()
 
@@ -328,8 +328,8 @@ def _held_parameters(module: torch.nn.Module) -> Iterator[None]:
     Works around DeepSpeed 0.19.8: at stage 3 the end of a module's second forward pass lets go of
     what its backward pass needs. Gone when two linear layers that are recomputed together train.
     """
-    parameters: Iterator[Any] = filter(is_zero_param, module.parameters())
-    held = [p for p in parameters if p.ds_status is ZeroParamStatus.AVAILABLE]
+    parameters: Iterator[Any] = filter(internals.is_sharded, module.parameters())
+    held = [p for p in parameters if internals.is_gathered(p)]
     users = [set(parameter.ds_active_sub_modules) for parameter in held]
     for parameter in held:
         parameter.ds_active_sub_modules.add("second forward pass")

@@ -18,6 +18,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.timer import ThroughputTimer
 from overrides import overrides
 
+from allennlp_deepspeed.engine import internals
+
 logger = logging.getLogger(__name__)
 
 # The modules of DeepSpeed's that print what an engine reports while it trains: times, memory.
@@ -58,7 +60,7 @@ def mended_reports(engine: DeepSpeedEngine, is_step_one_batch: bool) -> Iterator
     is_step_one_batch : `bool`, required.
         Whether what the engine takes for a micro-batch is a whole step.
     """
-    engine.tput_timer = _StepThroughputTimer(engine, is_step_one_batch)
+    internals.set_throughput_timer(engine, _StepThroughputTimer(engine, is_step_one_batch))
     if engine.log_level() is None and (
         engine.steps_per_print() is not None or deepspeed.comm.comm.comms_logger.verbose
     ):

@@ -2,18 +2,16 @@
 What DeepSpeed 0.19.8 gets wrong when it brings up an engine or takes it down.
 """
 
-import inspect
 from contextlib import contextmanager
 from typing import Iterator
-from unittest import mock
 
 import torch
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+from allennlp_deepspeed.engine import internals
 
 
 @contextmanager
@@ -26,9 +24,7 @@ def autocast_of_one_engine() -> Iterator[None]:
     Works around DeepSpeed 0.19.8: an engine's autocast is a global variable, which other engines
     read and which stays when it is destroyed. Gone when `torch_autocast` has no global variables.
     """
-    with mock.patch.multiple(
-        torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
-    ):
+    with internals.no_autocast_of_other_engines():
         yield
 
 
@@ -37,7 +33,7 @@ def know_autocast(engine: DeepSpeedEngine) -> None:
     Has an engine with autocast, at stages 1 to 3, know of it outside `autocast_of_one_engine`: by
     itself it looks for each gradient whether there is autocast in the process.
     """
-    engine.optimizer.get_param_comm_dtype = torch_autocast.get_comm_dtype
+    internals.set_communication_dtype(engine.optimizer, torch_autocast.get_comm_dtype)
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
@@ -74,9 +70,9 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
     optimizer = getattr(engine.optimizer, "optimizer", given)
     if optimizer is not given:
         given.state = optimizer.state
-        engine.optimizer.optimizer = given
+        internals.replace_wrapped_optimizer(engine.optimizer, given)
         if engine.zero_optimization_stage() < 3:
-            engine.optimizer._link_all_hp_params()  # which it has done for the one group only
+            internals.link_fragments(engine.optimizer)  # it has done so for one group only
         return
     for weight, state in given.state.items():
         state["sum"] = state["sum"].to(weight.device)
@@ -90,13 +86,7 @@ def forget_modules(model: torch.nn.Module) -> None:
     have been destroyed. Gone when a destroyed engine's model is not in `FWD_MODULE_STACK`.
     [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
     """
-    modules = set(model.modules())
-    parameter_offload.FWD_MODULE_STACK[:] = [
-        module for module in parameter_offload.FWD_MODULE_STACK if module not in modules
-    ]
-    # A cache of all engines, which find it again.
-    function = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    inspect.getclosurevars(function).nonlocals["func"].cache_clear()
+    internals.forget_modules(model)
 
 
 def allow_plain_backward(engine: DeepSpeedEngine) -> None:
@@ -108,7 +98,7 @@ def allow_plain_backward(engine: DeepSpeedEngine) -> None:
     Works around DeepSpeed 0.19.8: at stage 0 `loss.backward()` is refused, unlike at stages 1 to 3.
     Gone when it isn't.
     """
-    engine._support_torch_style_backward = True
+    internals.allow_plain_backward(engine)
 
 
 def remove_hooks(engine: DeepSpeedEngine) -> None:

@@ -12,8 +12,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
-    ZeroParamStatus,
-    is_zero_param,
 )
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
@@ -21,6 +19,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
 )
 from deepspeed.utils import z3_leaf_module
 
+from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.module_hooks import without_backward_functions
 
 # Of which a layer that is left out at random makes many.
@@ -98,7 +97,7 @@ class Passes:
     def _recorded_as(self, kind: Hashable) -> Iterator[None]:
         offload: Any = self._offload
         if kind not in self._coordinators:
-            self._coordinators[kind] = _another(offload)
+            self._coordinators[kind] = internals.new_coordinator(offload)
             if len(self._coordinators) > _MAX_KINDS:
                 self._coordinators.popitem(last=False)
         self._coordinators.move_to_end(kind)
@@ -140,8 +139,8 @@ def _parameters(module: Any) -> Iterable[Any]:
 
 def _stays_whole(parameter: Any) -> bool:
     return (
-        is_zero_param(parameter)
-        and parameter.ds_status == ZeroParamStatus.AVAILABLE
+        internals.is_sharded(parameter)
+        and internals.is_gathered(parameter)
         and (parameter.ds_persist or _is_kept(parameter))
     )
 
@@ -156,8 +155,7 @@ def kept_by_readers() -> Iterator[None]:
     Within it `GatheredParameters`, in which a model can read and write parameters on its way,
     doesn't fail on letting go of those that are kept.
     """
-    to_partition = GatheredParameters._params_to_partition
-    partition = GatheredParameters._partition_params
+    to_partition, partition = internals.release_functions_of_readers().values()
 
     def not_kept(gathered: GatheredParameters) -> List[Any]:
         parameters = to_partition(gathered)
@@ -176,31 +174,12 @@ def kept_by_readers() -> Iterator[None]:
         for parameter, of_parameter in zip(kept, keepers):
             parameter.ds_active_sub_modules |= of_parameter
 
-    gathered_parameters: Any = GatheredParameters
-    with (
-        mock.patch.object(gathered_parameters, "_params_to_partition", not_kept),
-        mock.patch.object(
-            gathered_parameters, "_partition_params", staticmethod(partition_and_gather)
-        ),
+    with internals.replaced(
+        GatheredParameters,
+        _params_to_partition=not_kept,
+        _partition_params=staticmethod(partition_and_gather),
     ):
         yield
-
-
-def _another(offload: Any) -> PartitionedParameterCoordinator:
-    """As DeepSpeed's constructor makes one."""
-    return PartitionedParameterCoordinator(
-        prefetch_bucket_sz=offload._prefetch_bucket_sz,
-        max_reuse_distance_in_numel=offload._max_reuse_distance_in_numel,
-        max_available_parameters_in_numel=offload._max_available_parameters_in_numel,
-        allgather_stream=offload._DeepSpeedZeRoOffload__allgather_stream,
-        inflight_param_registry=offload._DeepSpeedZeRoOffload__inflight_param_registry,
-        prefetch_nvme=offload.param_coordinator._PartitionedParameterCoordinator__prefetch_nvme,
-        timers=offload.timers,
-        zero_quantized_weights=offload.zero_quantized_weights,
-        zero_quantized_nontrainable_weights=offload.zero_quantized_nontrainable_weights,
-        fast_sharding_for_leaf_module=offload.fast_sharding_for_leaf_module,
-        log_trace_cache_warnings=offload.log_trace_cache_warnings,
-    )
 
 
 @contextmanager
@@ -225,7 +204,7 @@ def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
         for parameter in sharded:
             users = parameter.ds_active_sub_modules
             users.discard(keeper)
-            is_whole = parameter.ds_status == ZeroParamStatus.AVAILABLE
+            is_whole = internals.is_gathered(parameter)
             if is_whole and not users and not parameter.ds_persist:
                 parameter.partition()
 

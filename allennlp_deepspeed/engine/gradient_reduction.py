@@ -5,6 +5,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import z3_leaf_parameter
 
+from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 
 
@@ -74,17 +75,10 @@ class GradientReducer:
         """
         if self._stage == 3:
             self._optimizer.grad_partitions_flat_buffer.zero_()
-        self._suspend_hooks(True)
+        internals.suspend_gradient_hooks(self._engine, True, not self.reduces_all_at_once)
 
     def end_step(self) -> None:
-        self._suspend_hooks(False)
-
-    def _suspend_hooks(self, is_suspended: bool) -> None:
-        # What `engine.no_sync` and `engine.coalesce_grad_reduction` set. The latter would reduce
-        # all at its end, and not from inside the last backward pass.
-        if not self.reduces_all_at_once:
-            self._optimizer._coalesce_grad_reduction = is_suspended
-        self._engine.inside_no_sync_ctxt = is_suspended
+        internals.suspend_gradient_hooks(self._engine, False, not self.reduces_all_at_once)
 
     def start_micro_batch(self, is_last: bool) -> None:
         if self._engine.is_gradient_accumulation_boundary() != is_last:
@@ -97,7 +91,7 @@ class GradientReducer:
             return
         self._optimizer.setup_buckets()
         if self._optimizer.use_grad_accum_attribute:
-            self._optimizer._fill_param_grad_accum_attribute(parameter)
+            internals.fill_accumulated_gradient(self._optimizer, parameter)
         group_index = self._group_indices[parameter]
         self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
 

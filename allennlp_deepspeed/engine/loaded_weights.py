@@ -1,9 +1,9 @@
 import torch
 from allennlp.common.checks import ConfigurationError
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.engine import internals
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -29,7 +29,7 @@ def check_loaded_weights(model: torch.nn.Module, config: ResolvedConfig) -> None
         precision = _HALF.get(parameter.dtype)
         if precision in (None, config.precision) or not parameter.requires_grad:
             continue
-        if is_zero_param(parameter):
+        if internals.is_sharded(parameter):
             continue  # partitioned in the engine's own precision
         raise ConfigurationError(
             f"The parameter '{name}' is in {precision}, but {ROOT} has the engine train in "

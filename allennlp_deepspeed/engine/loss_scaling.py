@@ -13,6 +13,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
+from allennlp_deepspeed.engine import internals
+
 
 class LossScale:
     """
@@ -54,8 +56,8 @@ def mended_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
     optimizer = engine.optimizer
     with ExitStack() as undo:
         if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
-            engine.torch_autocast_z0_gradscaler = LossScale(optimizer)
-            undo.callback(setattr, engine, "torch_autocast_z0_gradscaler", None)
+            internals.set_autocast_grad_scaler(engine, LossScale(optimizer))
+            undo.callback(internals.set_autocast_grad_scaler, engine, None)
         if isinstance(optimizer, FP16_UnfusedOptimizer):
             undo.enter_context(_norm_unscaled(optimizer))
         undo.enter_context(_unscaled_by_own_scale(optimizer))
@@ -71,7 +73,7 @@ def _unscaled_by_own_scale(optimizer: Any) -> Iterator[None]:
     twice as large whenever it has grown. Gone when a step in which it grows is as long as one
     before.
     """
-    step, update_scale = optimizer.step, optimizer._update_scale
+    step, update_scale = optimizer.step, internals.update_scale_function(optimizer)
     overflows: List[bool] = []
 
     def step_and_update_scale(*args: Any, **kwargs: Any) -> Any:
@@ -81,10 +83,7 @@ def _unscaled_by_own_scale(optimizer: Any) -> Iterator[None]:
         overflows.clear()
         return result
 
-    with (
-        mock.patch.object(optimizer, "step", step_and_update_scale),
-        mock.patch.object(optimizer, "_update_scale", overflows.append),
-    ):
+    with internals.replaced(optimizer, step=step_and_update_scale, _update_scale=overflows.append):
         yield
 
 
@@ -99,7 +98,7 @@ def _norm_unscaled(optimizer: FP16_UnfusedOptimizer) -> Iterator[None]:
     def step_and_unscale_norm(*args: Any, **kwargs: Any) -> Any:
         loss_scale = optimizer.loss_scale
         result = step(*args, **kwargs)
-        optimizer._global_grad_norm /= loss_scale
+        internals.divide_reported_norm(optimizer, loss_scale)
         return result
 
     with mock.patch.object(optimizer, "step", step_and_unscale_norm):
@@ -113,7 +112,7 @@ def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
     Works around DeepSpeed 0.19.8: the scale isn't in a checkpoint, and `was_step_applied` is true
     of a step that the scaler has skipped. Gone when a checkpoint has it, and that is false.
     """
-    scaler = engine.torch_autocast_z0_gradscaler
+    scaler = internals.autocast_grad_scaler(engine)
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 

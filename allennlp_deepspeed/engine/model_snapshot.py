@@ -8,9 +8,8 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
-from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.engine import internals, weights
 from allennlp_deepspeed.engine.shards import Shards
 
 State = Dict[str, Any]
@@ -45,7 +44,7 @@ class ModelSnapshot:
         self._values: Dict[torch.nn.Parameter, torch.Tensor] = {}
         self._attributes: Dict[torch.nn.Parameter, Dict[str, Any]] = {}
         for parameter in model.parameters():
-            if is_zero_param(parameter):  # by `PartitionedConstruction`
+            if internals.is_sharded(parameter):  # by `PartitionedConstruction`
                 self._attributes[parameter] = {}
             else:
                 self._attributes[parameter] = dict(vars(parameter))

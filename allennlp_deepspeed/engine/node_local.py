@@ -4,6 +4,8 @@ Which ranks write what DeepSpeed saves once for several.
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from allennlp_deepspeed.engine import internals
+
 
 def write_model_states(engine: DeepSpeedEngine, is_first_here: bool) -> None:
     """
@@ -18,4 +20,4 @@ def write_model_states(engine: DeepSpeedEngine, is_first_here: bool) -> None:
         has model states of its own.
     """
     if not engine.zero_optimization_partition_weights():
-        engine.save_non_zero_checkpoint = is_first_here
+        internals.set_saves_model_states(engine, is_first_here)

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.checkpoint_directory import nvme_path
@@ -106,7 +107,7 @@ def load(engine: DeepSpeedEngine, directory: str) -> None:
     state = serialization.load(nvme_path(directory, engine.global_rank, "settings"))
     for group, settings in zip(engine.basic_optimizer.param_groups, state["param_groups"]):
         group.update(settings)
-    engine.optimizer.loss_scaler = state["loss_scaler"]
+    internals.set_loss_scaler(engine.optimizer, state["loss_scaler"])
     shards.update_parameters()
 
 

@@ -5,12 +5,13 @@ format it can't view as the bytes that it broadcasts.
 
 from contextlib import contextmanager
 from typing import Any, Iterable, Iterator
-from unittest import mock
 
 from deepspeed import zero
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
+
+from allennlp_deepspeed.engine import internals
 
 
 @contextmanager
@@ -32,9 +33,7 @@ def _broadcast_as_vectors() -> Iterator[None]:
     contiguous. Gone when an engine comes up with both.
     [#6571](https://github.com/deepspeedai/DeepSpeed/issues/6571)
     """
-    broadcast_model = DeepSpeedEngine._broadcast_model
-    zero_init_param = zero.Init._zero_init_param
-    exit_gathered = zero.GatheredParameters._exit
+    broadcast_model, zero_init_param, exit_gathered = internals.broadcasting_functions()
 
     def _broadcast_model(engine: DeepSpeedEngine) -> None:
         with _as_vectors(engine.module.parameters()):
@@ -53,9 +52,9 @@ def _broadcast_as_vectors() -> Iterator[None]:
             return exit_gathered(gathered, *exception)
 
     with (
-        mock.patch.object(DeepSpeedEngine, "_broadcast_model", _broadcast_model),
-        mock.patch.object(zero.Init, "_zero_init_param", _zero_init_param),
-        mock.patch.object(zero.GatheredParameters, "_exit", _exit),
+        internals.replaced(DeepSpeedEngine, _broadcast_model=_broadcast_model),
+        internals.replaced(zero.Init, _zero_init_param=_zero_init_param),
+        internals.replaced(zero.GatheredParameters, _exit=_exit),
     ):
         yield
 
@@ -70,7 +69,7 @@ def _clipped_without_dimensions() -> Iterator[None]:
     def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
         clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
 
-    with mock.patch.object(DeepSpeedEngine, "clip_fp32_gradients", clip_fp32_gradients):
+    with internals.replaced(DeepSpeedEngine, clip_fp32_gradients=clip_fp32_gradients):
         yield
 
 

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from allennlp.common import cached_transformers
 from deepspeed import zero
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from allennlp_deepspeed.compat import transformer_key
+from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine import wrapped_model as engine
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class PartitionedConstruction:
         def _load_from_state_dict(
             module: Module, state_dict: Dict[str, Any], prefix: str, *args: Any, **kwargs: Any
         ) -> None:
-            partitioned = [name for name, p in _own_parameters(module) if is_zero_param(p)]
+            partitioned = [name for name, p in _own_parameters(module) if internals.is_sharded(p)]
             for name in partitioned:
                 if prefix + name in state_dict:
                     self._touch(module._parameters[name])
@@ -187,7 +187,7 @@ class PartitionedConstruction:
             is_copied = id(parameter) in memo
             self._touch(parameter)
             copy = deepcopy_parameter(parameter, memo)
-            if is_zero_param(parameter) and not is_copied:
+            if internals.is_sharded(parameter) and not is_copied:
                 self._partition_first(copy)
             return copy
 
@@ -235,9 +235,9 @@ class PartitionedConstruction:
 
     def _touch(self, parameter: Any) -> None:
         """Makes a parameter whole that is about to be looked at, if it has been partitioned."""
-        if not is_zero_param(parameter):
+        if not internals.is_sharded(parameter):
             return
-        if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+        if internals.is_released(parameter):
             parameter.all_gather()
             dtype = torch.float32 if parameter.is_floating_point() else None
             parameter.data = parameter.data.to("cpu", dtype)
@@ -249,19 +249,19 @@ class PartitionedConstruction:
             self._partition_again(next(iter(self._whole.values())))
 
     def _partition_first(self, parameter: Any) -> None:
-        if is_zero_param(parameter) or (self._is_in_from_pretrained and parameter.is_meta):
+        if internals.is_sharded(parameter) or (self._is_in_from_pretrained and parameter.is_meta):
             return
         self._to_device(parameter)
-        self._partitioner._zero_init_param(parameter)
+        internals.shard_parameter(self._partitioner, parameter)
 
     def _partition_again(self, parameter: Any) -> None:
         del self._whole[id(parameter)]
         self._num_whole_elements -= parameter.ds_numel
-        if parameter.ds_status is not ZeroParamStatus.AVAILABLE:
+        if not internals.is_gathered(parameter):
             return  # a constructor that knows DeepSpeed has done so
         self._to_device(parameter)
         if parameter.shape != parameter.ds_shape:
-            self._partitioner._zero_init_param(parameter)
+            internals.shard_parameter(self._partitioner, parameter)
             return
         # As bytes, because gloo doesn't know every type.
         dist.broadcast(parameter.data.view(-1).view(torch.uint8), src=0)

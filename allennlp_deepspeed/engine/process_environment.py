@@ -19,6 +19,7 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from allennlp_deepspeed.engine import (
     deepspeed_logging,
+    internals,
     module_hooks,
     parameter_layout,
 )
@@ -123,7 +124,7 @@ def _skip_shared_memory_all_reduce() -> None:
     # Asked whether it has this one, DeepSpeed runs the compiler to see which ones it could have. As
     # an attribute of `deepspeed.comm`, `torch` is PyTorch.
     backend: Any = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None
+    internals.disable_shared_memory_all_reduce(backend)
 
 
 def _init_group_of_one(device: torch.device) -> None:

@@ -4,7 +4,8 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+from allennlp_deepspeed.engine import internals
 
 
 class Fragment(NamedTuple):
@@ -130,9 +131,9 @@ class Shards:
             elif not self._is_sharded:
                 self.fragments[parameter] = Fragment(master, start, 0, parameter.numel())
                 start += parameter.numel()
-            elif parameter._hp_mapping is not None:
-                here = parameter._hp_mapping.hp_fragment_address
-                offset = parameter._hp_mapping.lp_fragment_address.start
+            elif (mapping := internals.fragment_mapping(parameter)) is not None:
+                here = mapping.hp_fragment_address
+                offset = mapping.lp_fragment_address.start
                 self.fragments[parameter] = Fragment(master, here.start, offset, here.numel)
 
     @property
@@ -156,7 +157,7 @@ class Shards:
 
     def has_whole(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the model has all of a parameter on this rank, as precise as it is stepped."""
-        return not is_zero_param(parameter) and parameter.dtype == torch.float32
+        return not internals.is_sharded(parameter) and parameter.dtype == torch.float32
 
     def gather_alike(
         self, parameter: torch.nn.Parameter, tensors: Mapping[torch.Tensor, torch.Tensor]
@@ -185,12 +186,12 @@ class Shards:
                 part = padded.in_master(tensors[fragment.master])
             else:
                 part = torch.zeros(padded.size, device=fragment.master.device)
-            return self._optimizer._fp32_state_allgather(parameter, part)
+            return internals.gather_fp32_state(self._optimizer, parameter, part)
         whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
         if fragment is not None and fragment.master in tensors:
             fragment.in_whole(whole).copy_(fragment.in_master(tensors[fragment.master]))
         if self._is_sharded:
-            dist.all_reduce(whole, group=parameter._dp_group)  # type: ignore[attr-defined]
+            dist.all_reduce(whole, group=internals.data_parallel_group(parameter))
         return whole
 
     @contextmanager
@@ -199,12 +200,12 @@ class Shards:
         Within it one of `masters`, by its index, has its elements, and the optimizer its states of
         them, also where they are on NVMe otherwise, to which they go back as they are then.
         """
-        is_swapped = self._is_partitioned and self._optimizer._swappable_optimizer_subgroup(index)
+        is_swapped = self._is_partitioned and internals.is_on_nvme(self._optimizer, index)
         if is_swapped:
-            self._optimizer._optimizer_states_and_gradient_swap_in(index)
+            internals.read_from_nvme(self._optimizer, index)
         yield self.masters[index]
         if is_swapped:
-            self._optimizer._optimizer_states_and_gradient_swap_out(index)
+            internals.write_to_nvme(self._optimizer, index)
 
     @contextmanager
     def in_param_groups(self) -> Iterator[None]:
@@ -212,12 +213,12 @@ class Shards:
         if not self._is_partitioned:
             yield
             return
-        self._optimizer._clear_fp32_optimizer_param_groups()  # Adagrad is made with them already
-        self._optimizer._set_fp32_optimizer_param_groups()
+        internals.empty_param_groups(self._optimizer)  # Adagrad is made with them already
+        internals.fill_param_groups(self._optimizer)
         try:
             yield
         finally:
-            self._optimizer._clear_fp32_optimizer_param_groups()
+            internals.empty_param_groups(self._optimizer)
 
     def update_parameters(self) -> None:
         """
@@ -227,7 +228,7 @@ class Shards:
             self._optimizer.checkpoint_event_prologue()  # partitions what stage 3 keeps whole
             for index in range(len(self.masters)):
                 with self.in_memory(index):
-                    self._optimizer._reassign_or_swap_out_partitioned_parameters(index)
+                    internals.copy_master_weights_to_model(self._optimizer, index)
             self._optimizer.checkpoint_event_epilogue()  # and gathers it again
         elif self._is_sharded:
             self._optimizer.update_lp_params()
@@ -242,7 +243,7 @@ def own_partition(parameter: torch.nn.Parameter) -> Fragment:
     What this rank has of a parameter for the model itself, in the precision that the model has:
     everything, or its partition at ZeRO stage 3.
     """
-    if not is_zero_param(parameter):
+    if not internals.is_sharded(parameter):
         return Fragment(parameter, 0, 0, parameter.numel())
     partition = parameter.ds_tensor  # type: ignore[attr-defined]
     return _partition(parameter, partition, 0, partition.ds_numel)

@@ -4,8 +4,8 @@ from typing import Any, List, NoReturn, Optional, Tuple
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import get_comm_dtype
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 
+from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Fragment, Shards
 from allennlp_deepspeed.processes import agreement
 
@@ -140,15 +140,15 @@ class WeightWatch:
             self.raise_error()
 
     def _versions_of(self, parameter: Any) -> Tuple[int, int]:
-        partition = parameter.ds_tensor._version if is_zero_param(parameter) else 0
+        partition = parameter.ds_tensor._version if internals.is_sharded(parameter) else 0
         return parameter._version, partition
 
 
 def _is_replaced(parameter: Any) -> bool:
     """Whether a partitioned parameter, which has no elements, has been given some."""
     return (
-        is_zero_param(parameter)
-        and parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        internals.is_sharded(parameter)
+        and internals.is_released(parameter)
         and parameter.numel() > 0
     )
 
@@ -159,9 +159,9 @@ def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
     is known already, or can't be.
     """
     master = fragment.in_master(fragment.master.detach())
-    if not is_zero_param(parameter):
+    if not internals.is_sharded(parameter):
         weights = fragment.in_whole(parameter.detach())
-    elif parameter.ds_status is ZeroParamStatus.AVAILABLE:
+    elif internals.is_gathered(parameter):
         # Under autocast they are gathered in lower precision.
         weights = fragment.in_whole(parameter.detach()).to(get_comm_dtype(parameter))
     else:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_local_fp32_param
 
+from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 from allennlp_deepspeed.storage import files
 
@@ -125,10 +125,10 @@ def set_full_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, shard
     ranks can't share equally. Gone when it takes 3 elements on 2 ranks.
     """
     fragment = shards.fragments.get(parameter)
-    if is_zero_param(parameter) and parameter.requires_grad and fragment is not None:
+    if internals.is_sharded(parameter) and parameter.requires_grad and fragment is not None:
         part = torch.nn.functional.pad(fragment.in_whole(value), (0, fragment.padding))
         safe_set_local_fp32_param(parameter, part)
-    elif is_zero_param(parameter) or fragment is None or fragment.master is parameter:
+    elif internals.is_sharded(parameter) or fragment is None or fragment.master is parameter:
         with zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(value)
     else:

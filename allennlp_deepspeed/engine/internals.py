@@ -1,0 +1,293 @@
+"""
+Private attributes of DeepSpeed that this package reads or sets, each behind a function with a name.
+
+A private attribute may be renamed in any release. Reading one that is missing fails somewhere, but
+setting one creates it, and changes nothing: what it was to do is lost in silence. So each function
+looks first whether the attribute is there.
+"""
+
+import inspect
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed import checkpointing, zero
+from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import (
+    GatheredParameters,
+    ZeroParamStatus,
+    is_zero_param,
+)
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+SUPPORTED_VERSION = "0.19"
+
+
+def _read(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        kind = owner if isinstance(owner, type) or inspect.ismodule(owner) else type(owner)
+        raise RuntimeError(
+            f"DeepSpeed {deepspeed.__version__} has no '{kind.__name__}.{name}'; this package is "
+            f"made for {SUPPORTED_VERSION}. Install deepspeed>=0.19.8,<0.20."
+        )
+    return getattr(owner, name)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    _read(owner, name)
+    setattr(owner, name, value)
+
+
+def replaced(owner: Any, **attributes: Any) -> ContextManager[Any]:
+    """
+    Context manager in which attributes of an object, a class or a module of DeepSpeed have other
+    values.
+
+    # Parameters
+
+    owner : `Any`, required.
+    attributes : `Any`
+        The values, by the name of the attribute.
+
+    # Raises
+
+    `RuntimeError`
+        If DeepSpeed has no such attribute.
+    """
+    for name in attributes:
+        _read(owner, name)
+    return mock.patch.multiple(owner, **attributes)
+
+
+# Parameters that ZeRO stage 3 shards.
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO stage 3 shards the parameter."""
+    return is_zero_param(parameter)
+
+
+def is_gathered(parameter: Any) -> bool:
+    """Whether a parameter that ZeRO stage 3 shards has all of its elements on this rank now."""
+    return _read(parameter, "ds_status") is ZeroParamStatus.AVAILABLE
+
+
+def is_released(parameter: Any) -> bool:
+    """Whether a parameter that ZeRO stage 3 shards has no elements on this rank now."""
+    return _read(parameter, "ds_status") is ZeroParamStatus.NOT_AVAILABLE
+
+
+def shard_parameter(partitioner: zero.Init, parameter: torch.nn.Parameter) -> None:
+    """Shards a parameter as `zero.Init` does during construction. Every rank must call."""
+    _read(partitioner, "_zero_init_param")(parameter)
+
+
+def broadcasting_functions() -> Tuple[Callable[..., Any], ...]:
+    """
+    The functions of DeepSpeed that broadcast parameters as bytes: when an engine is constructed,
+    when `zero.Init` shards a parameter, and when `GatheredParameters` writes one.
+    """
+    return (
+        _read(DeepSpeedEngine, "_broadcast_model"),
+        _read(zero.Init, "_zero_init_param"),
+        _read(GatheredParameters, "_exit"),
+    )
+
+
+# Gradient reduction.
+
+
+def suspend_gradient_hooks(
+    engine: DeepSpeedEngine, is_suspended: bool, has_zero_optimizer: bool
+) -> None:
+    """
+    Has DeepSpeed's hooks leave gradients alone, or not: what `engine.no_sync` and
+    `engine.coalesce_grad_reduction` set. The latter would reduce all gradients at its end, and not
+    from inside the last backward pass.
+    """
+    if has_zero_optimizer:
+        _set(engine.optimizer, "_coalesce_grad_reduction", is_suspended)
+    _set(engine, "inside_no_sync_ctxt", is_suspended)
+
+
+def fill_accumulated_gradient(optimizer: Any, parameter: torch.nn.Parameter) -> None:
+    """Moves the gradient of a parameter to `grad_accum`, at ZeRO stages 1 and 2."""
+    _read(optimizer, "_fill_param_grad_accum_attribute")(parameter)
+
+
+def allow_plain_backward(engine: DeepSpeedEngine) -> None:
+    """Has an engine at stage 0 take `loss.backward()`."""
+    _set(engine, "_support_torch_style_backward", True)
+
+
+# Optimizers.
+
+
+def fragment_mapping(parameter: Any) -> Any:
+    """
+    The `tensor_fragment` of a parameter at stages 1 and 2: which part of it this rank's optimizer
+    updates, `None` if it updates none.
+    """
+    return _read(parameter, "_hp_mapping")
+
+
+def data_parallel_group(parameter: Any) -> Any:
+    """The process group over which ZeRO stages 1 and 2 shard the parameter's optimizer states."""
+    return _read(parameter, "_dp_group")
+
+
+def gather_fp32_state(
+    optimizer: Any, parameter: torch.nn.Parameter, part: torch.Tensor
+) -> torch.Tensor:
+    """The unsharded fp32 tensor of which each rank has a part, at stage 3. Every rank must call."""
+    return _read(optimizer, "_fp32_state_allgather")(parameter, part)
+
+
+def is_on_nvme(optimizer: Any, sub_group: int) -> bool:
+    """Whether stage 3 keeps the optimizer states of a sub-group in swap files."""
+    return _read(optimizer, "_swappable_optimizer_subgroup")(sub_group)
+
+
+def read_from_nvme(optimizer: Any, sub_group: int) -> None:
+    """Reads the optimizer states and gradients of a sub-group from its swap files."""
+    _read(optimizer, "_optimizer_states_and_gradient_swap_in")(sub_group)
+
+
+def write_to_nvme(optimizer: Any, sub_group: int) -> None:
+    """Writes the optimizer states and gradients of a sub-group back to its swap files."""
+    _read(optimizer, "_optimizer_states_and_gradient_swap_out")(sub_group)
+
+
+def fill_param_groups(optimizer: Any) -> None:
+    """Puts the fp32 shards into `param_groups` of the optimizer that stage 3 wraps."""
+    _read(optimizer, "_set_fp32_optimizer_param_groups")()
+
+
+def empty_param_groups(optimizer: Any) -> None:
+    """Empties `param_groups` of the optimizer that stage 3 wraps, as between steps."""
+    _read(optimizer, "_clear_fp32_optimizer_param_groups")()
+
+
+def copy_master_weights_to_model(optimizer: Any, sub_group: int) -> None:
+    """Gives the model the fp32 shard of a sub-group, in its own precision, at stage 3."""
+    _read(optimizer, "_reassign_or_swap_out_partitioned_parameters")(sub_group)
+
+
+def link_fragments(optimizer: Any) -> None:
+    """Has parameters at stages 1 and 2 know of their fp32 fragments and optimizer states."""
+    _read(optimizer, "_link_all_hp_params")()
+
+
+def replace_wrapped_optimizer(zero_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Has a ZeRO optimizer step with another one than it has."""
+    _set(zero_optimizer, "optimizer", optimizer)
+
+
+def set_communication_dtype(zero_optimizer: Any, function: Callable[[Any], torch.dtype]) -> None:
+    """Sets the function that gives the dtype in which a parameter's gradient is reduced."""
+    _set(zero_optimizer, "get_param_comm_dtype", function)
+
+
+# Precision.
+
+
+def no_autocast_of_other_engines() -> ContextManager[Any]:
+    """Context manager in which DeepSpeed's global variables of autocast are those of no engine."""
+    return replaced(torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None)
+
+
+def autocast_grad_scaler(engine: DeepSpeedEngine) -> Any:
+    """What scales the losses of an engine at stage 0, `None` if nothing does."""
+    return _read(engine, "torch_autocast_z0_gradscaler")
+
+
+def set_autocast_grad_scaler(engine: DeepSpeedEngine, scaler: Optional[Any]) -> None:
+    """Has something else scale the losses of an engine at stage 0."""
+    _set(engine, "torch_autocast_z0_gradscaler", scaler)
+
+
+def update_scale_function(optimizer: Any) -> Callable[[bool], None]:
+    """The function by which an fp16 optimizer updates its loss scale after a step."""
+    return _read(optimizer, "_update_scale")
+
+
+def divide_reported_norm(optimizer: Any, divisor: float) -> None:
+    """Divides the norm that an fp16 optimizer reports of its last step."""
+    _set(optimizer, "_global_grad_norm", _read(optimizer, "_global_grad_norm") / divisor)
+
+
+# ZeRO stage 3 around modules.
+
+
+def new_coordinator(offload: Any) -> PartitionedParameterCoordinator:
+    """A coordinator as `DeepSpeedZeRoOffload` constructs its own, without a recorded order."""
+    prefix = "_DeepSpeedZeRoOffload__"
+    coordinator = offload.param_coordinator
+    return PartitionedParameterCoordinator(
+        prefetch_bucket_sz=_read(offload, "_prefetch_bucket_sz"),
+        max_reuse_distance_in_numel=_read(offload, "_max_reuse_distance_in_numel"),
+        max_available_parameters_in_numel=_read(offload, "_max_available_parameters_in_numel"),
+        allgather_stream=_read(offload, f"{prefix}allgather_stream"),
+        inflight_param_registry=_read(offload, f"{prefix}inflight_param_registry"),
+        prefetch_nvme=_read(coordinator, "_PartitionedParameterCoordinator__prefetch_nvme"),
+        timers=offload.timers,
+        zero_quantized_weights=offload.zero_quantized_weights,
+        zero_quantized_nontrainable_weights=offload.zero_quantized_nontrainable_weights,
+        fast_sharding_for_leaf_module=offload.fast_sharding_for_leaf_module,
+        log_trace_cache_warnings=offload.log_trace_cache_warnings,
+    )
+
+
+def release_functions_of_readers() -> Dict[str, Callable[..., Any]]:
+    """
+    The methods of `GatheredParameters` that say which parameters it shards again at its end, and
+    that shard them, by name, for `replaced`.
+    """
+    names = ("_params_to_partition", "_partition_params")
+    return {name: _read(GatheredParameters, name) for name in names}
+
+
+def forget_modules(model: torch.nn.Module) -> None:
+    """Has the stack and the cache that all engines share let go of a model's modules."""
+    modules = set(model.modules())
+    stack: List[Any] = _read(parameter_offload, "FWD_MODULE_STACK")
+    stack[:] = [module for module in stack if module not in modules]
+    name = "_PartitionedParameterCoordinator__params_to_release"
+    function = _read(PartitionedParameterCoordinator, name)
+    inspect.getclosurevars(function).nonlocals["func"].cache_clear()
+
+
+# Reports and checkpoints.
+
+
+def set_throughput_timer(engine: DeepSpeedEngine, timer: Any) -> None:
+    """Has an engine report the throughput that another timer measures."""
+    _set(engine, "tput_timer", timer)
+
+
+def set_saves_model_states(engine: DeepSpeedEngine, is_saved: bool) -> None:
+    """Says whether this rank saves the model states, at stages 0 to 2."""
+    _set(engine, "save_non_zero_checkpoint", is_saved)
+
+
+def set_checkpoint_engine(engine: DeepSpeedEngine, checkpoint_engine: Any) -> None:
+    """Has an engine write and read its files through another checkpoint engine."""
+    _set(engine, "checkpoint_engine", checkpoint_engine)
+
+
+def set_loss_scaler(zero_optimizer: Any, loss_scaler: Any) -> None:
+    """Gives a ZeRO optimizer the loss scale of a checkpoint."""
+    _set(zero_optimizer, "loss_scaler", loss_scaler)
+
+
+def disable_shared_memory_all_reduce(backend_module: Any) -> None:
+    """Keeps DeepSpeed's backend from building its all-reduce for inference on CPUs."""
+    _set(backend_module, "build_shm_op", lambda: None)
+
+
+def disable_activation_checkpointing() -> None:
+    """Undoes `deepspeed.checkpointing.configure`, which `reset` leaves on."""
+    _set(checkpointing, "deepspeed_checkpointing_enabled", False)
