@@ -11,7 +11,6 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.trainer import TrainerCheckpoint
-from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
 from allennlp_deepspeed.checkpoint import (
@@ -31,6 +30,7 @@ from allennlp_deepspeed.checkpoint.trainer_protocol import Training
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals, nvme_states
 from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states

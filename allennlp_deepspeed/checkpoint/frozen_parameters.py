@@ -13,9 +13,8 @@ from allennlp.common.util import prepare_environment
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME
-from deepspeed import zero
-from deepspeed.runtime.engine import DeepSpeedEngine
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, zero
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.storage.commit_record import CheckpointError, FrozenRecord
 

@@ -12,7 +12,8 @@ from typing import Any, Dict, Optional
 import numpy as np
 import torch
 from allennlp.training.metrics import Metric
-from deepspeed.accelerator import get_accelerator
+
+from allennlp_deepspeed.deepspeed_api import get_accelerator
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.checkpoint_directory import (

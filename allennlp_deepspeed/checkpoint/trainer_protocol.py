@@ -3,10 +3,10 @@ from typing import Any, List, Protocol
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.trainer import TrainerCheckpoint
-from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.directories import Directories
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 
 TRAINING_STATE_VERSION = 5
 """Of what is in a `TrainerCheckpoint`. Version 2 was that of 0.1.0."""

@@ -7,15 +7,18 @@ from copy import deepcopy
 from typing import Any, Dict, Union
 
 from allennlp.common.checks import ConfigurationError
-from deepspeed.runtime.config import DeepSpeedConfig as EngineConfig
-from deepspeed.runtime.config import DeepSpeedConfigError, DtypeEnum
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.open_values import said
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import TrainerSettings
 from allennlp_deepspeed.config.torch_compile_settings import KEY as TORCH_COMPILE
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedConfigError,
+    DeepSpeedZeroConfig,
+    DtypeEnum,
+    EngineConfig,
+)
 
 
 def check_zero(

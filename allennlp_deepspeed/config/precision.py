@@ -5,7 +5,6 @@ The precision that a model trains in.
 from typing import Any, Dict
 
 from allennlp.common.checks import ConfigurationError
-from deepspeed.runtime.config import DtypeEnum
 
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.open_values import (
@@ -16,6 +15,7 @@ from allennlp_deepspeed.config.open_values import (
 )
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import TrainerSettings
+from allennlp_deepspeed.deepspeed_api import DtypeEnum
 
 PRECISIONS = ("bf16", "fp16", "torch_autocast")
 

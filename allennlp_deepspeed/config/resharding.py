@@ -5,10 +5,10 @@ Settings of ZeRO stage 3 that say when, and over which ranks, parameters are sha
 from typing import Union
 
 from allennlp.common.checks import ConfigurationError
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT
 from allennlp_deepspeed.config.settings import TrainerSettings
+from allennlp_deepspeed.deepspeed_api import DeepSpeedZeroConfig
 
 _PARTITION_SIZE = f"{ROOT}.zero_optimization.zero_hpz_partition_size"
 

@@ -11,9 +11,6 @@ from copy import deepcopy
 from typing import Any, Dict, Optional, Tuple, Union
 
 from allennlp.common.checks import ConfigurationError
-from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from allennlp_deepspeed.config.contradictions import (
     check_data_types,
@@ -43,6 +40,7 @@ from allennlp_deepspeed.config.schema import scheduler_parameters
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
 from allennlp_deepspeed.config.torch_compile_settings import torch_compile_settings
+from allennlp_deepspeed.deepspeed_api import DeepSpeedZeroConfig, OffloadDeviceEnum, lr_schedules
 
 logger = logging.getLogger(__name__)
 

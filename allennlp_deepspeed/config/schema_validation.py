@@ -21,7 +21,6 @@ from typing import (
 
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from deepspeed.runtime import config as ds_config
-from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -31,6 +30,7 @@ from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.config.schema import Schema, optimizer_parameters, scheduler_parameters
 from allennlp_deepspeed.config.support import UNSUPPORTED
 from allennlp_deepspeed.config.values import as_json, unquoted
+from allennlp_deepspeed.deepspeed_api import ZERO_OPTIMIZATION
 
 AUTO = "auto"
 

@@ -18,13 +18,13 @@ from allennlp.modules.encoder_base import _EncoderBase
 from allennlp.nn.checkpoint import CheckpointWrapper
 from allennlp.training.metrics import Metric
 from deepspeed import checkpointing
-from deepspeed.accelerator import get_accelerator
 from overrides import overrides
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
+from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.processes.random_states import (
     dropout_between_layers,

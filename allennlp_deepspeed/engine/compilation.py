@@ -13,9 +13,9 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.confidence_checks.normalization_bias_verification import NormalizationBiasVerification
 from allennlp.training.metrics import Metric
-from deepspeed.utils import z3_leaf_module
 
 from allennlp_deepspeed.config.torch_compile_settings import DEFAULT_BACKEND, KEY
+from allennlp_deepspeed.deepspeed_api import z3_leaf_module
 from allennlp_deepspeed.engine.activation_checkpointing import is_recomputed
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,9 @@ import deepspeed.runtime.utils
 import deepspeed.utils.logging
 import torch
 from allennlp.training.callbacks import TrainerCallback
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.timer import ThroughputTimer
 from overrides import overrides
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, ThroughputTimer
 from allennlp_deepspeed.engine import internals
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,8 @@ from typing import Iterator
 
 import torch
 from deepspeed.runtime import torch_autocast
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, FP16_Optimizer, FP16_UnfusedOptimizer
 from allennlp_deepspeed.engine import internals
 
 

@@ -8,17 +8,15 @@ from typing import Any, ContextManager, Dict, Hashable, Iterable, Iterator, List
 from unittest import mock
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partition_parameters import (
+
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedEngine,
     GatheredParameters,
-)
-from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
     iter_params,
+    z3_leaf_module,
 )
-from deepspeed.utils import z3_leaf_module
-
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.module_hooks import without_backward_functions
 

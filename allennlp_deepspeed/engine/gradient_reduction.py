@@ -1,10 +1,8 @@
 from typing import Any, Dict, Iterable, List
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import z3_leaf_parameter
 
+from allennlp_deepspeed.deepspeed_api import BF16_Optimizer, DeepSpeedEngine, z3_leaf_parameter
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 

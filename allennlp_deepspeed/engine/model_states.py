@@ -16,10 +16,9 @@ from dataclasses import astuple, dataclass, field
 from typing import Any, Dict, Optional, Sequence
 
 import torch
-from deepspeed.runtime.config import DtypeEnum
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.deepspeed_api import DeepSpeedZeroConfig, DtypeEnum
 from allennlp_deepspeed.engine.shards import whole_shape
 
 _FP32 = torch.float32.itemsize

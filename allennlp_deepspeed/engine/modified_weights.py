@@ -5,8 +5,8 @@ from typing import Callable, Dict, Iterable, Iterator, List, Union
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
-from deepspeed.runtime.engine import DeepSpeedEngine
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import weights
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.processes import agreement

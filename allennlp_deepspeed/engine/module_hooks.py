@@ -8,7 +8,8 @@ from unittest import mock
 
 import torch
 from deepspeed.runtime.zero import linear, parameter_offload
-from deepspeed.utils.torch import is_functorch_transforming
+
+from allennlp_deepspeed.deepspeed_api import is_functorch_transforming
 
 
 @contextmanager

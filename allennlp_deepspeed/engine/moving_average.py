@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.moving_average import MovingAverage
-from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.shards import Fragment, Shards, whole_shape
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 

@@ -2,8 +2,7 @@
 Which ranks write what DeepSpeed saves once for several.
 """
 
-from deepspeed.runtime.engine import DeepSpeedEngine
-
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
 
 

@@ -14,8 +14,8 @@ from typing import Any, Callable, Dict, Iterable, Iterator, Set
 from unittest import mock
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.storage import serialization

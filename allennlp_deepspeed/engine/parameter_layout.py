@@ -6,11 +6,10 @@ format it can't view as the bytes that it broadcasts.
 from contextlib import contextmanager
 from typing import Any, Iterable, Iterator
 
-from deepspeed import zero
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, zero
 from allennlp_deepspeed.engine import internals
 
 

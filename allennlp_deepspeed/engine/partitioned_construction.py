@@ -26,11 +26,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from allennlp.common import cached_transformers
-from deepspeed import zero
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from allennlp_deepspeed.compat import transformer_key
+from allennlp_deepspeed.deepspeed_api import zero
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine import wrapped_model as engine
 

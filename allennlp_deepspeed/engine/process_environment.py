@@ -13,10 +13,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
-from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
+from allennlp_deepspeed.deepspeed_api import (
+    CPU_Accelerator,
+    CUDA_Accelerator,
+    get_accelerator,
+    set_accelerator,
+)
 from allennlp_deepspeed.engine import (
     deepspeed_logging,
     internals,

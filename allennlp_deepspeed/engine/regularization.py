@@ -7,9 +7,10 @@ from unittest import mock
 
 import torch
 from allennlp.models.model import Model
-from deepspeed import zero
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+
+from allennlp_deepspeed.deepspeed_api import zero
 
 logger = logging.getLogger(__name__)
 

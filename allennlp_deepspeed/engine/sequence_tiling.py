@@ -12,12 +12,12 @@ from typing import Any, Callable, ContextManager, Iterator, List, Set, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
-from deepspeed.runtime.zero.partition_parameters import (
+
+from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
+from allennlp_deepspeed.deepspeed_api import (
     register_external_parameter,
     unregister_external_parameter,
 )
-
-from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 from allennlp_deepspeed.engine.activation_checkpointing import current_autocast
 
 # So many positions that dropout with any probability drops one of their numbers.

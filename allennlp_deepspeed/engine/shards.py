@@ -3,8 +3,8 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
 
 

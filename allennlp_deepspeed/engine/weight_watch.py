@@ -2,9 +2,8 @@ import logging
 from typing import Any, List, NoReturn, Optional, Tuple
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.torch_autocast import get_comm_dtype
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_comm_dtype
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Fragment, Shards
 from allennlp_deepspeed.processes import agreement

@@ -9,10 +9,13 @@ from typing import Any, Dict, Optional
 
 import torch
 import torch.distributed as dist
-from deepspeed import zero
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_local_fp32_param
 
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedEngine,
+    safe_get_full_fp32_param,
+    safe_set_local_fp32_param,
+    zero,
+)
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 from allennlp_deepspeed.storage import files

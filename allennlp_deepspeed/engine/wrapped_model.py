@@ -18,13 +18,12 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from overrides import overrides
 from torch.utils._pytree import tree_map_only
 
 from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
 from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
     deepspeed_logging,

@@ -7,9 +7,9 @@ from typing import Any, Callable, List, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._pytree import tree_leaves
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.gradients import gradient_memory

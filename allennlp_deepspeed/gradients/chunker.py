@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
-from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
 from allennlp_deepspeed.gradients.chunking import (

@@ -8,9 +8,9 @@ from typing import Callable, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.hooks import RemovableHandle
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.gradient_reduction import GradientAccumulators, GradientReducer
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.gradients import average_over_ranks

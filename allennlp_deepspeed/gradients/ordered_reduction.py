@@ -3,8 +3,9 @@ from array import array
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
+
+from allennlp_deepspeed.deepspeed_api import get_accelerator
 
 
 class OrderedReduction:

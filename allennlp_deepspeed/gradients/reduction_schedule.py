@@ -3,8 +3,8 @@ from typing import Any, Dict, List, Optional
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
+from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.gradients import gradient_memory
 
 logger = logging.getLogger(__name__)

@@ -4,9 +4,9 @@ from typing import Any, Dict, Iterator, List, Optional, Union
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 
 from allennlp_deepspeed.config.schema_validation import AUTO
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.gathered_parameters import (
     all_that_are_sharded,
     kept_by_readers,

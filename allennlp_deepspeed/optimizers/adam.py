@@ -2,8 +2,8 @@ from typing import Any, ClassVar, Dict, List, Tuple
 
 import torch
 from allennlp.training.optimizers import Optimizer, make_parameter_groups
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedCPUAdam, FusedAdam
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import CPUOptimizer, FusedOptimizer
 
 

@@ -3,11 +3,10 @@ from typing import Any, Dict, List, Optional, Type, Union
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.lion import DeepSpeedCPULion
 
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.deepspeed_api import DeepSpeedCPUAdam, DeepSpeedCPULion
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
 from allennlp_deepspeed.optimizers.elementwise import check_elementwise, check_section
 from allennlp_deepspeed.optimizers.offload import Counterpart, counterpart_of, lacking

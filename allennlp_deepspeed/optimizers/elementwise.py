@@ -16,12 +16,16 @@ from allennlp.training.optimizers import (
     HuggingfaceAdamWOptimizer,
     MultiOptimizer,
 )
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLion,
+)
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
 from allennlp_deepspeed.optimizers.lion import LionOptimizer
 from allennlp_deepspeed.optimizers.muon import MuonOptimizer

@@ -2,8 +2,9 @@ import math
 from typing import Any, Callable, Dict, Optional
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from overrides import overrides
+
+from allennlp_deepspeed.deepspeed_api import DeepSpeedCPUAdam
 
 
 class CPUHuggingfaceAdamW(DeepSpeedCPUAdam):

@@ -7,12 +7,16 @@ from typing import Any, Dict, NamedTuple, Type, Union
 
 import torch
 from allennlp.training.optimizers import Optimizer
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+)
 from allennlp_deepspeed.optimizers.check import registered_class
 from allennlp_deepspeed.optimizers.offload import counterpart_of
 

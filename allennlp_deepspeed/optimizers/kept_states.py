@@ -8,11 +8,15 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Type
 
 import torch
 from allennlp.training.optimizers import MultiOptimizer
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+)
 from allennlp_deepspeed.optimizers.lion import CPULionOptimizer
 
 logger = logging.getLogger(__name__)

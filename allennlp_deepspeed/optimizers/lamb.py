@@ -3,11 +3,11 @@ from typing import Any, ClassVar, Dict, List, Tuple
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer, make_parameter_groups
-from deepspeed.ops.lamb import FusedLamb
 from overrides import overrides
 
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.deepspeed_api import FusedLamb
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import FusedOptimizer
 
 

@@ -2,9 +2,9 @@ from typing import Any, Callable, ClassVar, Dict, List, Optional, Tuple
 
 import torch
 from allennlp.training.optimizers import Optimizer, make_parameter_groups
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from overrides import overrides
 
+from allennlp_deepspeed.deepspeed_api import DeepSpeedCPULion, FusedLion
 from allennlp_deepspeed.optimizers.deepspeed_optimizer import CPUOptimizer, FusedOptimizer
 
 

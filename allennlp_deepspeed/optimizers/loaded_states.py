@@ -2,9 +2,8 @@ from typing import Any
 
 import torch
 from allennlp.training.optimizers import HuggingfaceAdamWOptimizer
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.lion import DeepSpeedCPULion
+
+from allennlp_deepspeed.deepspeed_api import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _OTHERS = (HuggingfaceAdamWOptimizer, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion)

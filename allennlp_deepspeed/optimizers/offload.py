@@ -14,11 +14,10 @@ from allennlp.training.optimizers import (
     AdamWOptimizer,
     HuggingfaceAdamWOptimizer,
 )
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.deepspeed_api import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam
 from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ from typing import Any, List, Mapping, Tuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from rich.console import Group
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.model_states import (
     ModelSize,
     ModelStates,

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.callbacks import TrainerCallback
-from deepspeed.accelerator import get_accelerator
 from overrides import overrides
 from rich import box
 from rich.table import Table
 from torch.autograd import DeviceType
 
+from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.processes import phases
 from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.reports.console_report import as_text

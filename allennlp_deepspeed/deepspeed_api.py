@@ -1,0 +1,77 @@
+"""
+The public names of DeepSpeed that this package uses, so that one module shows which they are, and
+one changes when a release moves them. Private attributes are in `engine/internals.py`.
+"""
+
+from deepspeed import zero
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DeepSpeedConfig as EngineConfig
+from deepspeed.runtime.config import DeepSpeedConfigError, DtypeEnum
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.torch_autocast import get_comm_dtype
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import (
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from deepspeed.runtime.zero.partitioned_param_coordinator import (
+    PartitionedParameterCoordinator,
+    iter_params,
+)
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_set_local_fp32_param,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+from deepspeed.utils.timer import ThroughputTimer
+from deepspeed.utils.torch import is_functorch_transforming
+
+__all__ = [
+    "BF16_Optimizer",
+    "CPU_Accelerator",
+    "CUDA_Accelerator",
+    "DeepSpeedCPUAdagrad",
+    "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion",
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "DeepSpeedZeroConfig",
+    "DtypeEnum",
+    "EngineConfig",
+    "FP16_Optimizer",
+    "FP16_UnfusedOptimizer",
+    "FusedAdam",
+    "FusedLamb",
+    "FusedLion",
+    "GatheredParameters",
+    "OffloadDeviceEnum",
+    "PartitionedParameterCoordinator",
+    "ThroughputTimer",
+    "ZERO_OPTIMIZATION",
+    "get_accelerator",
+    "get_comm_dtype",
+    "is_functorch_transforming",
+    "iter_params",
+    "lr_schedules",
+    "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_set_local_fp32_param",
+    "set_accelerator",
+    "unregister_external_parameter",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+    "zero",
+]
