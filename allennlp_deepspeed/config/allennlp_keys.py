@@ -18,7 +18,8 @@ from allennlp.nn.parallel import DdpAccelerator
 from allennlp.training import Checkpointer, Trainer
 
 from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.keys import did_you_mean, nearest
+from allennlp_deepspeed.config.keys import OBJECT, Key, did_you_mean, nearest
+from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.config.values import as_json, unquoted
 
 # What the train command reads itself; all other keys at the top level are for the train loop.
@@ -31,8 +32,8 @@ _OF_THE_COMMAND = (
     "pytorch_seed",
 )
 
-# `own_keys` declares what these may hold.
-_DECLARED = (Trainer, Checkpointer)
+# What `own_keys` declares is checked against that.
+_DECLARED: Dict[type, Dict[str, Key]] = {Trainer: TRAINER_KEYS, Checkpointer: CHECKPOINTER_KEYS}
 
 # As AllenNLP takes them.
 _PRIMITIVES: Dict[type, Tuple[Tuple[type, ...], str]] = {
@@ -180,9 +181,12 @@ def _in_arguments(
         if name != "self"
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
-    takes_others = base in _DECLARED or _takes_others(cls, parameters)
+    declared = next((keys for owner, keys in _DECLARED.items() if issubclass(base, owner)), {})
+    takes_others = bool(declared) or _takes_others(cls, parameters)
     for name, value in section.items():
         where = f"{path}.{name}".lstrip(".")
+        if name in declared and declared[name].type is not OBJECT:
+            continue
         if name in known:
             parameter = parameters[name]
             if value is not parameter.default:

@@ -217,6 +217,7 @@ def test_a_model_that_is_one_transformer_is_in_the_precision_of_the_engine(
         {"distributed.cuda_devices": 2},
         {"distributed.ddp_accelerator": {"type": "torch", "find_unused": True}},
         {"trainer.cuda_device": [0, 1]},
+        {"trainer.checkpointer": {"async_saves": True, "async_save": 1}, "trainer.use_amp": "no"},
         {
             "trainer": {"type": "deepspeed", "num_epoch": 3},
             "model.seq2vec_encoder.num_filters": "8",
