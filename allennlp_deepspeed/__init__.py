@@ -9,10 +9,14 @@ import contextlib
 import sys
 
 import allennlp_deepspeed_import_hook  # noqa: F401  # where it isn't installed
+from allennlp_deepspeed.processes import fork_server
 from allennlp_deepspeed.processes.announcements import imported_quietly
 
 # To what is the standard output now it will log.
 with imported_quietly("DeepSpeed", "torch"), contextlib.redirect_stdout(sys.stderr):
+    # It imports the same meanwhile.
+    fork_server.start_for_command()
+
     import deepspeed  # noqa: F401
     import torch.utils.cpp_extension  # noqa: F401  # which DeepSpeed does later
 

@@ -34,7 +34,7 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals, nvme_states
 from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
-from allennlp_deepspeed.processes import activity, agreement, fingerprints, phases
+from allennlp_deepspeed.processes import agreement, fingerprints, phases
 from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.background_commit import BackgroundCommit
@@ -194,7 +194,6 @@ class DeepSpeedCheckpointer(Checkpointer):
             return False
         return time.time() - self._last_save_time >= self._save_every_num_seconds
 
-    @activity.saving()
     @overrides
     def save_checkpoint(self, trainer: Training) -> None:  # type: ignore[override]
         """

@@ -276,26 +276,31 @@ CHECKPOINTER_KEYS: Dict[str, Key] = {
 DISTRIBUTED_KEYS: Dict[str, Key] = {
     "timeout": Key(
         _Seconds,
-        default=1800,
-        doc="How long a collective waits for ranks that don't enter it, in seconds. Of gloo's and "
-        "NCCL's process groups alike. What the watchdog sees ends earlier.",
+        default=600,
+        doc="How long a collective waits for ranks that don't enter it, in seconds, of gloo's and "
+        "NCCL's process groups alike. Then the training ends.",
         advice="must be a number of seconds above 0",
     ),
     "rendezvous_timeout": Key(
         _Seconds,
         default=300,
-        doc="How long the start waits for nodes that haven't come, in seconds, and then for their "
-        "workers. Reading the data for the vocabulary, between the two, may take any time.",
+        doc="How long the start waits for nodes that haven't come, in seconds.",
         advice="must be a number of seconds above 0",
     ),
-    "watchdog": Key(
-        Optional[_Seconds],
-        default=600,
-        doc="After how many seconds without a step, in training or in validation, the training "
-        "ends on all hosts, with the stacks of all workers that still answer; and after how many "
-        "without a word from a host, but 60 at most. The first step, reading data between epochs "
-        "and saving may take longer. `null` never ends it.",
-        advice="must be a number of seconds above 0, or null",
+    "shutdown_timeout": Key(
+        _Seconds,
+        default=120,
+        doc="How long workers have to leave after SIGTERM or Ctrl-C, in seconds, saving a "
+        "checkpoint included. Then they are killed.",
+        advice="must be a number of seconds above 0",
+    ),
+    "max_restarts": Key(
+        Annotated[int, Field(ge=0)],
+        default=0,
+        doc="How often all workers are restarted when one of them fails, to continue from the "
+        "newest checkpoint. What the config is to blame for, and a step that fails twice, ends "
+        "the training.",
+        advice="must be a whole number from 0 on",
     ),
 }
 """The keys under "distributed" that AllenNLP doesn't have."""

@@ -18,6 +18,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import SigTermReceived
 
 from allennlp_deepspeed.launch.failed_section import explanation
+from allennlp_deepspeed.processes.agent import WorkerFailed
+from allennlp_deepspeed.processes.worker_failure import ConstructionFailure
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,9 @@ _ATTRIBUTE = "_explanation_for_command"
 # Of an error that each process of a launcher on this machine has.
 _SAID_BY_FIRST = "_said_by_first_process"
 _SECONDS_FOR_FIRST = 10
+
+# Of workers, whose log files they name.
+_SAY_WHERE = (ConstructionFailure, WorkerFailed)
 
 
 def install() -> None:
@@ -49,7 +54,7 @@ def install() -> None:
                     # is none, this process alone has the error.
                     time.sleep(_SECONDS_FOR_FIRST)
                 print(f"\n{message}", file=sys.stderr)
-                if files:
+                if files and not isinstance(error, _SAY_WHERE):
                     print(f"(The traceback is in {files[0]}.)", file=sys.stderr)
             sys.exit(1)
 
@@ -79,9 +84,9 @@ def _is_called_by_command() -> bool:
 
 def explain(error: BaseException) -> None:
     """Has the command end with what this error says of the config, if it says something of it."""
-    message = message_of(error)
-    if message is not None:
-        setattr(error, _ATTRIBUTE, message)
+    message = str(error) if isinstance(error, WorkerFailed) else message_of(error)
+    if message is not None and not hasattr(error, _ATTRIBUTE):
+        explain_as(error, message)
 
 
 def message_of(error: BaseException) -> Optional[str]:
@@ -90,6 +95,11 @@ def message_of(error: BaseException) -> Optional[str]:
     if message is None and isinstance(error, ConfigurationError):
         message = error.message
     return message
+
+
+def explain_as(error: BaseException, message: str) -> None:
+    """Has the command end with a message instead of the traceback."""
+    setattr(error, _ATTRIBUTE, message)
 
 
 def leave_to_first(error: BaseException) -> None:

@@ -3,14 +3,10 @@ What every node of a training has to have alike, so that they train one model an
 each other for ever.
 """
 
-import hashlib
-import os
 import re
-from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Tuple
 
 from allennlp_deepspeed.processes.fingerprints import versions
-from allennlp_deepspeed.processes.job import Job
 
 # Of keys whose value says where something is on a node.
 _PLACES = r"(?:.*_)?(?:path|paths|dir|directory|file|files|folder|address|port)"
@@ -60,31 +56,6 @@ def _flat(value: Any, keys: List[str]) -> Iterator[Tuple[str, Any]]:
     for key, part in items:
         if not re.fullmatch(_PLACES, str(key)):
             yield from _flat(part, [*keys, str(key)])
-
-
-def compare_vocabulary(job: Optional[Job], serialization_dir: Union[str, os.PathLike]) -> None:
-    """
-    Compares the vocabulary that each node has made. To be called by every node. Without a job there
-    is nothing to compare.
-
-    # Raises
-
-    `ConfigurationError`
-        If they differ.
-    """
-    if job is None or job.is_alone:
-        return
-    directory = Path(serialization_dir) / "vocabulary"
-    job.compare(
-        "vocabulary",
-        {f"vocabulary/{path.name}": _summary(path) for path in sorted(directory.glob("*.txt"))},
-    )
-
-
-def _summary(path: Path) -> str:
-    content = path.read_bytes()
-    lines = content.count(b"\n")
-    return f"{lines} lines, SHA-256 {hashlib.sha256(content).hexdigest()[:8]}"
 
 
 def _is_place(value: Any) -> bool:

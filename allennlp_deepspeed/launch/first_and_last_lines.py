@@ -1,5 +1,5 @@
 """
-Lines before and after a training, by the process that the user has started.
+Lines before and after a training.
 """
 
 import logging
@@ -43,12 +43,7 @@ def first_and_last_lines(arguments: Dict[str, Any], shows: bool) -> Iterator[Non
     config = arguments["params"].duplicate().as_dict(quiet=True)
     logs = os.path.join(directory, "out*.log")
     if shows and consoles.current() is not None:
-        does = (
-            "Reads the data, and starts the workers"
-            if "distributed" in config
-            else "Reads the data"
-        )
-        announce(logger, "%s. All is logged in %s", does, logs)
+        announce(logger, "Reads the data. All is logged in %s", logs)
     yield
     if shows and not arguments.get("dry_run"):
         announce(logger, "%s", "\n".join(_what_next(directory, config, arguments)))

@@ -1,20 +1,18 @@
 """
 Trainings whose processes a launcher has started. What the launcher's environment says becomes the
-section "distributed" of the config. If there is one process for each worker, each starts the one
-that it is for; if there is one on each node, the node's.
+section "distributed" of the config. If there is one process for each worker, it is the worker; if
+there is one on each node, it starts the node's.
 """
 
 import json
 import logging
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Tuple
 
 import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.launch import nodes
 from allennlp_deepspeed.processes.launcher import Launched
-from allennlp_deepspeed.processes.membership import Member
 
 logger = logging.getLogger(__name__)
 
@@ -71,41 +69,17 @@ def into_config(params: Params, launched: Launched, arguments: Dict[str, Any]) -
     )
 
 
-def local_rank_to_start(config: Dict[str, Any], launched: Launched) -> Optional[int]:
+def is_worker(config: Dict[str, Any], launched: Launched) -> bool:
     """
+    Whether this process trains one rank. Otherwise it starts the workers of its node.
+
     # Parameters
 
     config : `Dict[str, Any]`, required.
         After `into_config`.
     launched : `Launched`, required.
-
-    # Returns
-
-    `Optional[int]`
-        Of the only worker that this process starts. `None` if it starts all of its node.
     """
-    starts_all = len(config["distributed"]["cuda_devices"]) > launched.local_world_size
-    return None if starts_all else launched.local_rank
-
-
-def member(config: Dict[str, Any], launched: Launched) -> Member:
-    """
-    What this process is among those that have been started. Arguments are those of
-    `local_rank_to_start`.
-    """
-    distributed = config["distributed"]
-    num_workers = len(distributed["cuda_devices"]) // launched.local_world_size
-    first = launched.rank * num_workers
-    return Member(
-        ranks=tuple(range(first, first + num_workers)),
-        world_size=launched.world_size * num_workers,
-        address=distributed["primary_address"],
-        port=distributed["primary_port"],
-        serves=launched.rank == 0 and not launched.has_store,
-        attempt=launched.attempt,
-        limits=nodes.limits(distributed),
-        launcher=launched.launcher,
-    )
+    return len(config["distributed"]["cuda_devices"]) == launched.local_world_size
 
 
 def _where(distributed: Dict[str, Any], launched: Launched) -> Tuple[str, int]:

@@ -1,5 +1,6 @@
 """
-The nodes of a training, as the section "distributed" of its config and `--node-rank` say them.
+The nodes of a training, as the section "distributed" of its config, `--node-rank` and a launcher's
+environment say them.
 """
 
 from typing import Any, Dict, Optional
@@ -9,7 +10,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_names, check_values
 from allennlp_deepspeed.config.own_keys import ALLENNLP_DISTRIBUTED_KEYS, DISTRIBUTED_KEYS
-from allennlp_deepspeed.processes.membership import Limits, Member
+from allennlp_deepspeed.processes.agent import Node
+from allennlp_deepspeed.processes.launcher import Launched
 
 _LOCAL = ("127.0.0.1", "0.0.0.0", "localhost")
 
@@ -25,8 +27,14 @@ def check(distributed: Any, findings: Findings) -> None:
     """
     if not isinstance(distributed, dict):
         return
+    if "watchdog" in distributed:
+        findings.add(
+            "'distributed.watchdog' is no key any more: remove it. A rank that doesn't enter a "
+            "collective ends the training after 'distributed.timeout'.",
+        )
     keys = {**ALLENNLP_DISTRIBUTED_KEYS, **DISTRIBUTED_KEYS}
-    check_names("distributed", "section 'distributed'", list(keys), distributed, findings)
+    known = [*keys, "watchdog"]
+    check_names("distributed", "section 'distributed'", known, distributed, findings)
     check_values("distributed", keys, {"cuda_devices": None, **distributed}, findings)
     num_nodes = distributed.get("num_nodes", 1)
     for key in ("primary_address", "primary_port"):
@@ -38,46 +46,49 @@ def check(distributed: Any, findings: Findings) -> None:
             )
 
 
-def member(config: Dict[str, Any], node_rank: int) -> Optional[Member]:
+def setting(distributed: Dict[str, Any], name: str) -> Any:
+    """The value of one of `DISTRIBUTED_KEYS`, or its default."""
+    return distributed.get(name, DISTRIBUTED_KEYS[name].default)
+
+
+def has_workers(config: Dict[str, Any]) -> bool:
+    """Whether several workers train. Of a single one AllenNLP says what is wrong."""
+    distributed = config.get("distributed") or {}
+    return len(distributed.get("cuda_devices") or []) * distributed.get("num_nodes", 1) > 1
+
+
+def node(config: Dict[str, Any], node_rank: int, launched: Optional[Launched]) -> Node:
     """
-    What this process is among those that have been started, one on each node. `None` if it trains
-    by itself.
+    The node whose workers this process is to start.
 
     # Parameters
 
     config : `Dict[str, Any]`, required.
-        That has been checked.
+        That has been checked, and for which `has_workers` is true.
     node_rank : `int`, required.
+    launched : `Optional[Launched]`, required.
+        What a launcher says of this process.
 
     # Raises
 
     `ConfigurationError`
         If there is no such node.
     """
-    distributed = config.get("distributed")
-    num_workers = len((distributed or {}).get("cuda_devices") or [])
-    num_nodes = (distributed or {}).get("num_nodes", 1)
-    if distributed is None or num_workers * num_nodes < 2:
-        return None  # of which AllenNLP says what is wrong
+    distributed = config["distributed"]
+    num_nodes = distributed.get("num_nodes", 1)
     if not 0 <= node_rank < num_nodes:
         raise ConfigurationError(
             f"--node-rank is {node_rank}, but 'distributed.num_nodes' is {num_nodes}: write one "
             f"from 0 to {num_nodes - 1}."
         )
     address = distributed.get("primary_address", _LOCAL[0])
-    first = node_rank * num_workers
-    return Member(
-        ranks=tuple(range(first, first + num_workers)),
-        world_size=num_workers * num_nodes,
+    names = ("rendezvous_timeout", "shutdown_timeout", "max_restarts")
+    return Node(
+        rank=node_rank,
+        num_nodes=num_nodes,
+        num_workers=len(distributed["cuda_devices"]),
         address=_LOCAL[0] if address in _LOCAL else address,
         port=distributed.get("primary_port") or 0,
-        serves=node_rank == 0,
-        limits=limits(distributed),
-    )
-
-
-def limits(distributed: Dict[str, Any]) -> Limits:
-    """How long to wait, of the section "distributed"."""
-    return Limits(
-        **{name: distributed.get(name, key.default) for name, key in DISTRIBUTED_KEYS.items()}
+        has_store=launched is not None and launched.has_store,
+        **{name: setting(distributed, name) for name in names},
     )

@@ -49,6 +49,21 @@ def imported_quietly(*loggers: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def silenced(*names: str) -> Iterator[None]:
+    """A context in which loggers whose name begins with one of `names` log nothing."""
+    with ExitStack() as undo:
+        for other in [n for n in logging.root.manager.loggerDict if n.startswith(names)]:
+            silent = logging.getLogger(other)
+            silent.addFilter(_is_nothing)
+            undo.callback(silent.removeFilter, _is_nothing)
+        yield
+
+
+def _is_nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 

@@ -7,7 +7,7 @@ import os
 import re
 import zlib
 from dataclasses import dataclass
-from typing import Callable, List, Mapping, Optional, Tuple
+from typing import Callable, Dict, List, Mapping, Optional, Tuple
 
 from allennlp.common.checks import ConfigurationError
 
@@ -32,8 +32,8 @@ class Launched:
 
     # Parameters
 
-    launcher : `str`, required.
-        What it is called in messages.
+    launcher : `Optional[str]`, required.
+        What it is called in messages. `None` if this package has started the process.
     rank : `int`, required.
     local_rank : `int`, required.
         On its node.
@@ -47,9 +47,11 @@ class Launched:
         Whether the launcher has a store there already.
     attempt : `str`, optional (default = `""`)
         Another for each time that the launcher starts the processes again.
+    num_restarts : `int`, optional (default = `0`)
+        How often it has done that.
     """
 
-    launcher: str
+    launcher: Optional[str]
     rank: int
     local_rank: int
     world_size: int
@@ -58,6 +60,18 @@ class Launched:
     port: int
     has_store: bool = False
     attempt: str = ""
+    num_restarts: int = 0
+
+    def environment(self) -> Dict[str, str]:
+        """As PyTorch reads it."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
 
     @property
     def node_rank(self) -> int:
@@ -132,6 +146,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launched:
         port=_integer(environ, "MASTER_PORT"),
         has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=environ.get("TORCHELASTIC_RESTART_COUNT", ""),
+        num_restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 

@@ -14,7 +14,7 @@ import warnings
 from contextlib import ExitStack, contextmanager, suppress
 from logging.handlers import MemoryHandler
 from types import SimpleNamespace
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Set, TextIO
+from typing import Any, Iterator, List, NamedTuple, Optional, Set, TextIO
 from unittest import mock
 
 import allennlp.common.tqdm
@@ -201,37 +201,20 @@ def shown_on_console(settings: Optional[ConsoleSettings]) -> Iterator[None]:
     if settings is None:
         yield
         return
-    with _routed(settings, shows_at_once=True), with_quiet_imports():
+    with _routed(settings), with_quiet_imports():
         yield
 
 
-def prepare_worker(settings: ConsoleSettings, prepare: Optional[Callable[[], None]]) -> None:
-    """
-    Sets up the console of a worker, for as long as it lives.
-
-    # Parameters
-
-    settings : `ConsoleSettings`, required.
-        Those of the process that has started it.
-    prepare : `Callable[[], None]`, optional
-        Called first.
-    """
-    if prepare is not None:
-        prepare()
-    # It doesn't know its rank before AllenNLP sets up logging.
-    _of_worker.enter_context(_routed(settings, shows_at_once=False))
-    # Each worker would draw its own bars. `False` is what the user has written.
+def disable_progress_bars_of_transformers() -> None:
+    """In a worker, where each would draw its own, unless the user has asked for them."""
+    # `False` is what the user has written.
     is_asked_for = constants.HF_HUB_DISABLE_PROGRESS_BARS is False
     if transformers_logging.is_progress_bar_enabled() and not is_asked_for:
         transformers_logging.disable_progress_bar()
 
 
-# Never left.
-_of_worker = ExitStack()
-
-
 @contextmanager
-def _routed(settings: ConsoleSettings, shows_at_once: bool) -> Iterator[None]:
+def _routed(settings: ConsoleSettings) -> Iterator[None]:
     """Replaces the console handlers of this process, also those that AllenNLP is going to add."""
     root, console = logging.getLogger(), Console(settings)
     handler, early_records = ConsoleHandler(console), MemoryHandler(_NUM_EARLY_RECORDS)
@@ -271,7 +254,7 @@ def _routed(settings: ConsoleSettings, shows_at_once: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(put_back)
         root.setLevel(min(root.level, logging.INFO))
-        replace(shows_at_once)
+        replace(shows=True)
         root.addHandler(early_records)
         patch = mock.patch.object
         stack.enter_context(patch(common_logging, "prepare_global_logging", prepare))

@@ -25,7 +25,7 @@ from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.processes import activity, phases, worker_failure
+from allennlp_deepspeed.processes import phases, worker_failure
 from allennlp_deepspeed.processes.interruption import (
     TrainingInterrupted,
     TrainingInterruption,
@@ -241,7 +241,7 @@ class DeepSpeedTrainer(ResumableTrainer):
             metrics, epoch = super()._try_train()
         except BaseException as error:
             # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.
-            worker_failure.report(error)
+            worker_failure.report(error, self._progress.total_batches_completed)
             raise
         # Those of an epoch that was completed before the checkpoint are only known from it.
         return {**self._epoch_metrics.metrics, **metrics}, epoch
@@ -276,7 +276,6 @@ class DeepSpeedTrainer(ResumableTrainer):
             self._readings.finish_batch_metrics()
             if self._readings.pace.num_unread > 0:
                 self._leave_if_agreed(self._agree(epoch), epoch)
-        activity.at(activity.NOT_WATCHED, epoch)
         self._replay.finish_steps()
         self._weight_watch.raise_if_changed()
         metrics = self._readings.epoch_metrics()
@@ -300,7 +299,6 @@ class DeepSpeedTrainer(ResumableTrainer):
             for i, batch in enumerate(batches, start=1):
                 is_last = i == len(batches)
                 outputs.append(self._gradient_step.micro_batch(batch, is_last))
-                activity.go_on()
                 self._readings.losses.add(outputs[-1])
 
         num_steps = self._progress.total_batches_completed + 1
@@ -311,7 +309,6 @@ class DeepSpeedTrainer(ResumableTrainer):
         grad_norm = self._gradient_step.update(num_steps)
 
         self._progress.complete_step()
-        activity.at(activity.TRAINING, epoch, self._progress.batches_in_epoch_completed)
         agreement = None
         # What is NaN is not to be saved.
         if self._readings.pace.finish_step() or self._is_step_to_save():
@@ -327,7 +324,6 @@ class DeepSpeedTrainer(ResumableTrainer):
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
         if not for_training:
             self._leave_if_interrupted("in the validation")
-            activity.validate()
             self._sequence_parallelism.look_at([batch])
             self._loss_of_validation.look_at(batch)
         batch = self._prepare_batch(batch)
@@ -445,8 +441,6 @@ class DeepSpeedTrainer(ResumableTrainer):
                 self._replay.interrupt_validation()
                 self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
             raise
-        finally:
-            activity.at(activity.NOT_WATCHED, epoch)
         return result
 
     def _validate_whole_set(self, model: ValidatesWholeSet) -> None:

@@ -56,10 +56,12 @@ def train(config: Config, directory: Path, *arguments: str, command=allennlp, **
 
 
 def fails(config: Config, directory: Path, time_limit: float = TIME_LIMIT, **kwargs: Any) -> str:
-    """Trains, and returns the traceback that the command ends with."""
+    """Trains, and returns what the command ends with."""
     run = train(config, directory, time_limit=time_limit, **kwargs)
-    assert run.returncode > 0, run.output[-6000:]
-    return run.output[run.output.rindex("Traceback") :]
+    assert run.returncode == 1, run.output[-6000:]
+    message = run.output[run.output.rindex("\nRank ") :]
+    assert len(message.splitlines()) <= 40 and message.count("Traceback") <= 1
+    return message
 
 
 LOADER: Config = {"data_loader": {"type": "failing_loader", "batch_size": 6, "rank": 1}}
@@ -105,9 +107,9 @@ IN_VALIDATION_BATCH = "validation batch 2 of epoch 0"
     ],
 )
 def test_a_rank_that_raises_ends_all(tmp_path: Path, stage: int, overrides: Config, expected: str):
-    traceback = fails(tagger(stage, overrides), tmp_path)
-    assert MESSAGE in traceback
-    assert expected in traceback
+    message = fails(tagger(stage, overrides), tmp_path)
+    assert MESSAGE in message
+    assert expected in message
 
 
 def test_a_failing_rank_that_waits_for_the_others_is_ended(tmp_path: Path):
@@ -130,9 +132,8 @@ def test_a_rank_that_is_killed_ends_all_with_their_data_loaders(tmp_path: Path):
         callback("send_signal", point="step 2 of epoch 0", signal_name="SIGKILL", rank=1),
         {"data_loader": {"batch_size": 6, "num_workers": 1, "max_instances_in_memory": 12}},
     )
-    # The other one can be told by its connection before the parent is told by the kernel.
-    is_told = "process 1 terminated with signal SIGKILL|Connection (reset|closed) by peer"
-    assert re.search(is_told, fails(config, tmp_path))
+    message = fails(config, tmp_path)
+    assert re.search("Rank 1 on .* was ended by SIGKILL from outside: most often", message)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +147,8 @@ def test_a_rank_that_is_killed_ends_all_with_their_data_loaders(tmp_path: Path):
 def test_the_log_has_the_traceback_of_a_rank_that_fails(tmp_path: Path, command: Any):
     config = tagger(3, callback("fail", point="step 2 of epoch 0", rank=1))
     assert f"{MESSAGE} in step 2" in fails(config, tmp_path, time_limit=120, command=command)
-    for log in ("out.log", "out_worker1.log"):
-        assert f"{MESSAGE} in step 2" in (tmp_path / "out" / log).read_text()
+    log = (tmp_path / "out" / "out_worker1.log").read_text()
+    assert f"{MESSAGE} in step 2" in log and "in _train_step" in log
 
 
 TRAINING = "step 3 of epoch 1"
@@ -191,7 +192,7 @@ def test_ctrl_c_with_spawned_workers(tmp_path: Path):
     signal = callback("send_signal", point=TRAINING, signal_name="SIGINT", to="session")
     run = train(tagger(2, signal), tmp_path, command=subprocess_allennlp)
     assert run.returncode != 0
-    assert "A second SIGINT ends them in any case" in run.output
+    assert "SIGINT: waiting for the workers" in run.output
     assert Result(tmp_path / "out").archive.exists()
 
 
@@ -209,8 +210,8 @@ def test_a_second_signal_ends_a_worker_that_is_stuck(tmp_path: Path):
         },
     ]
     run = train(config, tmp_path)
-    assert run.returncode > 0, run.output[-6000:]
-    assert "SigTermReceived" in run.output
+    assert run.returncode == 1, run.output[-6000:]
+    assert "SIGTERM: waiting for" in run.output and "Traceback" not in run.output
 
 
 def test_there_is_no_archive_before_the_first_epoch_is_over(tmp_path: Path):
@@ -229,8 +230,8 @@ def test_a_signal_to_a_single_process(tmp_path: Path, signal_name: str, point: s
     config["trainer"]["checkpointer"] = {"save_on_preemption": True}
     run = train(config, tmp_path)
     assert run.returncode != 0
-    exception = "TrainingInterrupted" if signal_name == "SIGTERM" else "KeyboardInterrupt"
-    assert f"{exception}: {signal_name} received: training ends" in run.output
+    assert f"{signal_name} received: training ends" in run.output
+    assert "Traceback" not in run.output
     result = Result(tmp_path / "out")
     best = torch.load(result.serialization_dir / "best.th", weights_only=True)
     assert_same_weights(result.weights(), best, tolerance=0)

@@ -15,14 +15,14 @@ from tests.support.command import Command, wait_for_all
 from tests.support.experiment import Config
 from tests.support.hosts import Hosts
 
-# In seconds, of `"watchdog"`; and of a host, of whose silence this is the limit too.
-WATCHDOG = 4
+# In seconds, of a collective.
+TIMEOUT = 4
 TIME_LIMIT = 60
 
 
 def endless(hosts: Hosts, *callbacks: Config, **distributed: Any) -> Config:
     """A training that goes on until something happens."""
-    config = experiment(hosts, **{"rendezvous_timeout": 60, "watchdog": WATCHDOG, **distributed})
+    config = experiment(hosts, **{"rendezvous_timeout": 60, "timeout": TIMEOUT, **distributed})
     config["trainer"].update(num_epochs=100_000, checkpointer=None, callbacks=list(callbacks))
     config["trainer"].pop("validation_metric")
     del config["validation_data_path"]
@@ -38,20 +38,18 @@ def start_training(hosts: Hosts, directory: Path, config: Config) -> List[Comman
 
 def test_a_rank_that_raises_is_told_to_all_hosts(two_hosts: Hosts, tmp_path: Path):
     config = endless(two_hosts, {"type": "fail", "point": "step 2 of epoch 0", "rank": 1})
-    first, second = wait_for_all(start(two_hosts, tmp_path, config), TIME_LIMIT)
-    expected = f"JobFailure: rank 1 (host-1) has failed: RuntimeError: {MESSAGE} in step 2"
-    assert expected in message(first)
-    assert "in reach" in message(first)  # the traceback of the other host
-    assert f"{MESSAGE} in step 2" in message(second)
+    for run in wait_for_all(start(two_hosts, tmp_path, config), TIME_LIMIT):
+        assert "Rank 1 on host-1 failed:" in message(run)
+        assert f"{MESSAGE} in step 2" in message(run)
 
 
-def test_a_worker_that_is_killed_is_told_to_all_hosts(two_hosts: Hosts, tmp_path: Path):
+def test_a_worker_that_is_killed_is_noticed_on_all_hosts(two_hosts: Hosts, tmp_path: Path):
     callback = {"type": "send_signal", "point": "step 2 of epoch 0", "signal_name": "SIGKILL"}
-    config = endless(two_hosts, {**callback, "rank": 1})
+    config = endless(two_hosts, {**callback, "rank": 1}, timeout=600)
     first, second = wait_for_all(start(two_hosts, tmp_path, config), TIME_LIMIT)
-    expected = "rank 1 (host-1) has failed: process 1 terminated with signal SIGKILL"
-    assert expected in message(first)
-    assert "process 1 terminated with signal SIGKILL" in message(second)
+    assert "Rank 0 on host-0 failed:" in message(first)
+    assert "It has lost the connection to another rank" in message(first)
+    assert "Rank 1 on host-1 was ended by SIGKILL" in message(second)
 
 
 def kill(hosts: Hosts, commands: List[Command]) -> None:
@@ -69,12 +67,12 @@ def cut(hosts: Hosts, commands: List[Command]) -> None:
 @pytest.mark.parametrize(
     "act, expected",
     [
-        (kill, "host-1 (rank 1) can't be heard of any more. Then rank 0 (host-0) has failed"),
-        (freeze, "host-1 (rank 1) hasn't been heard of for 4 s"),
-        (cut, "host-1 (rank 1) hasn't been heard of for 4 s"),
+        (kill, "It has lost the connection to another rank"),
+        (freeze, "Another rank hasn't entered the same collective within 'distributed.timeout'"),
+        (cut, "Another rank hasn't entered the same collective within 'distributed.timeout'"),
     ],
 )
-def test_a_host_that_is_gone_is_named(
+def test_a_host_that_is_gone_is_missed(
     two_hosts: Hosts, tmp_path: Path, act: Callable[..., None], expected: str
 ):
     commands = start_training(two_hosts, tmp_path, endless(two_hosts))
@@ -85,13 +83,8 @@ def test_a_host_that_is_gone_is_named(
         commands[1].signal(signal.SIGCONT)
     first, second = wait_for_all(commands, TIME_LIMIT)
     assert expected in message(first)
-    if act is cut:
-        assert "host-0 (rank 0) has the store of the training at 10.77.0.1:29500" in message(second)
     if act is not kill:
-        # Where the rank is that has waited.
-        assert "Rank 0 (host-0) is at:" in first.output
-        assert message(first).rstrip().endswith(" s ago")
-        assert second.returncode > 0
+        assert second.returncode == 1 and not second.timed_out
 
 
 @pytest.mark.parametrize("act", [kill, pytest.param(freeze, marks=pytest.mark.soak)])
@@ -103,14 +96,16 @@ def test_the_host_of_the_store_is_missed(
     commands[1].join(TIME_LIMIT)
     commands[0].signal(signal.SIGKILL)
     _, second = wait_for_all(commands, TIME_LIMIT)
-    assert "host-0 (rank 0) has the store of the training" in message(second)
+    assert "lost the" in message(second) or "Another rank" in message(second)
 
 
-def test_the_time_limit_of_collectives_is_that_of_the_config(two_hosts: Hosts, tmp_path: Path):
-    stuck = {"type": "be_stuck", "point": "step 2 of epoch 0", "rank": 1}
-    config = endless(two_hosts, stuck, watchdog=None, timeout=3)
-    for run in wait_for_all(start(two_hosts, tmp_path, config), TIME_LIMIT):
-        assert "Timed out waiting 3000ms" in message(run)
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
+def test_a_rank_that_is_stuck_ends_all(two_hosts: Hosts, tmp_path: Path, rank: int):
+    stuck = {"type": "be_stuck", "point": "step 2 of epoch 0", "rank": rank}
+    commands = start(two_hosts, tmp_path, endless(two_hosts, stuck))
+    runs = wait_for_all(commands, TIME_LIMIT)
+    assert "Timed out waiting 4000ms" in message(runs[1 - rank])
+    assert "another node has ended the training" in message(runs[rank])
 
 
 def test_ctrl_c_on_one_host_ends_all(two_hosts: Hosts, tmp_path: Path):
@@ -118,5 +113,5 @@ def test_ctrl_c_on_one_host_ends_all(two_hosts: Hosts, tmp_path: Path):
     time.sleep(0.1)
     commands[1].signal(signal.SIGINT)
     for run in wait_for_all(commands, TIME_LIMIT):
-        assert "SIGINT received: training ends after step" in run.output
+        assert "SIGINT received" in run.output
         assert run.returncode > 0 and not run.timed_out

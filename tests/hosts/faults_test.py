@@ -88,7 +88,7 @@ def test_a_host_can_come_late_be_frozen_and_be_killed(two_hosts: Hosts, tmp_path
     directories = [tmp_path / "0", tmp_path / "1"]
     path = write_config(config, directories[0])
     first = two_hosts[0].train(path, directories[0])
-    first.wait_until_it_prints("is to meet the others")
+    first.wait_until_it_prints("zero_force_ds")
     second = two_hosts[1].train(path, directories[1])
     commands = [first, second]
     first.wait_until_it_prints("Beginning training")

@@ -21,7 +21,7 @@ from tests.hosts.trial import (
     KINDS,
     RENDEZVOUS_TIMEOUT,
     SECONDS_TO_END,
-    WATCHDOG,
+    TIMEOUT,
     Outcome,
     Trial,
     draw,
@@ -133,7 +133,7 @@ def markdown(summary: Dict[str, Any]) -> str:
         "should, had no committed checkpoint that wasn't whole, and came, continued where they had "
         "ended, to the weights and metrics of one host of four workers without a fault, bit for "
         "bit.",
-        f"`distributed.watchdog` is {WATCHDOG} s and `rendezvous_timeout` {RENDEZVOUS_TIMEOUT} s. "
+        f"`distributed.timeout` is {TIMEOUT} s and `rendezvous_timeout` {RENDEZVOUS_TIMEOUT} s. "
         "What is in the table are the seconds from the fault until no process of the training was "
         "left, by ZeRO stage and kind of serialization directory. The limit is the one of the two "
         f"that counts, which at the start is the latter, and {SECONDS_TO_END} s in which those "

@@ -33,23 +33,15 @@ def start(
 
 
 def message(run: Run) -> str:
-    """What the command ends with, tracebacks included where there are any."""
+    """What the command ends with."""
     assert run.returncode > 0 and not run.timed_out and not run.processes, run.output[-6000:]
-    return run.output[max(0, run.output.find("Traceback")) :]
+    return run.output[-6000:]
 
 
-def test_a_node_that_does_not_come_is_named(two_hosts: Hosts, tmp_path: Path):
+def test_nodes_that_do_not_come_are_missed(two_hosts: Hosts, tmp_path: Path):
     [run] = wait_for_all(start(two_hosts, tmp_path, experiment(two_hosts), ranks=[0]), 60)
-    assert "node 1 of 2 has not come; here: host-0 (rank 0)" in message(run)
-    assert "After 5 s still waiting: node 1 of 2 has not come; here: host-0 (rank 0)" in run.output
-
-
-@pytest.mark.soak
-def test_who_has_come_and_who_is_missing_is_said_everywhere(make_hosts: Any, tmp_path: Path):
-    hosts = make_hosts(3)
-    for run in wait_for_all(start(hosts, tmp_path, experiment(hosts)), 60):
-        expected = "node 2 of 3 has not come; here: host-0 (rank 0), host-1 (rank 1)."
-        assert expected in message(run)
+    expected = "Within 6 s ('distributed.rendezvous_timeout') not all 2 nodes have come to"
+    assert expected in message(run)
 
 
 @pytest.mark.parametrize(
@@ -61,77 +53,63 @@ def test_an_address_where_nobody_answers_is_named(
 ):
     config = experiment(two_hosts, primary_address=address)
     [run] = wait_for_all(start(two_hosts, tmp_path, config, ranks=[1]), 60)
-    assert f"are {address}:{PORT}, where host-1 (rank 1) has found nothing" in message(run)
+    assert f"are {address}:{PORT}, where node 1 (host-1) has found nothing for 6 s" in message(run)
     assert reason in message(run)
-
-
-@pytest.mark.soak
-def test_node_0_is_told_that_the_address_is_not_its_own(two_hosts: Hosts, tmp_path: Path):
-    config = experiment(two_hosts, primary_address="10.77.0.99")
-    [run] = wait_for_all(start(two_hosts, tmp_path, config, ranks=[0]), 60)
-    assert "It has to be an address of this host" in message(run)
+    assert f"Node 1 waits for node 0 at {address}:{PORT}" in run.output or "route" in reason
 
 
 def test_a_port_that_is_in_use_is_named(two_hosts: Hosts, tmp_path: Path):
     server = listen(two_hosts[0], PORT)
     [run] = wait_for_all(start(two_hosts, tmp_path, experiment(two_hosts), ranks=[0]), 60)
-    assert f"'distributed.primary_port' is {PORT}, which can't be used on host-0" in message(run)
-    server.kill()
-
-
-@pytest.mark.soak
-def test_a_port_at_which_something_else_listens_is_named(two_hosts: Hosts, tmp_path: Path):
-    server = listen(two_hosts[0], PORT)
-    [run] = wait_for_all(start(two_hosts, tmp_path, experiment(two_hosts), ranks=[1]), 60)
-    assert "has found nothing for 6 s ('distributed.rendezvous_timeout'): no answer" in message(run)
+    expected = f"are 10.77.0.1:{PORT}, which can't be used on host-0"
+    assert expected in message(run) and "address already in use" in message(run).lower()
     server.kill()
 
 
 def test_nodes_with_the_same_rank_are_told(two_hosts: Hosts, tmp_path: Path):
-    config = experiment(two_hosts)
+    config = experiment(two_hosts, rendezvous_timeout=60)
     commands = start(two_hosts, tmp_path, config, ranks=[0])
     path = write_config(config, tmp_path / "out_1")
-    arguments = ["train", path, "-s", tmp_path / "out_1"]
-    commands[0].wait_until_it_prints("is to meet the others")
-    commands.append(two_hosts[1].start(*arguments))  # without --node-rank
-    first, second = wait_for_all(commands, 60)
-    assert "host-1 has been started as node 0, but at 10.77.0.1:29500" in message(second)
-    assert "node 1 of 2 has not come" in message(first)
+    # Without --node-rank.
+    commands.append(two_hosts[1].start("train", path, "-s", tmp_path / "out_1"))
+    for run in wait_for_all(commands, 60):
+        expected = "host-0 with --node-rank 0 and 1 workers, host-1 with --node-rank 0 and 1"
+        assert expected in message(run)
 
 
 def test_ctrl_c_ends_a_node_that_waits(two_hosts: Hosts, tmp_path: Path):
     config = experiment(two_hosts, rendezvous_timeout=300)
-    commands = start(two_hosts, tmp_path, config, ranks=[0])
-    commands[0].wait_until_it_prints("still waiting: node 1")
+    commands = start(two_hosts, tmp_path, config, ranks=[1])
+    commands[0].wait_until_it_prints("waits for node 0")
     commands[0].signal(signal.SIGINT)
     [run] = wait_for_all(commands, 20)
-    assert "KeyboardInterrupt" in message(run)
+    assert "SIGINT: waiting for the workers" in message(run)
 
 
 def test_ctrl_c_ends_workers_that_wait_for_those_of_another_node(two_hosts: Hosts, tmp_path: Path):
     config = experiment(two_hosts, rendezvous_timeout=300)
     config["dataset_reader"].update(type="slow_reader", host="host-1", seconds=300)
     commands = start(two_hosts, tmp_path, config)
-    commands[0].wait_until_it_prints("still waiting: host-1 (rank 1): vocabulary not known yet")
+    commands[0].wait_until_it_prints("done creating vocab")
     commands[0].signal(signal.SIGINT)
-    first, second = wait_for_all(commands, 20)
-    assert "KeyboardInterrupt" in message(first)
-    assert "JobFailure: host-0 (rank 0) has failed: KeyboardInterrupt" in message(second)
+    first, second = wait_for_all(commands, 40)
+    assert "SIGINT: waiting for the workers" in message(first)
+    assert "another node has ended the training" in message(second)
 
 
-def test_a_node_that_fails_before_it_has_workers_ends_the_other(two_hosts: Hosts, tmp_path: Path):
+def test_a_node_that_fails_before_it_trains_ends_the_other(two_hosts: Hosts, tmp_path: Path):
     config = experiment(two_hosts, rendezvous_timeout=300)
     config["dataset_reader"].update(type="slow_reader", host="host-1", seconds=-1)
-    first, second = wait_for_all(start(two_hosts, tmp_path, config), 60)
-    assert "OSError: no disk on host-1" in message(second)
-    assert "JobFailure: host-1 (rank 1) has failed: OSError: no disk on host-1" in message(first)
+    for run in wait_for_all(start(two_hosts, tmp_path, config), 60):
+        assert "OSError: no disk on host-1" in message(run)
 
 
 def test_an_interface_that_gloo_can_not_use_is_named(two_hosts: Hosts, tmp_path: Path):
     config = experiment(two_hosts, rendezvous_timeout=20)
     environment = {"GLOO_SOCKET_IFNAME": "ib7"}
     for run in wait_for_all(start(two_hosts, tmp_path, config, environment=environment), 60):
-        assert "GLOO_SOCKET_IFNAME is 'ib7' here; this host has lo, eth0" in message(run)
+        assert "GLOO_SOCKET_IFNAME is 'ib7', and has to be an interface" in message(run)
+        assert "this host has lo, eth0" in message(run)
 
 
 @pytest.mark.soak
@@ -149,7 +127,7 @@ def test_what_differs_between_nodes_is_named(two_hosts: Hosts, tmp_path: Path):
         config["trainer"]["optimizer"]["lr"] = lr
         commands += start(two_hosts, tmp_path, config, ranks=[rank])
     for run in wait_for_all(commands, 60):
-        expected = "'trainer.optimizer.lr' is 0.1 on host-0 (rank 0), 0.2 on host-1 (rank 1)"
+        expected = "'trainer.optimizer.lr' is 0.1 on rank 0 (host-0), 0.2 on rank 1 (host-1)"
         assert expected in message(run)
 
 

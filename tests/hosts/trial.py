@@ -23,11 +23,11 @@ from tests.support.experiment import Config, Result, deepspeed, load_config
 from tests.support.hosts import Hosts, write_config
 
 # Seconds, in the config of every trial.
-WATCHDOG = 8
+TIMEOUT = 12
 RENDEZVOUS_TIMEOUT = 15
 
-# For the stacks of all workers, for who is left to leave and to be ended, and for telling others.
-SECONDS_TO_END = 25
+# For who is left to leave and to be ended.
+SECONDS_TO_END = 30
 
 # For a training that nothing ends, on hosts that others use too.
 TIME_LIMIT = 150
@@ -137,7 +137,7 @@ def draw(generator: random.Random, kind: str) -> Fault:
         return Fault(kind, node, moment, second=second)
     seconds = 0.0
     if kind in ("cut for a while", "freeze for a while"):
-        seconds = generator.uniform(0.5, WATCHDOG / 2)
+        seconds = generator.uniform(0.5, TIMEOUT / 3)
     elif kind == "come late":
         seconds = generator.uniform(1, RENDEZVOUS_TIMEOUT - 4)
     elif kind == "come too late":
@@ -237,9 +237,8 @@ class _Run:
         config = experiment(trial.stage)
         config["distributed"] = {
             **self._hosts.distributed(),
-            "timeout": 60,
+            "timeout": TIMEOUT,
             "rendezvous_timeout": RENDEZVOUS_TIMEOUT,
-            "watchdog": WATCHDOG,
         }
         config["trainer"]["checkpointer"]["async_save"] = trial.saves_in_background
         if not trial.has_flag:
@@ -286,9 +285,9 @@ class _Run:
         act(fault, commands)
         if fault.kind in GO_ON:
             return self._check_goes_on(commands)
-        limit = WATCHDOG + SECONDS_TO_END
+        limit = TIMEOUT + SECONDS_TO_END
         if fault.moment.step is None:
-            limit = max(WATCHDOG, RENDEZVOUS_TIMEOUT) + SECONDS_TO_END
+            limit = max(TIMEOUT, RENDEZVOUS_TIMEOUT) + SECONDS_TO_END
         others = commands
         if fault.kind == "freeze":
             others = [commands[1 - fault.node]]

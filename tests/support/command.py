@@ -255,13 +255,15 @@ def _main(
     import torch.multiprocessing
     from allennlp.__main__ import run
 
-    from allennlp_deepspeed.launch import preflight
+    from allennlp_deepspeed.processes import agent
 
-    forked = mock.patch.object(torch.multiprocessing, "spawn", fork_workers)
-    # These are forks of a fork server already.
-    served = mock.patch.object(preflight, "is_safe_here", lambda: False)
+    # This is a fork of a process that has imported everything already.
+    forked = mock.patch.object(agent, "START_METHOD", "fork")
+    # AllenNLP's own trainer has its workers started by this.
+    fork = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    spawned = mock.patch.object(torch.multiprocessing, "spawn", fork)
     port = mock.patch.object(allennlp.common.util, "find_open_port", _find_port)
-    with forked, served, port:
+    with forked, spawned, port:
         try:
             run()
         except Exception:
@@ -280,34 +282,6 @@ def _find_port() -> int:
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("", port))
             return port
-
-
-def fork_workers(function, args=(), nprocs=1, join=True, **kwargs):
-    """`torch.multiprocessing.spawn`, with workers forked instead of started anew."""
-    from torch.multiprocessing import start_processes
-
-    reader, writer = os.pipe()
-    begin = functools.partial(_begin_after_forks, reader, writer, function)
-    try:
-        context = start_processes(begin, args, nprocs, join=False, start_method="fork", **kwargs)
-    finally:
-        os.close(reader)
-        os.close(writer)
-    while join and not context.join():
-        pass
-    return context
-
-
-def _begin_after_forks(reader: int, writer: int, function: Any, *args: Any) -> None:
-    """
-    Where one is forked later, the store of the training has another thread of the parent look up
-    who has connected. The C library locks for that what each new connection needs, and the one that
-    was forked meanwhile would wait for it for ever.
-    """
-    os.close(writer)
-    os.read(reader, 1)  # until none has the other end
-    os.close(reader)
-    function(*args)
 
 
 def _session(pid: Optional[int], timeout: float = 5) -> List[psutil.Process]:

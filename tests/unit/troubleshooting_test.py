@@ -25,9 +25,7 @@ OF_OTHERS = {
     "cannot import name 'HfFolder'": None,
     "module transformers has no attribute AdamW": (transformers, "utils/import_utils.py"),
     "ReduceLROnPlateau.__init__() got an unexpected keyword argument 'verbose'": None,
-    "Address already in use": None,
     "CUDA out of memory": None,
-    "terminated with signal SIGKILL": (torch, "multiprocessing/spawn.py"),
     "Ninja is required to load C++ extensions": (torch, "utils/cpp_extension.py"),
     "Unable to JIT load the … op due to it not being compatible": (
         deepspeed,

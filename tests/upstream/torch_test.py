@@ -1,5 +1,6 @@
 """Faults of PyTorch's, and of Python's that it makes matter."""
 
+import inspect
 import io
 import pickle
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 import torch
 from allennlp.common.testing import requires_gpu
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
 from tests.upstream.unmended import mended_by
 
@@ -70,3 +72,8 @@ def test_dropout_between_layers_is_another_after_the_random_state_is_set() -> bo
     torch.cuda.set_rng_state(states[1])
     outputs_again, _ = lstm(inputs)
     return not torch.equal(outputs, outputs_again)
+
+
+@mended_by("processes.agent._limit_time_to_end")
+def test_workers_of_elastic_get_30_seconds_when_one_has_failed() -> bool:
+    return "self._pc.join(-1)" in inspect.getsource(MultiprocessContext._poll)

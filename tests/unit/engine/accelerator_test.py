@@ -1,6 +1,5 @@
 """The accelerator "deepspeed" in a config file."""
 
-import pickle
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from allennlp.nn.parallel import DdpAccelerator
 
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.launch.worker import accelerators_partitioning
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import TWO_WORKERS, deepspeed, load_config
 
@@ -25,9 +25,9 @@ def config(accelerator: Any, **trainer: Any) -> Params:
 def told(params: Params, monkeypatch: pytest.MonkeyPatch) -> Any:
     given = params.as_dict(quiet=True)
     monkeypatch.setattr(DeepSpeedDdpAccelerator, "partitioning", None)
-    prepare = preflight.worker_preparation(params, "out")
-    if prepare is not None:
-        pickle.loads(pickle.dumps(prepare))()  # as a worker that is spawned gets it
+    partitioning = accelerators_partitioning(params.as_dict(quiet=True), "out")
+    if partitioning is not None:
+        DeepSpeedDdpAccelerator.tell(partitioning)
     assert params.as_dict(quiet=True) == given
     return DeepSpeedDdpAccelerator.partitioning
 
@@ -53,7 +53,7 @@ def test_what_0_1_0_wrote_into_a_config_may_be_trained_again(
 def test_it_may_not_contradict_the_trainer() -> None:
     accelerator = {"type": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 1}}}
     with pytest.raises(ConfigurationError, match="ddp_accelerator.deepspeed_config.*remove it"):
-        preflight.worker_preparation(config(accelerator), "out")
+        accelerators_partitioning(config(accelerator).as_dict(quiet=True), "out")
 
 
 def test_others_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

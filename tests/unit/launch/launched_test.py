@@ -7,9 +7,10 @@ import pytest
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.launch.launched import into_config, local_rank_to_start, member
+from allennlp_deepspeed.launch import nodes
+from allennlp_deepspeed.launch.launched import into_config, is_worker
+from allennlp_deepspeed.processes.agent import Node
 from allennlp_deepspeed.processes.launcher import Launched
-from allennlp_deepspeed.processes.membership import Limits
 
 # The third of four processes on two nodes.
 LAUNCHED = Launched("srun", 2, 0, 4, 2, "node-0", 23456)
@@ -37,33 +38,28 @@ def test_the_section_may_be_left_out() -> None:
         "primary_address": "node-0",
         "primary_port": 23456,
     }
-    assert local_rank_to_start(config, LAUNCHED) == 0
-    own = member(config, LAUNCHED)
-    assert (own.ranks, own.world_size, own.num_members, own.index) == ((2,), 4, 4, 2)
-    assert not own.serves
+    assert is_worker(config, LAUNCHED)
 
 
 def test_one_process_on_each_node_starts_its_workers() -> None:
     section = {"cuda_devices": [-1, -1, -1], "num_nodes": 2, "timeout": 60}
     config = filled(ONE_A_NODE, section, node_rank=1)
-    assert local_rank_to_start(config, ONE_A_NODE) is None
-    own = member(config, ONE_A_NODE)
-    assert (own.ranks, own.world_size, own.num_members, own.index) == ((3, 4, 5), 6, 2, 1)
-    assert own.limits == Limits(timeout=60)
+    assert not is_worker(config, ONE_A_NODE)
+    node = nodes.node(config, 1, ONE_A_NODE)
+    assert node == Node(1, 2, 3, "node-0", 23456)
 
 
 def test_where_to_meet_may_be_in_the_config() -> None:
     section = {"primary_address": "10.0.0.7", "primary_port": 1234}
-    own = member(filled(LAUNCHED, section), LAUNCHED)
-    assert (own.address, own.port) == ("10.0.0.7", 1234)
+    config = filled(LAUNCHED, section)
+    assert config["distributed"]["primary_address"] == "10.0.0.7"
+    assert config["distributed"]["primary_port"] == 1234
 
 
 def test_the_launchers_store_is_used() -> None:
-    first = replace(LAUNCHED, rank=0)
-    assert member(filled(first), first).serves
-    with_store = replace(first, has_store=True, attempt="2")
-    own = member(filled(with_store), with_store)
-    assert (own.serves, own.attempt) == (False, "2")
+    with_store = replace(ONE_A_NODE, has_store=True)
+    section = {"cuda_devices": [-1, -1]}
+    assert nodes.node(filled(with_store, section), 1, with_store).has_store
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.launch import fingerprint, nodes
+from allennlp_deepspeed.processes.agent import Node
 from allennlp_deepspeed.processes.fingerprints import differences
-from allennlp_deepspeed.processes.membership import Limits
 from tests.support.experiment import Config, deepspeed, load_config
 
 TWO_NODES: Config = {
@@ -25,7 +25,8 @@ TWO_NODES: Config = {
     [
         ({"timeuot": 60}, 'did you mean "timeout"?'),
         ({"timeout": 0}, "'distributed.timeout' is 0: must be a number of seconds above 0"),
-        ({"watchdog": "off"}, "'distributed.watchdog' is \"off\": must be a number of seconds"),
+        ({"watchdog": 600}, "'distributed.watchdog' is no key any more: remove it"),
+        ({"max_restarts": -1}, "'distributed.max_restarts' is -1: must be a whole number"),
         ({"primary_port": None}, "there is no 'distributed.primary_port': write a port of node 0"),
         ({"primary_address": None}, "there is no 'distributed.primary_address'"),
     ],
@@ -37,21 +38,24 @@ def test_what_is_wrong_with_the_section_is_said(section: Config, expected: str) 
 
 
 def test_the_section_says_who_the_process_is() -> None:
-    section = {**TWO_NODES, "timeout": 60, "rendezvous_timeout": 10.5, "watchdog": None}
+    section = {**TWO_NODES, "rendezvous_timeout": 10.5, "max_restarts": 3}
     nodes.check(section, Findings())
-    member = nodes.member({"distributed": section}, node_rank=1)
-    assert member is not None
-    assert (member.ranks, member.world_size, member.index, member.num_members) == ((2, 3), 4, 1, 2)
-    assert member.limits == Limits(60, 10.5, None)
-    assert not member.serves
-    assert member.place(1).rank == 3
-    assert nodes.member({"trainer": {}}, node_rank=0) is None
+    node = nodes.node({"distributed": section}, node_rank=1, launched=None)
+    assert node == Node(1, 2, 2, "10.0.0.1", 29500, rendezvous_timeout=10.5, max_restarts=3)
+    assert nodes.has_workers({"distributed": section})
+    assert not nodes.has_workers({"distributed": {"cuda_devices": [0]}})
+    assert not nodes.has_workers({"trainer": {}})
+
+
+def test_without_an_address_the_node_is_alone_and_any_port_will_do() -> None:
+    node = nodes.node({"distributed": {"cuda_devices": [-1, -1]}}, 0, launched=None)
+    assert (node.where, node.num_nodes, node.num_workers) == ("127.0.0.1:0", 1, 2)
 
 
 @pytest.mark.parametrize("node_rank", [-1, 2])
 def test_a_node_that_there_is_not_is_refused(node_rank: int) -> None:
     with pytest.raises(ConfigurationError, match="write one from 0 to 1"):
-        nodes.member({"distributed": TWO_NODES}, node_rank)
+        nodes.node({"distributed": TWO_NODES}, node_rank, launched=None)
 
 
 def difference(config: Config, other: Config) -> List[str]:

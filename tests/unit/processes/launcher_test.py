@@ -57,7 +57,12 @@ SRUN = {
 @pytest.mark.parametrize(
     "environment, expected",
     [
-        (TORCHRUN, Launched("torchrun", 3, 1, 4, 2, "node-0", 29400, has_store=True, attempt="1")),
+        (
+            TORCHRUN,
+            Launched(
+                "torchrun", 3, 1, 4, 2, "node-0", 29400, has_store=True, attempt="1", num_restarts=1
+            ),
+        ),
         (DEEPSPEED, Launched("deepspeed", 2, 0, 4, 2, "10.0.0.1", 29500)),
         (
             {"MASTER_PORT": "1234", "MASTER_ADDR": "node-1", **OPEN_MPI},
@@ -68,7 +73,9 @@ SRUN = {
         # The innermost counts.
         (
             {**SRUN, **TORCHRUN},
-            Launched("torchrun", 3, 1, 4, 2, "node-0", 29400, has_store=True, attempt="1"),
+            Launched(
+                "torchrun", 3, 1, 4, 2, "node-0", 29400, has_store=True, attempt="1", num_restarts=1
+            ),
         ),
         # A batch script by itself is no step: this is the only process.
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),

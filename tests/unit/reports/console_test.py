@@ -23,7 +23,7 @@ from allennlp_deepspeed.reports.console import (
     Console,
     ConsoleHandler,
     ConsoleSettings,
-    prepare_worker,
+    disable_progress_bars_of_transformers,
     shown_on_console,
 )
 from allennlp_deepspeed.reports.console_report import EpochProgress, as_text, epoch_table
@@ -131,7 +131,7 @@ def test_who_says_what_to_log_has_it_on_the_console(
 def _bars_before_and_in_a_worker() -> Tuple[bool, bool]:
     """In a process of its own, in which logging stays as it is for a worker."""
     before = is_progress_bar_enabled()
-    prepare_worker(PLAIN, None)
+    disable_progress_bars_of_transformers()
     return before, is_progress_bar_enabled()
 
 

@@ -1,0 +1,154 @@
+"""
+What each worker writes of what AllenNLP's train command writes. Of the workers that see the same
+serialization directory the first makes it, and writes what a directory has once; the others wait.
+
+AllenNLP's parent process makes the directory, the config, the vocabulary and the archive, and it
+names log files by the rank on the node. It has no seam there, so `SerializationDirectory` puts
+itself around the functions that it calls.
+"""
+
+import logging
+import os
+import socket
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Callable, Iterator, Optional, Union
+from unittest import mock
+
+import torch.distributed as dist
+from allennlp.commands import train as train_command
+from allennlp.common import Params
+from allennlp.common import logging as common_logging
+from allennlp.data import Vocabulary
+from allennlp.training import util as training_util
+
+from allennlp_deepspeed.checkpoint.directories import Directories
+from allennlp_deepspeed.processes.worker_failure import PeerFailed
+from allennlp_deepspeed.storage import tokens
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
+
+# Reading data for the vocabulary may take any time.
+_NO_LIMIT = timedelta(days=30)
+
+
+class SerializationDirectory:
+    """
+    To be constructed by every worker.
+
+    # Parameters
+
+    directory : `Union[str, os.PathLike]`, required.
+        Isn't looked at by AllenNLP yet.
+    """
+
+    def __init__(self, directory: Union[str, os.PathLike]) -> None:
+        self._directory = os.fspath(directory)
+        self._directories = Directories.find(self._directory)
+        self._group: Any = dist.new_group(timeout=_NO_LIMIT)
+        self._is_ready = False
+        self._prepare_logging = common_logging.prepare_global_logging
+        if self.is_leader:
+            # What workers of a former training have left, and AllenNLP would take for a training.
+            tokens.remove_left(self._directory)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this worker writes what the directory has once."""
+        return self._directories.is_first_here
+
+    def wait_until_ready(self, problem: Optional[str] = None) -> None:
+        """
+        Waits until every directory has what workers read. To be called by every worker, the second
+        time it does nothing.
+
+        # Parameters
+
+        problem : `str`, optional (default = `None`)
+            Why this worker fails.
+
+        # Raises
+
+        `PeerFailed`
+            If another worker fails.
+        """
+        if self._is_ready:
+            return
+        self._is_ready = True
+        problems: Any = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem, group=self._group)
+        others = [p for p in problems if p is not None]
+        if others and problem is None:
+            raise PeerFailed(others[0])
+
+    @contextmanager
+    def prepared_by_leader(self) -> Iterator[None]:
+        """Around AllenNLP's `train_model`, which prepares the directory for its workers."""
+        with ExitStack() as stack:
+            patch = partial(_patch, stack)
+            if not self.is_leader:
+                patch(common_logging, "prepare_global_logging", _do_nothing)
+                patch(training_util, "create_serialization_dir", self._wait_for_directory)
+                # What AllenNLP writes under these names in the directory.
+                patch(train_command, "CONFIG_NAME", os.devnull)
+                patch(train_command, "META_NAME", os.devnull)
+                patch(training_util, "make_vocab_from_params", self._leaders_vocabulary)
+                patch(train_command, "archive_model", _do_nothing)
+                patch(train_command.TrainModel, "finish", _do_nothing)
+            try:
+                yield
+            except BaseException as error:
+                self.wait_until_ready(f"{type(error).__name__}: {error}")
+                raise
+
+    @contextmanager
+    def logging_by_rank(self) -> Iterator[None]:
+        """Around AllenNLP's `_train_worker`: log files are those of ranks of all nodes."""
+        rank, name = dist.get_rank(), f"{dist.get_rank()}"
+        if len(set(self._directories.hosts)) > 1:
+            name = f"{rank} {socket.gethostname()}"
+        log_file = f"out_worker{name.replace(' ', '_')}.log"
+        named = partial(_prepare_logging, self._prepare_logging, log_file, name)
+        with mock.patch.object(common_logging, "prepare_global_logging", named):
+            yield
+
+    def _wait_for_directory(self, *args: Any, **kwargs: Any) -> None:
+        """With `recover` AllenNLP reads the vocabulary next."""
+        self.wait_until_ready()
+
+    def _leaders_vocabulary(self, params: Params, *args: Any, **kwargs: Any) -> Vocabulary:
+        section = params.pop("vocabulary", Params({})).as_dict(quiet=True)
+        special = {k: section[k] for k in ("padding_token", "oov_token") if k in section}
+        return Vocabulary.from_files(os.path.join(self._directory, "vocabulary"), **special)
+
+
+def _prepare_logging(
+    prepare: Callable[..., None],
+    log_file: str,
+    name: str,
+    directory: str,
+    rank: int = 0,
+    world_size: int = 1,
+) -> None:
+    # A class, which what looks for files among the handlers can ask for.
+    class LogFile(logging.FileHandler):
+        def __init__(self, path: str) -> None:
+            super().__init__(os.path.join(directory, log_file))
+
+    with mock.patch.object(logging, "FileHandler", LogFile):
+        prepare(directory, rank, world_size)
+    for handler in logging.getLogger().handlers:
+        # Not the console's own.
+        if isinstance(handler, LogFile) or type(handler) is logging.StreamHandler:
+            handler.setFormatter(logging.Formatter(f"{name} | {_FORMAT}"))
+
+
+def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.enter_context(mock.patch.object(owner, name, value))
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """The leader does it."""

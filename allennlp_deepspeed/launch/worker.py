@@ -1,0 +1,330 @@
+"""
+A worker: the process that trains one rank, whoever has started it. It runs all of AllenNLP's train
+command, whose parent process prepares what its workers read: here the first worker of each
+serialization directory does.
+"""
+
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from unittest import mock
+
+import numpy
+import torch.distributed as dist
+from allennlp.commands import train as train_command
+from allennlp.common.checks import ConfigurationError
+from allennlp.common.plugins import import_plugins
+from allennlp.common.util import import_module_and_submodules, int_to_device
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+from tqdm import tqdm
+
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
+from allennlp_deepspeed.config.settings import registered_name
+from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
+from allennlp_deepspeed.launch import failures, fingerprint, nodes, recovery, resumption
+from allennlp_deepspeed.launch.config_check import accelerator_of, settings_of, worker_devices
+from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
+from allennlp_deepspeed.launch.serialization_directory import SerializationDirectory
+from allennlp_deepspeed.processes import agreement, process_group, worker_failure
+from allennlp_deepspeed.processes.agent import Node
+from allennlp_deepspeed.processes.fingerprints import differences
+from allennlp_deepspeed.processes.launcher import Launched
+from allennlp_deepspeed.processes.one_process import as_one_process
+from allennlp_deepspeed.processes.sequence_groups import read_by_groups
+from allennlp_deepspeed.processes.worker_device import capabilities
+from allennlp_deepspeed.reports.console import (
+    ConsoleSettings,
+    disable_progress_bars_of_transformers,
+    shown_on_console,
+)
+
+logger = logging.getLogger(__name__)
+
+_SET_BY_ELASTIC = re.compile(
+    "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run(
+    start: str,
+    node: Node,
+    environment: Dict[str, str],
+    arguments: Dict[str, Any],
+    settings: Optional[ConsoleSettings],
+) -> None:
+    """
+    The function that an agent has its workers call. Exits with code 1 after any error.
+
+    # Parameters
+
+    start : `str`, required.
+        Another for each start of the workers.
+    node : `Node`, required.
+    environment : `Dict[str, str]`, required.
+        The variables of the agent, to which torch.distributed.elastic adds its own.
+    arguments : `Dict[str, Any]`, required.
+        Those of AllenNLP's `train_model`.
+    settings : `Optional[ConsoleSettings]`, required.
+        `None` where the console is to have the full log.
+    """
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    _end_by_signals()
+    os.environ.update({k: v for k, v in environment.items() if not _SET_BY_ELASTIC.match(k)})
+    # Bars' default is a semaphore of the system's, which a worker that is killed leaves.
+    tqdm.set_lock(threading.RLock())
+    # A forked process has the random states of the one that it is forked from.
+    random.seed()
+    numpy.random.seed()
+    launched = _launched(node, start)
+    begin(launched)
+    try:
+        with shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0)):
+            if settings is not None:
+                disable_progress_bars_of_transformers()
+            import_plugins()
+            for package in arguments.get("include_package") or []:
+                import_module_and_submodules(package)
+            train(train_command.train_model.__wrapped__, arguments, launched)  # type: ignore[attr-defined]
+    except BaseException as error:
+        worker_failure.report(error)
+        sys.exit(1)
+    # This worker waits for the others now.
+    _end_by_signals()
+
+
+def begin(launched: Launched) -> None:
+    """Makes this process a worker. To be called first."""
+    os.environ.update(launched.environment())
+    worker_failure.begin(failures.message_of, failures.log_to_files)
+
+
+def train(
+    train_model: Callable[..., Any],
+    arguments: Dict[str, Any],
+    launched: Optional[Launched],
+) -> Any:
+    """
+    Trains with a config that has been checked, in this process.
+
+    # Parameters
+
+    train_model : `Callable[..., Any]`, required.
+        AllenNLP's.
+    arguments : `Dict[str, Any]`, required.
+        Its arguments.
+    launched : `Optional[Launched]`, required.
+        Which of several workers this process is. `None` if it is the only one.
+    """
+    params = arguments["params"]
+    config = params.as_dict(quiet=True)
+    with ExitStack() as stack:
+        directory = None
+        if launched is not None:
+            directory = _meet(config, arguments, launched)
+        _continue_or_begin(arguments, launched, directory)
+        shows = launched is None or launched.rank == 0
+        stack.enter_context(first_and_last_lines(arguments, shows))
+        if launched is not None and directory is not None:
+            _prepare_worker(config, arguments["serialization_dir"])
+            arguments["return_model"] = False
+            spawning = stack.enter_context(ExitStack())
+            become_worker = partial(_become_worker, spawning, launched, directory)
+            spawning.enter_context(as_one_process())
+            stack.enter_context(
+                mock.patch.object(train_command, "mp", SimpleNamespace(spawn=become_worker))
+            )
+            stack.enter_context(directory.prepared_by_leader())
+        return train_model(**arguments)
+
+
+def _launched(node: Node, start: str) -> Launched:
+    """Which worker this process is. Elastic doesn't know `--node-rank`."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    rank = node.rank * node.num_workers + local_rank
+    return Launched(
+        launcher=None,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=node.num_workers,
+        address=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        has_store=True,
+        attempt=start,
+        num_restarts=int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+    )
+
+
+def _end_by_signals() -> None:
+    """Until the training has handlers, and after it. What is ignored stays so, as with `nohup`."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _meet(
+    config: Dict[str, Any], arguments: Dict[str, Any], launched: Launched
+) -> SerializationDirectory:
+    """Starts the process group, and compares what has to be the same on all nodes."""
+    os.register_at_fork(after_in_child=_end_with_worker)
+    distributed = config["distributed"]
+    store = process_group.start(
+        distributed["cuda_devices"][launched.local_rank],
+        nodes.setting(distributed, "rendezvous_timeout"),
+        nodes.setting(distributed, "timeout"),
+        launched.attempt,
+    )
+    worker_failure.tell_through(store)
+    _compare(fingerprint.of_config(config, arguments))
+    return SerializationDirectory(arguments["serialization_dir"])
+
+
+def _end_with_worker() -> None:
+    """
+    In a process that a worker has forked, a data loader's for example: has it end when the worker
+    is killed, where it would wait for the worker for ever.
+    """
+    # Linux takes the end of the thread that has forked it for the end of the parent.
+    if threading.current_thread() is threading.main_thread():
+        _prctl_pr_set_pdeathsig(signal.SIGKILL)
+
+
+def _compare(own: Dict[str, Any]) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        On every rank, if what has to be the same differs.
+    """
+    everyones = agreement.of_all((f"rank {dist.get_rank()} ({socket.gethostname()})", own))
+    lines = differences(everyones)
+    if lines:
+        raise ConfigurationError(
+            "\n".join(["What has to be the same on every node isn't:", *lines])
+        )
+
+
+def _continue_or_begin(
+    arguments: Dict[str, Any],
+    launched: Optional[Launched],
+    directory: Optional[SerializationDirectory],
+) -> None:
+    """Decides whether the training is continued, and prepares its directory for that."""
+    params, path = arguments["params"], arguments["serialization_dir"]
+    is_leader = directory is None or directory.is_leader
+    is_asked_for = resumption.is_asked_for(params.as_dict(quiet=True))
+    is_restarted = launched is not None and launched.num_restarts > 0
+    if is_asked_for or (is_restarted and not arguments.get("recover")):
+        continues = False
+        with _agreed_problems():
+            if is_leader:
+                # What --force was to remove is gone since the first start.
+                force = bool(arguments.get("force")) and not is_restarted
+                continues = resumption.has_training(path, force)
+        continues = any(agreement.of_all(continues))
+        with _agreed_problems():
+            if is_leader and not continues:
+                resumption.begin_anew(path)
+        arguments.update(recover=continues, force=False)
+    with _agreed_problems():
+        if is_leader and arguments.get("recover"):
+            recovery.prepare(params, path, 0 if launched is None else launched.rank)
+
+
+@contextmanager
+def _agreed_problems() -> Iterator[None]:
+    """
+    Around what one rank does while others wait. To be entered by every rank.
+
+    # Raises
+
+    `PeerFailed`
+        On every rank, if another one has raised an exception within.
+    """
+    try:
+        yield
+    except Exception as error:
+        agreement.of_all(f"{type(error).__name__}: {error}")
+        raise
+    problems = [problem for problem in agreement.of_all(None) if problem is not None]
+    if problems:
+        raise worker_failure.PeerFailed(problems[0])
+
+
+def _prepare_worker(config: Dict[str, Any], serialization_dir: Any) -> None:
+    """What AllenNLP's worker needs before it constructs readers and its accelerator."""
+    size = config["trainer"].get("sequence_parallel_size", 1)
+    if size > 1:
+        read_by_groups(size)
+    partitioning = accelerators_partitioning(config, serialization_dir)
+    if partitioning is not None:
+        DeepSpeedDdpAccelerator.tell(partitioning)
+
+
+def _become_worker(
+    spawning: ExitStack,
+    launched: Launched,
+    directory: SerializationDirectory,
+    train_worker: Callable[..., Any],
+    args: Tuple[Any, ...],
+    nprocs: int,
+) -> None:
+    """Takes the place of the `spawn` of AllenNLP's train command."""
+    directory.wait_until_ready()
+    # From here on AllenNLP is to know the other ranks.
+    spawning.close()
+    # The process group is there.
+    there = SimpleNamespace(init_process_group=_do_nothing, barrier=dist.barrier)
+    with mock.patch.object(train_command, "dist", there), directory.logging_by_rank():
+        train_worker(launched.local_rank, *args)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def accelerators_partitioning(
+    config: Dict[str, Any], serialization_dir: str
+) -> Optional[Dict[str, Any]]:
+    """
+    How the trainer partitions parameters, for a "deepspeed" accelerator, which AllenNLP constructs
+    before the trainer. `None` if there is no such accelerator.
+    """
+    accelerator = accelerator_of(config)
+    if registered_name(accelerator) != "deepspeed":
+        return None
+    deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
+    settings = settings_of(config, deepspeed_config, serialization_dir)
+    if settings.use_amp:
+        device = int_to_device(worker_devices(config)[0])
+        settings = replace(settings, **capabilities(device))
+    partitioning = deepspeed_config.partitioning(settings)
+    # Version 0.1.0 wrote it into the recorded config.
+    said = accelerator.get("deepspeed_config") if isinstance(accelerator, dict) else None
+    if said is not None and _without_nvme_paths(said) != _without_nvme_paths(partitioning):
+        raise ConfigurationError(
+            "'distributed.ddp_accelerator.deepspeed_config' is not what "
+            "'trainer.deepspeed_config' says: remove it, and it is taken from there."
+        )
+    return partitioning
+
+
+def _without_nvme_paths(partitioning: Dict[str, Any]) -> Dict[str, Any]:
+    """Which are in the serialization directory that the config was trained in."""
+    zero = dict(partitioning.get("zero_optimization", {}))
+    for section in ("offload_param", "offload_optimizer"):
+        if isinstance(zero.get(section), dict):
+            zero[section] = {k: v for k, v in zero[section].items() if k != "nvme_path"}
+    return {**partitioning, "zero_optimization": zero}

@@ -1,0 +1,25 @@
+"""
+Makes `multiprocessing`'s fork server one of workers: it has everything imported that they need, and
+ends with the process that has started it. To be imported by the server, as
+`multiprocessing.set_forkserver_preload` has it, which imports this package before its modules. Does
+nothing in other processes, such as those that import all modules of the package.
+"""
+
+import importlib
+import os
+import signal
+
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+STARTED_BY = "ALLENNLP_DEEPSPEED_FORK_SERVER_OF"
+"""Is set for the server, to the number of the process that starts it."""
+
+# What workers import beside this package.
+_MODULES = ("allennlp.commands", "torch._dynamo", "transformers.modeling_utils")
+
+if os.environ.pop(STARTED_BY, None) == str(os.getppid()):
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    # Whoever signals all processes of a job means the workers.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for module in _MODULES:
+        importlib.import_module(module)

@@ -1,0 +1,81 @@
+"""With `max_restarts` a training heals itself, and ends as if nothing had happened."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures.failures import MESSAGE
+from tests.support.command import Run, allennlp
+from tests.support.experiment import (
+    INCLUDED,
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+
+def config(stage: int, max_restarts: int, *callbacks: Any) -> Config:
+    overrides = {"trainer.callbacks": list(callbacks), "data_loader.shuffle": True}
+    config = deepspeed(load_config("tagger", TWO_WORKERS, overrides), stage)
+    config["distributed"] = {**config["distributed"], "max_restarts": max_restarts}
+    return config
+
+
+def train(config: Config, directory: Path, **kwargs: Any) -> Run:
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    run = allennlp(
+        *("train", path, "-s", directory / "out"),
+        include_packages=("allennlp_deepspeed", INCLUDED),
+        **kwargs,
+    )
+    assert not run.processes and not run.timed_out
+    return run
+
+
+KILL = {"type": "send_signal", "signal_name": "SIGKILL", "rank": 1}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_killed_worker_is_replaced(experiments: Experiments, tmp_path: Path, stage: int):
+    kill = {**KILL, "point": "step 3 of epoch 1", "after": "checkpoint_e1_b0"}
+    run = train(config(stage, 3, kill), tmp_path).check()
+    assert "Rank 1 on " in run.output and "was ended by SIGKILL" in run.output
+    assert "Restarts left after this one: 2" in run.output
+    assert f"Continuing from the checkpoint in {tmp_path}/out/checkpoint_e1_b0" in run.output
+    expected = experiments.run(config(stage, 0))
+    result = Result(tmp_path / "out")
+    assert_same_weights(result.weights(), expected.weights(), tolerance=0)
+    assert result.epochs() == expected.epochs()
+
+
+def test_workers_begin_again_where_there_is_no_checkpoint(experiments: Experiments, tmp_path: Path):
+    run = train(config(2, 1, {**KILL, "point": "step 3 of epoch 0"}), tmp_path).check()
+    assert "Restarts left after this one: 0" in run.output
+    weights = experiments.run(config(2, 0)).weights()
+    assert_same_weights(Result(tmp_path / "out").weights(), weights, tolerance=0)
+
+
+def test_a_step_that_fails_twice_ends_the_training(tmp_path: Path):
+    fail = {"type": "fail", "point": "step 3 of epoch 1", "rank": 1}
+    run = train(config(2, 3, fail), tmp_path)
+    assert run.returncode == 1
+    assert "Restarts left after this one: 2" in run.output
+    assert "has failed twice, and isn't tried again" in run.output
+    assert "Restarts left after this one: 1" not in run.output
+    assert f"{MESSAGE} in step 3" in run.output[run.output.rindex("\nRank 1 on ") :]
+
+
+def test_what_the_config_is_to_blame_for_is_not_tried_again(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("")
+    run = train(config(2, 3), tmp_path)
+    assert run.returncode == 1
+    assert "already exists" in run.output and "Restart" not in run.output
+    assert (tmp_path / "out" / "thesis.tex").exists()
