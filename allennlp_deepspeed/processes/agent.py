@@ -3,6 +3,7 @@ The agent of a node: starts its workers by torch.distributed.elastic, restarts t
 they have ended.
 """
 
+import faulthandler
 import functools
 import json
 import logging
@@ -17,7 +18,7 @@ import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional, TypeVar
 from unittest import mock
 
 from allennlp.common.checks import ConfigurationError
@@ -47,6 +48,8 @@ from allennlp_deepspeed.processes.worker_failure import ConstructionFailure, Fai
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 START_METHOD = "forkserver"
 
 # Between two looks at the workers.
@@ -58,8 +61,10 @@ _SECONDS_TO_END = 3
 # That the workers have to say what they know of when another node has ended the training.
 _SECONDS_AFTER_OTHERS = 15.0
 
-# For an answer of the store, which is on node 0.
-_SECONDS_TO_ANSWER = 15
+# For an answer of the store, which is on node 0. Where the link to it is cut PyTorch's own limit
+# doesn't count, and this process ends after the second one.
+_SECONDS_TO_ANSWER = 60
+_SECONDS_WITHOUT_ANSWER = 65.0
 
 # Between two tries to connect to node 0, and until the first line says so.
 _RETRY_SECONDS = 0.5
@@ -314,13 +319,27 @@ def _rendezvous(node: Node) -> RendezvousHandler:
         read_timeout=_SECONDS_TO_ANSWER,
     )
     try:
-        return get_rendezvous_handler(parameters)
+        handler: Any = get_rendezvous_handler(parameters)
     except RendezvousConnectionError as error:
         raise ConfigurationError(
             f"'distributed.primary_address' and 'primary_port' are {node.where}, which can't be "
             f"used on {socket.gethostname()}: {error.__cause__}. It has to be an address of node 0 "
             "that all nodes reach, and a port that is free there."
         ) from error
+    if node.num_nodes > 1:
+        for name in ("num_nodes_waiting", "is_closed"):
+            setattr(handler, name, functools.partial(_answered_in_time, getattr(handler, name)))
+    return handler
+
+
+def _answered_in_time(ask: Callable[[], T]) -> T:
+    """Ends this process, and the workers with it, if the store doesn't answer."""
+    # In a thread of C's: what waits for the store holds up the interpreter's main thread.
+    faulthandler.dump_traceback_later(_SECONDS_WITHOUT_ANSWER, exit=True)
+    try:
+        return ask()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _wait_for_node_0(node: Node) -> str:

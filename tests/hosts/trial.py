@@ -29,6 +29,9 @@ RENDEZVOUS_TIMEOUT = 15
 # For who is left to leave and to be ended.
 SECONDS_TO_END = 30
 
+# Until a node that doesn't reach node 0 ends.
+SECONDS_WITHOUT_STORE = 65
+
 # For a training that nothing ends, on hosts that others use too.
 TIME_LIMIT = 150
 
@@ -286,7 +289,9 @@ class _Run:
         if fault.kind in GO_ON:
             return self._check_goes_on(commands)
         limit = TIMEOUT + SECONDS_TO_END
-        if fault.moment.step is None:
+        if fault.kind in ("cut", "freeze"):
+            limit = SECONDS_WITHOUT_STORE + SECONDS_TO_END
+        elif fault.moment.step is None:
             limit = max(TIMEOUT, RENDEZVOUS_TIMEOUT) + SECONDS_TO_END
         others = commands
         if fault.kind == "freeze":
