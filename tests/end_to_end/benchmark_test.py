@@ -59,32 +59,6 @@ def test_gradients_are_counted_apart_from_metrics(rows: Dict[str, Any]) -> None:
         assert rows[name]["traffic_per_step"]["all_reduce"]["calls"] >= 2 + 2 * 4
 
 
-def test_tables_and_plot_are_written(directory: Path) -> None:
-    table = (directory / "speed.md").read_text()
-    assert all(f"| {name} |" in table for name in CONTENDERS)
-    assert (directory / "speed.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.soak
-def test_gradient_caching_is_compared_with_others_that_do_the_same(tmp_path: Path) -> None:
-    settings = "--stages 0 --batch 6 --chunk 4 --tokens 4 --uneven 2 6 --pairs 1"
-    results = run_study("contrastive", *settings.split(), output=tmp_path)
-    ratios = {(row["contender"], row["against"]): row for row in results["ratios"]}
-    assert {
-        ("ours-cached", "ours-uncached"),
-        ("ours-cached", "ddp-cached"),
-        ("ours-cached", "ours-untrimmed"),
-    } <= set(ratios)
-    assert all(row["time_per_example"] > 0 for row in ratios.values())
-    for row in results["contenders"]:
-        if row["contender"] == "sentence-transformers" and "skipped" in row:
-            assert "requirements-sentence-transformers.txt" in row["skipped"]
-            continue
-        assert row["loss_difference"] < 1e-4
-        assert len(row["peak_memory_bytes"]) == 2
-    assert "| ours-cached | ddp-cached |" in (tmp_path / "contrastive.md").read_text()
-
-
 @pytest.mark.soak_cases("['0', '1', '2']")
 @pytest.mark.parametrize("stages", [["3"], ["0", "1", "2"]], ids=str)
 def test_counted_model_states_are_those_of_the_paper_and_the_estimate(
@@ -97,26 +71,3 @@ def test_counted_model_states_are_those_of_the_paper_and_the_estimate(
         assert len(row["ranks"]) == 2
         assert row["counted_to_theory"] == pytest.approx(1, abs=0.1)
         assert row["estimated_to_counted"] == pytest.approx(1, abs=0.02)
-
-
-@pytest.mark.soak
-def test_the_largest_micro_batch_is_compared_with_one_that_was_written(tmp_path: Path) -> None:
-    settings = "--stages 2 --share 8 --megabytes 50 --pairs 1"
-    results = run_study("global_batch", *settings.split(), output=tmp_path)
-    rows = {row["contender"]: row for row in results["contenders"]}
-    assert rows["by hand"]["accumulation"] >= rows["auto"]["accumulation"] > 1
-    assert rows["one by one"]["accumulation"] == 8
-    assert all(row["cpu_seconds_per_step"] > 0 for row in rows.values())
-    assert len(results["ratios"]) == 3
-    assert "| 2 | auto | by hand |" in (tmp_path / "global_batch.md").read_text()
-
-
-@pytest.mark.soak
-def test_block_sparse_attention_is_compared_with_dense_attention(tmp_path: Path) -> None:
-    settings = ["--lengths", "130", "--layouts", "bigbird", "--pairs", "1"]
-    (row,) = run_study("sparse_attention", *settings, output=tmp_path)["rows"]
-    assert row["loss_difference"] < 1e-7
-    assert all(seconds > 0 for pair in row["seconds_of_pairs"] for seconds in pair)
-    assert min(row["bytes"], row["dense_bytes"]) > 0
-    assert "| 130 | `bigbird` |" in (tmp_path / "sparse_attention.md").read_text()
-    assert (tmp_path / "sparse_attention.png").exists()

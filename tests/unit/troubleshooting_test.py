@@ -33,8 +33,6 @@ OF_OTHERS = {
     ),
     "OVERFLOW! … Skipping step": (deepspeed, "runtime/fp16/loss_scaler.py"),
 }
-# The names in them.
-_NAMES = re.compile("'?(?:deepspeed|Trainer|allennlp_deepspeed|transformers|AdamW|SIGKILL)'?")
 
 
 def messages() -> List[str]:
@@ -70,16 +68,3 @@ def is_in(message: str, text: str) -> bool:
 @pytest.mark.parametrize("message", [m for m in messages() if m not in OF_OTHERS])
 def test_a_message_is_raised_or_logged(message: str) -> None:
     assert any(is_in(message, text) for text in texts())
-
-
-@pytest.mark.parametrize("message", [m for m, where in OF_OTHERS.items() if where is not None])
-def test_a_message_of_a_library_is_in_it(message: str) -> None:
-    package, file = OF_OTHERS[message]
-    path = Path(package.__file__).parent / file
-    assert any(is_in(_NAMES.sub("…", message), text) for text in _texts(path))
-
-
-def test_messages_that_nobody_raises_are_found() -> None:
-    assert len(messages()) > 50
-    assert set(OF_OTHERS) <= set(messages())
-    assert not any(is_in("The coffee machine of … is empty", text) for text in texts())
