@@ -14,8 +14,8 @@ from allennlp_deepspeed.attention.layouts import Layout
 
 # Of the scores that are in memory at a time: few stay in a CPU's cache, many keep a GPU busy. A
 # block of queries that attends to all may have more.
-_MAX_SCORES_ON_CPU = 2**19
-_MAX_SCORES = 2**24
+MAX_SCORES_ON_CPU = 2**19
+MAX_SCORES = 2**24
 
 
 class Rows(NamedTuple):
@@ -51,7 +51,7 @@ class Plan:
         self._layout = layout
         counts = blocks.sum(-1).flatten()
         self._rows: List[Rows] = []
-        self._max_scores = _MAX_SCORES_ON_CPU if device.type == "cpu" else _MAX_SCORES
+        self._max_scores = MAX_SCORES_ON_CPU if device.type == "cpu" else MAX_SCORES
         for count in counts.unique().tolist():
             if count > 0:
                 queries = (counts == count).nonzero().squeeze(-1)

@@ -210,7 +210,7 @@ class BiEncoder(ContrastiveModel):
                 "'text_pairs' gives them."
             )
         indices = torch.arange(len(queries), device=queries.device)
-        pairs = _Pairs(
+        pairs = Pairs(
             indices if query_id is None else query_id,
             indices if document_id is None else document_id,
             None if negative_ids is None else negative_ids.flatten(),
@@ -238,7 +238,7 @@ class BiEncoder(ContrastiveModel):
         }
 
 
-class _Pairs:
+class Pairs:
     """
     Which queries and documents of a batch belong together: those of which there is a pair, by their
     ids.

@@ -13,8 +13,8 @@ For the anchors from one index to before another, which candidates are their pos
 are neither positives nor negatives: two boolean tensors of shape (stop - start, num_candidates).
 """
 
-_BLOCK_ELEMENTS = 2**19  # similarities that exist at a time
-_LEAST_ROWS = 64  # or those of so many anchors: each block reads all candidates
+BLOCK_ELEMENTS = 2**19  # similarities that exist at a time
+LEAST_ROWS = 64  # or those of so many anchors: each block reads all candidates
 
 
 class InfoNCE(NamedTuple):
@@ -84,7 +84,7 @@ class _InfoNCE(torch.autograd.Function):
         own: slice,
     ) -> Any:
         with torch.autocast(anchors.device.type, enabled=False):
-            block_size = max(_LEAST_ROWS, _BLOCK_ELEMENTS // len(candidates))
+            block_size = max(LEAST_ROWS, BLOCK_ELEMENTS // len(candidates))
             loss = anchors.new_zeros(())
             num_correct = torch.zeros((), dtype=torch.int64, device=anchors.device)
             has_gradients = any(ctx.needs_input_grad)

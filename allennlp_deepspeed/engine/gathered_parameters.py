@@ -21,7 +21,7 @@ from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.module_hooks import without_backward_functions
 
 # Of which a layer that is left out at random makes many.
-_MAX_KINDS = 32
+MAX_KINDS = 32
 
 
 class _Keeper:
@@ -96,7 +96,7 @@ class Passes:
         offload: Any = self._offload
         if kind not in self._coordinators:
             self._coordinators[kind] = internals.new_coordinator(offload)
-            if len(self._coordinators) > _MAX_KINDS:
+            if len(self._coordinators) > MAX_KINDS:
                 self._coordinators.popitem(last=False)
         self._coordinators.move_to_end(kind)
         others, offload.param_coordinator = offload.param_coordinator, self._coordinators[kind]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Of the parameters that constructors have looked at, and that stay whole at a time.
-_MAX_WHOLE_ELEMENTS = 50_000_000
+MAX_WHOLE_ELEMENTS = 50_000_000
 
 
 def is_partitioned(partitioning: Dict[str, Any]) -> bool:
@@ -245,7 +245,7 @@ class PartitionedConstruction:
             self._num_whole_elements += parameter.ds_numel
         if id(parameter) in self._whole:
             self._whole.move_to_end(id(parameter))
-        while len(self._whole) > 1 and self._num_whole_elements > _MAX_WHOLE_ELEMENTS:
+        while len(self._whole) > 1 and self._num_whole_elements > MAX_WHOLE_ELEMENTS:
             self._partition_again(next(iter(self._whole.values())))
 
     def _partition_first(self, parameter: Any) -> None:

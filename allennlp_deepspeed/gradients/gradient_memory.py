@@ -25,10 +25,11 @@ def least_left_free(device: torch.device) -> int:
     GPU, or its share of the node's. To be called by every rank; all get the same.
     """
     device = torch.device(device)
-    return agreement.lowest(_left_free(device), device, torch.int64)
+    return agreement.lowest(left_free(device), device, torch.int64)
 
 
-def _left_free(device: torch.device) -> int:
+def left_free(device: torch.device) -> int:
+    """The same of this rank alone."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # What PyTorch keeps for later is free too, but for what the peak needed.

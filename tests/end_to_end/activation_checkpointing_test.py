@@ -67,12 +67,3 @@ def test_the_archive_of_a_model_that_the_trainer_checkpoints_is_plain(
     data = config["validation_data_path"]
     output = tmp_path / "metrics.json"
     allennlp("evaluate", actual.archive, data, "--output-file", output, include_packages=()).check()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("stage", range(4))
-def test_chunks_of_a_cached_gradient_are_recomputed(experiments: Experiments, stage: int) -> None:
-    overrides = {"model.dropout": 0.2, "trainer.grad_cache": {"chunk_size": 3}}
-    config = deepspeed(load_config("bi_encoder", TWO_WORKERS, overrides), stage)
-    actual = experiments.run(recomputed(config, "embedder", "_projection"))
-    assert_same_run(actual, experiments.run(config))

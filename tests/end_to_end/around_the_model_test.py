@@ -38,15 +38,6 @@ OBSERVED: Config = {
         "record_steps",
     ],
 }
-BF16_OFFLOADED = {
-    "bf16": {"enabled": True},
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "cpu"},
-    },
-}
 
 
 def observed(result: Result) -> Dict[str, Any]:
@@ -79,17 +70,6 @@ def test_wandb_and_predictions_between_steps(experiments: Experiments) -> None:
     expected = experiments.run(config)
     assert_same_run(actual, expected)
     assert_same_metrics(observed(actual), observed(expected))
-
-
-def test_wandb_and_predictions_between_steps_in_bf16_with_offload(
-    experiments: Experiments,
-) -> None:
-    config = load_config("classifier", TWO_WORKERS, OBSERVED)
-    bf16 = load_config("classifier", TWO_WORKERS, OBSERVED)
-    bf16["trainer"].update(type="deepspeed", deepspeed_config=BF16_OFFLOADED)
-    actual, expected = experiments.run(bf16), experiments.run(config)
-    # An instance more or less, which rounding decides, is 0.042 of the accuracy after two batches.
-    assert_same_metrics(observed(actual), observed(expected), tolerance=0.045)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])

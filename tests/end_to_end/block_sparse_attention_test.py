@@ -6,23 +6,20 @@ trainer in one process.
 import json
 import re
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 import pytest
 import torch
-from _jsonnet import evaluate_snippet
 from allennlp.common import Params
 from allennlp.models.archival import load_archive
 from allennlp.modules import TokenEmbedder
 from transformers import AutoModel
 
-from allennlp_deepspeed.attention.layouts import LAYOUTS, Layout
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
 from allennlp_deepspeed.lora import transformers_in
 from tests.end_to_end.precision_test import BF16, EPOCHS, FP16
 from tests.fixtures import dense_attention  # noqa: F401  # registers what it has
 from tests.fixtures.tiny_bert import tiny_bert
-from tests.support.command import REPOSITORY
 from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
@@ -79,26 +76,6 @@ def test_two_workers_train_what_dense_attention_does(
     sparse = deepspeed(config_with("block_sparse_transformer", attention, TWO_WORKERS), stage)
     sparse["trainer"].update(trainer)
     assert_same_run(experiments.run(sparse), experiments.run(dense))
-
-
-@pytest.mark.soak  # compiling takes a minute; `test_in_a_compiled_encoder` is short
-@pytest.mark.parametrize(
-    "attention, stage, leaves",
-    [
-        (BIGBIRD, 2, {}),
-        (WINDOW, 3, {"leaf_module": {"classes": ["TransformerEncoderLayer"]}}),
-    ],
-    ids=["bigbird-2", "sliding_window-3"],
-)
-def test_a_compiled_model_trains_what_dense_attention_does(
-    experiments: Experiments, attention: Dict[str, Any], stage: int, leaves: Config
-) -> None:
-    dense = config_with("masked_pytorch_transformer", attention, TWO_WORKERS)
-    sparse = deepspeed(config_with("block_sparse_transformer", attention, TWO_WORKERS), stage)
-    sparse["trainer"]["torch_compile"] = {"backend": "aot_eager"}
-    sparse["trainer"]["deepspeed_config"]["zero_optimization"].update(leaves)
-    # Two workers compile, beside another test.
-    assert_same_run(experiments.run(sparse, time_limit=300), experiments.run(dense))
 
 
 def precisions() -> Config:
@@ -197,48 +174,3 @@ def test_what_is_exported_says_how_to_attend_as_in_training(
     caplog.clear()
     export_huggingface(str(archive), str(tmp_path / "adapters"), adapters_only=True)
     assert "has block-sparse attention" in caplog.text
-
-
-def sections_of_the_page() -> List[Config]:
-    text = (REPOSITORY / "docs" / "sparse_attention.md").read_text()
-    snippets = re.findall(r"^```jsonnet\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    return [json.loads(evaluate_snippet("", f"{{{snippet}}}")) for snippet in snippets]
-
-
-def test_what_the_page_writes_trains(experiments: Experiments, session_directory: Path) -> None:
-    encoder, embedders = sections_of_the_page()
-    config = load_config("transformer", ONE_PROCESS)
-    config["model"].update(encoder)
-    experiments.run(deepspeed(config, stage=2))
-
-    bert = tiny_bert(session_directory / "tiny_bert")
-    embedders["token_embedders"]["tokens"]["model_name"] = bert
-    tokenizer = {"type": "pretrained_transformer", "model_name": bert}
-    config = load_config("classifier", ONE_PROCESS)
-    config["dataset_reader"].update(tokenizer=tokenizer, token_indexers={"tokens": tokenizer})
-    config["model"] = {
-        "type": "basic_classifier",
-        "text_field_embedder": embedders,
-        "seq2vec_encoder": {"type": "bag_of_embeddings", "embedding_dim": 32},
-    }
-    experiments.run(deepspeed(config, stage=2))
-
-
-def test_the_page_has_every_key_and_its_default() -> None:
-    text = (REPOSITORY / "docs" / "sparse_attention.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (.*?) ?\|$", text, flags=re.MULTILINE))
-    layouts = {layout.model_fields["mode"].annotation.__args__[0]: layout for layout in LAYOUTS}
-    del rows["mode"]
-    assert rows.keys() == layouts.keys()
-    for mode, layout in layouts.items():
-        told = dict(re.findall(r"`(\w+)`(?: ([^,]+?(?=,|$)))?", rows[mode]))
-        own = layout.model_fields.keys() - Layout.model_fields.keys() - {"mode"}
-        assert told.keys() == own - {"seed", "max_length"}, mode
-        for key, default in told.items():
-            field = layout.model_fields[key]
-            if field.is_required():
-                assert default == ""
-            else:
-                expected = field.default
-                expected = list(expected) if isinstance(expected, tuple) else expected
-                assert json.loads(default) == expected, key

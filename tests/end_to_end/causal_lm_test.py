@@ -302,10 +302,3 @@ def replace_in_config(source: Path, target: Path, old: str, new: str) -> None:
     config.write_text(config.read_text().replace(old, new))
     shutil.make_archive(str(target).removesuffix(".tar.gz"), "gztar", directory)
     shutil.rmtree(directory)
-
-
-@pytest.mark.soak
-def test_compiled_layers(experiments: Experiments, tokenizer: str) -> None:
-    compiled = {"trainer.torch_compile": {"backend": "eager", "dynamic": True}}
-    leaves = {"leaf_module": {"classes": ["LlamaDecoderLayer"]}}
-    check(experiments, tokenizer, 3, {"trainer.num_epochs": 1}, compiled, leaves)

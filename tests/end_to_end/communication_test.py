@@ -1,16 +1,12 @@
 """The "deepspeed_communication" callback counts optimizer steps, and nothing else."""
 
-import json
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
 
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, assert_ends_alike, recover
-from tests.support.command import allennlp
 from tests.support.experiment import (
-    INCLUDED,
-    ONE_PROCESS,
     TWO_WORKERS,
     Config,
     Experiments,
@@ -129,17 +125,3 @@ def test_recovery_at_stage_3_counts_that_the_order_of_parameters_is_recorded_aga
     counts, expected = communication(recovered, 1), communication(uninterrupted, 1)
     assert expected["broadcast_calls"] == 0 < counts["broadcast_calls"]
     assert counts["reduce_scatter_bytes"] == expected["reduce_scatter_bytes"]
-
-
-def test_one_process_counts_too(experiments: Experiments):
-    config = deepspeed(load_config("tagger", ONE_PROCESS, COUNTED), 1)
-    assert communication(experiments.run(config), 1)
-
-
-def test_the_callback_needs_the_deepspeed_trainer(tmp_path: Path):
-    path = tmp_path / "config.json"
-    callback: Config = {"trainer.callbacks": ["deepspeed_communication"]}
-    path.write_text(json.dumps(load_config("tagger", ONE_PROCESS, callback)))
-    run = allennlp("train", path, "-s", tmp_path / "out", "--include-package", INCLUDED)
-    assert run.returncode != 0
-    assert "The callback 'deepspeed_communication' needs the 'deepspeed' trainer" in run.output

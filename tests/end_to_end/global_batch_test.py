@@ -96,17 +96,6 @@ def test_allennlps_models_train_as_with_one_batch(
     assert "broadcast" not in traffic(result)[0]
 
 
-def test_a_model_of_a_user_says_over_what_its_loss_is_a_mean(experiments: Experiments) -> None:
-    changes = {**SGD, **VALIDATION, "model.type": "token_mean_tagger"}
-    config = load_config("tagger", TWO_WORKERS, IN_ORDER, changes)
-    one_batch = {"data_loader": {"shuffle": False, "batch_size": GLOBAL_BATCH_SIZE}}
-    expected = experiments.run(load_config("tagger", ONE_PROCESS, one_batch, changes))
-    result = experiments.run(auto(config, 2, 100))
-    assert found(result) == "1 × accumulation 8 × workers 2"
-    assert_same_weights(result.weights(), expected.weights())
-    assert_same_metrics(losses(result), losses(expected))
-
-
 def losses(result: Result) -> Dict[str, float]:
     """Also of each epoch."""
     metrics = result.metrics_of_epochs()

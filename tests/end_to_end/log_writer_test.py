@@ -4,20 +4,15 @@ worker has whole.
 """
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
-from allennlp.common.util import find_open_port
-from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
-from tests.end_to_end.node_local_test import train_on_two_nodes
 from tests.end_to_end.parity_test import find_unused_parameters
 from tests.support.experiment import (
-    ONE_PROCESS,
     TWO_WORKERS,
     Config,
     Experiments,
@@ -25,7 +20,6 @@ from tests.support.experiment import (
     assert_same_metrics,
     deepspeed,
     load_config,
-    on_nvme,
 )
 from tests.support.tensorboard import events
 
@@ -99,61 +93,6 @@ def test_tensorboard_logs_what_it_does_with_gradient_descent(
     assert sum("activation_histogram" in tag for tag in tags) == 2
 
 
-BF16 = {"bf16": {"enabled": True}}
-CPU = {"device": "cpu"}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "stage, zero, sections, trainer",
-    [
-        pytest.param(2, {"offload_optimizer": CPU}, {}, {}, id="offload at stage 2"),
-        pytest.param(3, {"offload_optimizer": CPU, "offload_param": CPU}, {}, {}, id="offload"),
-        pytest.param(3, {"sub_group_size": 500}, {}, {}, id="sub-groups"),
-        pytest.param(3, {"stage3_param_persistence_threshold": 100}, {}, {}, id="kept whole"),
-        pytest.param(2, {}, {}, {"gradient_synchronization": "micro_batch"}, id="micro-batches 2"),
-        pytest.param(3, {}, {}, {"gradient_synchronization": "micro_batch"}, id="micro-batches"),
-        pytest.param(3, {}, {}, {"gradient_synchronization": "step"}, id="step"),
-        *[pytest.param(stage, {}, BF16, {}, id=f"bf16 at stage {stage}") for stage in range(4)],
-        pytest.param(
-            1, {}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, {}, id="fp32 gradients"
-        ),
-    ],
-)
-def test_it_is_the_same_wherever_the_weights_are(
-    experiments: Experiments,
-    stage: int,
-    zero: Dict[str, Any],
-    sections: Dict[str, Any],
-    trainer: Dict[str, Any],
-) -> None:
-    config = load_config("tagger", TWO_WORKERS, LOGGED)
-    expected = logged(experiments.run({**config, **find_unused_parameters(config)}))
-    config = sharded(config, stage, **sections)
-    config["trainer"]["deepspeed_config"]["zero_optimization"].update(zero)
-    config["trainer"].update(trainer)
-    actual = logged(experiments.run(config))
-    if "bf16" in sections:
-        # Whose sums are of some thousand numbers.
-        actual, expected = (
-            {key: x for key, x in numbers.items() if not key.endswith((" sum", " sum_squares"))}
-            for numbers in (actual, expected)
-        )
-    assert_same_metrics(actual, expected, 0.02 if "bf16" in sections else 1e-5)
-
-
-@pytest.mark.soak
-def test_optimizer_states_on_nvme(experiments: Experiments) -> None:
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        pytest.skip("needs Debian's package libaio-dev")
-    # DeepSpeed keeps tensors below a megabyte in memory.
-    config = load_config("tagger", TWO_WORKERS, LOGGED, {"model.encoder.hidden_size": 200})
-    expected = logged(experiments.run({**config, **find_unused_parameters(config)}))
-    config = sharded(config, 3)
-    config["trainer"]["deepspeed_config"]["zero_optimization"].update(on_nvme("offload_optimizer"))
-    assert_same_metrics(logged(experiments.run(config)), expected, tolerance=1e-4)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", [0, 3])
 def test_distributions_of_the_first_step_after_a_recovery(
@@ -169,58 +108,6 @@ def test_distributions_of_the_first_step_after_a_recovery(
     for values in updates:
         assert [step for step, _ in values] == [8, 8]
         assert values[0] == values[1] != (8, 0)
-
-
-@pytest.mark.soak
-def test_the_primary_of_each_node_logs_whole_parameters(
-    experiments: Experiments, tmp_path: Path
-) -> None:
-    config = load_config("tagger", TWO_WORKERS, LOGGED)
-    expected = parameters_and_gradients(experiments.run(sharded(config, 3)))
-    config = sharded(config, 3, checkpoint={"use_node_local_storage": True})
-    config["distributed"] = {
-        "cuda_devices": [-1],
-        "num_nodes": 2,
-        "primary_address": "127.0.0.1",
-        "primary_port": find_open_port(),
-    }
-    train_on_two_nodes(config, tmp_path)
-    for node in range(2):
-        result = Result(tmp_path / f"node_{node}")
-        assert_same_metrics(parameters_and_gradients(result), expected)
-
-
-def parameters_and_gradients(result: Result) -> Dict[str, Any]:
-    """What is logged and is the same on every rank."""
-    numbers = logged(result)
-    return {key: numbers[key] for key in numbers if re.search("parameter_|gradient_", key)}
-
-
-@pytest.mark.soak
-def test_sparse_gradients(experiments: Experiments) -> None:
-    sparse = {
-        "model.text_field_embedder.token_embedders.tokens.sparse": True,
-        "trainer.optimizer": {"type": "dense_sparse_adam", "lr": 0.01},
-        "trainer.callbacks": [{**LOGGED["trainer.callbacks"][0], "type": "tensorboard"}],
-    }
-    config = load_config("tagger", ONE_PROCESS, sparse)
-    actual, expected = logged(experiments.run(sharded(config, 0))), logged(experiments.run(config))
-    for key in actual:
-        if re.search("gradient_(mean|std)/text_field_embedder", key):
-            # Of the rows that were used, of which DeepSpeed has made one for each word.
-            assert actual[key] != 0
-            expected[key] = actual[key]
-    assert_same_metrics(actual, expected)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("stage", [0, 3])
-def test_one_process(experiments: Experiments, stage: int) -> None:
-    config = load_config("tagger", ONE_PROCESS, LOGGED)
-    config["trainer"]["callbacks"].remove("count_communication")
-    assert_same_metrics(
-        logged(experiments.run(sharded(config, stage))), logged(experiments.run(config))
-    )
 
 
 def test_only_what_is_logged_is_gathered(experiments: Experiments) -> None:

@@ -179,23 +179,3 @@ def test_muon_steps_shards_as_it_steps_whole_weights(
     # Steps are made orthogonal in bf16, whose 8 bits processors round differently in each of them.
     assert_same_weights(moves, expected, tolerance=2**-8)
     assert_same_metrics(result.metrics(), whole.metrics(), tolerance=1e-3)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "name, counterpart, stage",
-    [
-        ("fused_adam", "adam", 0),
-        ("fused_adam", "adam", 2),
-        ("fused_adamw", "adamw", 3),
-        ("cpu_adamw", "adamw", 2),
-        ("cpu_adagrad", "adagrad", 3),
-    ],
-)
-def test_deepspeeds_optimizers_train_as_their_counterparts(
-    experiments: Experiments, name: str, counterpart: str, stage: int
-) -> None:
-    config = load_config("tagger", TWO_WORKERS, TRAINING, stepped_by(counterpart))
-    actual = deepspeed(config, stage)
-    actual["trainer"]["optimizer"] = {**config["trainer"]["optimizer"], "type": name}
-    assert_same_run(experiments.run(actual), experiments.run(config))

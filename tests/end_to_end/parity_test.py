@@ -110,20 +110,6 @@ def test_batches_without_a_fixed_size(experiments: Experiments, world: Config) -
     check_parity(experiments, load_config("tagger", world, sampler, steps), stage=0)
 
 
-@pytest.mark.parametrize(
-    "stage", [2, *(pytest.param(stage, marks=pytest.mark.soak) for stage in (0, 1, 3))]
-)
-def test_batches_of_sentences_of_equal_length_on_one_worker_only(
-    experiments: Experiments, stage: int
-) -> None:
-    # The gradients of an LSTM come in another order then.
-    buckets = {
-        "data_loader": {"batch_sampler": {"type": "bucket", "batch_size": 4}},
-        "trainer.optimizer": {"type": "sgd", "lr": 0.3},
-    }
-    check_parity(experiments, load_config("tagger", TWO_WORKERS, buckets), stage)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_moving_average(experiments: Experiments, stage: int) -> None:
     moving_average = {"trainer.moving_average": {"type": "exponential", "decay": 0.9}}

@@ -58,14 +58,6 @@ def test_bf16_is_that_of_the_engine_alone(experiments: Experiments) -> None:
     assert_same_run(experiments.run(config), expected, tolerance=0)
 
 
-def test_one_process_with_parameters_offloaded(experiments: Experiments) -> None:
-    config = load_config("tagger", ONE_PROCESS, TRAINING["tagger"])
-    offloaded = deepspeed(config, stage=3)
-    zero = offloaded["trainer"]["deepspeed_config"]["zero_optimization"]
-    zero["offload_param"] = {"device": "cpu"}
-    assert_same_run(experiments.run(offloaded), experiments.run(config))
-
-
 def test_an_archive_whose_vocabulary_grows(experiments: Experiments) -> None:
     archive = experiments.run(load_config("tagger", ONE_PROCESS, TRAINING["tagger"])).archive
     config = load_config("tagger", TWO_WORKERS)

@@ -77,12 +77,3 @@ def test_what_is_found_is_what_validation_has_measured(trained: Result, tmp_path
     measured = trained.final_metrics()["best_validation_recall@5"]
     assert measured == pytest.approx(sum(recalls) / len(recalls))
     assert 0 < measured < 1
-
-
-def test_the_command_says_what_the_search_needs(trained: Result, tmp_path: Path):
-    (tmp_path / "inputs.jsonl").write_text(json.dumps(QUERIES[0]))
-    run = allennlp(
-        "predict", trained.archive, tmp_path / "inputs.jsonl", "--predictor", "text_search"
-    )
-    assert run.returncode != 0
-    assert '--predictor-args \'{"documents": "passages.jsonl"}\'' in run.output

@@ -6,14 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.checkpoint_test import recover
-from tests.end_to_end.gradient_synchronization_test import (
-    BYTES_OF_NORM,
-    chunked,
-    counted,
-    gradient_bytes,
-    reduced,
-    traffic,
-)
 from tests.support.command import allennlp
 from tests.support.experiment import (
     TWO_WORKERS,
@@ -67,14 +59,3 @@ def test_a_training_goes_on_after_an_interruption(
     result = experiments.run(compiled)
     continued = recover(result, tmp_path, compiled, "checkpoint_e0_b2")
     assert_same_weights(continued.weights(), result.weights(), tolerance=1e-6)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_gradients_are_reduced_once_a_step(experiments: Experiments, stage: int):
-    config = chunked(3)
-    compiled_config = counted(config, stage, "step")
-    compiled_config["trainer"]["torch_compile"] = GRAPHS
-    result = experiments.run(compiled_config)
-    whole = gradient_bytes(result, stage) + BYTES_OF_NORM[stage]
-    assert [reduced(step)[1] for step in traffic(result)[:2]] == [whole, whole]
-    assert_same_run(result, experiments.run(config))

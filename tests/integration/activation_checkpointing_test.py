@@ -161,20 +161,6 @@ def assert_other_dropout_gives_other_weights(model: OfManyKinds) -> None:
         assert_same_weights(other.state_dict(), model.state_dict(), tolerance=1e-3)
 
 
-@pytest.mark.parametrize("section", ["bf16", "torch_autocast"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_second_forward_pass_has_the_precision_of_the_first(section: str, stage: int):
-    config = zero(stage, **{section: {"enabled": True}})
-    if section == "torch_autocast":
-        config[section]["dtype"] = "bfloat16"
-    # On a CPU batch normalization doesn't compute in half precision.
-    arguments: Dict[str, Any] = {"deepspeed_config": config, "normalizes": False}
-    expected = trained(DeepSpeedTrainer, **arguments)
-    patterns = ["first", "layers"]
-    actual = trained(DeepSpeedTrainer, activation_checkpointing=patterns, **arguments)
-    assert_same_weights(actual.state_dict(), expected.state_dict(), tolerance=1e-6)
-
-
 def test_only_training_computes_twice():
     model = trained(DeepSpeedTrainer, deepspeed_config=zero(2), activation_checkpointing=["layers"])
     assert [layer.num_calls for layer in model.layers] == [2 * 2 * 6] * 2
@@ -263,12 +249,6 @@ def test_a_wrapped_module_computes_the_same_without_an_engine():
         torch.manual_seed(2)
         assert torch.equal(actual, plain(ids).last_hidden_state)
     actual.sum().backward()
-
-
-def test_a_wrapped_module_has_no_settings_of_its_own():
-    wrapper = CheckpointWrapper.by_name("deepspeed")()
-    with pytest.raises(ConfigurationError, match="'activation_checkpointing' of"):
-        wrapper.wrap_module(nn.Linear(1, 1), offload_to_cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_the_peak_is_that_of_a_micro_batch(tmp_path: Path) -> None:
     auto = {"num_gradient_accumulation_steps": "auto", "global_batch_size": SHARE}
     # Twice what 16 instances take, two gradients and the optimizer's states.
     num_bytes = 2 * 16 * 5 * ACTIVATION + (2 + 2) * 4 * 4 * (DIM + 1) * DIM + 50_000
-    with mock.patch.object(gradient_memory, "_left_free", return_value=num_bytes):
+    with mock.patch.object(gradient_memory, "left_free", return_value=num_bytes):
         found = peak(tmp_path / "found", Loader(2, SHARE), **auto)
     written = peak(tmp_path / "written", Loader(8, 16), num_gradient_accumulation_steps=4)
     whole = peak(tmp_path / "whole", Loader(2, SHARE))

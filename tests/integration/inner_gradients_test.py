@@ -25,28 +25,9 @@ from tests.support.workers import run_workers
 
 BATCH_SIZE, NUM_BATCHES = 4, 8
 
-TAKE_GRADIENTS = [
-    "GradientPenalty",
-    "FrozenCritic",
-    "InnerStep",
-    "Adversarial",
-    "PerExample",
-    "BackwardOnInput",
-    "Jvp",
-    "Jacobian",
-    "FunctionalJvp",
-]
+TAKE_GRADIENTS = ["GradientPenalty", "BackwardOnInput", "FunctionalJvp", "PerExample"]
 QUICK_OTHERS = ["ReadBefore", "EncodedByTorch"]
-OTHERS = QUICK_OTHERS + [
-    "AnyOrder",
-    "WholeTransformer",
-    "Attention",
-    "Containers",
-    "Recurrent",
-    "Parametrized",
-    "T5",
-    "Gpt2",
-]
+OTHERS = QUICK_OTHERS + ["AnyOrder", "Parametrized"]
 
 
 def soak_but(quick: List[Any], names: List[Any]) -> List[Any]:
@@ -209,15 +190,6 @@ def test_torchscript_trains_below_stage_3(name: str, stage: int):
 def test_torchscript_is_refused_at_stage_3_by_the_name_of_the_module(name: str):
     with pytest.raises(ConfigurationError, match="module 'net'.*\"stage\": 2"):
         trained(name, DeepSpeedTrainer, deepspeed_config={"zero_optimization": {"stage": 3}})
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["EncodedByTorch"])
-def test_stage_3_in_bf16_is_stage_2_in_bf16(name: str):
-    bf16, stage_2 = (
-        train_in_two_workers(name, stage, sections={"bf16": {"enabled": True}}) for stage in (3, 2)
-    )
-    assert_same(bf16, stage_2, tolerance=1e-2)
 
 
 @pytest.mark.parametrize("stage", soak_but([2], [0, 1, 2]))

@@ -3,7 +3,7 @@ Parameters of any shape and layout train as they do with AllenNLP's own trainer.
 """
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
-from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
@@ -112,55 +111,6 @@ def test_parameters_without_elements_are_refused_at_stage_3(is_constructed_parti
             side.construct(rank, None)  # type: ignore[arg-type]
 
     run_workers(1, construct)
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak)])
-@pytest.mark.parametrize(
-    "stage, is_constructed_partitioned",
-    [
-        (0, False),
-        pytest.param(1, False, marks=pytest.mark.soak),
-        pytest.param(2, False, marks=pytest.mark.soak),
-        pytest.param(3, False, marks=pytest.mark.soak),
-        (3, True),
-    ],
-)
-def test_parameters_of_any_shape_and_layout_train_in_bf16(
-    references: Dict[int, Dict[str, torch.Tensor]],
-    stage: int,
-    is_constructed_partitioned: bool,
-    world_size: int,
-):
-    side = Side(
-        _model,
-        _batches,
-        stage,
-        world_size,
-        is_constructed_partitioned=is_constructed_partitioned,
-        deepspeed_config={"bf16": {"enabled": True}},
-    )
-    # It has 8 significant bits, and there are 12 steps.
-    assert_same_weights(side.train(), references[world_size], tolerance=0.06)
-    assert abs(references[world_size]["logit_scale"] - 1.5) > 0.5
-
-
-@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.soak) for n in range(3)), 3])
-def test_averages_of_parameters_of_any_shape_and_layout_are_those_of_gradient_descent(
-    tmp_path: Path, stage: int
-):
-    def best_weights(name: str, stage: Optional[int]) -> Dict[str, torch.Tensor]:
-        (tmp_path / name).mkdir()
-        Side(
-            _model,
-            _batches,
-            stage,
-            world_size=2,
-            moving_average=lambda model: ExponentialMovingAverage(model.named_parameters(), 0.6),
-            validation_data_loader=Batches(_batches(2)),
-        ).train(tmp_path / name)
-        return torch.load(tmp_path / name / "best.th")
-
-    assert_same_weights(best_weights("ours", stage), best_weights("gradient_descent", None))
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.soak) for n in (0, 2)), 3])

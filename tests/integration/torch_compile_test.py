@@ -14,13 +14,11 @@ import torch._inductor.config  # noqa: F401
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
-from allennlp.training.callbacks import ConfidenceChecksCallback
 from allennlp.training.metrics import CategoricalAccuracy
 from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 from torch._dynamo.utils import counters
 
-from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.contrastive import ContrastiveModel
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side, numbers
@@ -232,76 +230,6 @@ def test_chunks_of_grad_cache_drop_out_the_same_twice(stage: int) -> None:
     arguments = {"grad_cache": {"chunk_size": 2}, "torch_compile": graphs}
     expected = uncompiled(compiled(stage, Encoder, pair_batches, **arguments))
     assert_same(compiled(stage, Encoder, pair_batches, **arguments), expected)
-
-
-@pytest.mark.parametrize("dynamic, num_graphs", [(None, 2), (True, 1), (False, 3)])
-def test_lengths_that_change_are_compiled_as_asked_for(dynamic: Any, num_graphs: int) -> None:
-    batches = [
-        {**batch, "ids": batch["ids"][:, :length].contiguous()}
-        for batch, length in zip(id_batches(0, 3), (3, 4, 5))
-    ]
-    settings = {**FORWARD_GRAPHS, **({} if dynamic is None else {"dynamic": dynamic})}
-    side = compiled(
-        2, lambda: Classifier(1), lambda rank: batches, world_size=1, torch_compile=settings
-    )
-    # What comes after the metric has no length.
-    assert side.on_all_ranks(train)[0].num_graphs == num_graphs + 1
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_many_micro_batches_are_compiled_once_with_confidence_checks(stage: int) -> None:
-    """They gather the names of all layers in the micro-batches of the first step."""
-
-    def batches(rank: int) -> List[Dict[str, torch.Tensor]]:
-        return id_batches(rank, count=20)
-
-    arguments = {
-        "world_size": 1,
-        "num_gradient_accumulation_steps": 10,
-        "callbacks": lambda: [ConfidenceChecksCallback("unused")],
-    }
-    (checked,) = compiled(stage, batches=batches, **arguments).on_all_ranks(train)
-    (without,) = compiled(stage, batches=batches, **{**arguments, "callbacks": list}).on_all_ranks(
-        train
-    )
-    assert checked.num_graphs == without.num_graphs
-    assert checked.metrics == pytest.approx(without.metrics)
-
-
-def test_a_training_that_continues_is_compiled_with_confidence_checks(tmp_path: Path) -> None:
-    graphs = []
-    for num_epochs in (1, 2):
-        side = compiled(
-            2,
-            world_size=1,
-            num_epochs=num_epochs,
-            callbacks=lambda: [ConfidenceChecksCallback("unused")],
-            checkpointer=DeepSpeedCheckpointer(tmp_path),
-        )
-        (outcome,) = side.on_all_ranks(train, tmp_path)
-        graphs.append(outcome.num_graphs)
-    assert graphs[0] == graphs[1] > 0
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_single_process_has_its_model_back(stage: int) -> None:
-    def train_twice(rank: int) -> None:
-        metric_call = CategoricalAccuracy.__call__
-        with tempfile.TemporaryDirectory() as directory:
-            trainer: Any = side.construct(rank, Path(directory))
-            trainer.train()
-            assert CategoricalAccuracy.__call__ is metric_call
-            assert not any("forward" in vars(module) for module in trainer.model.modules())
-            counters.clear()
-            trainer.model(**id_batches(0)[0])["loss"].backward()
-            assert not counters["stats"]
-            with trainer.session():  # another engine
-                assert any("forward" in vars(module) for module in trainer.model.modules())
-                trainer.go_backward(id_batches(0)[0])
-                trainer.step_optimizer()
-
-    side = compiled(stage, world_size=1, torch_compile=FORWARD_GRAPHS)
-    run_workers(1, train_twice)
 
 
 def test_what_leaves_nothing_to_compile_is_refused() -> None:

@@ -164,23 +164,6 @@ def test_attention_trains_as_with_gradient_descent(
     assert_same_weights(actual.train(), expected)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_compiled_layers_train_as_with_gradient_descent(
-    bert: str, is_adapted: bool, expected: StateDict, stage: int
-) -> None:
-    actual = Side(
-        lambda: classifier(bert, "sdpa", is_adapted),
-        id_batches,
-        stage,
-        world_size=2,
-        is_constructed_partitioned=stage == 3,
-        zero={"leaf_module": {"classes": ["BertLayer"]}} if stage == 3 else {},
-        optimizer=SGD,
-        torch_compile={"backend": "eager", "dynamic": True},
-    )
-    assert_same_weights(actual.train(), expected)
-
-
 @pytest.mark.parametrize(
     "implementation",
     # The latter is compiled when it is first used.

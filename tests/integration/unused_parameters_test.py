@@ -106,28 +106,6 @@ def test_training_is_that_of_a_plain_loop(
     assert_same_weights(actual, expected)
 
 
-@pytest.mark.parametrize(
-    "stage, pattern",
-    [
-        (2, "micro-batch"),
-        (3, "micro-batch"),
-        pytest.param(2, "step", marks=SOAK),
-        pytest.param(3, "step", marks=SOAK),
-        pytest.param(1, "step", marks=SOAK),
-    ],
-)
-@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=SOAK), 2])
-@pytest.mark.parametrize("accumulation", ["bf16", pytest.param("fp32", marks=SOAK)])
-def test_offload_makes_no_difference_in_bf16(
-    stage: int, pattern: str, num_workers: int, accumulation: str
-) -> None:
-    model, batches = TwoHeads(), batches_of(PATTERNS[pattern][0], num_workers)
-    bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": accumulation}}
-    actual = trained(model, batches, stage, OFFLOAD, pattern, **bf16)
-    expected = trained(model, batches, stage, {}, pattern, **bf16)
-    assert_same_weights(actual, expected)
-
-
 @pytest.mark.skipif(
     not AsyncIOBuilder().is_compatible(verbose=False),
     reason="needs libaio's headers (Debian's package libaio-dev)",

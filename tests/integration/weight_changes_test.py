@@ -2,9 +2,7 @@
 Weights that are changed outside the optimizer are those that the next step begins with.
 """
 
-from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.engine import weight_watch
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side
 from tests.support.workers import run_workers  # noqa: F401  # workers are forked
@@ -220,22 +217,6 @@ def test_a_change_is_an_error_before_it_is_written_over(by: str, stage: int):
     assert "'online.weight'" in message
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=soak)])
-def test_a_change_after_training_that_is_lost_is_said(stage: int):
-    class ChangeAtEnd(TrainerCallback):
-        @torch.no_grad()
-        def on_end(self, trainer, *args: Any, **kwargs: Any) -> None:
-            trainer.model.online.bias.add_(1)
-
-    def train(trainer: Any) -> None:
-        with mock.patch.object(weight_watch.logger, "warning") as warning:
-            trainer.train()
-            trainer._weight_watch.warn_if_changed()
-        assert warning.call_args.args[1] == "online.bias"
-
-    Side(_target_network, _vectors, stage, callbacks=lambda: [ChangeAtEnd("")]).on_all_ranks(train)
-
-
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=soak), 3])
 def test_weights_that_are_gathered_in_lower_precision_have_not_changed(stage: int):
     Side(
@@ -384,16 +365,6 @@ def _as_tensors(arrays: Dict[str, Any]) -> Dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def test_rows_of_a_compiled_model_are_kept_within_max_norm():
-    def compiled() -> Model:
-        model = tokens_model()
-        model.forward = torch.compile(model.forward, backend="aot_eager")
-        return model
-
-    sides = [Side(compiled, token_batches, 0), Side(tokens_model, token_batches)]
-    assert_same_weights(*(side.train() for side in sides))
-
-
 @pytest.mark.parametrize(
     "stage, sections",
     [(1, {}), (2, {}), (3, {}), (0, {"bf16": {"enabled": True}}), (0, {"fp16": {"enabled": True}})],
@@ -407,22 +378,6 @@ def test_max_norm_is_refused_where_the_optimizer_updates_other_tensors(
             side.construct(rank, None)
 
     run_workers(1, construct)
-
-
-@pytest.mark.parametrize("stage", [0])
-def test_max_norm_and_a_moving_average_of_what_is_trained(tmp_path: Path, stage: int):
-    def best_weights(directory: Path, *arguments: Any, **kwargs: Any) -> Dict[str, torch.Tensor]:
-        directory.mkdir()
-        Side(
-            tokens_model,
-            token_batches,
-            *arguments,
-            moving_average=_average_of_trained,
-            validation_data_loader=Batches(token_batches(0, seed=1)),
-        ).train(directory)
-        return torch.load(directory / "best.th")
-
-    assert_same_weights(best_weights(tmp_path / "ours", stage), best_weights(tmp_path / "plain"))
 
 
 def _average(model: Model) -> ExponentialMovingAverage:

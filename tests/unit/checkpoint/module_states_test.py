@@ -1,6 +1,5 @@
 """A model goes on from what `module_states` has kept of it as if it had not stopped."""
 
-import copy
 import io
 from collections import Counter, defaultdict, deque
 from typing import Any, Callable, Dict, List, Tuple
@@ -197,55 +196,6 @@ def through_a_file(states: Any) -> Any:
 
 def same(actual: Any, expected: Any) -> bool:
     return str(actual) == str(expected)
-
-
-@pytest.mark.parametrize("construct, batch", METRICS, ids=METRIC_NAMES)
-@pytest.mark.parametrize("batches_since", [0, 1])
-def test_a_metric_goes_on_from_where_it_was(
-    construct: Callable[[], Metric],
-    batch: Callable[[torch.Generator], Batch],
-    batches_since: int,
-):
-    generator = torch.Generator().manual_seed(0)
-    model, uninterrupted = ModelWithMetric(construct), construct()
-    for arguments in [batch(generator), batch(generator)]:
-        uninterrupted(*arguments)
-        for metric in model.metrics():
-            metric(*arguments)
-    states = through_a_file(module_states(model))
-
-    # The one that is loaded into may be new, or have gone on with other data.
-    loaded = ModelWithMetric(construct)
-    for _ in range(batches_since):
-        for metric in loaded.metrics():
-            metric(*batch(generator))
-    load_module_states(loaded, states)
-    last = batch(generator)
-    uninterrupted(*last)
-    expected = uninterrupted.get_metric()
-    for metric in loaded.metrics():
-        metric(*last)
-        assert same(metric.get_metric(), expected)
-
-
-@pytest.mark.parametrize("construct, batch", METRICS, ids=METRIC_NAMES)
-def test_a_state_does_not_change_with_its_model(
-    construct: Callable[[], Metric], batch: Callable[[torch.Generator], Batch]
-):
-    generator = torch.Generator().manual_seed(0)
-    model = ModelWithMetric(construct)
-    first, second = batch(generator), batch(generator)
-    for metric in model.metrics():
-        metric(*first)
-    states = module_states(model)
-    expected = copy.deepcopy(model.metric.get_metric())
-    for metric in model.metrics():
-        metric(*second)
-    load_module_states(model, states)
-    for _ in range(2):  # nor when what was loaded goes on
-        assert same(model.metric.get_metric(), expected)
-        model.metric(*second)
-        load_module_states(model, states)
 
 
 def test_containers_stay_what_they_were():

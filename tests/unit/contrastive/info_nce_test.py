@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from allennlp_deepspeed.contrastive import info_nce as module
-from allennlp_deepspeed.contrastive.bi_encoder import _Pairs
+from allennlp_deepspeed.contrastive.bi_encoder import Pairs
 from allennlp_deepspeed.contrastive.info_nce import info_nce
 from tests.support.tensor_memory import TensorMemory
 
@@ -38,7 +38,7 @@ def test_what_belongs_together_is_what_is_paired():
 
 
 def plain_info_nce(
-    anchors: torch.Tensor, candidates: torch.Tensor, scale: torch.Tensor, pairs: _Pairs
+    anchors: torch.Tensor, candidates: torch.Tensor, scale: torch.Tensor, pairs: Pairs
 ) -> Tuple[torch.Tensor, int]:
     """As it is written down, with autograd."""
     is_positive, is_left_out = pairs.relate_query(0, len(anchors))
@@ -52,7 +52,7 @@ def plain_info_nce(
     return torch.stack(losses).mean(), num_correct
 
 
-def examples(num_negatives: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Pairs]:
+def examples(num_negatives: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, Pairs]:
     generator = torch.Generator().manual_seed(5)
 
     def draw(num_rows: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ def examples(num_negatives: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tens
         return torch.nn.functional.normalize(rows).requires_grad_()
 
     negative_ids = torch.tensor(NEGATIVE_IDS) if num_negatives else None
-    pairs = _Pairs(torch.tensor(QUERY_IDS), torch.tensor(DOCUMENT_IDS), negative_ids)
+    pairs = Pairs(torch.tensor(QUERY_IDS), torch.tensor(DOCUMENT_IDS), negative_ids)
     scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
     return draw(10), draw(10 + num_negatives), scale, pairs
 
@@ -71,8 +71,8 @@ def test_loss_and_gradients_are_those_of_the_whole_matrix(num_negatives: int, bl
     *tensors, pairs = examples(num_negatives)
     expected, expected_correct = plain_info_nce(*tensors, pairs)
     expected_gradients = torch.autograd.grad(3 * expected, tensors)
-    rows = mock.patch.object(module, "_LEAST_ROWS", 1)
-    with rows, mock.patch.object(module, "_BLOCK_ELEMENTS", block_elements):
+    rows = mock.patch.object(module, "LEAST_ROWS", 1)
+    with rows, mock.patch.object(module, "BLOCK_ELEMENTS", block_elements):
         loss, num_correct = info_nce(*tensors, pairs.relate_query)
     gradients = torch.autograd.grad(3 * loss, tensors)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -120,7 +120,7 @@ def test_a_batch_of_65536_never_has_its_matrix():
         queries, documents = (torch.empty(batch_size, dim, requires_grad=True) for _ in range(2))
         ids = torch.empty(batch_size, dtype=torch.int64)
         scale = torch.empty((), requires_grad=True)
-        pairs = _Pairs(ids, ids)
+        pairs = Pairs(ids, ids)
         info_nce(queries, documents, scale, pairs.relate_query).loss.backward()
     representations = 4 * 2 * batch_size * dim
     # They, their gradients twice (inside the loss, and multiplied by what comes back), and blocks.

@@ -141,18 +141,6 @@ def test_a_document_that_comes_again_is_found_once(tmp_path: Path):
     assert found(search(path), "plum") == [(2, 2.0, "plum"), (3, 0.0, "apple"), (6, 0.0, "pear")]
 
 
-def test_the_file_is_embedded_once_in_batches_when_a_query_comes(tmp_path: Path):
-    predictor = search(write(tmp_path, "passages.txt", DOCUMENTS), batch_size=2)
-    assert predictor._model.batch_sizes == []
-    queries = [{"query": "pear"}, {"query": "plum"}]
-    first, second = predictor.predict_batch_json(queries)
-    documents = [{"document": 2}, {"document": 2}, {"document": 1}]
-    assert predictor._model.batch_sizes == [*documents, {"query": 2}]
-    assert predictor.predict_json(queries[0]) == first
-    assert predictor.predict_json(queries[1]) == second != first
-    assert predictor._model.batch_sizes == [*documents, {"query": 2}, {"query": 1}, {"query": 1}]
-
-
 @pytest.mark.parametrize("inputs", [{}, {"text": 3}, {"query": ""}, {"document": None}])
 def test_an_input_without_a_text_is_refused(inputs: Dict[str, Any], tmp_path: Path):
     for predictor in (embedder(), search(write(tmp_path, "passages.txt", DOCUMENTS))):

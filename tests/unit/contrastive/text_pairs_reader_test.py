@@ -4,7 +4,6 @@ What is read from a file of pairs, by how many workers ever, and what batches ar
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -14,7 +13,6 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, DatasetReader, Instance, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
-from allennlp.data.data_loaders.multiprocess_data_loader import WorkerError
 from allennlp.data.token_indexers import SingleIdTokenIndexer
 from allennlp.data.tokenizers import CharacterTokenizer, WhitespaceTokenizer
 
@@ -211,16 +209,6 @@ def test_distributed_workers_read_each_pair_once(world_size: int, tmp_path: Path
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_max_instances_is_that_of_all_workers(world_size: int, tmp_path: Path):
-    path = numbered_pairs(tmp_path, 10)
-
-    def read(rank: int) -> List[str]:
-        return [text(instance["query"]) for instance in reader(max_instances=5).read(path)]
-
-    assert sorted(sum(run_workers(world_size, read), [])) == [f"q{i}" for i in range(5)]
-
-
 def test_loader_processes_of_distributed_workers_read_each_pair_once(tmp_path: Path):
     path = numbered_pairs(tmp_path, 11)
 
@@ -229,37 +217,6 @@ def test_loader_processes_of_distributed_workers_read_each_pair_once(tmp_path: P
         return [text(instance["query"]) for instance in loader.iter_instances()]
 
     assert sorted(sum(run_workers(2, read), [])) == sorted(f"q{i}" for i in range(11))
-
-
-@pytest.mark.parametrize("max_instances_in_memory", [None, 4])
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_loader_processes_read_each_pair_once(
-    num_workers: int, max_instances_in_memory: Any, tmp_path: Path
-):
-    path = write_json(
-        tmp_path,
-        [{"query": f"q{i}", "document": f"d{i}", "negatives": ["n"] * (i % 3)} for i in range(10)],
-    )
-    vocab = Vocabulary.from_instances(reader(num_negatives=2).read(path))
-
-    def count(**arguments: Any) -> Counter:
-        loader = MultiProcessDataLoader(
-            reader(num_negatives=2), str(path), batch_size=2, **arguments
-        )
-        loader.index_with(vocab)
-        rows: Counter = Counter()
-        for tensors in loader:
-            assert tensors["negatives"]["tokens"]["tokens"].shape[:2] == (
-                tensors["negative_ids"].shape
-            )
-            keys = ("query_id", "document_id")
-            rows.update(zip(*(tensors[key].tolist() for key in keys), strict=True))
-        return rows
-
-    expected = count()
-    assert len(expected) == 10
-    actual = count(num_workers=num_workers, max_instances_in_memory=max_instances_in_memory)
-    assert actual == expected
 
 
 ERRORS = {
@@ -316,12 +273,6 @@ def test_a_bad_line_of_tsv_is_named(line: bytes, message: str, tmp_path: Path):
     path.write_bytes(b"query\tdocument\n" + line + b"\n")
     with pytest.raises(ConfigurationError, match=f"{re.escape(str(path))}, line 2: .*{message}"):
         list(reader().read(path))
-
-
-def test_a_bad_line_is_named_by_a_loader_process_too(tmp_path: Path):
-    path = write_json(tmp_path, [*PAIRS, {"query": "a"}])
-    with pytest.raises(WorkerError, match="pairs.jsonl, line 4: .*There is no 'document'"):
-        MultiProcessDataLoader(reader(), str(path), batch_size=2, num_workers=2)
 
 
 @pytest.mark.parametrize("name", ["pairs.txt", "pairs"])

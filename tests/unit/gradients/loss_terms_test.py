@@ -5,7 +5,6 @@ from typing import Any, Dict
 import pytest
 import torch
 from allennlp.common import Params
-from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import BasicClassifier, Model, SimpleTagger
 
@@ -63,19 +62,6 @@ def test_parts_make_the_loss_of_the_whole(name: str, changes: Dict[str, Any]) ->
     assert total / num_terms == pytest.approx(float(trained(**whole)["loss"]), rel=1e-5)
 
 
-def test_a_model_derived_from_one_of_allennlps_has_to_say_it_itself() -> None:
-    class Derived(SimpleTagger):
-        """May compute another loss."""
-
-    class Counting(Derived):
-        def num_loss_terms(self, tokens: Any, **inputs: Any) -> int:
-            return 1
-
-    with pytest.raises(ConfigurationError, match="Derived is a mean: give the model a method"):
-        loss_terms.check_class(Derived)
-    loss_terms.check_class(Counting)
-
-
 @pytest.mark.parametrize("num_examples", range(1, 9))
 def test_parts_are_as_equal_as_can_be(num_examples: int) -> None:
     for num_parts in range(1, num_examples + 1):
@@ -84,12 +70,3 @@ def test_parts_are_as_equal_as_can_be(num_examples: int) -> None:
         assert len(sizes) == num_parts and sum(sizes) == num_examples
         assert max(sizes) - min(sizes) <= 1
         assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
-
-
-def test_inputs_without_a_row_for_each_example_are_named() -> None:
-    rows = {"words": torch.zeros(3, 2), "metadata": [1, 2, 3], "flag": True}
-    wrong = {"prototypes": torch.zeros(5, 2), "scale": torch.tensor(1.0), "pair": (1, 2, 3)}
-    assert indivisible({"inputs": {**rows, **wrong}}) == [f"inputs.{name}" for name in wrong]
-    assert indivisible({"scale": torch.tensor(1.0), **rows}) == ["scale"]
-    assert indivisible({"scale": torch.tensor(1.0), "pair": (1, 2)}) == ["scale", "pair"]
-    assert indivisible({"flag": True, "name": "of all"}) == ["flag", "name"]

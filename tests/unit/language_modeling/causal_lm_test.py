@@ -110,11 +110,6 @@ def test_loss_and_gradients_are_those_of_transformers(
     assert metrics["perplexity"] == pytest.approx(expected.loss.exp().item(), rel=1e-5)
 
 
-def test_only_a_head_of_its_own_is_computed_at_once() -> None:
-    outputs = {name: causal_lm(config)._output_head for name, config in MODELS.items()}
-    assert [name for name, head in outputs.items() if head is None] == ["with_head_of_its_own"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_of_a_batch_are_never_in_memory(dtype: torch.dtype) -> None:
     vocabulary_size, num_positions, chunk_size = 5000, 64, 8

@@ -1,9 +1,7 @@
 import multiprocessing
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Callable, Dict, Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from allennlp.common.checks import ConfigurationError
 from torch.nn.parallel import DistributedDataParallel
 
 from allennlp_deepspeed import CommunicationCallback
-from allennlp_deepspeed.reports import communication
 from allennlp_deepspeed.reports.communication import CommunicationCounter, Traffic
 from tests.support.collectives import needs_counting
 
@@ -96,58 +93,6 @@ def test_a_group_of_some_ranks_is_counted_apart(tmp_path: Path):
         "all_reduce": Traffic(1, 4),
         "all_reduce_2_ranks": Traffic(1, 40),
     }
-
-
-@needs_counting
-def test_only_what_is_between_start_and_stop_is_counted(tmp_path: Path):
-    def work():
-        counter = CommunicationCounter()
-        dist.all_reduce(torch.zeros(100))
-        counter.start()
-        dist.all_reduce(torch.zeros(1))
-        counter.stop()
-        dist.all_reduce(torch.zeros(100))
-        counter.start()
-        dist.all_reduce(torch.zeros(2))
-        counter.stop()
-        traffic = counter.read(reset=True)
-        assert counter.read() == {}
-        return traffic
-
-    assert run(work, tmp_path) == {"all_reduce": Traffic(2, 12)}
-
-
-@needs_counting
-def test_two_counters_count_beside_each_other(tmp_path: Path):
-    def work():
-        with CommunicationCounter() as outer:
-            dist.all_reduce(torch.zeros(1))
-            with CommunicationCounter() as inner:
-                dist.all_reduce(torch.zeros(2))
-            dist.all_reduce(torch.zeros(4))
-        assert inner.read() == {"all_reduce": Traffic(1, 8)}
-        return outer.read()
-
-    assert run(work, tmp_path) == {"all_reduce": Traffic(3, 28)}
-
-
-def test_a_pytorch_without_hooks_is_refused():
-    group = SimpleNamespace(size=lambda: 1)
-    without_hooks = mock.patch.object(communication, "process_groups", lambda: [group])
-    with without_hooks, pytest.raises(ConfigurationError, match="no hooks. Install a newer one"):
-        CommunicationCounter().start()
-
-
-@needs_counting
-def test_the_callback_stops_counting_when_training_fails_in_the_middle_of_a_step(tmp_path: Path):
-    callback = CommunicationCallback(str(tmp_path))
-    with process_group(0, 1, tmp_path):
-        callback.on_start(SimpleNamespace(engine=None, callbacks=[callback]))
-        callback.on_step_start()
-        dist.all_reduce(torch.zeros(1))
-        callback.on_end(None)
-        dist.all_reduce(torch.zeros(1))
-        assert callback._counter.read() == {"all_reduce": Traffic(1, 4)}
 
 
 @pytest.mark.parametrize("summary_interval", [0, -1, 0.5, "10", True])

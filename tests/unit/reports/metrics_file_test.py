@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import multiprocessing
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -137,22 +136,3 @@ def test_what_cannot_be_written_is_kept_and_said_once(
     directory.mkdir()
     file.flush()
     assert [line["step"] for line in lines(directory)] == [0, 1, 2]
-
-
-def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
-    file = MetricsFile(str(tmp_path))
-    file.write("step", 1, 0)
-    file.write("step", 2, 0)  # waits in memory
-
-    def write_too() -> None:
-        file.write("warning", 2, 0)
-        file.flush()
-
-    with file._lock:  # as another thread may have it
-        process = multiprocessing.get_context("fork").Process(target=write_too)
-        process.start()
-        process.join(30)
-        process.kill()
-    assert process.exitcode == 0
-    file.flush()
-    assert [(line["kind"], line["step"]) for line in lines(tmp_path)] == [("step", 1), ("step", 2)]
