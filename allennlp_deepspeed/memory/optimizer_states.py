@@ -11,8 +11,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import MultiOptimizer, Optimizer
 
 from allennlp_deepspeed.engine.model_states import OptimizerStates
-from allennlp_deepspeed.optimizers import CPULionOptimizer, registered_class
-from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
+from allennlp_deepspeed.optimizers import CPULionOptimizer, DeepSpeedOptimizer, registered_class
 from allennlp_deepspeed.optimizers.kept_states import bytes_of_element, bytes_of_parameters
 
 logger = logging.getLogger(__name__)

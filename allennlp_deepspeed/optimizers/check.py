@@ -7,25 +7,17 @@ from allennlp.training.optimizers import Optimizer
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedCPUAdam, DeepSpeedCPULion
-from allennlp_deepspeed.optimizers.deepspeed_optimizer import DeepSpeedOptimizer
+from allennlp_deepspeed.optimizers.deepspeed_optimizers import DeepSpeedOptimizer
 from allennlp_deepspeed.optimizers.elementwise import check_elementwise, check_section
-from allennlp_deepspeed.optimizers.offload import Counterpart, counterpart_of, lacking
+from allennlp_deepspeed.optimizers.offload import (
+    Counterpart,
+    counterpart_of,
+    lacking,
+    registered_class,
+)
 
 # What DeepSpeed takes for its own optimizers for the CPU where it is to insist on one.
 _FORCED = (DeepSpeedCPUAdam, DeepSpeedCPULion)
-
-
-def registered_class(name: str) -> Type[torch.optim.Optimizer]:
-    """
-    The class of the optimizer that is registered with a name.
-
-    # Raises
-
-    `ConfigurationError`
-        If there is none.
-    """
-    optimizer_class, _ = Optimizer.resolve_class_name(name)  # raises if there is none
-    return optimizer_class
 
 
 def check_optimizer(

@@ -26,9 +26,7 @@ from allennlp_deepspeed.deepspeed_api import (
     FusedAdam,
     FusedLion,
 )
-from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
-from allennlp_deepspeed.optimizers.lion import LionOptimizer
-from allennlp_deepspeed.optimizers.muon import MuonOptimizer
+from allennlp_deepspeed.optimizers.deepspeed_optimizers import LionOptimizer, MuonOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,6 @@ ELEMENTWISE = (
     torch.optim.SGD,
     DenseSparseAdam,
     HuggingfaceAdamWOptimizer,
-    CPUHuggingfaceAdamW,
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,

@@ -17,7 +17,7 @@ from allennlp_deepspeed.deepspeed_api import (
     FusedLamb,
     FusedLion,
 )
-from allennlp_deepspeed.optimizers.lion import CPULionOptimizer
+from allennlp_deepspeed.optimizers.deepspeed_optimizers import CPULionOptimizer
 
 logger = logging.getLogger(__name__)
 

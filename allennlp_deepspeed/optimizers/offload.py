@@ -1,11 +1,12 @@
 """
-DeepSpeed's optimizers for weights in CPU memory, in the place of AllenNLP's where optimizer states
-are offloaded.
+Which optimizer updates the weights: where optimizer states are offloaded, DeepSpeed's counterpart
+for the CPU instead of AllenNLP's.
 """
 
+import inspect
 import logging
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Type
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Type, Union
 
 import torch
 from allennlp.training.optimizers import (
@@ -13,12 +14,19 @@ from allennlp.training.optimizers import (
     AdamOptimizer,
     AdamWOptimizer,
     HuggingfaceAdamWOptimizer,
+    Optimizer,
 )
 
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.deepspeed_api import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam
-from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +38,8 @@ class Counterpart(NamedTuple):
     # Parameters
 
     optimizer : `Type[torch.optim.Optimizer]`
-    settings : `Dict[str, str]`
-        What it calls the settings of a group, by AllenNLP's name.
+    settings : `Tuple[str, ...]`
+        The settings of a group that both have.
     lacks : `Dict[str, Any]`, optional (default = `{}`)
         Settings that it doesn't have, with the values at which they do nothing.
     arguments : `Dict[str, Any]`, optional (default = `{}`)
@@ -39,18 +47,14 @@ class Counterpart(NamedTuple):
     """
 
     optimizer: Type[torch.optim.Optimizer]
-    settings: Dict[str, str]
+    settings: Tuple[str, ...]
     lacks: Dict[str, Any] = {}
     arguments: Dict[str, Any] = {}
 
 
-def _same(*names: str) -> Dict[str, str]:
-    return {name: name for name in names}
-
-
 _ADAM = Counterpart(
     DeepSpeedCPUAdam,
-    _same("lr", "betas", "eps", "weight_decay"),
+    ("lr", "betas", "eps", "weight_decay"),
     lacks={"amsgrad": False, "maximize": False, "decoupled_weight_decay": False},
     arguments={"adamw_mode": False},
 )
@@ -59,13 +63,9 @@ _ADAMW = _ADAM._replace(lacks={"amsgrad": False, "maximize": False}, arguments={
 COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
     AdamOptimizer: _ADAM,
     AdamWOptimizer: _ADAMW,
-    HuggingfaceAdamWOptimizer: Counterpart(
-        CPUHuggingfaceAdamW,
-        {**_ADAM.settings, "correct_bias": "bias_correction"},
-    ),
     AdagradOptimizer: Counterpart(
         DeepSpeedCPUAdagrad,
-        _same("lr", "eps", "weight_decay"),
+        ("lr", "eps", "weight_decay"),
         lacks={"lr_decay": 0, "initial_accumulator_value": 0, "maximize": False},
     ),
 }
@@ -77,6 +77,15 @@ _OF_TORCH: Dict[Type[torch.optim.Optimizer], Type[torch.optim.Optimizer]] = {
     torch.optim.AdamW: AdamWOptimizer,
     torch.optim.Adagrad: AdagradOptimizer,
 }
+
+# PyTorch counts steps in a tensor, the others in an `int`.
+_TORCH_OPTIMIZERS = tuple(_OF_TORCH)
+_WITH_INT_STEPS = (
+    HuggingfaceAdamWOptimizer,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPULion,
+)
 
 
 def for_offload(
@@ -98,12 +107,12 @@ def for_offload(
     if counterpart is None:
         return optimizer
     groups = [
-        {"params": group["params"], **_renamed(group, counterpart.settings)}
+        {"params": group["params"], **_selected(group, counterpart.settings)}
         for group in optimizer.param_groups
     ]
     offloaded = counterpart.optimizer(
         groups,
-        **_renamed(optimizer.defaults, counterpart.settings),
+        **_selected(optimizer.defaults, counterpart.settings),
         **counterpart.arguments,
     )
     logger.info(
@@ -204,5 +213,127 @@ def lacking(
     return None
 
 
-def _renamed(settings: Dict[str, Any], names: Dict[str, str]) -> Dict[str, Any]:
-    return {names[name]: value for name, value in settings.items() if name in names}
+def _selected(settings: Dict[str, Any], names: Tuple[str, ...]) -> Dict[str, Any]:
+    return {name: value for name, value in settings.items() if name in names}
+
+
+def adapt_loaded_states(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Makes states that have been loaded fit the optimizer: a checkpoint may be of its counterpart, if
+    the training that wrote it didn't offload. The two have the same states, but differ in the name
+    of Adagrad's and in the type of the step count.
+
+    # Parameters
+
+    optimizer : `torch.optim.Optimizer`, required.
+        The one inside DeepSpeed's. One that has no counterpart is left as it is.
+    """
+    if not isinstance(optimizer, _TORCH_OPTIMIZERS + _WITH_INT_STEPS):
+        return
+    stands_in_for = getattr(optimizer, "stands_in_for", None)
+    if stands_in_for is not None:  # see `standing_in`; PyTorch has put new ones in place
+        stands_in_for.param_groups = optimizer.param_groups
+    for group in optimizer.param_groups:
+        for name, value in optimizer.defaults.items():
+            # PyTorch adds this one to all defaults when it loads states, for its own optimizers.
+            if name != "differentiable" or isinstance(optimizer, _TORCH_OPTIMIZERS):
+                group.setdefault(name, value)
+    for state in optimizer.state.values():
+        if isinstance(optimizer, DeepSpeedCPUAdagrad) and "sum" in state:
+            state["exp_avg_sq"] = state.pop("sum")
+        if isinstance(optimizer, torch.optim.Adagrad) and "exp_avg_sq" in state:
+            state["sum"] = state.pop("exp_avg_sq")
+        if state:
+            state["step"] = _step_count(state.get("step", 0), optimizer)
+
+
+def _step_count(value: Any, optimizer: torch.optim.Optimizer) -> Any:
+    if not isinstance(optimizer, _TORCH_OPTIMIZERS):
+        return int(value)
+    return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+
+
+def registered_class(name: str) -> Type[torch.optim.Optimizer]:
+    """
+    The class of the optimizer that is registered with a name.
+
+    # Raises
+
+    `ConfigurationError`
+        If there is none.
+    """
+    optimizer_class, _ = Optimizer.resolve_class_name(name)  # raises if there is none
+    return optimizer_class
+
+
+class OptimizerInUse(NamedTuple):
+    """
+    # Parameters
+
+    name : `str`
+        Of its class.
+    source : `str`
+        Why it is that one, in words.
+    defaults : `Dict[str, Any]`
+        The settings that it has where nothing is said.
+    """
+
+    name: str
+    source: str
+    defaults: Dict[str, Any]
+
+
+def optimizer_in_use(
+    optimizer: Union[str, Dict[str, Any], None], config: ResolvedConfig
+) -> OptimizerInUse:
+    """
+    # Parameters
+
+    optimizer : `Union[str, Dict[str, Any], None]`, required.
+        The `trainer.optimizer` of a config file that has been checked.
+    config : `ResolvedConfig`, required.
+    """
+    if config.has_optimizer:
+        section = config.engine_config["optimizer"]
+        found = _of_section(section, config.offload_device != "none")
+        return OptimizerInUse(
+            found.__name__, f'what DeepSpeed constructs of "{section["type"]}"', _defaults(found)
+        )
+    params: Dict[str, Any] = {"type": optimizer} if isinstance(optimizer, str) else optimizer or {}
+    name = params.get("type", Optimizer.default_implementation)
+    optimizer_class = registered_class(name)
+    settings = [params, *(group for _, group in params.get("parameter_groups") or [])]
+    counterpart = counterpart_of(optimizer_class, settings, config)
+    if counterpart is None:
+        source = "from trainer.optimizer" if optimizer else "AllenNLP's default"
+        return OptimizerInUse(optimizer_class.__name__, source, _defaults(optimizer_class))
+    steps_with = counterpart.optimizer
+    source = f'in the place of "{name}", because optimizer states are offloaded'
+    return OptimizerInUse(steps_with.__name__, source, _defaults(steps_with))
+
+
+def _of_section(section: Dict[str, Any], is_offloaded: bool) -> Type[torch.optim.Optimizer]:
+    """As `_configure_basic_optimizer` of DeepSpeed's engine chooses."""
+    name, params = section["type"].lower(), section.get("params", {})
+    if name in ("adam", "adamw"):
+        if params.get("torch_adam"):
+            is_adamw = name == "adamw" or params.get("adam_w_mode", True)
+            return torch.optim.AdamW if is_adamw else torch.optim.Adam
+        return DeepSpeedCPUAdam if is_offloaded else FusedAdam
+    if name == "lion":
+        return DeepSpeedCPULion if is_offloaded else FusedLion
+    if name == "adagrad":
+        return DeepSpeedCPUAdagrad if is_offloaded else torch.optim.Adagrad
+    if name == "lamb":
+        return FusedLamb
+    if name == "muon":
+        # Imported here because that compiles its kernels.
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        return MuonWithAuxAdam
+    return getattr(torch.optim, section["type"])
+
+
+def _defaults(optimizer: Type[torch.optim.Optimizer]) -> Dict[str, Any]:
+    parameters = inspect.signature(optimizer).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}

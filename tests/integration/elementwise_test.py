@@ -19,14 +19,12 @@ from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.optimizers import LionOptimizer
 from allennlp_deepspeed.optimizers.elementwise import ELEMENTWISE, is_elementwise
-from allennlp_deepspeed.optimizers.huggingface_adamw import CPUHuggingfaceAdamW
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import assert_same_weights, load_config
 from tests.support.side_by_side import CPU, Side, numbers
 from tests.support.workers import run_workers
 
-# On a GPU; and what is constructed with the groups of another.
-NOT_HERE = (FusedLion, CPUHuggingfaceAdamW)
+NOT_HERE = (FusedLion,)  # needs a GPU
 NAMED = (DenseSparseAdam, HuggingfaceAdamWOptimizer, LionOptimizer)
 LEARNING_RATES = {
     torch.optim.SGD: 0.3,

@@ -1,0 +1,572 @@
+"""
+DeepSpeed's optimizers in AllenNLP's registry, and Lion, which PyTorch doesn't have.
+"""
+
+import logging
+import re
+from typing import Any, Callable, ClassVar, Dict, List, Optional, Set, Tuple
+
+import torch
+from allennlp.common.checks import ConfigurationError
+from allennlp.training.optimizers import Optimizer, make_parameter_groups
+from overrides import overrides
+
+from allennlp_deepspeed.config.schema_validation import ROOT
+from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+)
+
+logger = logging.getLogger(__name__)
+
+# By the name of the module that has them: AllenNLP's and transformers' embeddings.
+_EMBEDDING = re.compile("embed|^wte$|^wpe$|^shared$", re.IGNORECASE)
+
+
+class DeepSpeedOptimizer(Optimizer):
+    """
+    One of DeepSpeed's optimizers in AllenNLP's registry. As with AllenNLP's own, the trainer passes
+    in the `model_parameters`, and a config file may write `parameter_groups`.
+    """
+
+    num_states: ClassVar[int] = 2
+    """How many states of a parameter's size it keeps of each, in fp32: two, as Adam, or one."""
+
+    @classmethod
+    def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
+        """
+        # Parameters
+
+        name : `str`, required.
+            That the config file gives the optimizer.
+        config : `ResolvedConfig`, required.
+        device_type : `str`, required.
+            "cpu" or "cuda", what the model trains on.
+
+        # Raises
+
+        `ConfigurationError`
+            If the optimizer can't step the weights where `config` has them, or not as they are
+            there.
+        """
+
+
+class FusedOptimizer(DeepSpeedOptimizer):
+    """Steps the weights on the device that the model trains on."""
+
+    needs_gpu: ClassVar[bool] = True
+    instead_on_cpu: ClassVar[str]
+    """The name of an optimizer that steps weights in CPU memory."""
+
+    @classmethod
+    @overrides
+    def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
+        if cls.needs_gpu and device_type == "cpu":
+            raise ConfigurationError(
+                f"'trainer.optimizer.type' is \"{name}\", which needs a GPU, but the model trains "
+                f'on the CPU: write "{cls.instead_on_cpu}"'
+            )
+        if config.offload_device != "none":
+            raise ConfigurationError(
+                f"'trainer.optimizer.type' is \"{name}\", which steps weights on the device that "
+                f"the model trains on, but {ROOT}.zero_optimization.offload_optimizer.device is "
+                f'"{config.offload_device}": write "{cls.instead_on_cpu}", or '
+                '"offload_optimizer": null'
+            )
+
+
+class CPUOptimizer(DeepSpeedOptimizer):
+    """Steps weights in CPU memory."""
+
+    instead_on_gpu: ClassVar[str]
+    """The name of an optimizer that steps weights on a GPU."""
+
+    @classmethod
+    @overrides
+    def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
+        if device_type == "cuda" and config.offload_device == "none":
+            raise ConfigurationError(
+                f"'trainer.optimizer.type' is \"{name}\", which steps weights in CPU memory, but "
+                f'they are on a GPU: write "{cls.instead_on_gpu}", or have them offloaded, for '
+                f'example with "{ROOT}": "zero_2_offload"'
+            )
+
+
+@Optimizer.register("fused_adam")
+class FusedAdamOptimizer(FusedOptimizer, FusedAdam):
+    """
+    Adam with one kernel for many tensors, on GPUs and on the CPU. The numbers are those of "adam".
+
+    Registered as an `Optimizer` with name "fused_adam".
+    """
+
+    needs_gpu: ClassVar[bool] = False
+    instead_on_cpu: ClassVar[str] = "cpu_adam"
+
+    def __init__(
+        self,
+        model_parameters: List[Tuple[str, torch.nn.Parameter]],
+        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
+        lr: float = 0.001,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+    ) -> None:
+        FusedAdam.__init__(
+            self,
+            params=make_parameter_groups(model_parameters, parameter_groups),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            adam_w_mode=False,
+        )
+
+
+@Optimizer.register("fused_adamw")
+class FusedAdamWOptimizer(FusedOptimizer, FusedAdam):
+    """
+    AdamW with one kernel for many tensors, on GPUs and on the CPU. The numbers, and the default
+    weight decay, are those of "adamw".
+
+    Registered as an `Optimizer` with name "fused_adamw".
+    """
+
+    needs_gpu: ClassVar[bool] = False
+    instead_on_cpu: ClassVar[str] = "cpu_adamw"
+
+    def __init__(
+        self,
+        model_parameters: List[Tuple[str, torch.nn.Parameter]],
+        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
+        lr: float = 0.001,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.01,
+        bias_correction: bool = True,
+    ) -> None:
+        FusedAdam.__init__(
+            self,
+            params=make_parameter_groups(model_parameters, parameter_groups),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            adam_w_mode=True,
+        )
+
+
+@Optimizer.register("cpu_adam")
+class CPUAdamOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
+    """
+    Adam with vector instructions and all cores, for weights in CPU memory. The numbers are those of
+    "adam", in whose place it comes by itself where optimizer states are offloaded.
+
+    Registered as an `Optimizer` with name "cpu_adam".
+    """
+
+    instead_on_gpu: ClassVar[str] = "fused_adam"
+
+    def __init__(
+        self,
+        model_parameters: List[Tuple[str, torch.nn.Parameter]],
+        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
+        lr: float = 0.001,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+    ) -> None:
+        DeepSpeedCPUAdam.__init__(
+            self,
+            model_params=make_parameter_groups(model_parameters, parameter_groups),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            adamw_mode=False,
+        )
+
+
+@Optimizer.register("cpu_adamw")
+class CPUAdamWOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
+    """
+    AdamW with vector instructions and all cores, for weights in CPU memory. The numbers, and the
+    default weight decay, are those of "adamw", in whose place it comes by itself where optimizer
+    states are offloaded.
+
+    Registered as an `Optimizer` with name "cpu_adamw".
+    """
+
+    instead_on_gpu: ClassVar[str] = "fused_adamw"
+
+    def __init__(
+        self,
+        model_parameters: List[Tuple[str, torch.nn.Parameter]],
+        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
+        lr: float = 0.001,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.01,
+        bias_correction: bool = True,
+    ) -> None:
+        DeepSpeedCPUAdam.__init__(
+            self,
+            model_params=make_parameter_groups(model_parameters, parameter_groups),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            adamw_mode=True,
+        )
+
+
+@Optimizer.register("cpu_adagrad")
+class CPUAdagradOptimizer(CPUOptimizer, DeepSpeedCPUAdagrad):
+    """
+    Adagrad with vector instructions and all cores, for weights in CPU memory. The numbers are those
+    of "adagrad", in whose place it comes by itself where optimizer states are offloaded.
+
+    Registered as an `Optimizer` with name "cpu_adagrad".
+    """
+
+    num_states: ClassVar[int] = 1
+    instead_on_gpu: ClassVar[str] = "adagrad"
+
+    def __init__(
+        self,
+        model_parameters: List[Tuple[str, torch.nn.Parameter]],
+        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        DeepSpeedCPUAdagrad.__init__(
+            self,
+            model_params=make_parameter_groups(model_parameters, parameter_groups),
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+        )
+
+
+@Optimizer.register("fused_lamb")
+class FusedLambOptimizer(FusedOptimizer, FusedLamb):
+    """
+    LAMB ([You et al., 2020](https://arxiv.org/abs/1904.00962)), for large batches, on GPUs. It
+    scales the step of each weight by the norm of that weight, and therefore needs it whole, at ZeRO
+    stage 0.
+
+    Registered as an `Optimizer` with name "fused_lamb".
+
+    # Parameters
+
+    max_coeff, min_coeff : `float`, optional (default = `10.0`, `0.01`)
+        The bounds of the ratio between the norms of a weight and of its step.
+    eps_inside_sqrt : `bool`, optional (default = `False`)
+        Whether `eps` is added to the second moment before its root is taken, instead of after.
+    """
+
+    instead_on_cpu: ClassVar[str] = "adamw"
+
+    def __init__(
+        self,
+        model_parameters: List[Tuple[str, torch.nn.Parameter]],
+        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
+        lr: float = 0.001,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        FusedLamb.__init__(
+            self,
+            params=make_parameter_groups(model_parameters, parameter_groups),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            eps_inside_sqrt=eps_inside_sqrt,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+        )
+
+    @classmethod
+    @overrides
+    def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
+        super().check(name, config, device_type)
+        if config.zero_stage > 0:
+            raise ConfigurationError(
+                f"'trainer.optimizer.type' is \"{name}\", which scales each step by the norm of "
+                f"the whole weight, but at ZeRO stage {config.zero_stage} a worker has a shard of "
+                f'it: write "{ROOT}": {{"zero_optimization": {{"stage": 0}}}}, or "fused_adamw"'
+            )
+
+
+@Optimizer.register("lion")
+class LionOptimizer(Optimizer, torch.optim.Optimizer):
+    """
+    Lion ([Chen et al., 2023](https://arxiv.org/abs/2302.06675), algorithm 2), which PyTorch doesn't
+    have: wherever the weights are, with any trainer and without a compiler.
+
+    Registered as an `Optimizer` with name "lion".
+    """
+
+    def __init__(
+        self,
+        model_parameters: List[Tuple[str, torch.nn.Parameter]],
+        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
+        lr: float = 0.0001,
+        betas: Tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            make_parameter_groups(model_parameters, parameter_groups),
+            {"lr": lr, "betas": betas, "weight_decay": weight_decay},
+        )
+
+    @torch.no_grad()
+    @overrides
+    def step(  # type: ignore[override]
+        self, closure: Optional[Callable[[], float]] = None
+    ) -> Optional[float]:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                average = state["exp_avg"]
+                direction = average.lerp(parameter.grad, 1 - beta1).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(direction, alpha=-group["lr"])
+                average.lerp_(parameter.grad, 1 - beta2)
+        return loss
+
+
+@Optimizer.register("fused_lion")
+class FusedLionOptimizer(FusedOptimizer, FusedLion):
+    """
+    Lion with one kernel for many tensors, on GPUs. Unlike "lion", DeepSpeed's operator moves
+    weights that have never had a gradient, such as embeddings of words that are not in the data.
+
+    Registered as an `Optimizer` with name "fused_lion".
+    """
+
+    num_states: ClassVar[int] = 1
+    instead_on_cpu: ClassVar[str] = "lion"
+
+    def __init__(
+        self,
+        model_parameters: List[Tuple[str, torch.nn.Parameter]],
+        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
+        lr: float = 0.0001,
+        betas: Tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        FusedLion.__init__(
+            self,
+            params=make_parameter_groups(model_parameters, parameter_groups),
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+        )
+
+
+@Optimizer.register("cpu_lion")
+class CPULionOptimizer(CPUOptimizer, DeepSpeedCPULion):
+    """
+    Lion with vector instructions and all cores, for weights in CPU memory. It moves weights that
+    have never had a gradient, as "fused_lion" does.
+
+    Registered as an `Optimizer` with name "cpu_lion".
+    """
+
+    num_states: ClassVar[int] = 2  # DeepSpeed's allocates Adam's second moment too
+    instead_on_gpu: ClassVar[str] = "fused_lion"
+
+    def __init__(
+        self,
+        model_parameters: List[Tuple[str, torch.nn.Parameter]],
+        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
+        lr: float = 0.0001,
+        betas: Tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        DeepSpeedCPULion.__init__(
+            self,
+            model_params=make_parameter_groups(model_parameters, parameter_groups),
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+        )
+
+
+@Optimizer.register("muon", constructor="with_adamw")
+class MuonOptimizer(DeepSpeedOptimizer):
+    """
+    Muon ([Jordan et al., 2024](https://kellerjordan.github.io/posts/muon/)), which makes the steps
+    of the weight matrices of hidden layers orthogonal, with AdamW for all other parameters.
+
+    Registered as an `Optimizer` with name "muon". What is constructed is DeepSpeed's
+    `MuonWithAuxAdam`. PyTorch compiles its kernels in the first step, which takes a C++ compiler
+    and a minute or two; the environment variable `TORCHDYNAMO_DISABLE=1` spares it.
+
+    # Parameters
+
+    parameter_groups : `List[Tuple[List[str], Dict[str, Any]]]`, optional (default = `None`)
+        A group can have both matrices for Muon and other parameters, and settings for both: any of
+        the parameters below.
+    muon_parameters : `List[str]`, optional (default = `None`)
+        Regular expressions for the names of the matrices that Muon is to step. By default it steps
+        all parameters of two dimensions but embeddings, which it takes from the name of their
+        module, and the last one of the model, which it takes for that of the output layer. The
+        log says which.
+    lr, momentum : `float`, optional (default = `0.02`, `0.95`)
+        Muon's.
+    ns_method : `str`, optional (default = `"gram"`)
+        The iteration that makes a step orthogonal: "gram", in fp16 where the device can, or
+        "standard", in bf16.
+    adam_lr : `float`, optional (default = `0.0003`)
+    adam_betas : `Tuple[float, float]`, optional (default = `(0.9, 0.95)`)
+    adam_eps : `float`, optional (default = `1e-10`)
+    weight_decay : `float`, optional (default = `0.0`)
+        Muon's and AdamW's.
+    """
+
+    num_states: ClassVar[int] = 2  # AdamW's. Of a matrix Muon keeps one.
+
+    @classmethod
+    def with_adamw(
+        cls,
+        model_parameters: List[Tuple[str, torch.nn.Parameter]],
+        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
+        muon_parameters: Optional[List[str]] = None,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        ns_method: str = "gram",
+        adam_lr: float = 0.0003,
+        adam_betas: Tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-10,
+        weight_decay: float = 0.0,
+    ) -> torch.optim.Optimizer:
+        # Its module takes seconds to import, which only those who use it are to wait for.
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        settings = {
+            "lr": lr,
+            "momentum": momentum,
+            "ns_method": ns_method,
+            "adam_lr": adam_lr,
+            "adam_betas": adam_betas,
+            "adam_eps": adam_eps,
+            "weight_decay": weight_decay,
+        }
+        for _, changes in parameter_groups or []:
+            for key in changes:
+                if key not in settings and key != "requires_grad":
+                    raise ConfigurationError(
+                        f"'trainer.optimizer.parameter_groups' has \"{key}\", which is no setting "
+                        f'of "muon": those are {", ".join(settings)}'
+                    )
+        names = _matrices(model_parameters, muon_parameters)
+        if not names:
+            raise ConfigurationError(
+                "'trainer.optimizer.type' is \"muon\", but it would step no parameter of this "
+                "model: its only matrices are embeddings and the output layer, or "
+                "'muon_parameters' matches none. Name some there, or write \"adamw\""
+            )
+        logger.info("Muon steps %s, and AdamW all others.", ", ".join(sorted(names)))
+        for name, parameter in model_parameters:
+            parameter.use_muon = name in names  # type: ignore[attr-defined]  # DeepSpeed reads it
+        groups: List[Any] = make_parameter_groups(model_parameters, parameter_groups)
+        if not parameter_groups:
+            groups = [{"params": groups}]
+        optimizer = MuonWithAuxAdam(
+            [half for group in groups for half in _halves({**settings, **group})]
+        )
+        optimizer.defaults["lr"] = lr
+        return optimizer
+
+    @classmethod
+    @overrides
+    def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
+        if config.zero_stage == 0:
+            return
+        if not isinstance(config.grad_norm, bool):
+            raise ConfigurationError(
+                f"'trainer.optimizer.type' is \"{name}\" and gradients are clipped to the norm "
+                f"{config.grad_norm}, but at ZeRO stage {config.zero_stage} DeepSpeed would clip "
+                f"Muon's steps instead: remove 'trainer.grad_norm' and {ROOT}.gradient_clipping, "
+                'or write "zero_optimization": {"stage": 0}'
+            )
+        zero_config = config.engine_config["zero_optimization"]
+        if config.zero_stage == 3 and zero_config["reduce_scatter"]:
+            raise ConfigurationError(
+                f"{ROOT}.zero_optimization.reduce_scatter is true, but Muon needs the gradient of "
+                "a whole matrix: remove the key, or write false"
+            )
+
+
+def _matrices(
+    model_parameters: List[Tuple[str, torch.nn.Parameter]], regexes: Optional[List[str]]
+) -> Set[str]:
+    """The names of the parameters that Muon is to step."""
+    # One that ZeRO-3 has partitioned is empty, and has its shape in `ds_shape`.
+    matrices = [n for n, p in model_parameters if len(getattr(p, "ds_shape", p.shape)) == 2]
+    if regexes is None:
+        return {name for name in matrices[:-1] if not _is_embedding(name)}
+    chosen = {n for n, _ in model_parameters if any(re.search(regex, n) for regex in regexes)}
+    for name in sorted(chosen.difference(matrices)):
+        raise ConfigurationError(
+            f"'trainer.optimizer.muon_parameters' matches {name}, which isn't a matrix: write "
+            "regular expressions that match parameters of two dimensions only"
+        )
+    return chosen
+
+
+def _is_embedding(name: str) -> bool:
+    *_, module, _ = ["", *name.split(".")]
+    return _EMBEDDING.search(module) is not None
+
+
+def _halves(group: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """
+    Muon's part of a group and AdamW's, without an empty one, but for AdamW's of an empty group:
+    schedules for layer-wise learning rates want to see the default group.
+    """
+    parameters = group["params"]
+    muon = {
+        "params": [p for p in parameters if p.use_muon],
+        "use_muon": True,
+        **{key: group[key] for key in ("lr", "momentum", "ns_method", "weight_decay")},
+    }
+    adam = {
+        "params": [p for p in parameters if not p.use_muon],
+        "use_muon": False,
+        "lr": group["adam_lr"],
+        "betas": group["adam_betas"],
+        "eps": group["adam_eps"],
+        "weight_decay": group["weight_decay"],
+    }
+    return [half for half in (muon, adam) if half["params"]] or [adam]
