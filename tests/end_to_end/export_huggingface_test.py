@@ -25,8 +25,6 @@ from transformers import (
 
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
-from allennlp_deepspeed.checkpoint.offline import find
-from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.lora import transformers_in
 from allennlp_deepspeed.storage.commit_record import CheckpointError
 from tests.end_to_end.causal_lm_test import LORA, pretrained
@@ -43,7 +41,6 @@ from tests.support.experiment import (
     load_config,
 )
 from tests.support.language_model import language_model
-from tests.support.tensor_memory import TensorMemory
 
 __all__ = ["bert", "pretrained"]
 
@@ -262,23 +259,6 @@ def test_one_of_several_encoders_is_chosen_by_name(
         for key, value in expected[name.format(which)].state_dict().items():
             torch.testing.assert_close(state_dict[key], value)
     assert not torch.equal(weights["query"], weights["document"])
-
-
-@pytest.mark.parametrize("changes", [TIED, {"model.lora": LORA}], ids=["tied", "lora"])
-def test_weights_are_in_memory_once(
-    experiments: Experiments, tokenizer: str, tmp_path: Path, changes: Config
-) -> None:
-    result = trained(experiments, tokenizer, 3, changes)
-    weights = ShardedCheckpoint(find(str(result.serialization_dir))[0]).state_dict()
-    tensors = {weight.data_ptr(): weight.nbytes for weight in weights.values()}
-    with TensorMemory() as memory:
-        export_huggingface(str(result.serialization_dir), str(tmp_path / "of_checkpoint"))
-    # Adapters are multiplied, and the result is added.
-    largest = max(tensors.values())
-    assert memory.peak <= sum(tensors.values()) + 2 * largest
-    with TensorMemory() as memory:
-        export_huggingface(str(result.archive), str(tmp_path / "of_archive"))
-    assert memory.peak <= 2 * largest
 
 
 def test_what_cannot_be_exported_is_refused_by_name(

@@ -1,6 +1,5 @@
 """Weights and archives out of checkpoints."""
 
-import json
 import os
 import shutil
 import tarfile
@@ -21,7 +20,6 @@ from tests.support.experiment import (
     Config,
     Experiments,
     Result,
-    assert_same_metrics,
     deepspeed,
     on_nvme,
 )
@@ -97,24 +95,6 @@ def test_the_moving_average_is_exported(experiments: Experiments, tmp_path: Path
     result = experiments.run(config)
     weights = exported(result, tmp_path / "export")
     assert_identical(weights, dumped(result, "e1_b4")["moving_average"])
-
-
-def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_path: Path):
-    config = deepspeed(resizable(4), 3)
-    result = experiments.run(config)
-    exported(result, tmp_path / "export")
-    allennlp(
-        "evaluate",
-        tmp_path / "export" / "model.tar.gz",
-        config["validation_data_path"],
-        "--output-file",
-        tmp_path / "metrics.json",
-        include_packages=(),
-    ).check()
-    metrics = result.final_metrics()
-    expected = {key: metrics[f"validation_{key}"] for key in ("loss", "accuracy")}
-    actual = json.loads((tmp_path / "metrics.json").read_text())
-    assert_same_metrics({key: actual[key] for key in expected}, expected)
 
 
 @pytest.mark.parametrize("stage", STAGES)

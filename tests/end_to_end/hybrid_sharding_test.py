@@ -8,8 +8,6 @@ import pytest
 
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, assert_ends_alike, recover
 from tests.end_to_end.communication_test import COUNTED, MODEL_BYTES, communication
-from tests.end_to_end.export_test import exported
-from tests.support.command import allennlp
 from tests.support.experiment import (
     Config,
     Experiments,
@@ -194,17 +192,3 @@ def test_a_checkpoint_is_continued_by_fewer_workers_than_a_node_had(
     config["distributed"] = {"cuda_devices": [-1, -1]}
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e2_b0")
     assert_same_weights(recovered.weights(), uninterrupted.weights(), tolerance=0)
-
-
-def test_weights_are_exported(experiments: Experiments, tmp_path: Path):
-    config = sharded(load_config("tagger", FOUR_WORKERS), within=2)
-    config["trainer"]["checkpointer"] = {"type": "deepspeed"}
-    result = experiments.run(config)
-    final = exported(result, tmp_path / "exported")
-    if result.final_metrics()["best_epoch"] == 1:
-        assert_same_weights(final, result.weights(), tolerance=0)
-    data = config["validation_data_path"]
-    allennlp(
-        "evaluate", result.archive, data, "--output-file", tmp_path / "metrics.json",
-        include_packages=(),
-    ).check()  # fmt: skip

@@ -85,30 +85,6 @@ def test_a_training_that_has_ended_is_recovered_as_it_is(
     assert recovered.metrics_of_epochs() == ended.metrics_of_epochs()
 
 
-def test_spans_are_measured_over_all_workers(experiments: Experiments, tmp_path: Path) -> None:
-    config = load_config("tagger")
-    changes: Config = {
-        "model.calculate_span_f1": True,
-        "model.label_encoding": "BIO",
-        # As many for each worker. What is measured are the weights that the seed gives.
-        "validation_dataset_reader": {**config["dataset_reader"], "max_instances": 24},
-        "trainer.optimizer": {"type": "sgd", "lr": 0.0},
-        "trainer.num_epochs": 1,
-    }
-    for split in ("train", "validation"):
-        path = tmp_path / f"{split}.tsv"
-        text = Path(config[f"{split}_data_path"]).read_text()
-        path.write_text(text.replace("###", "###B-"))
-        changes[f"{split}_data_path"] = str(path)
-    one, two = (load_config("tagger", changes, world) for world in (ONE_PROCESS, TWO_WORKERS))
-    measured, expected = (
-        {key: value for key, value in result.final_metrics().items() if "validation_f1" in key}
-        for result in (experiments.run(deepspeed(two, 2)), experiments.run(one))
-    )
-    assert measured == pytest.approx(expected)
-    assert 0 < measured["validation_f1-measure-overall"] < 1
-
-
 def run_python(*arguments: Any, cwd: Path) -> str:
     process = subprocess.run(
         [sys.executable, *map(str, arguments)],

@@ -3,7 +3,6 @@ Before each forward pass every worker has the buffers of rank 0, those that the 
 """
 
 from typing import Any, Dict, List
-from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +11,8 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 from torch import nn
 
-from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
-from allennlp_deepspeed.engine.process_environment import process_environment
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import CPU, Side
-from tests.support.workers import run_workers
+from tests.support.side_by_side import Side
 
 
 class KeepsAverages(Model):
@@ -69,24 +65,6 @@ def test_workers_with_different_buffers_end_with_an_error():
     assert ["scale" in message for message in side.on_all_ranks(train)] == [False, True]
 
 
-def test_buffers_that_stay_the_same_take_nothing_from_the_host():
-    def broadcast(rank: int) -> float:
-        with process_environment(CPU, rank):
-            model = torch.nn.BatchNorm1d(2)
-            assert model.running_mean is not None
-            model.running_mean.fill_(rank + 1)
-            buffers = BufferBroadcast(model, CPU)
-            buffers.look()
-            buffers.broadcast()
-            model.running_mean.add_(rank)
-            # On a GPU the host waits for the copy.
-            with mock.patch.object(torch, "tensor", side_effect=AssertionError):
-                buffers.broadcast()
-            return float(model.running_mean[0])
-
-    assert run_workers(2, broadcast) == [1, 1]
-
-
 class MakesABuffer(Model):
     """Has no buffers but one that it makes in some forward pass, on all ranks or on one."""
 
@@ -129,15 +107,3 @@ def test_a_buffer_that_only_one_worker_has_ends_with_an_error_on_all(in_pass: in
         world_size=2,
     )
     assert side.on_all_ranks(train) == [True, True]
-
-
-def test_a_model_without_buffers_takes_nothing_from_the_network():
-    def broadcast(rank: int) -> int:
-        with process_environment(CPU, rank):
-            buffers = BufferBroadcast(nn.Linear(2, 2), CPU)
-            buffers.look()
-            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-                buffers.broadcast()
-            return all_reduce.call_count
-
-    assert run_workers(2, broadcast) == [0, 0]

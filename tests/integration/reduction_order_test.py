@@ -14,7 +14,6 @@ from allennlp.data import DatasetReader, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.data.samplers import BucketBatchSampler
 from allennlp.models import Model
-from torch.utils.checkpoint import checkpoint
 
 from tests.support.experiment import assert_same_weights, load_config
 from tests.support.plain_loop import Batch, train_in_a_plain_loop
@@ -212,45 +211,3 @@ def test_buckets_are_reduced_while_the_backward_pass_runs(
     zero = {**zero, "reduce_bucket_size": 300}
     counts = side(tagger.model, batches, SGD, zero).on_all_ranks(count_reductions)
     assert counts == [[expected] * 4] * WORLD_SIZE
-
-
-class Stack(Model):
-    """
-    Layers of which the last, that comes first in the backward pass, isn't used.
-
-    # Parameters
-
-    is_checkpointed : `bool`
-        Whether the activations of each layer but the first are, with backward passes inside the
-        backward pass.
-    """
-
-    def __init__(self, is_checkpointed: bool) -> None:
-        super().__init__(Vocabulary())
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(6)])
-        self._is_checkpointed = is_checkpointed
-
-    def forward(self, inputs) -> Dict[str, torch.Tensor]:  # type: ignore[override]
-        first, *others, _ = self.layers
-        outputs = first(inputs)
-        for layer in others:
-            if self._is_checkpointed:
-                outputs = checkpoint(layer, torch.tanh(outputs), use_reentrant=True)
-            else:
-                outputs = layer(torch.tanh(outputs))
-        return {"loss": outputs.pow(2).mean()}
-
-
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_parameters_that_are_not_used_hold_none_back(is_checkpointed: bool) -> None:
-    torch.manual_seed(1)
-    model = Stack(is_checkpointed)
-    batches: List[List[Batch]] = [
-        [{"inputs": torch.randn(4, 6)} for _ in range(3)] for _ in range(WORLD_SIZE)
-    ]
-    trained = side(model, batches, SGD, {"stage": 2, "reduce_bucket_size": 50})
-    used = list(model.layers[:-1].parameters())
-    expected = num_full_buckets(reversed(used), bucket_size=50)
-    assert expected >= 4
-    assert trained.on_all_ranks(count_reductions) == [[expected] * 3] * WORLD_SIZE
-    assert_same_weights(trained.train(), train_in_a_plain_loop(model, batches, SGD))

@@ -8,8 +8,6 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
-from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.metrics import Metric
 
@@ -276,36 +274,6 @@ def test_the_metrics_are_the_same_on_any_number_of_workers(make: Any, division: 
     assert expected == exactly(expected_metrics(collection, collection.pairs))
     for results in run_workers(len(by_rank), work):
         assert results == [{}, exactly(expected), {}, exactly(expected)]
-
-
-def test_pairs_that_several_workers_see_count_once():
-    collection = with_ties()
-
-    def work(rank: int) -> Dict[str, float]:
-        metric = RetrievalMetric()
-        collection.add_to(metric, collection.pairs[rank * 20 : 100])
-        return metric.get_metric(reset=True)
-
-    expected = exactly(expected_metrics(collection, collection.pairs[:100]))
-    assert run_workers(3, work) == [expected] * 3
-
-
-def test_workers_without_any_pairs_have_no_metrics():
-    def work(rank: int) -> Dict[str, float]:
-        metrics = RetrievalMetric().get_metric(reset=True)
-        dist.barrier()  # they are still in step
-        return metrics
-
-    assert run_workers(2, work) == [{}, {}]
-
-
-def test_registered_name_and_other_cutoffs():
-    metric = Metric.from_params(Params({"type": "retrieval", "recall_at": [3, 20]}))
-    collection = with_ties()
-    collection.add_to(metric, collection.pairs)
-    assert metric.get_metric(reset=True) == exactly(
-        expected_metrics(collection, collection.pairs, [3, 20])
-    )
 
 
 @pytest.mark.parametrize("recall_at", [[0], [10, -1], [1.5], ["10"], [True]])

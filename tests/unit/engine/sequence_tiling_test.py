@@ -27,32 +27,6 @@ def feed_forward(*others: torch.nn.Module) -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def computed(layer: Layer, hidden: torch.Tensor) -> Any:
-    hidden = hidden.clone().requires_grad_()
-    output = layer(hidden)
-    loss = (output * torch.arange(output.numel()).view_as(output)).sum()
-    gradients = torch.autograd.grad(
-        loss, [hidden, *(p for p in layer.mlp.parameters() if p.requires_grad)]
-    )
-    return [output, *gradients]
-
-
-@pytest.mark.parametrize("length", [1, 3, 7])
-def test_outputs_and_gradients_are_the_same(length: int) -> None:
-    torch.manual_seed(1)
-    layer, hidden = Layer(feed_forward()), torch.randn(2, length, 4)
-    layer.mlp[0].bias.requires_grad_(False)
-    expected = computed(layer, hidden)
-    undo = tile_modules(layer, {"modules": ["mlp$"], "num_tiles": 4}, zero_stage=0)
-    assert [tuple(t.shape) for t in tiles(layer, hidden)] == [
-        (2, size, 4) for size in [-(-(length - i) // 4) for i in range(4)]
-    ]
-    for actual, value in zip(computed(layer, hidden), expected, strict=True):
-        torch.testing.assert_close(actual, value)
-    undo()
-    assert "forward" not in vars(layer.mlp)
-
-
 def tiles(layer: Layer, hidden: torch.Tensor) -> list:
     """What the first layer inside is given, after the two positions of the first time."""
     seen: list = []

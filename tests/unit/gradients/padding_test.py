@@ -10,7 +10,7 @@ from allennlp.data import Batch, Instance, Token, TokenIndexer, Vocabulary
 from allennlp.data.fields import Field, ListField, TextField
 from allennlp.modules import TextFieldEmbedder
 
-from allennlp_deepspeed.gradients.chunking import chunks_by_length, rows_of
+from allennlp_deepspeed.gradients.chunking import chunks_by_length
 from allennlp_deepspeed.gradients.padding import TextLengths, longest_window
 from tests.fixtures.tiny_bert import tiny_bert
 
@@ -110,30 +110,6 @@ def test_texts_are_the_same_with_less_padding(model_name: str, name: str, in_lis
             # Of a list, the other text is shorter.
             torch.testing.assert_close(of_chunk[..., :length, :], of_batch[row][..., :length, :])
     assert sizes[0] == of_batch.size(-2) > sizes[1] > sizes[2] > 0
-
-
-def test_words_and_their_pieces_have_lengths_of_their_own():
-    token_ids = torch.ones(2, 6, dtype=torch.int64)
-    field = {
-        "token_ids": token_ids,
-        "type_ids": token_ids,
-        "wordpiece_mask": torch.tensor([[True] * 5 + [False], [True] * 3 + [False] * 3]),
-        "mask": torch.tensor([[True] * 4, [True, True, False, False]]),
-        "offsets": torch.zeros(2, 4, 2, dtype=torch.int64),
-    }
-    inputs = {"text": {"tokens": field}}
-    lengths = TextLengths(inputs, 2)
-    trimmed = lengths.trimmed(rows_of(inputs, 1, 2), [1], 1)["text"]["tokens"]
-    assert {name: list(tensor.shape[1:]) for name, tensor in trimmed.items()} == {
-        "token_ids": [3],
-        "type_ids": [3],
-        "wordpiece_mask": [3],
-        "mask": [2],
-        "offsets": [2, 2],
-    }
-    assert lengths.is_much_padded
-    assert lengths.order(["text"]) == [0, 1]
-    assert lengths.shortest == [1]
 
 
 @pytest.mark.parametrize(

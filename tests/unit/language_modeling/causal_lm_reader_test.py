@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
-import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, Instance, Vocabulary
 
-from allennlp_deepspeed.language_modeling import CausalLM, CausalLMReader, pretrained
+from allennlp_deepspeed.language_modeling import CausalLM, CausalLMReader
 from allennlp_deepspeed.language_modeling.packing import Example, pack
 from tests.fixtures.tiny_lm import LLAMA, VOCABULARY, tiny_tokenizer
 from tests.support.workers import run_workers
@@ -212,11 +211,6 @@ def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: str) -> None:
         list(reader.read(write(tmp_path, {"messages": MESSAGES})))
 
 
-def test_packing_of_one_example(tokenizer: str) -> None:
-    instance = CausalLMReader(tokenizer, max_length=3, pack=True).text_to_instance(**RESPONSE)
-    assert torch.equal(instance["position_ids"].tensor, torch.arange(3))  # type: ignore[attr-defined]
-
-
 ENDS_OTHERWISE = {"eos_token": "<unk>"}
 
 
@@ -226,17 +220,6 @@ def model(directory: Path, **arguments: Any) -> CausalLM:
 
 def ends(reader: CausalLMReader) -> str:
     return words(reader.text_to_instance(text="name1")).split()[-1]
-
-
-def test_the_tokenizer_of_the_reader_is_saved(tmp_path: Path, tokenizer: str) -> None:
-    directory = str(tmp_path)
-    reader = CausalLMReader(tokenizer, tokenizer_kwargs=ENDS_OTHERWISE, serialization_dir=directory)
-    model(tmp_path, tokenizer=tokenizer)
-    del reader
-    moved = CausalLMReader("/nowhere", tokenizer_kwargs=ENDS_OTHERWISE, serialization_dir=directory)
-    assert ends(moved) == "<unk>"
-    saved = pretrained.saved_tokenizer(directory)
-    assert saved is not None and saved.eos_token == "<unk>"
 
 
 @pytest.mark.parametrize("name", ["same", "/nowhere"])
@@ -263,14 +246,3 @@ def test_an_archive_has_one_tokenizer(tmp_path: Path, tokenizer: str) -> None:
     reader.tokenizer.eos_token = "<eos>"
     with pytest.raises(ConfigurationError, match="'model.tokenizer' is .* isn't the reader's"):
         model(tmp_path, tokenizer=str(other))
-
-
-def test_a_tokenizer_that_is_another_one_after_saving_is_refused(
-    tmp_path: Path, tokenizer: str
-) -> None:
-    reader = CausalLMReader(tokenizer, serialization_dir=str(tmp_path))
-    # In the place of one whose files don't say all.
-    reader.tokenizer.save_pretrained = CausalLMReader(tokenizer).tokenizer.save_pretrained
-    reader.tokenizer.eos_token = "<pad>"
-    with pytest.raises(ConfigurationError, match="becomes another one when it is saved"):
-        model(tmp_path)
