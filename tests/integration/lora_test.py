@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import peft
 import pytest
@@ -10,6 +10,8 @@ import torch
 import transformers
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from allennlp.data import Vocabulary
+from allennlp.models import Model
 from allennlp.modules import TokenEmbedder
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +24,8 @@ from allennlp_deepspeed.lora import (
 )
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.fixtures.tiny_gguf import tiny_gguf
-from tests.support.experiment import assert_same_outputs
+from tests.support.experiment import StateDict, assert_same_outputs, assert_same_weights
+from tests.support.side_by_side import Side
 from tests.support.workers import run_workers  # noqa: F401  # workers are forked
 
 PLAIN = "pretrained_transformer"
@@ -46,6 +49,34 @@ def trained(embedder: TokenEmbedder) -> TokenEmbedder:
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     return embedder.eval()
+
+
+class Adapted(Model):
+    def __init__(self, bert: str) -> None:
+        super().__init__(Vocabulary())
+        self.embedder = lora(bert, r=2, target_modules=["query", "intermediate.dense"])
+        self.layer = torch.nn.Linear(32, 3)
+
+    def forward(self, ids) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        embedded = self.embedder(ids, torch.ones_like(ids).bool())
+        return {"loss": (self.layer(embedded.mean(dim=1)) - 1).pow(2).mean()}
+
+
+def id_batches(rank: int) -> List[Dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"ids": torch.randint(5, 50, (2, 6), generator=generator)} for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def reference(bert: str) -> StateDict:
+    return Side(lambda: Adapted(bert), id_batches, world_size=2).train()
+
+
+@pytest.mark.parametrize("stage", [1])  # lora_test.py of end_to_end has the others
+def test_training_is_that_of_gradient_descent(bert: str, reference: StateDict, stage: int):
+    actual = Side(lambda: Adapted(bert), id_batches, stage, world_size=2).train()
+    assert_same_weights(actual, reference)
+    assert any("lora_B" in name and weight.any() for name, weight in actual.items())
 
 
 @pytest.mark.parametrize("embedder", [PLAIN, MISMATCHED])
