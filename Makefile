@@ -31,7 +31,7 @@ help:
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
-	@echo "make reference  write docs/reference.md, and the list of mends in docs/architecture.md"
+	@echo "make reference  write docs/reference.md, and the list of workarounds in docs/architecture.md"
 	@echo "make docs    build the site of the documents in site/ (a minute, without PyTorch)"
 	@echo "make release-check  build the package, and train with it in a clean environment of each Python that there is (15 minutes and 7 GB each)"
 	@echo "make ops     compile the operators of DeepSpeed that tests use"

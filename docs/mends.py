@@ -15,7 +15,7 @@ _TESTS = _ROOT / "tests" / "upstream"
 PATH = Path(__file__).with_name("architecture.md")
 
 _START, _END = "<!-- Written by `make reference`. -->\n", "<!-- Until here. -->\n"
-_HEAD = """| what is wrong | in | mend | shown by | public thread |
+_HEAD = """| what is wrong | in | workaround | shown by | public thread |
 |---|---|---|---|---|
 """
 _LABEL = re.compile(
