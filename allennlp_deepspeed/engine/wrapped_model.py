@@ -26,6 +26,7 @@ from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
+    bias_correction,
     deepspeed_logging,
     loss_scaling,
     module_hooks,
@@ -206,6 +207,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             regularizer.gather_with_model()
         undo_first_step(self.engine)
         keep_adagrad(self.engine)
+        self._undo.callback(bias_correction.corrected_by_step_count(self.optimizer))
         if config.precision == "fp16":
             enter(loss_scaling.mended_loss_scale(self.engine))
         if self._compiler is not None:

@@ -13,6 +13,7 @@ import deepspeed
 import torch
 from deepspeed import checkpointing
 from deepspeed.comm.torch import TorchBackend
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.utils import clip_grad_norm_
@@ -53,6 +54,24 @@ def test_zero_replaces_adagrad() -> bool:
     model = linear()
     adagrad = torch.optim.Adagrad(model.parameters())
     return engine_of(model, 2, adagrad).optimizer.optimizer is not adagrad
+
+
+@mended_by("engine.bias_correction.corrected_by_step_count")
+def test_adam_on_the_cpu_rounds_in_another_way_after_an_interruption() -> bool:
+    def weights_after_steps(interrupted_before: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        weights = nn.Parameter(torch.randn(500, generator=generator))
+        optimizer = DeepSpeedCPUAdam([weights], lr=0.1)
+        for step in range(60):
+            if step == interrupted_before:
+                states = copy.deepcopy(optimizer.state_dict())
+                optimizer = DeepSpeedCPUAdam([weights], lr=0.1)
+                optimizer.load_state_dict(states)
+            weights.grad = torch.randn(500, generator=generator)
+            optimizer.step()
+        return weights.detach()
+
+    return not torch.equal(weights_after_steps(30), weights_after_steps(0))
 
 
 @mended_by("engine.engine_mends.allow_plain_backward")
