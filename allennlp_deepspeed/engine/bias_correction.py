@@ -7,8 +7,8 @@ from typing import Any, Callable
 
 import torch
 from allennlp.training.optimizers import MultiOptimizer
-from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+from allennlp_deepspeed.deepspeed_api import DeepSpeedCPUAdam, FusedAdam, get_accelerator
 
 
 def corrected_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -16,10 +16,10 @@ def corrected_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], No
     Has each step of an optimizer that is DeepSpeed's Adam compute its bias correction from the step
     count alone, on the CPU. Returns what undoes it.
 
-    Mends DeepSpeed 0.19.8: `cpu_adam.h` multiplies the powers of the betas up from step to step,
-    but begins with `pow` in an optimizer that goes on with a checkpoint, which rounds in another
-    way: a training that was interrupted has other weights than one that wasn't, if it is offloaded
-    or on the CPU. Gone when both are the same to the last bit.
+    Works around DeepSpeed 0.19.8: `cpu_adam.h` multiplies the powers of the betas up from step to
+    step, but begins with `pow` in an optimizer that continues from a checkpoint, which rounds
+    differently: a training that was interrupted has other weights than one that wasn't, if it is
+    offloaded or on the CPU. Gone when both are the same to the last bit.
     """
     if isinstance(optimizer, MultiOptimizer):
         with ExitStack() as undo:
