@@ -241,6 +241,11 @@ def new_coordinator(offload: Any) -> PartitionedParameterCoordinator:
     )
 
 
+def leaf_module_hooks(zero_optimizer: Any) -> List[Any]:
+    """The handles of the hooks by which stage 3 reduces gradients of leaf modules."""
+    return _read(zero_optimizer, "_leaf_module_hooks")
+
+
 def release_functions_of_readers() -> Dict[str, Callable[..., Any]]:
     """
     The methods of `GatheredParameters` that say which parameters it shards again at its end, and

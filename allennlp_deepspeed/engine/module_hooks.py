@@ -2,14 +2,16 @@
 What ZeRO stage 3 does around modules and in linear layers, mended where it needs no graph.
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Callable, Iterable, Iterator, List, Tuple
 from unittest import mock
 
 import torch
 from deepspeed.runtime.zero import linear, parameter_offload
 
-from allennlp_deepspeed.deepspeed_api import is_functorch_transforming
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, is_functorch_transforming
+from allennlp_deepspeed.engine import internals
 
 
 @contextmanager
@@ -109,6 +111,38 @@ def keeping_what_is_read() -> Iterator[None]:
 
     with mock.patch.object(parameter_offload, "register_external_parameter", register_active):
         yield
+
+
+@contextmanager
+def leaf_modules_called_again(engine: DeepSpeedEngine) -> Iterator[None]:
+    """
+    Within it DeepSpeed gives the parameters of a leaf module no gradient of its own after a
+    backward pass through it. Those that have none when all passes are done get one with the
+    reduction. Without this, several micro-batches or chunks before a reduction fail too, and
+    layers of which only adapters are trained.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+        At stage 3.
+
+    Works around DeepSpeed 0.19.8: where a leaf module is called twice in a forward pass, its
+    parameters have a gradient without elements after the first part of the backward pass, to which
+    nothing can be added. Gone when such a model trains.
+    """
+    with ExitStack() as undo:
+        for handle in internals.leaf_module_hooks(engine.optimizer):
+            hooks = handle.hooks_dict_ref()
+            hook = partial(_without_new_gradients, hooks[handle.id])
+            undo.enter_context(mock.patch.dict(hooks, {handle.id: hook}))
+        yield
+
+
+def _without_new_gradients(hook: Callable, module: torch.nn.Module, *gradients: Any) -> None:
+    without = [parameter for parameter in module.parameters() if parameter.grad is None]
+    hook(module, *gradients)
+    for parameter in without:
+        parameter.grad = None
 
 
 class _OnlyWithGraph:

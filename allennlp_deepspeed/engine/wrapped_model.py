@@ -203,6 +203,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.zero_stage == 3:
             enter(module_hooks.only_with_graph(model))
             enter(inner_gradients_refused(model))
+            enter(module_hooks.leaf_modules_called_again(self.engine))
         if regularizer is not None:
             regularizer.gather_with_model()
         undo_first_step(self.engine)

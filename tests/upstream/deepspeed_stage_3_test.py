@@ -102,6 +102,21 @@ def test_a_parameter_that_is_read_is_gone_when_its_module_has_been_called() -> b
     return _fails(lambda: engine(torch.ones(1, 2)))
 
 
+@mended_by("engine.module_hooks.leaf_modules_called_again")
+def test_a_leaf_module_cannot_be_called_twice() -> bool:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(linear(2), nn.Tanh(), linear(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(self.layers(x)).sum()
+
+    zero = {"leaf_module": {"classes": ["Sequential"]}, "stage3_param_persistence_threshold": 0}
+    engine = engine_of(Twice(), 3, zero=zero)
+    return _fails(lambda: engine.backward(engine(torch.ones(1, 2))))
+
+
 @mended_by("engine.activation_checkpointing._held_parameters")
 def test_what_is_recomputed_lets_go_of_parameters() -> bool:
     class Recomputed(nn.Module):
