@@ -31,7 +31,7 @@ from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import internals, nvme_states
+from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.optimizers import adapt_loaded_states
 from allennlp_deepspeed.processes import agreement, fingerprints, phases
@@ -49,6 +49,12 @@ logger = logging.getLogger(__name__)
 
 # How long a rank that fails waits for a checkpoint that has been saved but not committed. Seconds.
 _ABANDON_AFTER = 5.0
+
+_ON_NVME = (
+    "optimizer states are on NVMe, and DeepSpeed's checkpoints lack a part of them. Such a "
+    'training can\'t be recovered. To be able to, write "cpu" for '
+    "deepspeed_config.zero_optimization.offload_optimizer.device."
+)
 
 
 @Checkpointer.register("deepspeed")
@@ -200,6 +206,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         Saves a checkpoint, which will be committed, and the older ones pruned, while training goes
         on. To be called by every rank.
         """
+        if trainer.engine.zero_nvme_offload_optimizer():
+            return  # the warning is in `load_checkpoint`
         if self._commits is None:
             directories = trainer.directories
             self._commits = BackgroundCommit(
@@ -224,16 +232,13 @@ class DeepSpeedCheckpointer(Checkpointer):
         dist.barrier()
         internals.set_checkpoint_engine(trainer.engine, self._files)
         write_model_states(trainer.engine, trainer.directories.is_first_here)
-        with nvme_states.no_swap_files_copied(trainer.engine):
-            trainer.engine.save_checkpoint(
-                unfinished,
-                tag=ENGINE_TAG,
-                client_state=sharded_reader.client_state(trainer.engine),
-                save_latest=False,
-                exclude_frozen_parameters=self._exclude_frozen_parameters,
-            )
-        if trainer.engine.zero_nvme_offload_optimizer():
-            nvme_states.save(trainer.engine, os.path.join(unfinished, ENGINE_TAG), self._files.save)
+        trainer.engine.save_checkpoint(
+            unfinished,
+            tag=ENGINE_TAG,
+            client_state=sharded_reader.client_state(trainer.engine),
+            save_latest=False,
+            exclude_frozen_parameters=self._exclude_frozen_parameters,
+        )
         self._files.save(
             trainer_state, self._checkpoints.training_state_path(unfinished, dist.get_rank())
         )
@@ -350,7 +355,12 @@ class DeepSpeedCheckpointer(Checkpointer):
         found = newest_intact(self._checkpoints, trainer.directories, self._on_corrupt)
         if found is None:
             refuse_allennlp_checkpoints(self._serialization_dir)
+            if trainer.engine.zero_nvme_offload_optimizer():
+                logger.warning("No checkpoints are saved: %s", _ON_NVME)
             return None
+        if trainer.engine.zero_nvme_offload_optimizer():
+            path = self._checkpoints.path(found.point)
+            raise CheckpointError(f"{path} can't be loaded: {_ON_NVME}")
         check_model(self._checkpoints.path(found.point), found.record, trainer)
         return self._load(trainer, found.point, found.record)
 
@@ -381,14 +391,11 @@ class DeepSpeedCheckpointer(Checkpointer):
     def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
         """Loads what as many ranks have saved."""
         internals.set_checkpoint_engine(engine, self._files)
-        with nvme_states.no_swap_files_copied(engine):
-            loaded_path, _ = engine.load_checkpoint(
-                path, tag=ENGINE_TAG, load_module_strict=not record.frozen
-            )
+        loaded_path, _ = engine.load_checkpoint(
+            path, tag=ENGINE_TAG, load_module_strict=not record.frozen
+        )
         if loaded_path is None:
             raise CheckpointError(f"DeepSpeed finds no weights in {path}.")
-        if engine.zero_nvme_offload_optimizer():
-            nvme_states.load(engine, os.path.join(path, ENGINE_TAG))
 
     def _load_resharded(
         self,

@@ -40,19 +40,14 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, left_out: Colle
     # Raises
 
     `CheckpointError`
-        On every rank, if the checkpoint is not of this model and this optimizer, or if something is
-        on NVMe.
+        On every rank, if the checkpoint is not of this model and this optimizer, or if weights
+        are on NVMe.
     """
     is_partitioned = engine.zero_optimization_partition_weights()
-    if (
-        checkpoint.has_states_on_nvme
-        or engine.zero_nvme_offload_optimizer()
-        or (is_partitioned and engine.optimizer.params_in_nvme_and_cpu)
-    ):
+    if is_partitioned and engine.optimizer.params_in_nvme_and_cpu:
         raise CheckpointError(
             f"{checkpoint.directory} can only be continued by {checkpoint.world_size} workers, "
-            "because weights or optimizer states are on NVMe, then or now. Its weights can be had "
-            "with `allennlp deepspeed export`."
+            "because weights are on NVMe. Its weights can be had with `allennlp deepspeed export`."
         )
     shards = Shards(engine)
     _check_parameters(shards, checkpoint, left_out)

@@ -17,7 +17,6 @@ from allennlp_deepspeed.storage import serialization
 from allennlp_deepspeed.storage.checkpoint_directory import (
     ENGINE_TAG,
     CheckpointDirectory,
-    nvme_path,
 )
 from allennlp_deepspeed.storage.commit_record import CheckpointError
 
@@ -111,7 +110,6 @@ class ShardedCheckpoint:
     directory : `str`
     world_size : `int`
         The number of ranks that wrote it.
-    has_states_on_nvme : `bool`
     trainable : `Dict[str, torch.Size]`
         The shapes of the parameters that the optimizer steps, by name. A parameter with several
         names goes by the first.
@@ -138,7 +136,6 @@ class ShardedCheckpoint:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self._engine_directory = os.path.join(directory, ENGINE_TAG)
-        self.has_states_on_nvme = os.path.exists(nvme_path(self._engine_directory, 0, 0))
         models = self._load("*mp_rank_00_model_states.pt")
         optimizers = [file["optimizer_state_dict"] for file in self._load("*_optim_states.pt")]
         model = models[0]
@@ -168,8 +165,6 @@ class ShardedCheckpoint:
             if "fp32_flat_groups" not in optimizers[0]:
                 self._shards = _shards_at_stages_1_and_2(optimizers)
             else:
-                for rank, optimizer in enumerate(optimizers):
-                    self._add_states_on_nvme(rank, optimizer, len(shapes))
                 self._shards = _shards_at_stage_3(optimizers, shapes)
                 self._frozen_shapes = model["frozen_param_shapes"] or {}
                 self._frozen_partitions = {
@@ -322,16 +317,6 @@ class ShardedCheckpoint:
         if not paths and pattern.startswith("*mp_rank"):
             raise CheckpointError(f"DeepSpeed's files are missing in {self._engine_directory}.")
         return [serialization.load(path, mmap=True) for path in sorted(paths, key=_rank)]
-
-    def _add_states_on_nvme(
-        self, rank: int, optimizer: Dict[str, Any], num_sub_groups: int
-    ) -> None:
-        """Where they were on NVMe, DeepSpeed's own file lacks them."""
-        paths = [nvme_path(self._engine_directory, rank, i) for i in range(num_sub_groups)]
-        if os.path.exists(paths[0]):
-            states = [serialization.load(path, mmap=True) for path in paths]
-            optimizer["fp32_flat_groups"] = [state.pop("fp32") for state in states]
-            _base_optimizer(optimizer)["state"] = dict(enumerate(states))
 
     def _load_moving_averages(self, directory: str) -> Optional[List[Dict[str, torch.Tensor]]]:
         path = CheckpointDirectory(os.path.dirname(directory)).training_state_path

@@ -283,11 +283,6 @@ def set_checkpoint_engine(engine: DeepSpeedEngine, checkpoint_engine: Any) -> No
     _set(engine, "checkpoint_engine", checkpoint_engine)
 
 
-def set_loss_scaler(zero_optimizer: Any, loss_scaler: Any) -> None:
-    """Gives a ZeRO optimizer the loss scale of a checkpoint."""
-    _set(zero_optimizer, "loss_scaler", loss_scaler)
-
-
 def disable_shared_memory_all_reduce(backend_module: Any) -> None:
     """Keeps DeepSpeed's backend from building its all-reduce for inference on CPUs."""
     _set(backend_module, "build_shm_op", lambda: None)

@@ -30,7 +30,7 @@ from allennlp_deepspeed.engine import (
     deepspeed_logging,
     loss_scaling,
     module_hooks,
-    nvme_states,
+    swap_files,
     used_optimizers,
 )
 from allennlp_deepspeed.engine.compilation import Compiler
@@ -235,7 +235,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             undo.callback(before.remove_added)
             if engine is None:
                 return
-            undo.callback(nvme_states.remove_swap_files, nvme_states.swap_folders(engine))
+            undo.callback(swap_files.remove_swap_files, swap_files.swap_folders(engine))
             # Before the process group: a worker can abort if the group goes away under a live
             # engine.
             undo.callback(_destroy_engine, engine)

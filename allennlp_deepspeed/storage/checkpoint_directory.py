@@ -5,7 +5,7 @@ Where checkpoints are, what they are called, and what of them is left after a cr
 import os
 import re
 import time
-from typing import List, NamedTuple, Optional, Union
+from typing import List, NamedTuple, Optional
 
 from allennlp_deepspeed.storage import files
 from allennlp_deepspeed.storage.commit_record import CommitRecord, training_state_name
@@ -159,8 +159,3 @@ def _points(names: List[str]) -> List[PointInTime]:
     return sorted(
         (PointInTime(int(m.group(1)), int(m.group(2))) for m in matches if m), reverse=True
     )
-
-
-def nvme_path(engine_directory: str, rank: int, part: Union[int, str]) -> str:
-    """The file for a sub-group of ZeRO-3 whose optimizer states are on NVMe."""
-    return os.path.join(engine_directory, f"nvme_w{rank}_{part}.pt")

@@ -8,20 +8,18 @@ from typing import Any, Dict, List
 
 import pytest
 import torch
-from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.offline import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.storage.commit_record import CheckpointError
-from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, recover, resizable
+from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, resizable
 from tests.support.command import REPOSITORY, allennlp, subprocess_allennlp
 from tests.support.experiment import (
     Config,
     Experiments,
     Result,
     deepspeed,
-    on_nvme,
 )
 from tests.support.tensor_memory import TensorMemory
 
@@ -160,27 +158,3 @@ def test_what_cannot_be_exported_is_refused_by_name(experiments: Experiments, tm
     assert not (copy / "export_e2_b0").exists()
     run = allennlp("deepspeed", "export", copy)
     assert run.returncode != 0 and str(damaged) in run.output
-
-
-@pytest.mark.parametrize("offloaded", [["optimizer"], ["optimizer", "param"]])
-def test_weights_that_were_on_nvme_are_exported_and_not_resized(
-    experiments: Experiments, tmp_path: Path, offloaded: List[str]
-):
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        pytest.skip("needs Debian's package libaio-dev")
-    overrides = {
-        # DeepSpeed keeps tensors below a megabyte in memory: here some are.
-        "model.encoder.hidden_size": 200,
-        "trainer.callbacks": ["record_steps"],
-        "trainer.num_epochs": 1,
-    }
-    config = deepspeed(resizable(2, overrides), 3)
-    config["trainer"]["deepspeed_config"]["zero_optimization"].update(
-        on_nvme(*(f"offload_{what}" for what in offloaded))
-    )
-    result = experiments.run(config)
-    # After one epoch the best weights are the last.
-    assert_identical(exported(result, tmp_path / "export"), result.weights())
-    config["distributed"]["cuda_devices"] = [-1, -1, -1]
-    with pytest.raises(AssertionError, match="can only be continued by 2 workers, because"):
-        recover(result, tmp_path, config, "checkpoint_e1_b0")

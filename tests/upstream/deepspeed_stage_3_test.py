@@ -2,14 +2,11 @@
 
 import inspect
 import warnings
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, List, Tuple
+from typing import Any, List
 
-import pytest
 import torch
 from deepspeed import checkpointing
-from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.swap_tensor import (
     partitioned_optimizer_swapper,
     pipelined_optimizer_swapper,
@@ -158,31 +155,7 @@ def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     return weight(model.second) != before
 
 
-@pytest.mark.skipif(
-    not AsyncIOBuilder().is_compatible(verbose=False),
-    reason="needs libaio's headers (Debian's package libaio-dev)",
-)
-@mended_by("engine.nvme_states")
-def test_an_optimizer_on_nvme_forgets_its_learning_rate() -> bool:
-    with TemporaryDirectory() as directory:
-        engine, adam = _on_nvme(directory)
-        adam.param_groups[0]["lr"] = 0.5
-        engine.save_checkpoint(f"{directory}/checkpoint", "tag")
-        engine.destroy()
-        engine, adam = _on_nvme(directory)
-        engine.load_checkpoint(f"{directory}/checkpoint", "tag")
-        engine.destroy()
-    return adam.param_groups[0]["lr"] != 0.5
-
-
-def _on_nvme(directory: str) -> Tuple[Any, torch.optim.Optimizer]:
-    model = linear()
-    adam = torch.optim.Adam(model.parameters(), lr=0.1)
-    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": directory}}
-    return engine_of(model, 3, adam, zero=zero), adam
-
-
-@mended_by("engine.nvme_states.remove_swap_files")
+@mended_by("engine.swap_files.remove_swap_files")
 def test_swap_files_are_never_removed() -> bool:
     """By the source of what writes them, because only large states are written to files."""
     sources = map(inspect.getsource, (partitioned_optimizer_swapper, pipelined_optimizer_swapper))
