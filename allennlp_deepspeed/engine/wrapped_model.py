@@ -252,9 +252,19 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         `RuntimeError`
             If it is down.
         """
+        self.check_is_up()
+        assert self._engine is not None
+        return self._engine
+
+    def check_is_up(self) -> None:
+        """
+        # Raises
+
+        `RuntimeError`
+            If the engine has been destroyed.
+        """
         if self._engine is None:
             raise RuntimeError(_DOWN)
-        return self._engine
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -267,8 +277,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         `RuntimeError`
             If it is down.
         """
-        if self._engine is None:
-            raise RuntimeError(_DOWN)
+        self.check_is_up()
         self.is_in_use = True
         try:
             yield

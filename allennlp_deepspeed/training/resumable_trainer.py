@@ -79,6 +79,7 @@ class ResumableTrainer(ReportedTrainer):
         Works around AllenNLP 2.10.1: a training that has stopped early trains one more epoch when
         it is continued. Gone when `_try_train` asks whether to stop before it trains.
         """
+        self._ddp_wrapped_model.check_is_up()
         state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
         if state is None:
             self._ddp_wrapped_model.check_optimizer_states()

