@@ -32,6 +32,9 @@ class ContrastiveModel(Model):
     regularizer : `RegularizerApplicator`, optional (default = `None`)
     """
 
+    compares_examples = True
+    """Whether the loss of a batch isn't the mean of those of its parts."""
+
     validates_whole_set = False
     """
     Whether the metrics of validation are those of all examples together, each counted once also if
@@ -67,6 +70,8 @@ class ContrastiveModel(Model):
                 'batches, or "local" for those of each worker\'s own.'
             )
         self.negatives = negatives
+        # Then all ranks divide it by the same number of micro-batches.
+        self.has_loss_of_all_ranks = negatives == "global"
         self._of_encode = _arguments(self.encode)
         self._of_loss = _arguments(self.contrastive_loss)
         # A subclass that overrides it without the argument computes the whole.

@@ -10,7 +10,6 @@ from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.gradients.grad_cache import GradCache
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.gradients.loss_weights import LossWeights
 from allennlp_deepspeed.gradients.reshard_after_micro_batch import ReshardAfterMicroBatch
@@ -30,14 +29,11 @@ class GradientStep:
 
     wrapped_model : `DeepSpeedWrappedModel`, required.
     gradients : `GradientSynchronizer`, required.
-    grad_cache : `GradCache`, required.
-        `None` without one.
+    train_on : `Callable[[TensorDict, int, bool], Optional[Dict[str, torch.Tensor]]]`, required.
+        Goes forward and backward instead, unless it returns `None`: `StepExtensions.train_on`.
     loss_weights : `LossWeights`, required.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
         Returns the outputs of a micro-batch, with its `loss`.
-    prepare : `Callable[[TensorDict], TensorDict]`, required.
-        Does what is to be done before the first forward pass of a micro-batch, where `grad_cache`
-        makes several.
     go_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, required.
         Has the callbacks go backward from the outputs of a micro-batch. Returns whether one has.
     weight_watch : `WeightWatch`, required.
@@ -49,10 +45,9 @@ class GradientStep:
         self,
         wrapped_model: DeepSpeedWrappedModel,
         gradients: GradientSynchronizer,
-        grad_cache: Optional[GradCache],
+        train_on: Callable[[TensorDict, int, bool], Optional[Outputs]],
         loss_weights: LossWeights,
         forward: Callable[[TensorDict], Outputs],
-        prepare: Callable[[TensorDict], TensorDict],
         go_backward: Callable[[Outputs], bool],
         weight_watch: WeightWatch,
         reshard_after_micro_batch: ReshardAfterMicroBatch,
@@ -64,11 +59,10 @@ class GradientStep:
         self._reports_norm = wrapped_model.config.grad_norm is not False
         self._gradients = gradients
         self._passes = Passes(self._engine)
-        self._grad_cache = grad_cache
+        self._train_on = train_on
         self._loss_weights = loss_weights
         self._weights: List[torch.Tensor] = []
         self._forward = forward
-        self._prepare = prepare
         self._go_backward = go_backward
         self._weight_watch = weight_watch
         self._moving_average = moving_average
@@ -119,9 +113,9 @@ class GradientStep:
             The outputs of the model.
         """
         self._num_micro_batches += 1
-        if self._grad_cache is not None:
-            # Both passes of a chunk are to see the same.
-            return self._grad_cache.train_on(self._prepare(batch), self.group_size, is_last)
+        outputs = self._train_on(batch, self.group_size, is_last)
+        if outputs is not None:
+            return outputs
         with self._gradients.micro_batch(is_last), self._passes.of("train"):
             with phase(FORWARD):
                 outputs = self._forward(batch)

@@ -10,7 +10,6 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.models import BasicClassifier, Model, SimpleTagger
 from allennlp.nn.util import get_text_field_mask
 
-from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.gradients.chunking import has_batch_statistics
 
 Number = Union[float, torch.Tensor]
@@ -58,6 +57,11 @@ def is_nan_of_none(model: Model) -> bool:
     return type(model) is BasicClassifier
 
 
+def averages_over_tokens(model: Model) -> bool:
+    """Return whether losses are weighed by tokens in any case, as those of a `TokenLossModel`."""
+    return getattr(model, "averages_loss_over_tokens", False)
+
+
 def check_class(model: Type[Model]) -> None:
     """
     # Raises
@@ -66,7 +70,7 @@ def check_class(model: Type[Model]) -> None:
         If it isn't known that the loss of these models is a mean, and over what.
     """
     auto = "'trainer.num_gradient_accumulation_steps' is \"auto\""
-    if issubclass(model, ContrastiveModel):
+    if getattr(model, "compares_examples", False):
         raise ConfigurationError(
             f"{auto}, but the loss of a {model.__name__} compares the examples of a batch with "
             "each other, and is no mean of those of parts: write "

@@ -6,7 +6,6 @@ from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 
 from allennlp_deepspeed.gradients import loss_terms
-from allennlp_deepspeed.language_modeling import TokenLossModel
 
 
 class LossWeights:
@@ -29,7 +28,7 @@ class LossWeights:
     ) -> None:
         self._model = model
         self._device = device
-        self._counts_tokens = isinstance(model, TokenLossModel)
+        self._counts_tokens = loss_terms.averages_over_tokens(model)
         self._weighs = self._counts_tokens or is_of_global_batch
         self._is_nan_of_none = loss_terms.is_nan_of_none(model)
         # Of all ranks since the last call of `take_num_tokens`, on the device.

@@ -69,6 +69,9 @@ class TokenLossModel(Model):
     As for `Model`.
     """
 
+    averages_loss_over_tokens = True
+    """Whether the trainer weighs losses by `num_loss_tokens`."""
+
     sequence_sharing: Optional[SequenceSharing] = None
     """
     Set by the trainer where workers share sequences. Then `forward` takes whole sequences as ever,

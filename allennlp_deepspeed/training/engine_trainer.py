@@ -2,7 +2,7 @@ import json
 import logging
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -18,16 +18,13 @@ from overrides import overrides
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.directories import Directories
-from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.gradients import loss_terms
 from allennlp_deepspeed.gradients.backward_and_update import GradientStep, clip_values
-from allennlp_deepspeed.gradients.grad_cache import GradCache
 from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.gradients.loss_weights import LossWeights
 from allennlp_deepspeed.gradients.reshard_after_micro_batch import ReshardAfterMicroBatch
@@ -37,9 +34,8 @@ from allennlp_deepspeed.training import callbacks as callback_kinds
 from allennlp_deepspeed.training.batch_groups import BatchGroup
 from allennlp_deepspeed.training.callbacks import goes_backward, reads_gradients
 from allennlp_deepspeed.training.device_transfer import to_device
-from allennlp_deepspeed.training.micro_batches import MicroBatches
 from allennlp_deepspeed.training.progress import Progress
-from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
+from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions
 
 # Which move batches to their `cuda_device`, if they have one.
 _LOADERS_OF_ALLENNLP = (MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader)
@@ -72,12 +68,10 @@ class EngineTrainer(GradientDescentTrainer):
     _directories: Directories
     _progress: Progress
     _buffers: BufferBroadcast
-    # The keys 'gradient_synchronization' and 'grad_cache'.
-    _gradient_settings: Tuple[str, Optional[Dict[str, Any]]]
-    _sequence_parallelism: SequenceParallelism
+    _gradient_synchronization: str
+    _extensions: StepExtensions
     _gradients: GradientSynchronizer
     _gradient_step: GradientStep
-    _micro_batches: Optional[MicroBatches]
     _weight_watch: WeightWatch
 
     # AllenNLP's loop keeps them on itself.
@@ -278,17 +272,13 @@ class EngineTrainer(GradientDescentTrainer):
         Returns this rank's loss.
         """
         self._ddp_wrapped_model.check_optimizer_states()
-        batches, size, num_fillers = self._divided(BatchGroup([batch], 1))
+        batches, size, num_fillers = self._extensions.divide(BatchGroup([batch], 1))
         with self._gradient_step.accumulate(batches, size, num_fillers):
             losses = [
                 float(self._gradient_step.micro_batch(batch, is_last=i == size)["loss"])
                 for i, batch in enumerate(batches, start=1)
             ]
         return sum(losses) / size
-
-    def _divided(self, group: BatchGroup) -> BatchGroup:
-        """The micro-batches of a step, of those that have been read."""
-        return group if self._micro_batches is None else self._micro_batches.divide(group)
 
     def step_optimizer(self) -> None:
         """Makes the optimizer step after `go_backward`. To be called by every rank."""
@@ -315,7 +305,7 @@ class EngineTrainer(GradientDescentTrainer):
         if self._grad_clipping is not None:
             clipping = clip_values(self.optimizer, self._grad_clipping)
             wrapped_model.before_destroying(clipping.remove)
-        self._gradients, self._grad_cache = self._construct_gradients(*self._gradient_settings)
+        self._gradients = self._construct_gradients()
         wrapped_model.before_destroying(self._gradients.remove_hooks)
         # After the hook that clips: it records what the optimizer steps with.
         self._log_writers = LogWriters(self)
@@ -324,21 +314,30 @@ class EngineTrainer(GradientDescentTrainer):
         if self._moving_average is not None:
             self._check_averages(self._moving_average)
             self._moving_average.before_assigning = self._weight_watch.raise_if_changed
-        self._sequence_parallelism.attach(wrapped_model)
-        self._micro_batches = self._construct_micro_batches()
+        self._extensions.construct(
+            StepContext(
+                self.model,
+                wrapped_model,
+                self._gradients,
+                self._callbacks,
+                [self.data_loader, self._validation_data_loader],
+                forward=self._go_forward,
+                batch_outputs=super().batch_outputs,
+                prepare=self._prepare_batch,
+            )
+        )
         self._gradient_step = GradientStep(
             wrapped_model,
             self._gradients,
-            self._grad_cache,
-            LossWeights(self.model, self.cuda_device, self._micro_batches is not None),
+            self._extensions.train_on,
+            LossWeights(self.model, self.cuda_device, self._extensions.divides_batches),
             forward=self._go_forward,
-            prepare=self._prepare_batch,
             go_backward=self._call_on_backward,
             weight_watch=self._weight_watch,
             reshard_after_micro_batch=ReshardAfterMicroBatch(
                 self.engine,
                 wrapped_model.config.reshard_after_micro_batch,
-                self._num_micro_batches(self._grad_cache is not None),
+                self._num_micro_batches,
             ),
             moving_average=self._moving_average,
         )
@@ -359,55 +358,23 @@ class EngineTrainer(GradientDescentTrainer):
                     "parameters only."
                 )
 
-    def _construct_gradients(
-        self, gradient_synchronization: str, grad_cache: Optional[Dict[str, Any]]
-    ) -> Tuple[GradientSynchronizer, Optional[GradCache]]:
+    def _construct_gradients(self) -> GradientSynchronizer:
         callback_kinds.check(self._callbacks)
-        settings = self._grad_cache_settings(grad_cache)
-        gradients = GradientSynchronizer(
+        return GradientSynchronizer(
             self.engine,
-            mode=gradient_synchronization,
-            num_micro_batches=self._num_micro_batches(settings is not None),
+            mode=self._gradient_synchronization,
+            num_micro_batches=self._num_micro_batches,
             find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
             several_passes=any(map(goes_backward, self._callbacks)),
             average_each_pass=any(map(reads_gradients, self._callbacks)),
         )
-        if settings is None:
-            return gradients, None
-        return gradients, GradCache(
-            settings, self._ddp_wrapped_model, gradients, super().batch_outputs
-        )
 
-    def _num_micro_batches(self, has_grad_cache: bool) -> int:
+    @property
+    def _num_micro_batches(self) -> int:
         """In an optimizer step, as DeepSpeed sees them; not exact where it isn't known."""
-        # Each chunk, or part of a batch, is a micro-batch to DeepSpeed, and there are several.
-        divides = has_grad_cache or self._ddp_wrapped_model.config.finds_micro_batch_size
-        return self._num_gradient_accumulation_steps * (2 if divides else 1)
-
-    def _grad_cache_settings(
-        self, grad_cache: Optional[Dict[str, Any]]
-    ) -> Optional[GradCacheSettings]:
-        if grad_cache is None:
-            return None
-        settings = GradCacheSettings.model_validate(grad_cache)
-        GradCache.check(settings, self.model)
-        callback_kinds.refuse_going_backward(
-            self._callbacks,
-            "with 'trainer.grad_cache' there is no graph to go back through: remove one of them.",
-        )
-        return settings
-
-    def _construct_micro_batches(self) -> Optional[MicroBatches]:
-        """`None` unless they are to be found."""
-        if not self._ddp_wrapped_model.config.finds_micro_batch_size:
-            return None
-        loss_terms.check(self.model)
-        callback_kinds.refuse_going_backward(
-            self._callbacks,
-            "with 'trainer.num_gradient_accumulation_steps' \"auto\" losses are those of parts of "
-            "a batch, and weighed: remove it, or write a number of steps.",
-        )
-        return MicroBatches(self._ddp_wrapped_model, self.model, self._go_forward)
+        # Each pass is a micro-batch to DeepSpeed, and there are several.
+        num_passes = 2 if self._extensions.makes_several_passes else 1
+        return self._num_gradient_accumulation_steps * num_passes
 
     def _go_forward(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
         # Looked up in each micro-batch, because a callback may have put its own there.

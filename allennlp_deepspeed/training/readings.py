@@ -11,7 +11,7 @@ from allennlp.models.model import Model
 from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
-from allennlp_deepspeed.language_modeling import TokenLossModel
+from allennlp_deepspeed.gradients.loss_terms import averages_over_tokens
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.reports.reading import Reading, num_instances
 from allennlp_deepspeed.reports.run_report import RunReport
@@ -58,7 +58,7 @@ class Readings:
         self._model = model
         self._progress = progress
         self.metrics_are_read = metrics_are_read
-        self._losses_are_shares = are_parts or isinstance(model, TokenLossModel)
+        self._losses_are_shares = are_parts or averages_over_tokens(model)
         self.pace = ReadingPace(num_steps)
         self.losses = RunningLoss(are_parts)
         self._report = report

@@ -56,8 +56,7 @@ class ReportedTrainer(EngineTrainer):
     @property
     def reduces_once_a_step(self) -> bool:
         """Whether `gradient_synchronization` says that gradients are reduced once a step."""
-        setting, _ = self._gradient_settings
-        return setting == STEP
+        return self._gradient_synchronization == STEP
 
     @property
     def has_fixed_batch_size(self) -> bool:
@@ -82,7 +81,7 @@ class ReportedTrainer(EngineTrainer):
     @property
     def num_readers(self) -> int:
         """The number of workers, or of groups that share sequences, which read different data."""
-        return self._sequence_parallelism.num_readers
+        return self._extensions.num_readers
 
     @property
     def epochs_completed(self) -> int:

@@ -19,9 +19,7 @@ _LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
 
 # Parts that only find out how to train, and may do so again.
 _MAY_BE_NEW = {
-    "grad_cache",
     "gradient_synchronization",
-    "micro_batches",
     "reshard_after_micro_batch",
 }
 
@@ -48,8 +46,7 @@ class ResumableTrainer(ReportedTrainer):
             "best_weights": self.best_weights,
             "gradient_synchronization": self._gradients.schedule,
             "reshard_after_micro_batch": self._gradient_step.reshard_after_micro_batch,
-            "grad_cache": self._grad_cache,
-            "micro_batches": self._micro_batches,
+            **self._extensions.parts(),
             "replay": self._replay,
         }
         return {name: part for name, part in parts.items() if part is not None}
@@ -87,7 +84,7 @@ class ResumableTrainer(ReportedTrainer):
         self._weight_watch.snapshot()
         parts = self.parts()
         lacking = [name for name in parts if name not in state.trainer_state]
-        if set(lacking) - _MAY_BE_NEW:
+        if set(lacking) - _MAY_BE_NEW - set(self._extensions.parts()):
             raise CheckpointError(
                 f"The checkpoint has nothing of 'trainer.{lacking[0]}', which the training was "
                 "begun without: leave it out, or start anew with another serialization directory."
@@ -122,7 +119,7 @@ class ResumableTrainer(ReportedTrainer):
     def instances_per_step(self) -> int:
         """Of all ranks. Micro-batches without a fixed size count as one."""
         size = micro_batch_size(self.data_loader) or 1
-        num_readers = self._sequence_parallelism.num_readers
+        num_readers = self._extensions.num_readers
         return size * self._num_gradient_accumulation_steps * num_readers
 
     def _is_step_to_save(self) -> bool:

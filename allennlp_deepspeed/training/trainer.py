@@ -21,7 +21,6 @@ from overrides import overrides
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
-from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
@@ -42,8 +41,8 @@ from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.readings import Readings
 from allennlp_deepspeed.training.replay import Replay
 from allennlp_deepspeed.training.resumable_trainer import ResumableTrainer
-from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
 from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
+from allennlp_deepspeed.training.step_extension import StepExtensions, find_extensions
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 from allennlp_deepspeed.training.validation_loss import ValidationLoss
 
@@ -187,21 +186,12 @@ class DeepSpeedTrainer(ResumableTrainer):
             )
             self.best_weights = BestWeights(wrapped_model, self._serialization_dir, self._primary)
             self._buffers = BufferBroadcast(self.model, self.cuda_device)
-            self._gradient_settings = (
-                arguments["gradient_synchronization"],
-                arguments["grad_cache"],
-            )
-            self._sequence_parallelism = SequenceParallelism(
-                model,
-                arguments["sequence_parallel_size"],
-                [data_loader, self._validation_data_loader],
-            )
+            self._gradient_synchronization = gradient_synchronization
+            self._extensions = StepExtensions(find_extensions(arguments), arguments)
             self._loss_of_validation = ValidationLoss(model)
             self._has_trained = False
             self._attach_engine()
-            self._has_global_loss = (
-                isinstance(model, ContrastiveModel) and model.negatives == "global"
-            )
+            self._has_loss_of_all_ranks = getattr(model, "has_loss_of_all_ranks", False)
         # A trainer that is dropped and has never trained leaves nothing behind either.
         weakref.finalize(self, wrapped_model.destroy).atexit = False  # type: ignore[misc]
 
@@ -286,14 +276,14 @@ class DeepSpeedTrainer(ResumableTrainer):
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
-        batches, group_size, num_fillers = self._divided(group)
-        if self._has_global_loss:  # which all ranks divide by the same number
+        batches, group_size, num_fillers = self._extensions.divide(group)
+        if self._has_loss_of_all_ranks:  # which all ranks divide by the same number
             group_size = len(batches)
         self._readings.start_step(group_size, group.batches)
         for callback in self._observers:
             callback.on_step_start()
 
-        self._sequence_parallelism.look_at(batches)
+        self._extensions.start_step(batches)
         outputs = []
         with self._gradient_step.accumulate(batches, group_size, num_fillers):
             for i, batch in enumerate(batches, start=1):
@@ -324,7 +314,7 @@ class DeepSpeedTrainer(ResumableTrainer):
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
         if not for_training:
             self._leave_if_interrupted("in the validation")
-            self._sequence_parallelism.look_at([batch])
+            self._extensions.start_step([batch])
             self._loss_of_validation.look_at(batch)
         batch = self._prepare_batch(batch)
         if for_training:
@@ -401,7 +391,7 @@ class DeepSpeedTrainer(ResumableTrainer):
             )
         if agreement.has_changed_weights:
             self._weight_watch.raise_error()
-        self._sequence_parallelism.check_batches(self.cuda_device)
+        self._extensions.check(self.cuda_device)
         self._weight_watch.request_comparison()
         self._readings.show(agreement.seconds_per_step)
         return agreement
@@ -434,7 +424,7 @@ class DeepSpeedTrainer(ResumableTrainer):
         self._loss_of_validation.start()
         try:
             result = self._loss_of_validation.of(super()._validation_loss(epoch))
-            self._sequence_parallelism.check_batches(self.cuda_device)
+            self._extensions.check(self.cuda_device)
         except TrainingInterrupted as interruption:
             # Here the moving average has been taken off again.
             if interruption.signal_number == signal.SIGTERM and self._checkpointer is not None:

@@ -5,7 +5,7 @@ from allennlp.data.data_loaders import DataLoader, TensorDict
 from allennlp.models import Model
 from allennlp.training import util as training_util
 
-from allennlp_deepspeed.language_modeling import TokenLossModel
+from allennlp_deepspeed.gradients.loss_terms import averages_over_tokens, num_loss_terms
 
 _WEIGHT_KEY = "num_loss_tokens"
 
@@ -36,15 +36,15 @@ class ValidationLoss:
 
     def look_at(self, batch: TensorDict) -> None:
         """To be called before the model goes forward, which may change the batch."""
-        if isinstance(self._model, TokenLossModel):
-            self._num_tokens_of_batch = int(self._model.num_loss_tokens(**batch))
+        if averages_over_tokens(self._model):
+            self._num_tokens_of_batch = int(num_loss_terms(self._model, batch))
 
     def add(self, outputs: Dict[str, torch.Tensor]) -> None:
         """
         To be called after it. A batch without a loss doesn't count. Waits for the device, as
         AllenNLP does for each batch.
         """
-        if isinstance(self._model, TokenLossModel) and outputs.get("loss") is not None:
+        if averages_over_tokens(self._model) and outputs.get("loss") is not None:
             self._total += outputs["loss"].item() * self._num_tokens_of_batch
             self._num_tokens += self._num_tokens_of_batch
 
@@ -63,7 +63,7 @@ class ValidationLoss:
         `Tuple[float, Optional[float], int]`
             The same, by tokens.
         """
-        if not isinstance(self._model, TokenLossModel):
+        if not averages_over_tokens(self._model):
             return validated
         _, penalty, num_batches = validated
         if penalty is not None:
@@ -87,7 +87,7 @@ def evaluate(
     As for AllenNLP's.
     """
     evaluated: Any = model
-    if isinstance(model, TokenLossModel) and not batch_weight_key:
+    if averages_over_tokens(model) and not batch_weight_key:
         evaluated, batch_weight_key = _WithNumTokens(model), _WEIGHT_KEY
     return training_util.evaluate(
         evaluated, data_loader, cuda_device=cuda_device, batch_weight_key=batch_weight_key
@@ -97,13 +97,13 @@ def evaluate(
 class _WithNumTokens:
     """In the place of a model that is evaluated: its outputs have the number of their tokens."""
 
-    def __init__(self, model: TokenLossModel) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
         self.eval = model.eval
         self.get_metrics = model.get_metrics
 
     def __call__(self, **batch: Any) -> Dict[str, Any]:
-        num_tokens = torch.as_tensor(self._model.num_loss_tokens(**batch))
+        num_tokens = torch.as_tensor(num_loss_terms(self._model, batch))
         if self._model.sequence_sharing is not None:
             num_tokens = self._model.sequence_sharing.total(num_tokens)
         # AllenNLP divides by the weights so far, after each batch: they may not be 0.

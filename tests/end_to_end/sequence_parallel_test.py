@@ -5,6 +5,7 @@ Workers that share sequences train as a single process does with the same batche
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Iterator, Tuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from allennlp.models import Model
 
 from allennlp_deepspeed import reading_by_groups
 from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.extensions.sequence_parallelism import SequenceParallelism
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.launch.preflight import check
-from allennlp_deepspeed.training.sequence_parallelism import SequenceParallelism
+from allennlp_deepspeed.training.step_extension import StepContext
 from tests.end_to_end.precision_test import BF16, FP16
 from tests.end_to_end.resize_test import (
     assert_continues,
@@ -217,14 +219,14 @@ def test_recovery_with_other_groups(
 
 def test_workers_that_share_sequences_must_have_the_same_batches(tokenizer: str) -> None:
     def work(rank: int) -> str:
-        sequences = SequenceParallelism(constructed_model(), 2, [])
+        sequences = SequenceParallelism(2, context_of(constructed_model()))
         same = {"input_ids": torch.arange(6).view(2, 3)}
-        sequences.look_at([same, {"input_ids": torch.tensor([[1, 2]])}])
-        sequences.check_batches(CPU)
+        sequences.start_step([same, {"input_ids": torch.tensor([[1, 2]])}])
+        sequences.check(CPU)
         # The same tokens, in another order.
-        sequences.look_at([same, {"input_ids": torch.tensor([[1, 2]]).roll(rank // 3, 1)}])
+        sequences.start_step([same, {"input_ids": torch.tensor([[1, 2]]).roll(rank // 3, 1)}])
         with pytest.raises(RuntimeError) as error:
-            sequences.check_batches(CPU)
+            sequences.check(CPU)
         return str(error.value)
 
     assert all(
@@ -262,6 +264,21 @@ def constructed_model() -> Model:
     return CausalLM(Vocabulary(), config=LLAMA)
 
 
+def context_of(model: Model, *data_loaders: Any) -> StepContext:
+    """What sequence parallelism looks at of a trainer."""
+    trainer = mock.MagicMock()
+    return StepContext(
+        model,
+        trainer.wrapped_model,
+        trainer.gradients,
+        callbacks=[],
+        data_loaders=data_loaders,
+        forward=trainer.forward,
+        batch_outputs=trainer.batch_outputs,
+        prepare=trainer.prepare,
+    )
+
+
 def test_what_cant_be_shared_is_refused(tokenizer: str) -> None:
     """In the parent, before there are workers."""
 
@@ -284,7 +301,7 @@ def test_readers_in_python_have_to_read_by_groups() -> None:
             by_groups = BabiReader().get_distributed_info()
         loader = SimpleNamespace(reader=BabiReader())
         with pytest.raises(ConfigurationError) as error:
-            SequenceParallelism(constructed_model(), 2, [loader])  # type: ignore[list-item]
+            SequenceParallelism(2, context_of(constructed_model(), loader))
         return (by_groups.global_rank, by_groups.world_size), str(error.value)
 
     results = run_workers(4, work)

@@ -1,11 +1,11 @@
 from functools import partial
-from typing import Any, Iterable, Iterator, List, Optional, Union
+from typing import Any, Iterator, List, Union
 
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
-from allennlp.models import Model
+from overrides import overrides
 
 from allennlp_deepspeed.engine.ulysses import UlyssesAttention
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
@@ -13,9 +13,10 @@ from allennlp_deepspeed.language_modeling import TokenLossModel, can_share, cant
 from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
 from allennlp_deepspeed.training.even_batches import EvenBatches
+from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 
 
-class SequenceParallelism:
+class SequenceParallelism(StepExtension):
     """
     Has neighbouring workers share each sequence of a model's batches. Gradients are reduced over
     all workers as ever, and each loss is weighed by its tokens (`LossWeights`), so that neither
@@ -23,11 +24,10 @@ class SequenceParallelism:
 
     # Parameters
 
-    model : `Model`, required.
-    size : `int`, required.
-        The number of workers in a group; with 1 it does nothing.
-    data_loaders : `Iterable[Union[DataLoader, EvenBatches, None]]`, required.
-        Of which those with a reader must divide data among groups.
+    value : `int`, required.
+        The number of workers in a group.
+    context : `StepContext`, required.
+        Those of its data loaders that have a reader must divide data among groups.
 
     # Raises
 
@@ -35,46 +35,34 @@ class SequenceParallelism:
         If they don't, or the model can't be shared.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        size: int,
-        data_loaders: Iterable[Union[DataLoader, EvenBatches, None]],
-    ) -> None:
-        self.num_readers = dist.get_world_size() // size
-        """The number of workers or groups that read different data."""
-        self._model = model
-        self._size = size
-        self._group: Optional[SequenceGroup] = None
+    def __init__(self, value: int, context: StepContext) -> None:
+        self.workers_per_reader = self._size = value
+        self._model = context.model
         # Of all batches so far, on the device that the data loader has left them on.
         self._checksum = torch.tensor(0)
-        if size == 1:
-            return
-        if not can_share(type(model)):
-            raise cant_share(type(model))
-        for data_loader in data_loaders:
-            _check_reader(data_loader, size)
+        if not can_share(type(context.model)):
+            raise cant_share(type(context.model))
+        for data_loader in context.data_loaders:
+            _check_reader(data_loader, value)
+        self._attach(context.wrapped_model)
 
-    def look_at(self, batches: List[TensorDict]) -> None:
-        """
-        Before a step at its micro-batches, and in a validation at each batch. The host doesn't wait
-        for the device.
-        """
-        if self._size > 1:
-            for tensor in _tensors(batches):
-                self._checksum = self._checksum * 31 + _checksum(tensor)
+    @overrides
+    def start_step(self, batches: List[TensorDict]) -> None:
+        """Adds batches to the checksum. The host doesn't wait for the device."""
+        for tensor in _tensors(batches):
+            self._checksum = self._checksum * 31 + _checksum(tensor)
 
-    def check_batches(self, device: torch.device) -> None:
+    @overrides
+    def check(self, device: torch.device) -> None:
         """
-        Compares what has been looked at. Waits for the device. To be called by every rank.
+        Compares the batches of the ranks of a group. Waits for the device. To be called by every
+        rank.
 
         # Raises
 
         `RuntimeError`
             On every rank, if those of a group had different batches.
         """
-        if self._size == 1:
-            return
         checksums = agreement.numbers_of_all([int(self._checksum)], device)
         for first in range(0, len(checksums), self._size):
             group = checksums[first : first + self._size]
@@ -85,15 +73,12 @@ class SequenceParallelism:
                     "what differs out of it, such as a seed of its own or an order by hash()."
                 )
 
-    def attach(self, wrapped_model: DeepSpeedWrappedModel) -> None:
-        """Until the engine is taken down, which has just come up. To be called by every rank."""
+    def _attach(self, wrapped_model: DeepSpeedWrappedModel) -> None:
+        """Has attention go over the parts of all workers until the engine is destroyed."""
         model = self._model
-        if self._size == 1 or not isinstance(model, TokenLossModel):
-            return
-        transformer = model.transformer_to_share()
-        if self._group is None:
-            self._group = SequenceGroup.of_neighbours(self._size)
-        attention = UlyssesAttention(transformer, self._group)
+        assert isinstance(model, TokenLossModel)
+        group = SequenceGroup.of_neighbours(self._size)
+        attention = UlyssesAttention(model.transformer_to_share(), group)
         wrapped_model.before_destroying(attention.remove)
         model.sequence_sharing = attention
         wrapped_model.before_destroying(partial(setattr, model, "sequence_sharing", None))

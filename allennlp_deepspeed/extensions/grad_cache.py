@@ -4,35 +4,36 @@ Gradient caching: contrastive training with batches of any size, in the memory o
 
 import inspect
 import logging
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
+from overrides import overrides
 
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.gathered_parameters import Passes
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.gradients.chunker import Chunker, Representations
+from allennlp_deepspeed.extensions.chunker import Chunker, Representations
 from allennlp_deepspeed.gradients.chunking import (
     Chunk,
     has_batch_statistics,
     num_examples,
 )
-from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, during, phase
 from allennlp_deepspeed.processes.random_states import (
     random_states,
     repeatable_random_states,
     set_random_states,
 )
+from allennlp_deepspeed.training.callbacks import refuse_going_backward
+from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 
 logger = logging.getLogger(__name__)
 
 
-class GradCache:
+class GradCache(StepExtension):
     """
     Forward and backward of a contrastive model, for a batch whose activations needn't fit into
     memory at once. This is Algorithm 1 of
@@ -61,14 +62,10 @@ class GradCache:
 
     # Parameters
 
-    settings : `GradCacheSettings`, required.
+    value : `Dict[str, Any]`, required.
         The trainer's `grad_cache`.
-    wrapped_model : `DeepSpeedWrappedModel`, required.
-        Of a `ContrastiveModel`.
-    gradients : `GradientSynchronizer`, required.
-        Whose micro-batches the chunks are.
-    batch_outputs : `Callable`, required.
-        AllenNLP's, which runs the engine's forward pass and adds the penalty of a regularizer.
+    context : `StepContext`, required.
+        Of a `ContrastiveModel`. The chunks are micro-batches to its `gradients`.
 
     # Raises
 
@@ -76,23 +73,27 @@ class GradCache:
         If the model can't be trained in this way.
     """
 
-    def __init__(
-        self,
-        settings: GradCacheSettings,
-        wrapped_model: DeepSpeedWrappedModel,
-        gradients: GradientSynchronizer,
-        batch_outputs: Callable[[TensorDict, bool], Dict[str, torch.Tensor]],
-    ) -> None:
-        self._wrapped_model = wrapped_model
-        self._engine = wrapped_model.engine
-        self._model = wrapped_model.engine.module
-        self._gradients = gradients
-        self._batch_outputs = batch_outputs
+    makes_several_passes = True
+    state_name = "grad_cache"
+
+    def __init__(self, value: Dict[str, Any], context: StepContext) -> None:
+        settings = GradCacheSettings.model_validate(value)
+        self.check_model(settings, context.model)
+        refuse_going_backward(
+            context.callbacks,
+            "with 'trainer.grad_cache' there is no graph to go back through: remove one of them.",
+        )
+        self._wrapped_model = context.wrapped_model
+        self._engine: Any = context.wrapped_model.engine
+        self._model: Any = self._engine.module
+        self._gradients = context.gradients
+        self._batch_outputs = context.batch_outputs
+        self._prepare = context.prepare
         self._chunker = Chunker(settings, self._engine, self._encode)
         self._passes = Passes(self._engine)
 
     @staticmethod
-    def check(settings: GradCacheSettings, model: Model) -> None:
+    def check_model(settings: GradCacheSettings, model: Model) -> None:
         """
         Refuses what can't be right.
 
@@ -132,6 +133,7 @@ class GradCache:
                     "normalization, or remove 'grad_cache'."
                 )
 
+    @overrides
     def train_on(
         self, batch: TensorDict, num_micro_batches: int, is_last: bool
     ) -> Dict[str, torch.Tensor]:
@@ -158,6 +160,7 @@ class GradCache:
             If the loss isn't a scalar, `encode` returns another number of rows than of examples, or
             an input has no chunk size.
         """
+        batch = self._prepare(batch)  # both passes of a chunk are to see the same
         chunks = self._chunker.chunks(batch)
         if len(chunks) == 1:
             with self._gradients.micro_batch(is_last):
@@ -287,12 +290,14 @@ class GradCache:
             with self._gradients.no_sync():
                 pass
 
+    @overrides
     def state_dict(self) -> Dict[str, Any]:
         """The chunk sizes that were found."""
         return self._chunker.state_dict()
 
-    def load_state_dict(self, state: Dict[str, Any]) -> None:
-        self._chunker.load_state_dict(state)
+    @overrides
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._chunker.load_state_dict(state_dict)
 
     @during(BACKWARD)
     def _backward(self, loss: torch.Tensor) -> None:

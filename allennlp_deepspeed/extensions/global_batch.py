@@ -6,13 +6,14 @@ import copy
 import logging
 import math
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
+from overrides import overrides
 from torch.utils._pytree import tree_leaves, tree_map
 
 from allennlp_deepspeed.checkpoint.module_states import (
@@ -21,7 +22,7 @@ from allennlp_deepspeed.checkpoint.module_states import (
     load_module_states,
     module_states,
 )
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.gradients import loss_terms
 from allennlp_deepspeed.gradients.chunk_size import find_chunk_size, left_for_activations
 from allennlp_deepspeed.gradients.chunking import even_bounds, indivisible, num_examples, rows_of
 from allennlp_deepspeed.processes import agreement
@@ -29,6 +30,8 @@ from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.processes.phases import HOST_WAITS, during
 from allennlp_deepspeed.processes.random_states import random_states, set_random_states
 from allennlp_deepspeed.training.batch_groups import BatchGroup
+from allennlp_deepspeed.training.callbacks import refuse_going_backward
+from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class Found(NamedTuple):
     most: int
 
 
-class MicroBatches:
+class MicroBatches(StepExtension):
     """
     Divides each worker's share of a global batch into the fewest micro-batches that fit into
     memory: with `"num_gradient_accumulation_steps": "auto"`. How many instances fit, forward passes
@@ -69,22 +72,27 @@ class MicroBatches:
 
     # Parameters
 
-    wrapped_model : `DeepSpeedWrappedModel`, required.
-    model : `Model`, required.
-    forward : `Callable[[TensorDict], Any]`, required.
-        A forward pass with a graph.
+    value : `int`, required.
+        The trainer's `global_batch_size`.
+    context : `StepContext`, required.
     """
 
-    def __init__(
-        self,
-        wrapped_model: DeepSpeedWrappedModel,
-        model: Model,
-        forward: Callable[[TensorDict], Any],
-    ) -> None:
+    makes_several_passes = True
+    divides_batches = True
+    state_name = "micro_batches"
+
+    def __init__(self, value: int, context: StepContext) -> None:
+        loss_terms.check(context.model)
+        refuse_going_backward(
+            context.callbacks,
+            "with 'trainer.num_gradient_accumulation_steps' \"auto\" losses are those of parts of "
+            "a batch, and weighed: remove it, or write a number of steps.",
+        )
+        wrapped_model = context.wrapped_model
         self._engine = wrapped_model.engine
         self._share: int = wrapped_model.config.engine_config["train_micro_batch_size_per_gpu"]
-        self._model = model
-        self._forward = forward
+        self._model = context.model
+        self._forward = context.forward
         # Of different lengths, the shortest first.
         self._found: List[Found] = []
         # Bytes, before the first step.
@@ -93,6 +101,7 @@ class MicroBatches:
         self._announced: Optional[int] = None
 
     @during(HOST_WAITS)
+    @overrides
     def divide(self, group: BatchGroup) -> BatchGroup:
         """
         One all-reduce of 8 bytes, for which the host waits; before some steps, forward passes.
@@ -133,21 +142,23 @@ class MicroBatches:
         parts = [rows_of(batch, start, stop) for start, stop in bounds]
         return BatchGroup(parts, num_parts, num_fillers=num_parts - own_parts)
 
+    @overrides
     def state_dict(self) -> Optional[Dict[str, Any]]:
         """What was found and where, `None` if nothing has been."""
         if not self._found:
             return None
         return {"found": [list(found) for found in self._found], "where": self._where()}
 
-    def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
+    @overrides
+    def load_state_dict(self, state_dict: Any) -> None:
         """
         Takes what was found before an interruption. Where there are other shares of the batch, or
         of the model's states, it is found anew.
         """
-        if state is None:
+        if state_dict is None:
             return
-        if state["where"] == self._where():
-            self._found = [Found(*found) for found in state["found"]]
+        if state_dict["where"] == self._where():
+            self._found = [Found(*found) for found in state_dict["found"]]
             for found in self._found:
                 logger.info("The micro-batch size is %d, as before.", found.size)
 
