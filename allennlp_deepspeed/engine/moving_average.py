@@ -82,6 +82,22 @@ class ShardedMovingAverage(MovingAverage):
             parameter.requires_grad or parameter not in self._given or parameter in self._fragments
         )
 
+    def check(self, model: torch.nn.Module) -> None:
+        """
+        # Raises
+
+        `ConfigurationError`
+            If it averages frozen weights that `max_norm` changes.
+        """
+        for name, module in model.named_modules():
+            is_scaled = getattr(module, "max_norm", None) is not None
+            if is_scaled and not all(map(self.may_change, module.parameters())):
+                raise ConfigurationError(
+                    "'trainer.moving_average' averages what the optimizer updates, and not the "
+                    f"frozen weight of '{name}', which 'max_norm' changes: give both the trained "
+                    "parameters only."
+                )
+
     def release(self) -> None:
         """
         To be called before the engine is taken down. In a single process the moving average is

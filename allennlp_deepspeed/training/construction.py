@@ -2,9 +2,12 @@
 Constructs what a trainer trains with, in the same way for Python and for a config file.
 """
 
+import json
+import logging
 import math
 import re
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
 
 import torch
@@ -12,13 +15,19 @@ import torch.distributed as dist
 from allennlp.common import Lazy
 from allennlp.common import util as common_util
 from allennlp.common.checks import ConfigurationError
-from allennlp.data.data_loaders import DataLoader
+from allennlp.data.data_loaders import (
+    DataLoader,
+    MultiProcessDataLoader,
+    MultiTaskDataLoader,
+    SimpleDataLoader,
+)
 from allennlp.models import Model
 from allennlp.nn.parallel import DdpAccelerator, TorchDdpAccelerator
 from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed import distributed_metrics, optimizers
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.config.deepspeed_config import (
     DeepSpeedConfig,
     ResolvedConfig,
@@ -39,7 +48,12 @@ from allennlp_deepspeed.processes.worker_device import capabilities, worker_devi
 from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
 from allennlp_deepspeed.training.data_agreement import check_same_data
 
+logger = logging.getLogger(__name__)
+
 Arguments = Dict[str, Any]
+
+# Which move batches to their `cuda_device`, if they have one.
+_LOADERS_OF_ALLENNLP = (MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader)
 
 # What AllenNLP's trainer doesn't take.
 _OURS = {*NEW_TRAINER_KEYS, "ddp_accelerator", "no_grad"}
@@ -301,3 +315,37 @@ def _with_all_groups(
             yield optimizer
         finally:
             del optimizer.param_groups[len(optimizer.param_groups) - len(empty_groups) :]
+
+
+def find_directories(arguments: Arguments, config: ResolvedConfig) -> Directories:
+    """
+    Finds out which ranks share a serialization directory, and logs it where that isn't plain. To be
+    called by every rank.
+    """
+    found = Directories.find(arguments["serialization_dir"])
+    setting = config.engine_config.get("checkpoint", {}).get("use_node_local_storage")
+    if not arguments["distributed"] or (
+        found.are_one and not setting and len(set(found.hosts)) == 1
+    ):
+        return found
+    if setting is not None and setting == found.are_one:
+        logger.warning(
+            "%s 'deepspeed_config.checkpoint.use_node_local_storage' is %s, and is not needed: "
+            "leave it out.",
+            found.description(),
+            json.dumps(setting),
+        )
+    else:
+        logger.info("%s", found.description())
+    return found
+
+
+def leave_batches_to_trainer(data_loader: Any, wrapped_model: DeepSpeedWrappedModel) -> None:
+    """
+    Has a data loader of AllenNLP's leave batches where they are until the engine is destroyed. It
+    would wait for the device with each, and `batch_outputs` doesn't.
+    """
+    if isinstance(data_loader, _LOADERS_OF_ALLENNLP):
+        device = data_loader.cuda_device
+        wrapped_model.before_destroying(partial(setattr, data_loader, "cuda_device", device))
+        data_loader.cuda_device = None

@@ -1,4 +1,4 @@
-from typing import Iterator, Optional, Protocol, runtime_checkable
+from typing import Any, Iterator, Optional, Protocol, runtime_checkable
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -71,3 +71,12 @@ class EvenBatches:
                     "into 'validation_data_path'."
                 )
             yield self._model.filler(last) if batch is None else batch
+
+
+def whole_set(data_loader: Any, model: Any, device: torch.device) -> Any:
+    """
+    Returns a data loader for validation by a model that `validates_whole_set`: AllenNLP's loop
+    leaves out what one rank has more than another.
+    """
+    validates = isinstance(model, ValidatesWholeSet) and model.validates_whole_set
+    return EvenBatches(data_loader, model, device) if validates and data_loader else data_loader

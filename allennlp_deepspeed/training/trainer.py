@@ -1,61 +1,128 @@
 import logging
 import os
+import re
 import signal
 import weakref
-from typing import Any, Dict, List, Literal, Optional, Sequence, Tuple, TypeVar, Union
+from contextlib import contextmanager
+from typing import (
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Literal,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+    Union,
+)
 
 import torch
 from allennlp.common import Lazy
-from allennlp.data.data_loaders import DataLoader, TensorDict
+from allennlp.data.data_loaders import (
+    DataLoader,
+    TensorDict,
+)
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpAccelerator
-from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.callbacks import ConfidenceChecksCallback, TrainerCallback
 from allennlp.training.checkpointer import Checkpointer
+from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import Optimizer
-from allennlp.training.trainer import Trainer
+from allennlp.training.scheduler import Scheduler
+from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.checkpoint.directories import Directories
+from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, Part
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
+from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
+from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
+from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
+from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.gradients.backward_and_update import GradientStep, clip_values
+from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.gradients.loss_weights import LossWeights
+from allennlp_deepspeed.gradients.reduction_schedule import STEP
+from allennlp_deepspeed.gradients.reshard_after_micro_batch import ReshardAfterMicroBatch
 from allennlp_deepspeed.processes import phases, worker_failure
 from allennlp_deepspeed.processes.interruption import (
     TrainingInterrupted,
     TrainingInterruption,
     interrupted,
 )
+from allennlp_deepspeed.reports.log_writers import LogWriters
+from allennlp_deepspeed.reports.reading import StepFigures
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.reports.step_observer import StepObserver
-from allennlp_deepspeed.training.batch_groups import BatchGroup, BatchGroups
-from allennlp_deepspeed.training.callbacks import EpochMetricsCallback, may_read_metrics
-from allennlp_deepspeed.training.construction import checked, construct, destroyed_on_failure
-from allennlp_deepspeed.training.even_batches import EvenBatches, ValidatesWholeSet
+from allennlp_deepspeed.storage.checkpoint_directory import PointInTime
+from allennlp_deepspeed.storage.commit_record import CheckpointError
+from allennlp_deepspeed.training import callbacks as callback_kinds
+from allennlp_deepspeed.training.batch_groups import BatchGroup, BatchGroups, micro_batch_size
+from allennlp_deepspeed.training.callbacks import (
+    EpochMetricsCallback,
+    goes_backward,
+    may_read_metrics,
+    reads_gradients,
+)
+from allennlp_deepspeed.training.construction import (
+    checked,
+    construct,
+    destroyed_on_failure,
+    find_directories,
+    leave_batches_to_trainer,
+)
+from allennlp_deepspeed.training.device_transfer import to_device
+from allennlp_deepspeed.training.even_batches import whole_set
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.readings import Readings
 from allennlp_deepspeed.training.replay import Replay
-from allennlp_deepspeed.training.resumable_trainer import ResumableTrainer
 from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
-from allennlp_deepspeed.training.step_extension import StepExtensions, find_extensions
+from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions, find_extensions
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 from allennlp_deepspeed.training.validation_loss import ValidationLoss
 
 logger = logging.getLogger(__name__)
 
+# What a schedule of AllenNLP's has computed from "num_epochs" and the data.
+_LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
+
+# Parts that only find out how to train, and may do so again.
+_MAY_BE_NEW = {
+    "gradient_synchronization",
+    "reshard_after_micro_batch",
+}
+
 T = TypeVar("T")
 
 # An object as in AllenNLP, or one that is constructed when the engine is up, as from a config file.
-Part = Union[T, Lazy[T], None]
+MaybeLazy = Union[T, Lazy[T], None]
+
+
+def _of_progress(name: str) -> Any:
+    def read(self: "DeepSpeedTrainer") -> Any:
+        return getattr(self._progress, name)
+
+    def write(self: "DeepSpeedTrainer", value: Any) -> None:
+        setattr(self._progress, name, value)
+
+    return property(read, write)
 
 
 @Trainer.register("deepspeed", constructor="from_partial_objects")
-class DeepSpeedTrainer(ResumableTrainer):
+class DeepSpeedTrainer(GradientDescentTrainer):
     """
     Trains any AllenNLP model on DeepSpeed's engine, which owns backward, gradient reduction,
     clipping, loss scaling and the optimizer step. Everything around a step (validation, metrics,
@@ -91,6 +158,19 @@ class DeepSpeedTrainer(ResumableTrainer):
         If an AllenNLP key and a DeepSpeed key contradict each other, or one has no meaning here.
     """
 
+    _ddp_wrapped_model: DeepSpeedWrappedModel
+    _checkpointer: Optional[DeepSpeedCheckpointer]
+    _moving_average: Optional[ShardedMovingAverage]
+    _validation_data_loader: Any
+
+    # AllenNLP's loop keeps them on itself.
+    _epochs_completed = _of_progress("epochs_completed")
+    _batches_in_epoch_completed = _of_progress("batches_in_epoch_completed")
+    _total_batches_completed = _of_progress("total_batches_completed")
+    _start_after_epochs_completed = _of_progress("start_after_epochs_completed")
+    _start_after_batches_in_epoch_completed = _of_progress("start_after_batches_in_epoch_completed")
+    _should_validate_this_epoch = _of_progress("should_validate_this_epoch")
+
     def __init__(
         self,
         model: Model,
@@ -104,10 +184,10 @@ class DeepSpeedTrainer(ResumableTrainer):
         patience: Optional[int] = None,
         validation_metric: Union[str, List[str]] = "-loss",
         no_grad: Optional[List[str]] = None,
-        learning_rate_scheduler: Part[LearningRateScheduler] = None,
-        momentum_scheduler: Part[MomentumScheduler] = None,
-        moving_average: Part[MovingAverage] = None,
-        checkpointer: Part[Checkpointer] = None,
+        learning_rate_scheduler: MaybeLazy[LearningRateScheduler] = None,
+        momentum_scheduler: MaybeLazy[MomentumScheduler] = None,
+        moving_average: MaybeLazy[MovingAverage] = None,
+        checkpointer: MaybeLazy[Checkpointer] = None,
         callbacks: Optional[Sequence[Union[TrainerCallback, Lazy[TrainerCallback]]]] = None,
         cuda_device: Union[int, torch.device, None] = None,
         distributed: bool = False,
@@ -139,61 +219,136 @@ class DeepSpeedTrainer(ResumableTrainer):
         with destroyed_on_failure(wrapped_model):
             self._progress = Progress()
             super().__init__(model, wrapped_model.optimizer, data_loader, **constructed)
-            self._find_directories(arguments["serialization_dir"])
-            self._ddp_wrapped_model: DeepSpeedWrappedModel
-            self._validation_data_loader: Any
-            if self._distributed:
-                self._metric_tracker = AgreedMetricTracker(
-                    arguments["validation_metric"], arguments["patience"]
+            self._has_trained = False
+            self._directories = find_directories(arguments, wrapped_model.config)
+            if distributed:
+                self._primary = self._directories.is_first_here
+                self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
+                self._validation_data_loader = whole_set(
+                    self._validation_data_loader, model, self.cuda_device
                 )
-            self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
-            # The last, because others may add to the metrics.
-            self._callbacks.append(self._epoch_metrics)
-            if "comms_logger" in wrapped_model.config.engine_config:
-                self._callbacks.append(CommsSummaryCallback(self._serialization_dir))
             report = RunReport(arguments)
-            self._callbacks.append(report)
+            self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
+            self._callbacks += self._own_callbacks(report)
             self._observers = [c for c in self._callbacks if isinstance(c, StepObserver)]
-            if (
-                self._distributed
-                and isinstance(model, ValidatesWholeSet)
-                and model.validates_whole_set
-            ):
-                self._validate_whole_set(model)
-            self._interruption = TrainingInterruption(is_worker=self._distributed)
+            self._interruption = TrainingInterruption(is_worker=distributed)
+            self._extensions = StepExtensions(find_extensions(arguments), arguments)
             self._readings = Readings(
                 model,
                 self._progress,
-                num_steps=arguments["log_every_num_steps"],
+                num_steps=log_every_num_steps,
                 metrics_are_read=any(map(may_read_metrics, self._callbacks)),
-                are_parts=wrapped_model.config.finds_micro_batch_size,
+                are_parts=self._extensions.divides_batches,
                 report=report,
             )
-            self._replay = Replay(
-                self._progress,
-                model,
-                self._callbacks,
-                self._readings.losses,
-                ValidationHistory(
-                    self._progress,
-                    self._validation_data_loader,
-                    self.cuda_device,
-                    shows_progress=self._primary,
-                    leave_if_interrupted=self._leave_if_interrupted,
-                ),
-                keeps_validations=self._checkpointer is not None
-                and self._checkpointer.save_on_preemption,
-            )
+            self._replay = self._construct_replay()
             self.best_weights = BestWeights(wrapped_model, self._serialization_dir, self._primary)
             self._buffers = BufferBroadcast(self.model, self.cuda_device)
-            self._gradient_synchronization = gradient_synchronization
-            self._extensions = StepExtensions(find_extensions(arguments), arguments)
             self._loss_of_validation = ValidationLoss(model)
-            self._has_trained = False
-            self._attach_engine()
             self._has_loss_of_all_ranks = getattr(model, "has_loss_of_all_ranks", False)
+            self._gradient_synchronization = gradient_synchronization
+            if wrapped_model.config.zero_stage == 3:
+                # Where full weights are kept while they are used: there may not be memory for them.
+                wrapped_model.mapping_directory = self._serialization_dir
+            self._weight_watch = WeightWatch(self.engine)
+            self._moving_average = self._shard_moving_average()
+            self._gradients = self._construct_gradients()
+            # After the hook that clips values: they record what the optimizer steps with.
+            self._log_writers = LogWriters(self)
+            wrapped_model.before_destroying(self._log_writers.remove)
+            self._extensions.construct(self._step_context())
+            self._gradient_step = self._construct_gradient_step()
+            leave_batches_to_trainer(data_loader, wrapped_model)
         # A trainer that is dropped and has never trained leaves nothing behind either.
         weakref.finalize(self, wrapped_model.destroy).atexit = False  # type: ignore[misc]
+
+    def _own_callbacks(self, report: RunReport) -> List[TrainerCallback]:
+        """Return those that come last, because others may add to the metrics."""
+        callbacks: List[TrainerCallback] = [self._epoch_metrics]
+        if "comms_logger" in self.resolved_config.engine_config:
+            callbacks.append(CommsSummaryCallback(self._serialization_dir))
+        return [*callbacks, report]
+
+    def _construct_replay(self) -> Replay:
+        history = ValidationHistory(
+            self._progress,
+            self._validation_data_loader,
+            self.cuda_device,
+            shows_progress=self._primary,
+            leave_if_interrupted=self._leave_if_interrupted,
+        )
+        checkpointer = self._checkpointer
+        return Replay(
+            self._progress,
+            self.model,
+            self._callbacks,
+            self._readings.losses,
+            history,
+            keeps_validations=checkpointer is not None and checkpointer.save_on_preemption,
+        )
+
+    def _shard_moving_average(self) -> Optional[ShardedMovingAverage]:
+        if self._moving_average is None:
+            return None
+        moving_average = ShardedMovingAverage(self._moving_average, self.engine)
+        self._ddp_wrapped_model.before_destroying(moving_average.release)
+        moving_average.check(self.model)
+        moving_average.before_assigning = self._weight_watch.raise_if_changed
+        return moving_average
+
+    def _construct_gradients(self) -> GradientSynchronizer:
+        if self._grad_clipping is not None:
+            clipping = clip_values(self.optimizer, self._grad_clipping)
+            self._ddp_wrapped_model.before_destroying(clipping.remove)
+        callback_kinds.check(self._callbacks)
+        gradients = GradientSynchronizer(
+            self.engine,
+            mode=self._gradient_synchronization,
+            num_micro_batches=self._num_micro_batches,
+            find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
+            several_passes=any(map(goes_backward, self._callbacks)),
+            average_each_pass=any(map(reads_gradients, self._callbacks)),
+        )
+        self._ddp_wrapped_model.before_destroying(gradients.remove_hooks)
+        return gradients
+
+    @property
+    def _num_micro_batches(self) -> int:
+        """In an optimizer step, as DeepSpeed sees them; not exact where it isn't known."""
+        # Each pass is a micro-batch to DeepSpeed, and there are several.
+        num_passes = 2 if self._extensions.makes_several_passes else 1
+        return self._num_gradient_accumulation_steps * num_passes
+
+    def _step_context(self) -> StepContext:
+        return StepContext(
+            self.model,
+            self._ddp_wrapped_model,
+            self._gradients,
+            self._callbacks,
+            [self.data_loader, self._validation_data_loader],
+            forward=self._go_forward,
+            batch_outputs=super().batch_outputs,
+            prepare=self._prepare_batch,
+        )
+
+    def _construct_gradient_step(self) -> GradientStep:
+        return GradientStep(
+            self._ddp_wrapped_model,
+            self._gradients,
+            self._extensions.train_on,
+            LossWeights(self.model, self.cuda_device, self._extensions.divides_batches),
+            forward=self._go_forward,
+            go_backward=self._call_on_backward,
+            weight_watch=self._weight_watch,
+            reshard_after_micro_batch=ReshardAfterMicroBatch(
+                self.engine,
+                self.resolved_config.reshard_after_micro_batch,
+                self._num_micro_batches,
+            ),
+            moving_average=self._moving_average,
+        )
+
+    # Training
 
     @overrides
     def train(self) -> Dict[str, Any]:
@@ -224,8 +379,17 @@ class DeepSpeedTrainer(ResumableTrainer):
 
     @overrides
     def _try_train(self) -> Tuple[Dict[str, Any], int]:
+        """
+        Works around AllenNLP 2.10.1: the layers that are called are gathered in a list for the
+        first step of the first epoch, and in a training that continues after it forever. Gone when
+        the callback "confidence_checks" removes its hooks there.
+        """
         if self._checkpointer is not None:
             self._checkpointer.check_state(self)
+        if self._progress.start > PointInTime(0, 0) and self._primary:
+            for callback in self._callbacks:
+                if isinstance(callback, ConfidenceChecksCallback):
+                    callback._verification.destroy_hooks()
         self._replay.start_training()
         try:
             metrics, epoch = super()._try_train()
@@ -274,6 +438,11 @@ class DeepSpeedTrainer(ResumableTrainer):
                 metrics.update(callback.finish_epoch())
         return self._replay.finish_epoch(metrics)
 
+    def _between_steps(self, is_first: bool = False) -> None:
+        for observer in self._observers:
+            if not self._progress.is_replaying:
+                observer.between_steps(self._progress.total_batches_completed, is_first)
+
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
         batches, group_size, num_fillers = self._extensions.divide(group)
@@ -310,19 +479,6 @@ class DeepSpeedTrainer(ResumableTrainer):
         if agreement is not None:
             self._leave_if_agreed(agreement, epoch)
 
-    @overrides
-    def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
-        if not for_training:
-            self._leave_if_interrupted("in the validation")
-            self._extensions.start_step([batch])
-            self._loss_of_validation.look_at(batch)
-        batch = self._prepare_batch(batch)
-        if for_training:
-            return super().batch_outputs(batch, for_training)
-        outputs = super().batch_outputs(batch, for_training)
-        self._loss_of_validation.add(outputs)
-        return outputs
-
     @phases.during(phases.CALLBACKS)
     def _call_on_batch(
         self,
@@ -348,6 +504,53 @@ class DeepSpeedTrainer(ResumableTrainer):
                     batch_grad_norm=grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
                 )
         self._log_writers.finish_step()
+
+    @overrides
+    def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
+        if not for_training:
+            self._leave_if_interrupted("in the validation")
+            self._extensions.start_step([batch])
+            self._loss_of_validation.look_at(batch)
+        batch = self._prepare_batch(batch)
+        if for_training:
+            return super().batch_outputs(batch, for_training)
+        outputs = super().batch_outputs(batch, for_training)
+        self._loss_of_validation.add(outputs)
+        return outputs
+
+    def _go_forward(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
+        # Looked up in each micro-batch, because a callback may have put its own there.
+        return self.batch_outputs(batch, for_training=True)
+
+    def _prepare_batch(self, batch: TensorDict) -> TensorDict:
+        """Gives every rank the buffers of rank 0, and the device the batch."""
+        if self._distributed:
+            self._buffers.broadcast()
+        return batch if self.cuda_device.type == "cpu" else to_device(batch, self.cuda_device)
+
+    def _call_on_backward(self, batch_outputs: Dict[str, torch.Tensor]) -> bool:
+        backward_called = False
+        for callback in self._callbacks:
+            backward_called |= callback.on_backward(self, batch_outputs, backward_called)
+        return backward_called
+
+    @overrides
+    def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
+        self._replay.start_validation()
+        self._buffers.look()
+        self._loss_of_validation.start()
+        try:
+            result = self._loss_of_validation.of(super()._validation_loss(epoch))
+            self._extensions.check(self.cuda_device)
+        except TrainingInterrupted as interruption:
+            # Here the moving average has been taken off again.
+            if interruption.signal_number == signal.SIGTERM and self._checkpointer is not None:
+                self._replay.interrupt_validation()
+                self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
+            raise
+        return result
+
+    # What the ranks agree on
 
     @phases.during(phases.HOST_WAITS)
     def _agree(self, epoch: int) -> StepAgreement:
@@ -417,28 +620,408 @@ class DeepSpeedTrainer(ResumableTrainer):
         if signal_number:
             raise interrupted(signal_number, where)
 
-    @overrides
-    def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
-        self._replay.start_validation()
-        self._buffers.look()
-        self._loss_of_validation.start()
-        try:
-            result = self._loss_of_validation.of(super()._validation_loss(epoch))
-            self._extensions.check(self.cuda_device)
-        except TrainingInterrupted as interruption:
-            # Here the moving average has been taken off again.
-            if interruption.signal_number == signal.SIGTERM and self._checkpointer is not None:
-                self._replay.interrupt_validation()
-                self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
-            raise
-        return result
+    # Checkpoints
 
-    def _validate_whole_set(self, model: ValidatesWholeSet) -> None:
-        """AllenNLP's loop leaves out what one rank has more than another."""
-        if self._validation_data_loader is not None:
-            self._validation_data_loader = EvenBatches(
-                self._validation_data_loader, model, self.cuda_device
+    def parts(self) -> Dict[str, Part]:
+        """What continues from a checkpoint, by name, in the order in which it is loaded."""
+        parts: Dict[str, Optional[Part]] = {
+            "progress": self._progress,
+            "metric_tracker": self._metric_tracker,
+            "learning_rate_scheduler": self._learning_rate_scheduler,
+            "momentum_scheduler": self._momentum_scheduler,
+            "moving_average": self._moving_average,
+            # Of autocast at stage 0, which DeepSpeed doesn't save.
+            "gradient_scaler": loss_scaling.grad_scaler(self.engine),
+            "best_weights": self.best_weights,
+            "gradient_synchronization": self._gradients.schedule,
+            "reshard_after_micro_batch": self._gradient_step.reshard_after_micro_batch,
+            **self._extensions.parts(),
+            "replay": self._replay,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @overrides
+    def get_checkpoint_state(self) -> TrainerCheckpoint:
+        """
+        This rank's training state. The model and the optimizer aren't in it: the checkpointer has
+        the engine save them.
+        """
+        states = {name: part.state_dict() for name, part in self.parts().items()}
+        return TrainerCheckpoint(
+            {},
+            {
+                "version": TRAINING_STATE_VERSION,
+                "instances_per_step": self.instances_per_step(),
+                "num_epochs": self._num_epochs,
+                **states,
+            },
+        )
+
+    @overrides
+    def _maybe_restore_checkpoint(self) -> None:
+        """
+        Continues from the newest checkpoint, if there is one. To be called by every rank.
+
+        Works around AllenNLP 2.10.1: a training that has stopped early trains one more epoch when
+        it is continued. Gone when `_try_train` asks whether to stop before it trains.
+        """
+        self._ddp_wrapped_model.check_is_up()
+        state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
+        if state is None:
+            self._ddp_wrapped_model.check_optimizer_states()
+            return
+        self._weight_watch.snapshot()
+        parts = self.parts()
+        lacking = [name for name in parts if name not in state.trainer_state]
+        if set(lacking) - _MAY_BE_NEW - set(self._extensions.parts()):
+            raise CheckpointError(
+                f"The checkpoint has nothing of 'trainer.{lacking[0]}', which the training was "
+                "begun without: leave it out, or start anew with another serialization directory."
             )
+        num_epochs = state.trainer_state.get("num_epochs", self._num_epochs)
+        for name, part in parts.items():
+            if name in state.trainer_state:
+                length = _length(part) if num_epochs != self._num_epochs else {}
+                part.load_state_dict(state.trainer_state[name])
+                for attribute, value in length.items():
+                    setattr(part, attribute, value)
+        if self.best_weights.exist:
+            self._best_model_filename = self.best_weights.path
+        start = self._progress.start
+        if start.steps == 0 and self._metric_tracker.should_stop_early():
+            # It had stopped here.
+            self._num_epochs = start.epochs
+
+    def instances_per_step(self) -> int:
+        """Of all ranks. Micro-batches without a fixed size count as one."""
+        size = micro_batch_size(self.data_loader) or 1
+        num_readers = self._extensions.num_readers
+        return size * self._num_gradient_accumulation_steps * num_readers
+
+    def _is_step_to_save(self) -> bool:
+        return self._checkpointer is not None and self._checkpointer.is_step_to_save(
+            *self._progress.point
+        )
+
+    def save_best_weights(self) -> None:
+        """
+        Saves the best weights if the epoch that has just ended was the best and they haven't been
+        saved. To be called by every rank, before a checkpoint is saved.
+
+        Works around AllenNLP 2.10.1: the best weights are saved after the checkpoint that says
+        which epoch was the best, which must not exist without them. Gone when `_try_train` saves
+        them before.
+        """
+        epochs, steps = self._progress.point
+        validates = self._progress.should_validate_this_epoch
+        if steps > 0 or epochs == 0 or not (validates and self._metric_tracker.is_best_so_far()):
+            return
+        if self._moving_average is None:
+            self._save_model_state(self.best_weights.path)
+            return
+        self._moving_average.assign_average_value()
+        try:
+            self._save_model_state(self.best_weights.path)
+        finally:
+            self._moving_average.restore()
+
+    @overrides
+    def _save_model_state(self, path: str) -> None:
+        """
+        Saves the best weights, as one file with the whole model in fp32 instead of the shard that
+        AllenNLP's `path` is meant for. To be called by every rank.
+        """
+        self._best_model_filename = self.best_weights.path
+        if self.best_weights.saved_after != self._progress.epochs_completed:
+            self._weight_watch.raise_if_changed()
+            self.best_weights.save(self._progress.epochs_completed)
+
+    @overrides
+    def _load_model_state(self, path: str) -> None:
+        """To be called by every rank. Rank 0 reads the file."""
+        self.best_weights.load()
+        self._weight_watch.snapshot()
+
+    @overrides
+    def _finalize_best_model_state(self) -> None:
+        """Nothing is left to do: `_save_model_state` has already written one file."""
+
+    # For callbacks, notebooks and other loops
+
+    @property
+    def engine(self) -> DeepSpeedEngine:
+        """The `DeepSpeedEngine` around the model."""
+        return self._ddp_wrapped_model.engine
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """
+        Keeps the engine up. `train` is such a session, and destroys the engine when it ends; put a
+        session around it to use the engine after training. A trainer has one: when the outermost
+        one ends, however it does, the engine is destroyed. In a single process the model is a plain
+        fp32 `Model` then, with the trained weights. With several workers the weights stay sharded,
+        and the trained ones are in the archive.
+
+        # Raises
+
+        `RuntimeError`
+            If the engine has been destroyed.
+        """
+        wrapped_model = self._ddp_wrapped_model
+        if wrapped_model.is_in_use:
+            yield
+            return
+        with wrapped_model.in_use():
+            try:
+                yield
+                self._weight_watch.warn_if_changed()
+                if self._checkpointer is not None:
+                    self._checkpointer.finish()
+            except BaseException as error:
+                if self._checkpointer is not None:
+                    # All ranks are here after an interruption, and this is the only one after a
+                    # Ctrl-C.
+                    is_agreed = isinstance(error, (TrainingInterrupted, KeyboardInterrupt))
+                    (self._checkpointer.finish if is_agreed else self._checkpointer.abandon)()
+                raise
+
+    def close(self) -> None:
+        """
+        Destroys the engine, if it is up, as the end of a session does. For a trainer that is not
+        going to train; one that is dropped, or whose model is given to another, is closed by
+        itself. May be called again.
+        """
+        if self._ddp_wrapped_model.is_in_use:
+            raise RuntimeError("A trainer can't be closed in its own `train` or `session`.")
+        self._ddp_wrapped_model.destroy()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """
+        Within it backward passes leave their gradients on this rank: they are added up, whole, and
+        reduced across the ranks with the next pass outside of it that reduces, at the latest at the
+        end of the optimizer step. For models and callbacks that go backward several times in a
+        step, at every ZeRO stage; as
+        [`DistributedDataParallel.no_sync`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+
+        ```python
+        class BackwardInChunks(TrainerCallback):
+            reads_gradients = False
+
+            def on_backward(self, trainer, batch_outputs, backward_called, **kwargs) -> bool:
+                *losses, last_loss = [
+                    loss / trainer.group_size for loss in batch_outputs["chunk_losses"]
+                ]
+                with trainer.no_sync():
+                    for loss in losses:
+                        trainer.engine.backward(loss, scale_wrt_gas=False)
+                trainer.engine.backward(last_loss, scale_wrt_gas=False)
+                return True
+        ```
+
+        `trainer.group_size` is the number of micro-batches of the step.
+
+        To be entered by every rank, during a step. Unlike with `DistributedDataParallel` the
+        forward pass may be outside; at ZeRO stage 3 both gather parameters, so that every rank must
+        make the same passes. Until gradients are reduced, each rank holds them whole. Where a model
+        goes backward in its own forward pass, all of that is to be within `no_sync`. It may be
+        nested.
+
+        A callback with `on_backward` may read gradients after any pass outside `no_sync`, and finds
+        them averaged over the ranks, which costs a reduction for each such pass. One that doesn't
+        read them says so with the class attribute `reads_gradients = False`: then there is one
+        reduction, at the end.
+        """
+        with self._gradients.no_sync():
+            yield
+
+    @contextmanager
+    def modified_weights(self, which: Which = None) -> Iterator[None]:
+        """
+        For callbacks that change weights outside the optimizer. Within it the model's parameters
+        are whole and in fp32, with the values that the optimizer steps, and may be changed in
+        place, through `.data` too. When it ends, the changes are written to these, and to the
+        weights that the model computes with, at every ZeRO stage and precision. Changes that are
+        made elsewhere would be undone by the next step, and end in an error.
+
+        ```python
+        class Clamp(TrainerCallback):
+            def on_batch(self, trainer, *args, is_training, **kwargs) -> None:
+                if is_training:
+                    with trainer.modified_weights(["_critic"]):
+                        for parameter in trainer.model._critic.parameters():
+                            parameter.clamp_(-0.01, 0.01)
+        ```
+
+        To be entered by every rank, between steps, with the same `which`. All make the change, and
+        what rank 0 has made of the weights counts. Not for forward passes. Frozen parameters can be
+        changed too; in half precision these are rounded to it, since they are kept in no other. If
+        it ends by an exception, the weights stay as they were, but for those that the optimizer
+        steps whole, at stage 0 in fp32.
+
+        # Parameters
+
+        which : `Union[str, Parameter, Iterable]`, optional (default = `None`)
+            Parameters, or regular expressions that are searched in their names: only these are
+            gathered. `None` for all.
+
+        # Raises
+
+        `ConfigurationError`
+            If a frozen parameter has been changed that the trainer's moving average was given.
+        `RuntimeError`
+            If weights have been changed before.
+        """
+        self._weight_watch.raise_if_changed()
+        average = self._moving_average
+        may_change = (lambda _: True) if average is None else average.may_change
+        try:
+            with modified_weights(self.engine, which, may_change):
+                yield
+        finally:
+            # After an exception too: what was changed has been put back.
+            self._weight_watch.snapshot()
+
+    @property
+    def callbacks(self) -> List[TrainerCallback]:
+        """In the order in which they are called."""
+        return self._callbacks
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this worker writes what its serialization directory has once."""
+        return self._primary
+
+    @property
+    def directories(self) -> Directories:
+        """Which ranks share a serialization directory."""
+        return self._directories
+
+    @property
+    def steps_completed(self) -> int:
+        """Optimizer steps, of all epochs."""
+        return self._progress.total_batches_completed
+
+    @property
+    def group_size(self) -> int:
+        """
+        The number of micro-batches by which the losses of the step are divided, for callbacks that
+        go backward themselves.
+        """
+        return self._gradient_step.group_size
+
+    def go_backward(self, batch: TensorDict) -> float:
+        """
+        Goes forward and backward through a batch that is an optimizer step by itself, for loops
+        other than `train`; `step_optimizer` is next. To be called by every rank, in a `session`.
+        Returns this rank's loss.
+        """
+        self._ddp_wrapped_model.check_optimizer_states()
+        batches, size, num_fillers = self._extensions.divide(BatchGroup([batch], 1))
+        with self._gradient_step.accumulate(batches, size, num_fillers):
+            losses = [
+                float(self._gradient_step.micro_batch(batch, is_last=i == size)["loss"])
+                for i, batch in enumerate(batches, start=1)
+            ]
+        return sum(losses) / size
+
+    def step_optimizer(self) -> None:
+        """Makes the optimizer step after `go_backward`. To be called by every rank."""
+        self._gradient_step.step()
+
+    @overrides
+    def rescale_gradients(self) -> Optional[float]:
+        """Is called by AllenNLP's loops, which can't step the optimizer."""
+        raise RuntimeError(
+            "This loop is AllenNLP's own, and only the engine can make a step of the 'deepspeed' "
+            "trainer. For `search_learning_rate`, import it after `allennlp_deepspeed`."
+        )
+
+    # For reports
+
+    @property
+    def resolved_config(self) -> ResolvedConfig:
+        """DeepSpeed's configuration, with nothing left to fill in."""
+        return self._ddp_wrapped_model.config
+
+    @property
+    def checkpointer(self) -> Optional[DeepSpeedCheckpointer]:
+        return self._checkpointer
+
+    @property
+    def schedule_name(self) -> Optional[str]:
+        """Of the learning rate, `None` if there is none."""
+        if self._learning_rate_scheduler is not None:
+            return type(self._learning_rate_scheduler).__name__
+        section = self.resolved_config.engine_config.get("scheduler") or {}
+        return section.get("type")
+
+    @property
+    def peak_learning_rate(self) -> Optional[float]:
+        """That a schedule warms up to, `None` if it isn't known."""
+        scheduler = self._learning_rate_scheduler
+        if scheduler is None:
+            # Of DeepSpeed's, after which the optimizer's own is only what the schedule says.
+            own = self.engine.lr_scheduler
+            rates = getattr(own, "max_lrs", None) or getattr(own, "org_lrs", None)
+        elif re.search("Warmup|PolynomialDecay|SlantedTriangular", type(scheduler).__name__):
+            rates = [group.get("initial_lr", 0.0) for group in self.optimizer.param_groups]
+        else:
+            rates = None
+        return max(rates) if rates else None
+
+    @property
+    def reduces_once_a_step(self) -> bool:
+        """Whether `gradient_synchronization` says that gradients are reduced once a step."""
+        return self._gradient_synchronization == STEP
+
+    @property
+    def has_fixed_batch_size(self) -> bool:
+        """Whether each micro-batch has as many instances, but for the last."""
+        return micro_batch_size(self.data_loader) is not None
+
+    @property
+    def best_epoch_metrics(self) -> Mapping[str, Any]:
+        """Those of the validation of the best epoch so far."""
+        return self._metric_tracker.best_epoch_metrics
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """By rank."""
+        return self._directories.hosts
+
+    @property
+    def num_epochs(self) -> int:
+        """That are to be trained in all."""
+        return self._num_epochs
+
+    @property
+    def num_readers(self) -> int:
+        """The number of workers, or of groups that share sequences, which read different data."""
+        return self._extensions.num_readers
+
+    @property
+    def epochs_completed(self) -> int:
+        """The number of the epoch that the training is in, from 0."""
+        return self._progress.epochs_completed
+
+    @property
+    def steps_completed_at_start(self) -> int:
+        """Optimizer steps of all epochs, where it continues from; 0 where it begins anew."""
+        return self._progress.total_batches_completed_at_start
+
+    @property
+    def epochs_completed_at_start(self) -> int:
+        """Where it continues from; 0 where it begins anew."""
+        return self._progress.start.epochs
+
+    def figures_of_steps(self) -> StepFigures:
+        """What the last optimizer steps have come to. Waits for the device."""
+        return StepFigures(
+            learning_rate=max(group["lr"] for group in self.optimizer.param_groups),
+            grad_norm=self._gradient_step.last_norm(),
+            num_tokens=self._gradient_step.take_num_tokens(),
+        )
 
     @classmethod
     @overrides(check_signature=False)
@@ -490,3 +1073,13 @@ class DeepSpeedTrainer(ResumableTrainer):
         arguments = dict(locals())
         del arguments["cls"]
         return cls(**arguments)
+
+
+def _length(part: Part) -> Dict[str, Any]:
+    """
+    Of a schedule that is as long as the training: one that is trained for more epochs than it was
+    begun with has the schedule of these, and not that of the former, which has come to its end.
+    """
+    if not isinstance(part, Scheduler):
+        return {}
+    return {name: value for name, value in vars(part).items() if name in _LENGTHS}

@@ -118,7 +118,7 @@ def test_a_compiled_model_is_compiled_anew_while_its_normalizations_are_verified
     return counters["stats"]["unique_graphs"] == 4
 
 
-@mended_by("training.resumable_trainer.ResumableTrainer._try_train")
+@mended_by("training.trainer.DeepSpeedTrainer._try_train")
 def test_a_training_that_is_continued_gathers_layers_forever() -> bool:
     callback, model = ConfidenceChecksCallback("unused"), torch.nn.Linear(1, 1)
     trainer: Any = SimpleNamespace(_pytorch_model=model)
@@ -147,7 +147,7 @@ def test_a_training_that_is_continued_at_its_end_returns_no_metrics() -> bool:
     return metrics.keys() == {"best_epoch"}
 
 
-@mended_by("training.resumable_trainer.ResumableTrainer._maybe_restore_checkpoint")
+@mended_by("training.trainer.DeepSpeedTrainer._maybe_restore_checkpoint")
 def test_a_training_that_has_stopped_early_trains_one_more_epoch() -> bool:
     trainer = _trainer(num_epochs=3, epochs_before=1)
     trainer._metric_tracker.should_stop_early = lambda: True
@@ -155,7 +155,7 @@ def test_a_training_that_has_stopped_early_trains_one_more_epoch() -> bool:
     return trainer.epochs == [0, 1]
 
 
-@mended_by("training.resumable_trainer.ResumableTrainer.save_best_weights")
+@mended_by("training.trainer.DeepSpeedTrainer.save_best_weights")
 def test_the_best_weights_are_saved_after_the_checkpoint() -> bool:
     saved: List[str] = []
     trainer = _trainer(num_epochs=1, epochs_before=0)
