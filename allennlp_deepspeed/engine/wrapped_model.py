@@ -22,7 +22,6 @@ from overrides import overrides
 from torch.utils._pytree import tree_map_only
 
 from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
-from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
@@ -52,7 +51,6 @@ from allennlp_deepspeed.engine.process_environment import (
     use_accelerator,
 )
 from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, penalty_in_fp32
-from allennlp_deepspeed.engine.sequence_tiling import tile_modules
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +61,10 @@ _DOWN = (
 )
 
 _HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _wrap_nothing(model: Model, zero_stage: int) -> Callable[[], None]:
+    return lambda: None
 
 
 class DeepSpeedWrappedModel(DdpWrappedModel):
@@ -92,8 +94,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     checkpointed_modules : `List[str]`, optional (default = `None`)
         Regular expressions for the modules whose activations are checkpointed, besides those that
         the model has wrapped itself.
-    sequence_tiling : `SequenceTiling`, optional (default = `None`)
-        The modules that compute sequences tile by tile.
+    wrap : `Callable[[Model, int], Callable[[], None]]`, optional
+        Wraps modules of the model before the engine is brought up, given its ZeRO stage. Returns
+        what undoes it.
     around : `ContextManager[None]`, optional (default = `None`)
         Entered before the engine is brought up, and left after it has been destroyed.
 
@@ -112,7 +115,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         optimizer: Optional[torch.optim.Optimizer] = None,
         find_unused_parameters: bool = False,
         checkpointed_modules: Optional[List[str]] = None,
-        sequence_tiling: Optional[SequenceTiling] = None,
+        wrap: Callable[[Model, int], Callable[[], None]] = _wrap_nothing,
         around: Optional[ContextManager[None]] = None,
     ) -> None:
         use_accelerator(device)
@@ -145,8 +148,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             self._undo.enter_context(around or nullcontext())
             if optimizer is not None:
                 used_optimizers.check(model, optimizer)
-            if sequence_tiling is not None:
-                self._undo.callback(tile_modules(model, sequence_tiling, self.config.zero_stage))
+            self._undo.callback(wrap(model, self.config.zero_stage))
             if checkpointed_modules is not None:
                 take_back = activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
                 self._undo.callback(take_back)

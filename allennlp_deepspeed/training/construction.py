@@ -8,7 +8,7 @@ import math
 import re
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,7 @@ def construct(
     optimizer: Union[torch.optim.Optimizer, Lazy[Optimizer], None],
     data_loader: DataLoader,
     arguments: Arguments,
+    wrap: Callable[[Model, int], Callable[[], None]],
 ) -> Arguments:
     """
     Brings up the engine, and constructs what needs the engine's optimizer. To be called by every
@@ -94,7 +95,8 @@ def construct(
 
     # Parameters
 
-    Those of [`DeepSpeedTrainer`](./trainer.py). All others are in `arguments`.
+    Those of [`DeepSpeedTrainer`](./trainer.py). All others are in `arguments`. `wrap` is that of
+    `DeepSpeedWrappedModel`.
 
     # Returns
 
@@ -141,7 +143,7 @@ def construct(
         local_rank=arguments["local_rank"],
         find_unused_parameters=find_unused_parameters,
         checkpointed_modules=arguments["activation_checkpointing"],
-        sequence_tiling=arguments["sequence_tiling"],
+        wrap=wrap,
     )
     with destroyed_on_failure(wrapped_model):
         with _with_all_groups(wrapped_model, empty_groups) as all_groups:

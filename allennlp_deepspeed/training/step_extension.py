@@ -2,16 +2,19 @@
 The seam at which optional features plug into the optimizer step. The trainer calls them in the
 order of a step, and knows none by name:
 
+0. `wrap` wraps modules of the model before the engine is brought up, and the constructor when it is
+   up.
 1. `divide` makes the micro-batches of the step from those that were read.
 2. `start_step` sees the micro-batches before the first forward pass.
 3. `train_on` goes forward and backward through a micro-batch instead of the trainer.
 4. `check` compares what the ranks have seen, where they agree on the step anyway.
 
-What an extension wraps around the model, it wraps in its constructor, and unwraps by
-`DeepSpeedWrappedModel.before_destroying`. What it has found out is in checkpoints under its
-`state_name`.
+What `wrap` returns undoes it when the engine has been destroyed. What the constructor has wrapped
+is undone by `DeepSpeedWrappedModel.before_destroying`. What an extension has found out is in
+checkpoints under its `state_name`.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Callable, ClassVar, Dict, List, Mapping, Optional, Sequence, Type
@@ -34,6 +37,7 @@ _EXTENSIONS = {
     "global_batch_size": "allennlp_deepspeed.extensions.global_batch.MicroBatches",
     "sequence_parallel_size": "allennlp_deepspeed.extensions.sequence_parallelism."
     "SequenceParallelism",
+    "sequence_tiling": "allennlp_deepspeed.extensions.sequence_tiling.SequenceTiles",
 }
 """Their classes, by the key of the trainer that asks for one."""
 
@@ -101,6 +105,25 @@ class StepExtension:
 
     def __init__(self, value: Any, context: StepContext) -> None:
         pass
+
+    @classmethod
+    def wrap(cls, value: Any, model: Model, zero_stage: int) -> Callable[[], None]:
+        """
+        Wraps modules of a model before the engine is brought up.
+
+        # Parameters
+
+        value : `Any`, required.
+            What is written under the extension's key.
+        model : `Model`, required.
+        zero_stage : `int`, required.
+
+        # Returns
+
+        `Callable[[], None]`
+            Undoes it.
+        """
+        return lambda: None
 
     def divide(self, group: BatchGroup) -> BatchGroup:
         """Return the micro-batches of a step, of those that have been read."""
@@ -186,6 +209,13 @@ class StepExtensions:
             each.makes_several_passes for each in classes.values()
         )
         """Whether there are several passes to a micro-batch that is read."""
+
+    def wrap(self, model: Model, zero_stage: int) -> Callable[[], None]:
+        """Wraps modules before the engine is brought up. Returns what undoes it."""
+        with ExitStack() as undo:
+            for key, each in self._classes.items():
+                undo.callback(each.wrap(self._values[key], model, zero_stage))
+            return undo.pop_all().close
 
     def construct(self, context: StepContext) -> None:
         """Constructs the extensions, when the engine is up."""

@@ -214,7 +214,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     ) -> None:
         # The parameters by name, before anything else is assigned.
         arguments = checked(locals())
-        constructed = construct(model, optimizer, data_loader, arguments)
+        self._extensions = StepExtensions(find_extensions(arguments), arguments)
+        constructed = construct(model, optimizer, data_loader, arguments, self._extensions.wrap)
         wrapped_model = constructed["ddp_wrapped_model"]
         with destroyed_on_failure(wrapped_model):
             self._progress = Progress()
@@ -232,7 +233,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._callbacks += self._own_callbacks(report)
             self._observers = [c for c in self._callbacks if isinstance(c, StepObserver)]
             self._interruption = TrainingInterruption(is_worker=distributed)
-            self._extensions = StepExtensions(find_extensions(arguments), arguments)
             self._readings = Readings(
                 model,
                 self._progress,

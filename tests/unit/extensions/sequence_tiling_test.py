@@ -9,7 +9,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
-from allennlp_deepspeed.engine.sequence_tiling import tile_modules
+from allennlp_deepspeed.extensions.sequence_tiling import tile_modules
 
 
 class Layer(torch.nn.Module):

@@ -12,6 +12,8 @@ from typing import Any, Callable, ContextManager, Iterator, List, Set, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
+from allennlp.models import Model
+from overrides import overrides
 
 from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 from allennlp_deepspeed.deepspeed_api import (
@@ -19,6 +21,7 @@ from allennlp_deepspeed.deepspeed_api import (
     unregister_external_parameter,
 )
 from allennlp_deepspeed.engine.activation_checkpointing import current_autocast
+from allennlp_deepspeed.training.step_extension import StepExtension
 
 # So many positions that dropout with any probability drops one of their numbers.
 _CHECKED = 16
@@ -26,6 +29,15 @@ _CHECKED = 16
 logger = logging.getLogger(__name__)
 
 _KEY = "trainer.sequence_tiling"
+
+
+class SequenceTiles(StepExtension):
+    """Computes the modules that the key names tile by tile."""
+
+    @classmethod
+    @overrides
+    def wrap(cls, value: Any, model: Model, zero_stage: int) -> Callable[[], None]:
+        return tile_modules(model, value, zero_stage)
 
 
 def tile_modules(
