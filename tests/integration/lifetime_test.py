@@ -96,7 +96,19 @@ def test_an_optimizer_with_sharded_states_only_resumes(tmp_path: Path, config: D
     assert_same_weights(task.model.state_dict(), expected.model.state_dict(), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("stage, offload", [(2, False), (2, True)])
+@pytest.mark.parametrize("stage", [0])
+def test_an_optimizer_that_steps_the_parameters_goes_on_in_another_training(
+    tmp_path: Path, stage: int
+):
+    expected, task = with_optimizer("adam"), with_optimizer("adam")
+    for i in range(2):
+        train(expected, tmp_path / f"plain_{i}", GradientDescentTrainer, num_epochs=1)
+        config = {"deepspeed_config": config_of(stage)}
+        train(task, tmp_path / f"ours_{i}", DeepSpeedTrainer, num_epochs=1, **config)
+    assert_same_weights(task.model.state_dict(), expected.model.state_dict())
+
+
+@pytest.mark.parametrize("stage, offload", [(1, False), (2, False), (2, True), (3, False)])
 def test_an_optimizer_that_has_made_steps_elsewhere_only_resumes(
     tmp_path: Path, stage: int, offload: bool
 ):
