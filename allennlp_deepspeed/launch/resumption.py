@@ -30,6 +30,8 @@ _OF_A_START = (
     "metrics.jsonl",
     "metrics_epoch_*.json",
     "best.th",
+    "nvme",
+    "profile",
     "*.unfinished*",
 )
 

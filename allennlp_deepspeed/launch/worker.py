@@ -225,7 +225,8 @@ def _continue_or_begin(
     params, path = arguments["params"], arguments["serialization_dir"]
     is_leader = directory is None or directory.is_leader
     is_asked_for = resumption.is_asked_for(params.as_dict(quiet=True))
-    is_restarted = launched is not None and launched.num_restarts > 0
+    # Nodes count restarts each for itself: one whose own workers had to follow counts none.
+    is_restarted = launched is not None and any(agreement.of_all(launched.num_restarts > 0))
     if is_asked_for or (is_restarted and not arguments.get("recover")):
         continues = False
         with _agreed_problems():

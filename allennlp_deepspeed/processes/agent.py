@@ -58,6 +58,9 @@ _MONITOR_SECONDS = 0.1
 # From the end of a worker that has failed to SIGTERM for the others, and from that to SIGKILL.
 _SECONDS_TO_END = 3
 
+# From the end of a node's workers to that of the last node's. The store of node 0 ends it before.
+_SECONDS_TO_ARCHIVE = 24 * 3_600
+
 # That the workers have to say what they know of when another node has ended the training.
 _SECONDS_AFTER_OTHERS = 15.0
 
@@ -172,6 +175,11 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
         handler.shutdown()
     if agent.last_failure is not None and (result is None or result.is_failed()):
         raise agent.last_failure
+    if result is None:
+        raise WorkerFailed(
+            f"Node {node.rank} ({socket.gethostname()}) has trained nothing: the {node.num_nodes} "
+            f"nodes of the training at {node.where} were complete without it."
+        )
 
 
 class _Agent(LocalElasticAgent):
@@ -197,6 +205,9 @@ class _Agent(LocalElasticAgent):
             spec,
             DefaultLogsSpecs(log_dir=logs),
             start_method=START_METHOD,
+            # Elastic gives the others of a node that is done five minutes, in which the first
+            # worker of a shared directory may still be writing `model.tar.gz`.
+            exit_barrier_timeout=_SECONDS_TO_ARCHIVE,
         )
         self._node = node
         self._args = args
