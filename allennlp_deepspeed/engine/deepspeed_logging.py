@@ -31,6 +31,9 @@ def logged_by_allennlp() -> Iterator[None]:
     Has AllenNLP's handlers write the records of DeepSpeed's logger, each once, in place of its own
     handler for stdout, and what DeepSpeed prints. All of this is global, and as before afterwards,
     as is DeepSpeed's communication logger.
+
+    Works around DeepSpeed 0.19.8: an engine turns the communication logger of the process on, and
+    not off. Gone when it is off after the engine has been destroyed.
     """
     deepspeed_logger = deepspeed.utils.logger
     with ExitStack() as undo:

@@ -87,6 +87,18 @@ def forget_modules(model: torch.nn.Module) -> None:
     internals.forget_modules(model)
 
 
+def allow_plain_backward(engine: DeepSpeedEngine) -> None:
+    """
+    Has an engine at stage 0, without a loss scale, take `loss.backward()` too. DeepSpeed's own
+    hooks don't run there, but the trainer calls the reduction itself, and there is nothing else to
+    do.
+
+    Works around DeepSpeed 0.19.8: at stage 0 `loss.backward()` is refused, unlike at stages 1 to 3.
+    Gone when it isn't.
+    """
+    internals.allow_plain_backward(engine)
+
+
 def remove_hooks(engine: DeepSpeedEngine) -> None:
     """
     Removes the engine's hooks from its model.

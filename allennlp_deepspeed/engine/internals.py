@@ -118,6 +118,11 @@ def fill_accumulated_gradient(optimizer: Any, parameter: torch.nn.Parameter) -> 
     _read(optimizer, "_fill_param_grad_accum_attribute")(parameter)
 
 
+def allow_plain_backward(engine: DeepSpeedEngine) -> None:
+    """Has an engine at stage 0 take `loss.backward()`."""
+    _set(engine, "_support_torch_style_backward", True)
+
+
 # Optimizers.
 
 

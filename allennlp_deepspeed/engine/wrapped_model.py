@@ -34,6 +34,7 @@ from allennlp_deepspeed.engine import (
 )
 from allennlp_deepspeed.engine.compilation import Compiler
 from allennlp_deepspeed.engine.engine_mends import (
+    allow_plain_backward,
     autocast_of_one_engine,
     forget_modules,
     keep_adagrad,
@@ -219,6 +220,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         before.write_master_weights(self.engine)
         shards_states = self.engine.optimizer is not self.engine.basic_optimizer
         self._must_resume = has_lost_states or (has_stepped and shards_states)
+        if config.zero_stage == 0 and config.precision != "fp16":
+            allow_plain_backward(self.engine)
 
     def _leave(self, before: ModelSnapshot, device: torch.device) -> None:
         """

@@ -74,6 +74,12 @@ def test_adam_on_the_cpu_rounds_in_another_way_after_an_interruption() -> bool:
     return not torch.equal(weights_after_steps(30), weights_after_steps(0))
 
 
+@mended_by("engine.engine_mends.allow_plain_backward")
+def test_stage_0_refuses_backward_of_a_loss() -> bool:
+    engine = engine_of(linear())
+    return _fails(lambda: engine(torch.ones(1, 1)).sum().backward())
+
+
 @mended_by("engine.engine_mends.remove_hooks")
 def test_a_destroyed_engine_leaves_its_hooks() -> bool:
     model = linear()
@@ -147,6 +153,12 @@ def test_master_weights_are_those_of_half_precision() -> bool:
     model.weight.data.fill_(1 + 2**-12)  # 1 in bf16
     engine = engine_of(model, 2, bf16={"enabled": True})
     return bool(engine.optimizer.single_partition_of_fp32_groups[0][0] == 1)
+
+
+@mended_by("engine.deepspeed_logging.logged_by_allennlp")
+def test_the_communication_logger_stays_on() -> bool:
+    engine_of(linear(), comms_logger={"enabled": True}).destroy()
+    return deepspeed.comm.comm.comms_logger.enabled
 
 
 @mended_by("engine.activation_checkpointing.configured")
