@@ -118,6 +118,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._files = FileCheckpointEngine(async_save)
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
         self._commits: Optional[BackgroundCommit] = None
+        # With optimizer states on NVMe.
+        self._saves_nothing = False
         self.save_on_preemption = save_on_preemption
         self.on_committed: Optional[Callable[[str, int, float, int, int], None]] = None
         """
@@ -183,6 +185,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         self, num_epochs_completed: int, num_batches_in_epoch_completed: int
     ) -> bool:
         """Whether a checkpoint is to be saved after so many steps. The same on every rank."""
+        if self._saves_nothing:
+            return False
         last_save_num_batches = (
             self._last_save_num_batches_in_epoch_completed
             if num_epochs_completed == self._last_save_num_epochs_completed
@@ -352,13 +356,14 @@ class DeepSpeedCheckpointer(Checkpointer):
                 "A DeepSpeedCheckpointer loads a checkpoint into the engine of a trainer: call "
                 "load_checkpoint(trainer)."
             )
+        self._saves_nothing = trainer.engine.zero_nvme_offload_optimizer()
         found = newest_intact(self._checkpoints, trainer.directories, self._on_corrupt)
         if found is None:
             refuse_allennlp_checkpoints(self._serialization_dir)
-            if trainer.engine.zero_nvme_offload_optimizer():
+            if self._saves_nothing:
                 logger.warning("No checkpoints are saved: %s", _ON_NVME)
             return None
-        if trainer.engine.zero_nvme_offload_optimizer():
+        if self._saves_nothing:
             path = self._checkpoints.path(found.point)
             raise CheckpointError(f"{path} can't be loaded: {_ON_NVME}")
         check_model(self._checkpoints.path(found.point), found.record, trainer)

@@ -70,14 +70,17 @@ class ContrastiveModel(Model):
                 'batches, or "local" for those of each worker\'s own.'
             )
         self.negatives = negatives
-        # Then all ranks divide it by the same number of micro-batches.
-        self.has_loss_of_all_ranks = negatives == "global"
         self._of_encode = _arguments(self.encode)
         self._of_loss = _arguments(self.contrastive_loss)
         # A subclass that overrides it without the argument computes the whole.
         self._divides_loss = self.divides_loss and "rows" in self._of_loss.names
         if self._divides_loss:
             self._of_loss.names.remove("rows")
+
+    @property
+    def has_loss_of_all_ranks(self) -> bool:
+        """Whether all ranks divide the loss by the same number of micro-batches."""
+        return self.negatives == "global"
 
     def encode(self, **inputs: Any) -> Dict[str, torch.Tensor]:
         """

@@ -18,7 +18,7 @@ def check_model(model: Model, config: ResolvedConfig) -> None:
     for name, module in model.named_modules():
         if config.zero_stage > 0:
             _check_sharded(name, module, config.zero_stage)
-        if getattr(module, "max_norm", None) is not None:
+        if has_max_norm(module):
             _check_max_norm(name, config)
     for name, parameter in model.named_parameters():
         if config.zero_stage == 3 and whole_shape(parameter).numel() == 0:
@@ -26,6 +26,12 @@ def check_model(model: Model, config: ResolvedConfig) -> None:
                 f"The parameter '{name}' has no elements, and ZeRO stage 3 can't shard it: remove "
                 'it, or write "deepspeed_config": {"zero_optimization": {"stage": 2}}.'
             )
+
+
+def has_max_norm(module: torch.nn.Module) -> bool:
+    """Whether the module is an embedding that scales its rows: PyTorch's, or AllenNLP's."""
+    weight = getattr(module, "weight", None)
+    return getattr(module, "max_norm", None) is not None and isinstance(weight, torch.nn.Parameter)
 
 
 def _check_sharded(name: str, module: torch.nn.Module, stage: int) -> None:

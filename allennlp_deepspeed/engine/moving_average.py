@@ -12,6 +12,7 @@ from allennlp.training.moving_average import MovingAverage
 from overrides import overrides
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine.model_check import has_max_norm
 from allennlp_deepspeed.engine.shards import Fragment, Shards, whole_shape
 from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 
@@ -90,8 +91,7 @@ class ShardedMovingAverage(MovingAverage):
             If it averages frozen weights that `max_norm` changes.
         """
         for name, module in model.named_modules():
-            is_scaled = getattr(module, "max_norm", None) is not None
-            if is_scaled and not all(map(self.may_change, module.parameters())):
+            if has_max_norm(module) and not self.may_change(module.weight):
                 raise ConfigurationError(
                     "'trainer.moving_average' averages what the optimizer updates, and not the "
                     f"frozen weight of '{name}', which 'max_norm' changes: give both the trained "

@@ -185,7 +185,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
         before = ModelSnapshot(model, optimizer)
-        self._undo.callback(self._leave, before, device)
+        # Asked for here: the process group may be gone before the engine.
+        is_alone = dist.get_world_size() == 1
+        self._undo.callback(self._leave, before, device, is_alone)
         has_lost_states = enter(used_optimizers.steps_allowed(optimizer))
         has_stepped = used_optimizers.has_stepped(optimizer)
         with autocast_of_one_engine():
@@ -223,13 +225,12 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.zero_stage == 0 and config.precision != "fp16":
             allow_plain_backward(self.engine)
 
-    def _leave(self, before: ModelSnapshot, device: torch.device) -> None:
+    def _leave(self, before: ModelSnapshot, device: torch.device, is_alone: bool) -> None:
         """
         Destroys the engine. In a single process the model is a plain one again, with the trained
         weights. With several workers the shards stay where they are.
         """
         engine = self._engine
-        is_alone = dist.get_world_size() == 1
         with ExitStack() as undo:
             undo.callback(forget_modules, self._plain_model)
             if is_alone:

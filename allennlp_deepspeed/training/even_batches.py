@@ -79,4 +79,6 @@ def whole_set(data_loader: Any, model: Any, device: torch.device) -> Any:
     leaves out what one rank has more than another.
     """
     validates = isinstance(model, ValidatesWholeSet) and model.validates_whole_set
-    return EvenBatches(data_loader, model, device) if validates and data_loader else data_loader
+    # Not asked for its truth, which is its length: a lazy loader has none.
+    has_data = validates and data_loader is not None
+    return EvenBatches(data_loader, model, device) if has_data else data_loader

@@ -245,7 +245,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self.best_weights = BestWeights(wrapped_model, self._serialization_dir, self._primary)
             self._buffers = BufferBroadcast(self.model, self.cuda_device)
             self._loss_of_validation = ValidationLoss(model)
-            self._has_loss_of_all_ranks = getattr(model, "has_loss_of_all_ranks", False)
             self._gradient_synchronization = gradient_synchronization
             if wrapped_model.config.zero_stage == 3:
                 # Where full weights are kept while they are used: there may not be memory for them.
@@ -446,7 +445,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
         batches, group_size, num_fillers = self._extensions.divide(group)
-        if self._has_loss_of_all_ranks:  # which all ranks divide by the same number
+        if getattr(self.model, "has_loss_of_all_ranks", False):
             group_size = len(batches)
         self._readings.start_step(group_size, group.batches)
         for callback in self._observers:

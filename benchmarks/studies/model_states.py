@@ -28,9 +28,9 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import torch
 from allennlp.commands import train as train_command
 from allennlp.common import Params
-from torch.multiprocessing import start_processes
 
 from allennlp_deepspeed.memory.estimate import Estimator
+from allennlp_deepspeed.processes import agent
 from benchmarks.harness import report, training
 from benchmarks.harness.counted_states import CountedStates
 
@@ -146,10 +146,8 @@ def _train(values: Dict[str, Any], directory: Path) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
 
-    def fork(function: Any, args: Any = (), nprocs: int = 1, **kwargs: Any) -> Any:
-        return start_processes(function, args, nprocs, start_method="fork", **kwargs)
-
-    with mock.patch.object(torch.multiprocessing, "spawn", fork):
+    # Forks of this process have the callback registered.
+    with mock.patch.object(agent, "START_METHOD", "fork"):
         train_command.train_model(Params(values), directory / "out")
 
 

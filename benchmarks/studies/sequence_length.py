@@ -28,9 +28,10 @@ from allennlp.data import DatasetReader, Instance
 from allennlp.data.fields import TensorField
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
-from torch.multiprocessing import start_processes
 
 import allennlp_deepspeed  # noqa: F401  # registers what the configs name
+from allennlp_deepspeed.launch import worker
+from allennlp_deepspeed.processes import agent
 from benchmarks.harness import plot, report
 from tests.support.tensor_memory import TensorMemory
 
@@ -124,10 +125,6 @@ def counted(directory: Path, function: Callable[..., Any], *args: Any) -> None:
     (directory / f"outcome_{os.getpid()}.json").write_text(json.dumps(outcome))
 
 
-def called_as_worker(rank: int, directory: Path, function: Callable[..., Any], *args: Any) -> None:
-    counted(directory, function, rank, *args)
-
-
 def config(length: int, workers: int, options: str) -> Dict[str, Any]:
     values: Dict[str, Any] = {
         "dataset_reader": {"type": "random_text", "length": length},
@@ -186,16 +183,14 @@ def _train(values: Dict[str, Any], directory: Path) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
 
-    def fork(function: Any, args: Any = (), nprocs: int = 1, **kwargs: Any) -> Any:
-        args = (directory, function, *args)
-        return start_processes(called_as_worker, args, nprocs, start_method="fork", **kwargs)
-
     # Which checks the config, and has readers read by groups.
     train = partial(train_command.train_model, Params(values), directory / "out")
     if "distributed" not in values:
         counted(directory, train)
         return
-    with mock.patch.object(torch.multiprocessing, "spawn", fork):
+    # Forks of this process have the reader and the callback registered.
+    forked = mock.patch.object(agent, "START_METHOD", "fork")
+    with forked, mock.patch.object(worker, "run", partial(counted, directory, worker.run)):
         train()
 
 
