@@ -30,6 +30,7 @@ from tests.end_to_end.resize_test import (
     on,
     recover,
 )
+from tests.fixtures import components  # noqa: F401  # registers "record_steps"
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.experiment import (
     ONE_PROCESS,
