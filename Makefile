@@ -21,7 +21,7 @@ export NO_MKDOCS_2_WARNING := 1
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make demo-llm  fine-tune a language model and compare it before and after (under 10 minutes)"
-	@echo "make test    run the test suite, but for what takes long (about 14 minutes)"
+	@echo "make test    run the test suite, but for what takes long (about 40 minutes on 2 cores)"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
 	@echo "make messages  rewrite tests/expected_messages.json, the messages to users that tests compare"
 	@echo "make coverage  run the same as \`make test\` and report which lines it has run, in workers too"
