@@ -85,8 +85,6 @@ class _StepThroughputTimer(ThroughputTimer):
         self._is_step_one_batch = is_step_one_batch
         self._micro_batches = 0
         self._samples = 0  # in `total_elapsed_time`
-        # Of the step that has ended last.
-        self.micro_batches_in_step = 0
 
     @overrides
     def start(self) -> None:
@@ -98,10 +96,10 @@ class _StepThroughputTimer(ThroughputTimer):
 
     @overrides
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        self.micro_batches_in_step, self._micro_batches = self._micro_batches, 0
+        micro_batches, self._micro_batches = self._micro_batches, 0
         self.batch_size = self._micro_batch_size
         if not self._is_step_one_batch:
-            self.batch_size *= self.micro_batches_in_step
+            self.batch_size *= micro_batches
         if self.start_time > 0:
             self._samples += self.batch_size
         super().stop(global_step, report_speed)

@@ -44,7 +44,7 @@ class GradCache(StepExtension):
        to them. Parameters of the loss itself get their gradient here.
     3. `forward_backward`: each chunk once more, in the same random state as the first time, and
        backward from its part of the cached gradient. The last chunk of an optimizer step reduces
-       the gradients of all; what `gradient_synchronization` doesn't hold, each its own.
+       the gradients of all; with `gradient_synchronization` "micro_batch" each chunk its own.
 
     The result is the gradient of the whole batch in one piece. A batch that is one chunk on every
     rank makes one pass. Every rank must call each of these methods.
@@ -53,8 +53,8 @@ class GradCache(StepExtension):
     far as these need. Whether it does is tried before the first step in which each text field has
     as much padding as tokens in some text.
 
-    At stage 3 parameters stay gathered for all chunks of a micro-batch at least, as far as half of
-    the memory that two steps have left free takes them.
+    At stage 3 each chunk gathers the parameters again, unless `reshard_after_micro_batch` leaves
+    them gathered until the step ends.
 
     Besides representations and inputs, what grows with the batch is a random state for each chunk,
     of some 30 kB. The host waits for the device twice a micro-batch, to know how many examples the
