@@ -9,8 +9,8 @@ import contextlib
 import sys
 
 import allennlp_deepspeed_import_hook  # noqa: F401  # where it isn't installed
-from allennlp_deepspeed.processes import fork_server
-from allennlp_deepspeed.processes.announcements import imported_quietly
+from allennlp_deepspeed.announcements import imported_quietly
+from allennlp_deepspeed.launch import fork_server
 
 # To what is the standard output now it will log.
 with imported_quietly("DeepSpeed", "torch"), contextlib.redirect_stdout(sys.stderr):
@@ -31,10 +31,10 @@ from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.engine.activation_checkpointing import DeepSpeedCheckpointWrapper
+from allennlp_deepspeed.engine.sequence_groups import reading_by_groups
 from allennlp_deepspeed.language_modeling import causal_lm_predictor
 from allennlp_deepspeed.launch import find_learning_rate, preflight
 from allennlp_deepspeed.lora import LoraEmbedder
-from allennlp_deepspeed.processes.sequence_groups import reading_by_groups
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
 from allennlp_deepspeed.reports.profiler_callback import ProfilerCallback
 from allennlp_deepspeed.training.train_model import DeepSpeedTrainModel

@@ -21,7 +21,7 @@ from allennlp.training.metrics import (
     SpearmanCorrelation,
 )
 
-from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.engine import agreement
 
 State = Dict[str, Any]
 

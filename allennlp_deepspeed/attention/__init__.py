@@ -1,6 +1,5 @@
 """
-Attention that leaves out blocks of pairs of tokens, and encoders that attend with it. Imports no
-other room.
+Attention that leaves out blocks of pairs of tokens, and encoders that attend with it.
 """
 
 from allennlp_deepspeed.attention.block_sparse_attention import BlockSparseAttention

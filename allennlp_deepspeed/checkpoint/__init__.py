@@ -1,4 +1,3 @@
 """
-What of a run is on disk, there and back. Imports `engine`, `optimizers`, `lora` and the rooms
-below.
+Saving, resuming and exporting: what a training has on disk.
 """

@@ -4,10 +4,11 @@ from typing import Any, Collection, Dict, Optional
 import torch
 import torch.distributed as dist
 
+from allennlp_deepspeed import files
+from allennlp_deepspeed.checkpoint import serialization
+from allennlp_deepspeed.checkpoint.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.engine import weights
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.storage import files, serialization
-from allennlp_deepspeed.storage.checkpoint_directory import BEST_WEIGHTS_NAME
 
 
 class BestWeights:

@@ -7,7 +7,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 )
 from overrides import overrides
 
-from allennlp_deepspeed.storage import files, serialization
+from allennlp_deepspeed import files
+from allennlp_deepspeed.checkpoint import serialization
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager

@@ -13,12 +13,22 @@ from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.trainer import TrainerCheckpoint
 from overrides import overrides
 
+from allennlp_deepspeed import fingerprints
+from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint import (
     frozen_parameters,
     resharding,
+    serialization,
     sharded_reader,
 )
+from allennlp_deepspeed.checkpoint.background_commit import BackgroundCommit
+from allennlp_deepspeed.checkpoint.checkpoint_directory import (
+    ENGINE_TAG,
+    CheckpointDirectory,
+    PointInTime,
+)
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord, FrozenRecord
 from allennlp_deepspeed.checkpoint.compatibility import (
     check_model,
     check_version,
@@ -31,19 +41,9 @@ from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine import agreement, internals, phases
 from allennlp_deepspeed.engine.node_local import write_model_states
-from allennlp_deepspeed.optimizers import adapt_loaded_states
-from allennlp_deepspeed.processes import agreement, fingerprints, phases
-from allennlp_deepspeed.processes.announcements import announce
-from allennlp_deepspeed.storage import serialization
-from allennlp_deepspeed.storage.background_commit import BackgroundCommit
-from allennlp_deepspeed.storage.checkpoint_directory import (
-    ENGINE_TAG,
-    CheckpointDirectory,
-    PointInTime,
-)
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord, FrozenRecord
+from allennlp_deepspeed.engine.offloaded_optimizers import adapt_loaded_states
 
 logger = logging.getLogger(__name__)
 

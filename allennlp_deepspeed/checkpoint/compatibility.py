@@ -8,9 +8,9 @@ from typing import Any, Dict, List
 
 import torch
 
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, Training
 from allennlp_deepspeed.engine.shards import whole_shape
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
 
 _ALLENNLP_CHECKPOINT = re.compile(r"(model|training)_state_e\d+_b\d+.*\.th$")
 

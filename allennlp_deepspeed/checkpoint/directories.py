@@ -3,8 +3,8 @@ from typing import List, NamedTuple, Optional, Sequence
 
 import torch.distributed as dist
 
-from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.storage import tokens
+from allennlp_deepspeed.checkpoint import tokens
+from allennlp_deepspeed.engine import agreement
 
 
 class Directories(NamedTuple):

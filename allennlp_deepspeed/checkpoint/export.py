@@ -14,12 +14,11 @@ from allennlp.common import Params
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME, archive_model
 
-from allennlp_deepspeed import lora
+from allennlp_deepspeed import files, lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
+from allennlp_deepspeed.checkpoint.commit_record import CommitRecord
 from allennlp_deepspeed.checkpoint.offline import find, locate
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
-from allennlp_deepspeed.storage import files
-from allennlp_deepspeed.storage.commit_record import CommitRecord
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME
 
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, FrozenRecord
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, zero
-from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.storage.commit_record import CheckpointError, FrozenRecord
+from allennlp_deepspeed.engine import agreement
 
 
 def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:

@@ -16,11 +16,13 @@ from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME, extracted_archive, get_weights_path
 from transformers import PreTrainedTokenizerBase
 
-from allennlp_deepspeed import lora
+from allennlp_deepspeed import files, lora
 from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
     warn_of_dense_attention,
 )
-from allennlp_deepspeed.checkpoint import frozen_parameters
+from allennlp_deepspeed.checkpoint import frozen_parameters, serialization
+from allennlp_deepspeed.checkpoint.checkpoint_directory import BEST_WEIGHTS_NAME
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.offline import (
     check_archive,
     find,
@@ -29,9 +31,6 @@ from allennlp_deepspeed.checkpoint.offline import (
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.language_modeling import pretrained
 from allennlp_deepspeed.meta_model import construct_without_weights
-from allennlp_deepspeed.storage import files, serialization
-from allennlp_deepspeed.storage.checkpoint_directory import BEST_WEIGHTS_NAME
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,13 +9,13 @@ from typing import Dict, List, Optional, Sequence, Set, Tuple
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.archival import CONFIG_NAME
 
-from allennlp_deepspeed.storage import files
-from allennlp_deepspeed.storage.checkpoint_directory import (
+from allennlp_deepspeed import files
+from allennlp_deepspeed.checkpoint.checkpoint_directory import (
     BEST_WEIGHTS_NAME,
     CheckpointDirectory,
     PointInTime,
 )
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 
 # What AllenNLP writes into a serialization directory and a training continues with.
 _CONTINUED_WITH = (CONFIG_NAME, "meta.json", "vocabulary")

@@ -9,11 +9,11 @@ from typing import Any, Callable, Collection, Dict, Optional, Tuple
 
 import torch
 
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Shards, own_partition, whole_shape
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
 
 
 def is_needed(record: CommitRecord, world_size: int) -> bool:

@@ -8,10 +8,10 @@ from typing import List, NamedTuple, Optional, Tuple
 
 import torch.distributed as dist
 
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.directories import Directories
-from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory, PointInTime
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.engine import agreement
 
 logger = logging.getLogger(__name__)
 

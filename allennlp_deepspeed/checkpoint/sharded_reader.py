@@ -11,14 +11,14 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine.shards import Shards
-from allennlp_deepspeed.storage import serialization
-from allennlp_deepspeed.storage.checkpoint_directory import (
+from allennlp_deepspeed.checkpoint import serialization
+from allennlp_deepspeed.checkpoint.checkpoint_directory import (
     ENGINE_TAG,
     CheckpointDirectory,
 )
-from allennlp_deepspeed.storage.commit_record import CheckpointError
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine.shards import Shards
 
 Part = Tuple[int, int]
 """Elements of a flattened parameter: the first of them, and their number."""

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from allennlp_deepspeed.memory.estimate import Estimate, Estimator, PlacementEstimate
+from allennlp_deepspeed.commands.memory_estimate import Estimate, Estimator, PlacementEstimate
 
 _WIDTH = 130  # characters, where it isn't that of a terminal
 

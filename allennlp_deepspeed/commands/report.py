@@ -5,7 +5,7 @@ from pathlib import Path
 
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.storage import files
+from allennlp_deepspeed import files
 
 
 class Report:

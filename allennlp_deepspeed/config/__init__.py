@@ -1,3 +1,3 @@
 """
-What the user wrote, checked and filled in. Imports no other room.
+The user's keys, checked and completed into one configuration.
 """

@@ -1,5 +1,5 @@
 """
-Contrastive training: a model with its reader, metrics and predictors. Imports no other room.
+Contrastive training: a model with its reader, metrics and predictors.
 """
 
 from allennlp_deepspeed.contrastive.bi_encoder import BiEncoder

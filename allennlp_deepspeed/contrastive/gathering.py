@@ -8,7 +8,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.processes.agreement import numbers_of_all, world_size
+from allennlp_deepspeed.engine.agreement import numbers_of_all, world_size
 
 _ALIGNMENT = 8  # bytes, of the largest elements that tensors have
 

@@ -8,7 +8,7 @@ from allennlp.common.util import is_distributed
 from allennlp.training.metrics import Metric
 from overrides import overrides
 
-from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.engine import agreement
 
 # Documents are ranked in blocks of so many pairs and so many documents: of 2**24 scores.
 BLOCK_SIZE = 2**12

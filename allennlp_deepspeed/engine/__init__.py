@@ -1,4 +1,3 @@
 """
-DeepSpeed around a model, and what it takes to be right there. With `gradients` the only room that
-knows DeepSpeed's internals. Imports `config`, `processes` and `storage`.
+DeepSpeed's engine around a model: the only folder that touches DeepSpeed's private attributes.
 """

@@ -26,7 +26,7 @@ from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.engine import internals
-from allennlp_deepspeed.processes.random_states import (
+from allennlp_deepspeed.engine.random_states import (
     dropout_between_layers,
     repeatable_random_states,
 )

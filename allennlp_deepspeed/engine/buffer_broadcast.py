@@ -4,7 +4,7 @@ from typing import List
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.engine import agreement
 
 _BUCKET_SIZE = 250 * 1024 * 1024  # bytes, as in DistributedDataParallel
 

@@ -7,9 +7,8 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.engine import agreement, weights
 from allennlp_deepspeed.engine.shards import Shards
-from allennlp_deepspeed.processes import agreement
 
 Which = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]], None]
 

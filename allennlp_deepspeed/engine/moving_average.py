@@ -12,9 +12,9 @@ from allennlp.training.moving_average import MovingAverage
 from overrides import overrides
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 from allennlp_deepspeed.engine.model_check import has_max_norm
 from allennlp_deepspeed.engine.shards import Fragment, Shards, whole_shape
-from allennlp_deepspeed.processes.interruption import TrainingInterrupted
 
 
 class ShardedMovingAverage(MovingAverage):

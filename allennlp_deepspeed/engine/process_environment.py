@@ -26,7 +26,7 @@ from allennlp_deepspeed.engine import (
     module_hooks,
     parameter_layout,
 )
-from allennlp_deepspeed.processes.one_process import as_one_process
+from allennlp_deepspeed.engine.one_process import as_one_process
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 

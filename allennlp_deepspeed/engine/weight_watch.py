@@ -4,9 +4,8 @@ from typing import Any, List, NoReturn, Optional, Tuple
 import torch
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_comm_dtype
-from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine import agreement, internals
 from allennlp_deepspeed.engine.shards import Fragment, Shards
-from allennlp_deepspeed.processes import agreement
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from typing import Any, Dict, Optional
 import torch
 import torch.distributed as dist
 
+from allennlp_deepspeed import files
 from allennlp_deepspeed.deepspeed_api import (
     DeepSpeedEngine,
     safe_get_full_fp32_param,
@@ -18,7 +19,6 @@ from allennlp_deepspeed.deepspeed_api import (
 )
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
-from allennlp_deepspeed.storage import files
 
 StateDict = Dict[str, Any]
 

@@ -13,18 +13,18 @@ from allennlp.data.data_loaders import TensorDict
 
 from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.engine.gathered_parameters import Passes
-from allennlp_deepspeed.gradients.chunk_size import find_chunk_size
-from allennlp_deepspeed.gradients.chunking import (
+from allennlp_deepspeed.engine.random_states import random_states, set_random_states
+from allennlp_deepspeed.training.chunk_size import find_chunk_size
+from allennlp_deepspeed.training.chunking import (
     Chunk,
     chunks_by_length,
     chunks_in_order,
     num_examples,
     rows_of,
 )
-from allennlp_deepspeed.gradients.padding import TextLengths, longest_window
-from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.processes.random_states import random_states, set_random_states
+from allennlp_deepspeed.training.padding import TextLengths, longest_window
 
 logger = logging.getLogger(__name__)
 

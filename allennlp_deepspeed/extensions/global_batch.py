@@ -16,21 +16,21 @@ from allennlp.models import Model
 from overrides import overrides
 from torch.utils._pytree import tree_leaves, tree_map
 
+from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint.module_states import (
     changed_states,
     fingerprints,
     load_module_states,
     module_states,
 )
-from allennlp_deepspeed.gradients import loss_terms
-from allennlp_deepspeed.gradients.chunk_size import find_chunk_size, left_for_activations
-from allennlp_deepspeed.gradients.chunking import even_bounds, indivisible, num_examples, rows_of
-from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.processes.announcements import announce
-from allennlp_deepspeed.processes.phases import HOST_WAITS, during
-from allennlp_deepspeed.processes.random_states import random_states, set_random_states
+from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine.phases import HOST_WAITS, during
+from allennlp_deepspeed.engine.random_states import random_states, set_random_states
+from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.batch_groups import BatchGroup
 from allennlp_deepspeed.training.callbacks import refuse_going_backward
+from allennlp_deepspeed.training.chunk_size import find_chunk_size, left_for_activations
+from allennlp_deepspeed.training.chunking import even_bounds, indivisible, num_examples, rows_of
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 
 logger = logging.getLogger(__name__)

@@ -15,19 +15,19 @@ from overrides import overrides
 from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.engine.gathered_parameters import Passes
-from allennlp_deepspeed.extensions.chunker import Chunker, Representations
-from allennlp_deepspeed.gradients.chunking import (
-    Chunk,
-    has_batch_statistics,
-    num_examples,
-)
-from allennlp_deepspeed.processes.phases import BACKWARD, FORWARD, during, phase
-from allennlp_deepspeed.processes.random_states import (
+from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, during, phase
+from allennlp_deepspeed.engine.random_states import (
     random_states,
     repeatable_random_states,
     set_random_states,
 )
+from allennlp_deepspeed.extensions.chunker import Chunker, Representations
 from allennlp_deepspeed.training.callbacks import refuse_going_backward
+from allennlp_deepspeed.training.chunking import (
+    Chunk,
+    has_batch_statistics,
+    num_examples,
+)
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 
 logger = logging.getLogger(__name__)

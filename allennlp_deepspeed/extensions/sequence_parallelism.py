@@ -7,11 +7,11 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
 from overrides import overrides
 
+from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine.sequence_groups import SequenceGroup
 from allennlp_deepspeed.engine.ulysses import UlyssesAttention
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.language_modeling import TokenLossModel, can_share, cant_share
-from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
 from allennlp_deepspeed.training.even_batches import EvenBatches
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 

@@ -1,6 +1,6 @@
 """
 Language modelling: a causal language model with its reader, metrics and predictor, and what models
-are whose loss is a mean over tokens. Imports no other room of its row.
+are whose loss is a mean over tokens.
 """
 
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM

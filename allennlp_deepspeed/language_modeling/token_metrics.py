@@ -5,8 +5,8 @@ import torch.distributed as dist
 from allennlp.training.metrics import Metric
 from overrides import overrides
 
+from allennlp_deepspeed.engine.agreement import world_size
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import TokenLosses
-from allennlp_deepspeed.processes.agreement import world_size
 
 
 @Metric.register("token_metrics")

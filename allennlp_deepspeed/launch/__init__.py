@@ -1,4 +1,3 @@
 """
-Before there are workers: checks, converts and hooks in. Imports all rooms but `memory` and
-`commands`.
+What happens before a worker trains: check of the config, agent and workers, recovery.
 """

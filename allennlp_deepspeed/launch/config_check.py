@@ -29,10 +29,10 @@ from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KE
 from allennlp_deepspeed.config.schema_validation import places_of
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
-from allennlp_deepspeed.gradients import loss_terms
+from allennlp_deepspeed.engine.optimizer_check import check_optimizer
 from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import nodes
-from allennlp_deepspeed.optimizers import check_optimizer
+from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 

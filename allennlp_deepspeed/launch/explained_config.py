@@ -12,8 +12,8 @@ from allennlp_deepspeed.config.open_values import recorded_sources
 from allennlp_deepspeed.config.schema import Schema
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.config.support import UNSUPPORTED
+from allennlp_deepspeed.engine.offloaded_optimizers import optimizer_in_use
 from allennlp_deepspeed.launch.config_check import settings_of
-from allennlp_deepspeed.optimizers.offload import optimizer_in_use
 
 YOURS = "your file"
 DEEPSPEED = "DeepSpeed's default"

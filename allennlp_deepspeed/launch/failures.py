@@ -17,9 +17,9 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import SigTermReceived
 
+from allennlp_deepspeed.engine.worker_failure import ConstructionFailure
+from allennlp_deepspeed.launch.agent import WorkerFailed
 from allennlp_deepspeed.launch.failed_section import explanation
-from allennlp_deepspeed.processes.agent import WorkerFailed
-from allennlp_deepspeed.processes.worker_failure import ConstructionFailure
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any, Dict, Iterator, List, Optional
 from allennlp.common.plugins import discover_plugins
 from allennlp.common.util import SigTermReceived
 
-from allennlp_deepspeed.processes.announcements import announce
-from allennlp_deepspeed.processes.launcher import BY_HAND
+from allennlp_deepspeed.announcements import announce
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.launch.launcher import BY_HAND
 from allennlp_deepspeed.reports import console as consoles
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 
 logger = logging.getLogger(__name__)
 

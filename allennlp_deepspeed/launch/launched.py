@@ -12,7 +12,7 @@ import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.processes.launcher import Launched
+from allennlp_deepspeed.launch.launcher import Launched
 
 logger = logging.getLogger(__name__)
 

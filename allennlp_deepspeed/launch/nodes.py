@@ -10,8 +10,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_names, check_values
 from allennlp_deepspeed.config.own_keys import ALLENNLP_DISTRIBUTED_KEYS, DISTRIBUTED_KEYS
-from allennlp_deepspeed.processes.agent import Node
-from allennlp_deepspeed.processes.launcher import Launched
+from allennlp_deepspeed.launch.agent import Node
+from allennlp_deepspeed.launch.launcher import Launched
 
 _LOCAL = ("127.0.0.1", "0.0.0.0", "localhost")
 

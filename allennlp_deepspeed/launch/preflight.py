@@ -18,16 +18,16 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
 
+from allennlp_deepspeed.announcements import wants_whole_log
 from allennlp_deepspeed.config.global_batch import fill_batch_size, finds_micro_batch_size
 from allennlp_deepspeed.config.values import is_integer
-from allennlp_deepspeed.launch import failures, nodes, recovery, worker
+from allennlp_deepspeed.engine import worker_failure
+from allennlp_deepspeed.launch import failures, launcher, nodes, recovery, worker
 from allennlp_deepspeed.launch import launched as launching
+from allennlp_deepspeed.launch.agent import run_workers
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, worker_devices
 from allennlp_deepspeed.launch.first_and_last_lines import ends_with_how_to_continue
-from allennlp_deepspeed.processes import launcher, worker_failure
-from allennlp_deepspeed.processes.agent import run_workers
-from allennlp_deepspeed.processes.announcements import wants_whole_log
-from allennlp_deepspeed.processes.launcher import Launched
+from allennlp_deepspeed.launch.launcher import Launched
 from allennlp_deepspeed.reports.console import ConsoleSettings, shown_on_console
 
 __all__ = ["check", "has_deepspeed_trainer", "install", "worker_devices"]

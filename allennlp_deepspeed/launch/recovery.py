@@ -12,9 +12,9 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.archival import CONFIG_NAME
 
+from allennlp_deepspeed import files
+from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.config.own_keys import may_change
-from allennlp_deepspeed.processes.announcements import announce
-from allennlp_deepspeed.storage import files
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any, Dict, Union
 
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.processes.announcements import announce
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.announcements import announce
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from allennlp.common import logging as common_logging
 from allennlp.data import Vocabulary
 from allennlp.training import util as training_util
 
+from allennlp_deepspeed.checkpoint import tokens
 from allennlp_deepspeed.checkpoint.directories import Directories
-from allennlp_deepspeed.processes.worker_failure import PeerFailed
-from allennlp_deepspeed.storage import tokens
+from allennlp_deepspeed.engine.worker_failure import PeerFailed
 
 logger = logging.getLogger(__name__)
 

@@ -30,18 +30,25 @@ from tqdm import tqdm
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.settings import registered_name
+from allennlp_deepspeed.engine import agreement, worker_failure
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
-from allennlp_deepspeed.launch import failures, fingerprint, nodes, recovery, resumption
+from allennlp_deepspeed.engine.one_process import as_one_process
+from allennlp_deepspeed.engine.sequence_groups import read_by_groups
+from allennlp_deepspeed.engine.worker_device import capabilities
+from allennlp_deepspeed.fingerprints import differences
+from allennlp_deepspeed.launch import (
+    failures,
+    fingerprint,
+    nodes,
+    process_group,
+    recovery,
+    resumption,
+)
+from allennlp_deepspeed.launch.agent import Node
 from allennlp_deepspeed.launch.config_check import accelerator_of, settings_of, worker_devices
 from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
+from allennlp_deepspeed.launch.launcher import Launched
 from allennlp_deepspeed.launch.serialization_directory import SerializationDirectory
-from allennlp_deepspeed.processes import agreement, process_group, worker_failure
-from allennlp_deepspeed.processes.agent import Node
-from allennlp_deepspeed.processes.fingerprints import differences
-from allennlp_deepspeed.processes.launcher import Launched
-from allennlp_deepspeed.processes.one_process import as_one_process
-from allennlp_deepspeed.processes.sequence_groups import read_by_groups
-from allennlp_deepspeed.processes.worker_device import capabilities
 from allennlp_deepspeed.reports.console import (
     ConsoleSettings,
     disable_progress_bars_of_transformers,

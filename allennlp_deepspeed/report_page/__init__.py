@@ -1,4 +1,3 @@
 """
-The page of `allennlp deepspeed report`: what runs have left in their directories, drawn. Imports
-`reports`, `storage` and nothing that knows an engine.
+The HTML page of `allennlp deepspeed report`, from what trainings have left in their directories.
 """

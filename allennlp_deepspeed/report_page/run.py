@@ -6,8 +6,8 @@ from typing import Any, Dict, List, NamedTuple, Optional
 
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.reports import metrics_file
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 
 # Seconds without a line after which a run without an archive isn't taken for one that trains.
 _SILENCE = 120.0

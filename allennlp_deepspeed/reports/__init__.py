@@ -1,3 +1,3 @@
 """
-What a run says of itself. Imports `engine` and the rooms below.
+Console, `metrics.jsonl`, log writers and profiler.
 """

@@ -27,7 +27,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from allennlp_deepspeed.processes.announcements import announcement, with_quiet_imports
+from allennlp_deepspeed.announcements import announcement, with_quiet_imports
 
 # Loggers with a console handler of their own.
 _LIBRARIES = ("DeepSpeed", "huggingface_hub", "torch", "transformers")

@@ -24,9 +24,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from allennlp_deepspeed import fingerprints
+from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.config.values import is_number
-from allennlp_deepspeed.processes import fingerprints
-from allennlp_deepspeed.processes.announcements import announce
 from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed.reports import overview
 from allennlp_deepspeed.reports.console import Console, ConsoleSettings

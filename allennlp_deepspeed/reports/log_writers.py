@@ -12,9 +12,8 @@ import torch.distributed as dist
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.callbacks.log_writer import LogWriterCallback
 
-from allennlp_deepspeed.engine import weights
+from allennlp_deepspeed.engine import agreement, weights
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
-from allennlp_deepspeed.processes import agreement
 from allennlp_deepspeed.reports.gathered_tensor import (
     GatheredParameter,
     GatheredTensor,

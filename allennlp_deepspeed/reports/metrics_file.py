@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterator
 
 from allennlp.common.util import sanitize
 
-from allennlp_deepspeed.storage import files
+from allennlp_deepspeed import files
 
 logger = logging.getLogger(__name__)
 

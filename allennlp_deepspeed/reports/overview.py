@@ -14,14 +14,14 @@ from rich.text import Text
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine.kept_states import bytes_of_element, bytes_of_parameters
 from allennlp_deepspeed.engine.model_states import (
     ModelSize,
     ModelStates,
     OptimizerStates,
     model_states,
 )
-from allennlp_deepspeed.optimizers.kept_states import bytes_of_element, bytes_of_parameters
-from allennlp_deepspeed.processes.worker_device import memory_size
+from allennlp_deepspeed.engine.worker_device import memory_size
 
 Lines = List[Tuple[str, str]]
 

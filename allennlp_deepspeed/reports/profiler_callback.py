@@ -14,9 +14,9 @@ from rich import box
 from rich.table import Table
 from torch.autograd import DeviceType
 
+from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.deepspeed_api import get_accelerator
-from allennlp_deepspeed.processes import phases
-from allennlp_deepspeed.processes.announcements import announce
+from allennlp_deepspeed.engine import phases
 from allennlp_deepspeed.reports.console_report import as_text
 from allennlp_deepspeed.reports.step_observer import StepObserver
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
+from allennlp_deepspeed import fingerprints
 from allennlp_deepspeed.engine import loss_scaling
-from allennlp_deepspeed.processes import fingerprints
-from allennlp_deepspeed.processes.worker_device import memory_in_use
+from allennlp_deepspeed.engine.worker_device import memory_in_use
 from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
 from allennlp_deepspeed.reports.console import is_routine
 from allennlp_deepspeed.reports.console_report import ConsoleReport, EpochProgress

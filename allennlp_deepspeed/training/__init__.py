@@ -1,3 +1,3 @@
 """
-One run, told step by step. Imports all rooms but `launch`, `memory` and `commands`.
+The trainer: forward, backward and step, and what the ranks agree on between steps.
 """

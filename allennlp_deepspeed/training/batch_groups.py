@@ -13,8 +13,8 @@ from allennlp.common.util import lazy_groups_of
 from allennlp.data.data_loaders import DataLoader, TensorDict
 
 from allennlp_deepspeed.config.settings import fixed_size
-from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.processes.phases import DATA, phase
+from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine.phases import DATA, phase
 
 logger = logging.getLogger(__name__)
 

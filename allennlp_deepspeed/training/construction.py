@@ -25,7 +25,7 @@ from allennlp.models import Model
 from allennlp.nn.parallel import DdpAccelerator, TorchDdpAccelerator
 from allennlp.training.optimizers import Optimizer
 
-from allennlp_deepspeed import distributed_metrics, optimizers
+from allennlp_deepspeed import distributed_metrics
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.config.deepspeed_config import (
@@ -41,10 +41,11 @@ from allennlp_deepspeed.config.global_batch import (
 )
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
+from allennlp_deepspeed.engine import elementwise, offloaded_optimizers
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.engine.shards import Shards
+from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
-from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
 from allennlp_deepspeed.training.data_agreement import check_same_data
 
@@ -129,10 +130,10 @@ def construct(
     config = deepspeed_config.resolve(
         _settings(arguments, optimizer, data_loader, batches_per_epoch, device)
     )
-    steps_with = optimizers.for_offload(optimizer, config)
+    steps_with = offloaded_optimizers.for_offload(optimizer, config)
     around = None
     if given is not None and steps_with is not None and steps_with is not given:
-        around = optimizers.standing_in(steps_with, given)
+        around = offloaded_optimizers.standing_in(steps_with, given)
     empty_groups = _empty_groups(steps_with)
     wrapped_model = wrap_model(
         model,
@@ -237,13 +238,13 @@ def wrap_model(
         If DeepSpeed can't shard the optimizer, or can't do with this model what `config` asks for.
     """
     if optimizer is None:
-        optimizers.check_section(config.engine_config["optimizer"], config)
+        elementwise.check_section(config.engine_config["optimizer"], config)
     else:
         name = type(optimizer).__name__
-        optimizers.check_elementwise(f"The optimizer is {name}", name, type(optimizer), config)
+        elementwise.check_elementwise(f"The optimizer is {name}", name, type(optimizer), config)
     wrapped_model = DeepSpeedWrappedModel(model, config, optimizer=optimizer, **kwargs)
     if optimizer is not None and dist.get_rank() == 0:
-        optimizers.warn_if_unknown(type(optimizer), config)
+        elementwise.warn_if_unknown(type(optimizer), config)
     return wrapped_model
 
 

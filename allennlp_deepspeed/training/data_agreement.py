@@ -11,8 +11,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader, Vocabulary
 from allennlp.data.data_loaders import DataLoader, MultiProcessDataLoader
 
-from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.processes.fingerprints import differences, versions
+from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.fingerprints import differences, versions
 
 
 class _Setup(NamedTuple):

@@ -3,7 +3,7 @@ from typing import Dict
 from allennlp.training.metric_tracker import MetricTracker
 from overrides import overrides
 
-from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.engine import agreement
 
 
 class AgreedMetricTracker(MetricTracker):

@@ -1,7 +1,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Dict
 
-from allennlp_deepspeed.storage.checkpoint_directory import PointInTime
+from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 
 
 @dataclass

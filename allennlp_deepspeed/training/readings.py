@@ -11,11 +11,11 @@ from allennlp.models.model import Model
 from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
-from allennlp_deepspeed.gradients.loss_terms import averages_over_tokens
-from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.reports.reading import Reading, num_instances
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training.batch_metrics import BatchMetrics
+from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reading_pace import ReadingPace
 from allennlp_deepspeed.training.running_loss import RunningLoss

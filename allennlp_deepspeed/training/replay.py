@@ -5,14 +5,14 @@ from typing import Any, Dict, List, Optional
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 
+from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint.module_states import (
     changed_states,
     fingerprints,
     load_module_states,
     module_states,
 )
-from allennlp_deepspeed.processes.announcements import announce
-from allennlp_deepspeed.processes.random_states import (
+from allennlp_deepspeed.engine.random_states import (
     RandomHistory,
     dropout_between_layers,
     random_states,

@@ -2,7 +2,7 @@ from typing import NamedTuple
 
 import torch
 
-from allennlp_deepspeed.processes import agreement
+from allennlp_deepspeed.engine import agreement
 
 
 class StepAgreement(NamedTuple):

@@ -27,8 +27,8 @@ from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.batch_groups import BatchGroup
+from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 
 Outputs = Dict[str, torch.Tensor]
 

@@ -12,15 +12,15 @@ from allennlp.nn.parallel import DdpAccelerator
 from allennlp.training.trainer import Trainer
 from overrides import overrides
 
+from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.engine.one_process import as_one_process
 from allennlp_deepspeed.engine.partitioned_construction import (
     PartitionedConstruction,
     is_partitioned,
 )
 from allennlp_deepspeed.engine.process_environment import process_environment
-from allennlp_deepspeed.processes.announcements import announce
-from allennlp_deepspeed.processes.one_process import as_one_process
-from allennlp_deepspeed.processes.worker_device import capabilities, worker_device, workers_per_node
+from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.training.validation_loss import evaluate
 
 logger = logging.getLogger(__name__)

@@ -38,37 +38,32 @@ from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
+from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, Part
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import loss_scaling
+from allennlp_deepspeed.engine import loss_scaling, phases, worker_failure
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
-from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
-from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
-from allennlp_deepspeed.engine.weight_watch import WeightWatch
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.gradients.backward_and_update import GradientStep, clip_values
-from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.gradients.loss_weights import LossWeights
-from allennlp_deepspeed.gradients.reduction_schedule import STEP
-from allennlp_deepspeed.gradients.reshard_after_micro_batch import ReshardAfterMicroBatch
-from allennlp_deepspeed.processes import phases, worker_failure
-from allennlp_deepspeed.processes.interruption import (
+from allennlp_deepspeed.engine.interruption import (
     TrainingInterrupted,
     TrainingInterruption,
     interrupted,
 )
+from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
+from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
+from allennlp_deepspeed.engine.weight_watch import WeightWatch
+from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.reading import StepFigures
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.reports.step_observer import StepObserver
-from allennlp_deepspeed.storage.checkpoint_directory import PointInTime
-from allennlp_deepspeed.storage.commit_record import CheckpointError
 from allennlp_deepspeed.training import callbacks as callback_kinds
+from allennlp_deepspeed.training.backward_and_update import GradientStep, clip_values
 from allennlp_deepspeed.training.batch_groups import BatchGroup, BatchGroups, micro_batch_size
 from allennlp_deepspeed.training.callbacks import (
     EpochMetricsCallback,
@@ -85,10 +80,14 @@ from allennlp_deepspeed.training.construction import (
 )
 from allennlp_deepspeed.training.device_transfer import to_device
 from allennlp_deepspeed.training.even_batches import whole_set
+from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.readings import Readings
+from allennlp_deepspeed.training.reduction_schedule import STEP
 from allennlp_deepspeed.training.replay import Replay
+from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
 from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions, find_extensions
 from allennlp_deepspeed.training.validation_history import ValidationHistory

@@ -4,8 +4,8 @@ import torch
 from allennlp.common import Tqdm
 from allennlp.data.data_loaders import MultiProcessDataLoader
 
-from allennlp_deepspeed.processes import agreement
-from allennlp_deepspeed.processes.random_states import (
+from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine.random_states import (
     RandomHistory,
     random_states,
     set_random_states,

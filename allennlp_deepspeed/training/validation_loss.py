@@ -5,7 +5,7 @@ from allennlp.data.data_loaders import DataLoader, TensorDict
 from allennlp.models import Model
 from allennlp.training import util as training_util
 
-from allennlp_deepspeed.gradients.loss_terms import averages_over_tokens, num_loss_terms
+from allennlp_deepspeed.training.loss_terms import averages_over_tokens, num_loss_terms
 
 _WEIGHT_KEY = "num_loss_tokens"
 

@@ -24,7 +24,7 @@ from allennlp.data import DataLoader
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
-from allennlp_deepspeed.gradients import gradient_memory
+from allennlp_deepspeed.training import gradient_memory
 from benchmarks.contenders.allennlp import RecordWholeSteps, train_with
 from benchmarks.contenders.labelled_texts import LabelledTexts
 from benchmarks.harness import report

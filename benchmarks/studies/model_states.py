@@ -29,8 +29,8 @@ import torch
 from allennlp.commands import train as train_command
 from allennlp.common import Params
 
-from allennlp_deepspeed.memory.estimate import Estimator
-from allennlp_deepspeed.processes import agent
+from allennlp_deepspeed.commands.memory_estimate import Estimator
+from allennlp_deepspeed.launch import agent
 from benchmarks.harness import report, training
 from benchmarks.harness.counted_states import CountedStates
 

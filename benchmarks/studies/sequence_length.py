@@ -30,8 +30,7 @@ from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
 import allennlp_deepspeed  # noqa: F401  # registers what the configs name
-from allennlp_deepspeed.launch import worker
-from allennlp_deepspeed.processes import agent
+from allennlp_deepspeed.launch import agent, worker
 from benchmarks.harness import plot, report
 from tests.support.tensor_memory import TensorMemory
 

@@ -10,7 +10,7 @@ from allennlp.common import Params
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 
-from allennlp_deepspeed.storage import serialization
+from allennlp_deepspeed.checkpoint import serialization
 from tests.support.command import allennlp
 from tests.support.experiment import INCLUDED, Experiments, deepspeed, load_config
 

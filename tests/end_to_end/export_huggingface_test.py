@@ -23,10 +23,10 @@ from transformers import (
     T5Model,
 )
 
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
 from allennlp_deepspeed.lora import transformers_in
-from allennlp_deepspeed.storage.commit_record import CheckpointError
 from tests.end_to_end.causal_lm_test import LORA, pretrained
 from tests.end_to_end.lora_test import adapted, bert
 from tests.fixtures.tiny_lm import LLAMA, TEMPLATE

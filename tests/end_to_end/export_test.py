@@ -9,10 +9,10 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.offline import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
-from allennlp_deepspeed.storage.commit_record import CheckpointError
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, STAGES, dumped, resizable
 from tests.support.command import REPOSITORY, allennlp, subprocess_allennlp
 from tests.support.experiment import (

@@ -13,9 +13,9 @@ import torch
 from allennlp.models.archival import load_archive
 from transformers import AutoModel
 
+from allennlp_deepspeed.checkpoint import serialization
+from allennlp_deepspeed.checkpoint.commit_record import CommitRecord, FrozenRecord
 from allennlp_deepspeed.lora import adapted_transformers
-from allennlp_deepspeed.storage import serialization
-from allennlp_deepspeed.storage.commit_record import CommitRecord, FrozenRecord
 from tests.end_to_end.checkpoint_test import assert_ends_alike, recover
 from tests.end_to_end.export_test import assert_identical, exported
 from tests.end_to_end.precision_test import BF16

@@ -15,8 +15,8 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import pytest
 
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from tests.faults.points import Fault, read_log
 from tests.faults.rank_errors import errors_of_ranks
 from tests.faults.trial import INCLUDED_PACKAGES, Kill, References, differences, run_trial

@@ -20,14 +20,14 @@ from typing import Any, Callable, Counter, Dict, Iterator, List, NamedTuple, Opt
 
 import torch.distributed as dist
 
+from allennlp_deepspeed import files
+from allennlp_deepspeed.checkpoint.background_commit import BackgroundCommit
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.gradients.backward_and_update import GradientStep
-from allennlp_deepspeed.gradients.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.storage import files
-from allennlp_deepspeed.storage.background_commit import BackgroundCommit
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.training.backward_and_update import GradientStep
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
+from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.replay import Replay
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 

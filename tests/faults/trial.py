@@ -12,8 +12,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from tests.faults.points import COMMITTED, Fault, Point, read_log
 from tests.support.command import Run, allennlp
 from tests.support.experiment import (

@@ -7,7 +7,7 @@ from typing import Any, Callable, List
 import pytest
 from filelock import FileLock
 
-from allennlp_deepspeed.storage.commit_record import CommitRecord
+from allennlp_deepspeed.checkpoint.commit_record import CommitRecord
 from tests.hosts import files_table
 from tests.support.command import Run, allennlp
 from tests.support.experiment import (

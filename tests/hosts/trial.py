@@ -15,8 +15,8 @@ from typing import Callable, List, NamedTuple, Optional, Sequence
 
 import psutil
 
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from tests.faults.trial import differences
 from tests.support.command import Command, Run, wait_for_all
 from tests.support.experiment import Config, Result, deepspeed, load_config

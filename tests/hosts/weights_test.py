@@ -5,7 +5,7 @@ from typing import Any, Dict
 
 import pytest
 
-from allennlp_deepspeed.storage import tokens
+from allennlp_deepspeed.checkpoint import tokens
 from tests.support.experiment import (
     Experiments,
     Result,

@@ -15,10 +15,10 @@ from allennlp.training.optimizers import DenseSparseAdam, HuggingfaceAdamWOptimi
 from deepspeed.ops.lion import FusedLion
 from torch import nn
 
+from allennlp_deepspeed.engine.elementwise import ELEMENTWISE, is_elementwise
+from allennlp_deepspeed.engine.optimizers import LionOptimizer
 from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.launch import preflight
-from allennlp_deepspeed.optimizers import LionOptimizer
-from allennlp_deepspeed.optimizers.elementwise import ELEMENTWISE, is_elementwise
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import assert_same_weights, load_config
 from tests.support.side_by_side import CPU, Side, numbers

@@ -10,7 +10,7 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.gradients import gradient_memory
+from allennlp_deepspeed.training import gradient_memory
 from tests.support.side_by_side import Batch, Batches
 from tests.support.tensor_memory import TensorMemory
 

@@ -13,7 +13,7 @@ from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import Model
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.gradients import gradient_memory
+from allennlp_deepspeed.training import gradient_memory
 from tests.support.experiment import assert_same_weights, load_config
 
 

@@ -18,9 +18,9 @@ from allennlp.models import BasicClassifier
 
 from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord, FileRecord
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
-from allennlp_deepspeed.storage.commit_record import CheckpointError, CommitRecord, FileRecord
 from tests.integration.trainer_test import Task
 from tests.support.experiment import StateDict, assert_same_weights, load_config
 

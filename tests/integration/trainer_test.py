@@ -23,7 +23,7 @@ from allennlp.training.moving_average import ExponentialMovingAverage
 from allennlp.training.optimizers import AdamOptimizer
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
-from allennlp_deepspeed.processes.one_process import as_one_process
+from allennlp_deepspeed.engine.one_process import as_one_process
 from tests.support.experiment import assert_same_weights, load_config
 
 STAGE_3: Dict[str, Any] = {

@@ -11,8 +11,8 @@ from allennlp.common.checks import ConfigurationError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.engine.sequence_groups import SequenceGroup
 from allennlp_deepspeed.engine.ulysses import SUPPORTED_MODEL_TYPES, UlyssesAttention
-from allennlp_deepspeed.processes.sequence_groups import SequenceGroup
 from tests.support.experiment import assert_same_outputs
 from tests.support.workers import run_workers
 

@@ -255,7 +255,7 @@ def _main(
     import torch.multiprocessing
     from allennlp.__main__ import run
 
-    from allennlp_deepspeed.processes import agent
+    from allennlp_deepspeed.launch import agent
 
     # This is a fork of a process that has imported everything already.
     forked = mock.patch.object(agent, "START_METHOD", "fork")

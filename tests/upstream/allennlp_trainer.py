@@ -16,8 +16,8 @@ from allennlp.training.trainer import TrainerCheckpoint
 from overrides import overrides
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from allennlp_deepspeed.checkpoint.checkpoint_directory import ENGINE_TAG
 from allennlp_deepspeed.checkpoint.trainer_protocol import Training
-from allennlp_deepspeed.storage.checkpoint_directory import ENGINE_TAG
 
 # These give the trainer the optimizer of another model, or one that another trainer has used and
 # without a checkpoint to resume from. Ours refuses both. The tests are about the model or the

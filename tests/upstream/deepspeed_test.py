@@ -200,7 +200,7 @@ def test_what_is_recomputed_is_so_without_autocast() -> bool:
     return dtypes == [torch.bfloat16, torch.float32]
 
 
-@mended_by("gradients.gradient_sync.GradientSynchronizer")
+@mended_by("training.gradient_sync.GradientSynchronizer")
 def test_gradients_are_reduced_in_the_order_in_which_they_come() -> bool:
     """In one process; ranks whose orders differ add the gradients of different parameters."""
 
@@ -230,7 +230,7 @@ def _order_of_reduction(model: TwoLayers, first: str) -> List[str]:
     return order
 
 
-@mended_by("gradients.gradient_sync.GradientSynchronizer")
+@mended_by("training.gradient_sync.GradientSynchronizer")
 def test_an_offloaded_optimizer_steps_with_the_last_micro_batch_only() -> bool:
     model = TwoLayers()
     train(_offloaded(model, 2), (True,), (False,))
@@ -256,7 +256,7 @@ def _offloaded(model: nn.Module, num_micro_batches: int) -> Any:
     )
 
 
-@mended_by("gradients.backward_and_update.GradientStep.step")
+@mended_by("training.backward_and_update.GradientStep.step")
 def test_stage_0_in_fp32_reports_no_norm() -> bool:
     engine = engine_of(linear(), gradient_clipping=1.0)
     train(engine)

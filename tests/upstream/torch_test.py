@@ -17,7 +17,7 @@ class _Allowed:
     pass
 
 
-@mended_by("storage.serialization.safe_globals")
+@mended_by("checkpoint.serialization.safe_globals")
 def test_safe_globals_takes_away_what_was_allowed_before() -> bool:
     torch.serialization.add_safe_globals([_Allowed])
     with torch.serialization.safe_globals([_Allowed]):
@@ -28,7 +28,7 @@ def test_safe_globals_takes_away_what_was_allowed_before() -> bool:
 @pytest.mark.skipif(
     not (3, 11) <= sys.version_info < (3, 11, 5), reason="needs Python 3.11.0 to 3.11.4"
 )
-@mended_by("storage.serialization._pickle_by_value")
+@mended_by("checkpoint.serialization._pickle_by_value")
 def test_a_member_of_an_enumeration_is_not_loaded() -> bool:
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
@@ -43,7 +43,7 @@ def test_a_member_of_an_enumeration_is_not_loaded() -> bool:
     return False
 
 
-@mended_by("storage.files._naming")
+@mended_by("files._naming")
 def test_saving_does_not_say_that_the_disk_is_full() -> bool:
     try:
         torch.save(torch.ones(1), "/dev/full")
@@ -61,7 +61,7 @@ def test_a_float_tensor_is_on_the_cpu_whatever_the_default_device_is() -> bool:
 
 
 @requires_gpu
-@mended_by("processes.random_states.repeatable_random_states")
+@mended_by("engine.random_states.repeatable_random_states")
 def test_dropout_between_layers_is_another_after_the_random_state_is_set() -> bool:
     lstm = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5).cuda()
     inputs = torch.ones(4, 4, 8, device="cuda")
@@ -74,6 +74,6 @@ def test_dropout_between_layers_is_another_after_the_random_state_is_set() -> bo
     return not torch.equal(outputs, outputs_again)
 
 
-@mended_by("processes.agent._limit_time_to_end")
+@mended_by("launch.agent._limit_time_to_end")
 def test_workers_of_elastic_get_30_seconds_when_one_has_failed() -> bool:
     return "self._pc.join(-1)" in inspect.getsource(MultiprocessContext._poll)

@@ -29,13 +29,13 @@ from allennlp.training.metrics import (
     UnigramRecall,
 )
 
+from allennlp_deepspeed.checkpoint import serialization
 from allennlp_deepspeed.checkpoint.module_states import (
     changed_states,
     fingerprints,
     load_module_states,
     module_states,
 )
-from allennlp_deepspeed.storage import serialization
 
 Batch = Tuple[Any, ...]
 

@@ -9,14 +9,14 @@ import pytest
 from allennlp.common import Params
 from allennlp.common.util import SigTermReceived
 
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.launch.first_and_last_lines import (
     ends_with_how_to_continue,
     first_and_last_lines,
 )
-from allennlp_deepspeed.processes.launcher import BY_HAND
+from allennlp_deepspeed.launch.launcher import BY_HAND
 from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed.reports.console import Console, ConsoleSettings
-from allennlp_deepspeed.storage.checkpoint_directory import CheckpointDirectory
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import pytest
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.fingerprints import differences
 from allennlp_deepspeed.launch import fingerprint, nodes
-from allennlp_deepspeed.processes.agent import Node
-from allennlp_deepspeed.processes.fingerprints import differences
+from allennlp_deepspeed.launch.agent import Node
 from tests.support.experiment import Config, deepspeed, load_config
 
 TWO_NODES: Config = {
@@ -118,7 +118,7 @@ def test_a_training_that_is_recovered_on_one_node_only_is_named(config: Config) 
 
 def test_other_versions_are_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     first = fingerprint.of_config(config, {})
-    monkeypatch.setattr("allennlp_deepspeed.processes.fingerprints.version", lambda _: "0.0.1")
+    monkeypatch.setattr("allennlp_deepspeed.fingerprints.version", lambda _: "0.0.1")
     lines = differences([("a", first), ("b", fingerprint.of_config(config, {}))])
     for package in ("torch", "deepspeed", "allennlp", "transformers"):
         assert any(line.startswith(f"'version of {package}' is ") for line in lines)

@@ -16,7 +16,7 @@ from allennlp.common import Tqdm
 from allennlp.common import logging as common_logging
 from transformers.utils.logging import is_progress_bar_enabled
 
-from allennlp_deepspeed.processes.announcements import announce, wants_whole_log
+from allennlp_deepspeed.announcements import announce, wants_whole_log
 from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed.reports import console_report
 from allennlp_deepspeed.reports.console import (

@@ -10,9 +10,9 @@ import numpy
 import pytest
 import torch
 
+from allennlp_deepspeed import files
 from allennlp_deepspeed.reports import metrics_file
 from allennlp_deepspeed.reports.metrics_file import FILE_NAME, MetricsFile
-from allennlp_deepspeed.storage import files
 
 
 def lines(directory: Path) -> List[Dict[str, Any]]:

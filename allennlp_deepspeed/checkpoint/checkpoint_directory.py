@@ -1,0 +1,161 @@
+"""
+Where checkpoints are, what they are called, and what of them is left after a crash.
+"""
+
+import os
+import re
+import time
+from typing import List, NamedTuple, Optional
+
+from allennlp_deepspeed import files
+from allennlp_deepspeed.checkpoint.commit_record import CommitRecord, training_state_name
+
+ENGINE_TAG = "engine"
+BEST_WEIGHTS_NAME = "best.th"
+
+_UNFINISHED = ".unfinished"
+_NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
+_LEFTOVER = re.compile(
+    r"checkpoint_e\d+_b\d+(\.replaced)?\.(unfinished|removed)$"
+    r"|checkpoint_e\d+_b\d+\.universal(\.unfinished)?$"  # of version 0.2
+    r"|best\.th\.w\d+\.tmp$|config\.json\.n\d+\.unfinished$|mapped_\w+\.tmp$"
+    r"|token_\w+\.tmp$"
+)
+_REPLACED = re.compile(r"(checkpoint_e\d+_b\d+)\.replaced$")
+
+
+class PointInTime(NamedTuple):
+    """Epochs completed, and optimizer steps completed in the epoch after them."""
+
+    epochs: int
+    steps: int
+
+
+class CheckpointDirectory:
+    """
+    The checkpoints in a serialization directory, as one rank sees them. Nothing in here
+    communicates: who may change what is for the caller to know.
+
+    `checkpoint_e{epochs}_b{steps}` is a checkpoint. The same name with `.unfinished` is one that is
+    being written, with `.removed` one that is being removed, with `.replaced` one that is being
+    replaced, and with `.corrupt` one that has been set aside.
+
+    # Parameters
+
+    serialization_dir : `str`, required.
+    """
+
+    def __init__(self, serialization_dir: str) -> None:
+        self.serialization_dir = serialization_dir
+
+    def find(self) -> List[PointInTime]:
+        """All checkpoints, the newest first."""
+        if not os.path.isdir(self.serialization_dir):
+            return []
+        return _points(os.listdir(self.serialization_dir))
+
+    def find_unfinished(self) -> List[PointInTime]:
+        """Those that were being written when a training ended, the newest first."""
+        if not os.path.isdir(self.serialization_dir):
+            return []
+        names = os.listdir(self.serialization_dir)
+        return _points([n.removesuffix(_UNFINISHED) for n in names if n.endswith(_UNFINISHED)])
+
+    def path(self, point: PointInTime) -> str:
+        return os.path.join(self.serialization_dir, f"checkpoint_e{point.epochs}_b{point.steps}")
+
+    def unfinished_path(self, point: PointInTime) -> str:
+        return self.path(point) + _UNFINISHED
+
+    def training_state_path(self, checkpoint: str, rank: int) -> str:
+        return os.path.join(checkpoint, training_state_name(rank))
+
+    def clean_up(self) -> None:
+        """Removes what a crash has left of saving and of pruning."""
+        if not os.path.isdir(self.serialization_dir):
+            return
+        names = os.listdir(self.serialization_dir)
+        for name in names:
+            path = os.path.join(self.serialization_dir, name)
+            replaced = _REPLACED.match(name)
+            if replaced and replaced.group(1) not in names:
+                files.rename(path, os.path.join(self.serialization_dir, replaced.group(1)))
+            elif replaced:
+                self._remove(path)
+            elif _LEFTOVER.match(name):
+                files.remove(path)
+
+    def begin(self, point: PointInTime) -> str:
+        """Makes the directory in which a checkpoint is to be written, and returns its path."""
+        path = self.unfinished_path(point)
+        files.remove(path)
+        files.make_directory(path)
+        return path
+
+    def prepare(self, point: PointInTime, record: CommitRecord) -> None:
+        """Writes the record of an unfinished directory, whose files are flushed to disk."""
+        unfinished = self.unfinished_path(point)
+        record.write(unfinished)
+        for directory, *_ in os.walk(unfinished):
+            files.flush(directory)
+
+    def commit(self, point: PointInTime) -> None:
+        """Turns a prepared directory into a checkpoint by one rename."""
+        unfinished, path = self.unfinished_path(point), self.path(point)
+        # There is one with this name if recovery has started from an older one. `clean_up` gives
+        # it its name back if it comes to that.
+        replaced = path + ".replaced"
+        if os.path.isdir(path):
+            files.remove(replaced)
+            files.rename(path, replaced)
+        files.rename(unfinished, path)
+        files.flush(self.serialization_dir)
+        self._remove(replaced)
+
+    def prune(self, newest: PointInTime, count: Optional[int], age: Optional[float]) -> None:
+        """
+        Removes the checkpoints that are neither among the `count` newest nor younger than `age`
+        seconds. If both are `None`, all checkpoints are kept. The one of `newest`, just committed,
+        always is; what comes after it is of a run that this one doesn't continue.
+        """
+        checkpoints = self.find()
+        for point in checkpoints:
+            if point > newest:
+                self.remove(point)
+        checkpoints = [point for point in checkpoints if point <= newest]
+        if count is None and age is None:
+            return
+        keep = set(checkpoints[: max(1, count or 0)])
+        if age is not None:
+            oldest = time.time() - age
+            keep.update(c for c in checkpoints if os.path.getmtime(self.path(c)) >= oldest)
+        for point in checkpoints:
+            if point not in keep:
+                self.remove(point)
+
+    def remove(self, point: PointInTime) -> None:
+        self._remove(self.path(point))
+
+    def set_aside(self, point: PointInTime) -> str:
+        """Renames a checkpoint that is damaged, so that it isn't chosen again."""
+        path = self.path(point) + ".corrupt"
+        files.remove(path)
+        files.rename(self.path(point), path)
+        files.flush(self.serialization_dir)
+        return path
+
+    def _remove(self, path: str) -> None:
+        """By a rename first: what is left of a checkpoint must not look like a whole one."""
+        if os.path.isdir(path):
+            removed = path + ".removed"
+            files.remove(removed)
+            files.rename(path, removed)
+            files.flush(self.serialization_dir)
+            files.remove(removed)
+
+
+def _points(names: List[str]) -> List[PointInTime]:
+    matches = map(_NAME.match, names)
+    return sorted(
+        (PointInTime(int(m.group(1)), int(m.group(2))) for m in matches if m), reverse=True
+    )

@@ -1,0 +1,283 @@
+"""
+What a checkpoint says of its files, by which they are found to be intact. It counts from the rename
+in `CheckpointDirectory.commit` on.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+
+import torch
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed import files
+
+RECORD_NAME = "commit.json"
+FORMAT_VERSION = 3
+"""Versions 1 and 2 are those of 0.1 and 0.2. They are still read."""
+
+_READ_VERSIONS = (1, 2, FORMAT_VERSION)
+
+
+class CheckpointError(ConfigurationError):
+    """
+    A checkpoint can't be used as it is. The message names the file.
+
+    Not a `RuntimeError`, which AllenNLP's trainer would replace with another message.
+    """
+
+
+class _OtherVersionError(Exception):
+    """A record is of a version that this one doesn't read."""
+
+
+class FileRecord(NamedTuple):
+    """The size of a file in bytes, and its checksum."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: str) -> "FileRecord":
+        return cls(os.path.getsize(path), files.sha256(path))
+
+
+class FrozenRecord(NamedTuple):
+    """
+    Identifies the weights of a frozen parameter that is not in the checkpoint: its precision while
+    the model trained, such as "bfloat16", and a checksum.
+    """
+
+    dtype: str
+    sha256: str
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> "FrozenRecord":
+        contents = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
+        dtype = str(weight.dtype).rpartition(".")[2]
+        return cls(dtype, hashlib.sha256(contents.numpy().data).hexdigest())
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass
+class CommitRecord:
+    """
+    The file `commit.json` of a checkpoint: what was saved, by whom, and a checksum of every file.
+    In the file there is one of itself as well. Where each node has a directory of its own, there is
+    a record in each, of the files in it.
+
+    # Parameters
+
+    epochs_completed : `int`, required.
+    batches_in_epoch_completed : `int`, required.
+        Optimizer steps completed in the epoch after them.
+    world_size : `int`, required.
+        The number of ranks that wrote it.
+    zero_stage : `int`, required.
+    parameters : `Dict[str, List[int]]`, required.
+        The shape of each parameter of the model, by name.
+    files : `Dict[str, FileRecord]`, optional (default = `{}`)
+        By path relative to the checkpoint's directory, with "/".
+    versions : `Dict[str, str]`, optional (default = `{}`)
+        Of the packages that wrote it.
+    frozen : `Dict[str, FrozenRecord]`, optional (default = `{}`)
+        The frozen parameters that it leaves out, by name.
+    hosts : `List[str]`, optional (default = `[]`)
+        The host of each rank, by rank.
+    ranks : `List[int]`, optional (default = `[]`)
+        The ranks whose files are in this directory, if those of others are in other directories.
+    id : `str`, optional (default = `""`)
+        The same in all directories that have a part of this checkpoint, and in no others.
+    format_version : `int`, optional
+    """
+
+    epochs_completed: int
+    batches_in_epoch_completed: int
+    world_size: int
+    zero_stage: int
+    parameters: Dict[str, List[int]]
+    files: Dict[str, FileRecord] = field(default_factory=dict)
+    versions: Dict[str, str] = field(default_factory=dict)
+    frozen: Dict[str, FrozenRecord] = field(default_factory=dict)
+    hosts: List[str] = field(default_factory=list)
+    ranks: List[int] = field(default_factory=list)
+    id: str = ""
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def read(cls, directory: str) -> "CommitRecord":
+        """
+        # Raises
+
+        `CheckpointError`
+            If the record is missing, damaged, or of a later version of this package.
+        """
+        path = os.path.join(directory, RECORD_NAME)
+        try:
+            with open(path, encoding="utf-8") as file:
+                return cls.from_json(file.read())
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} is missing: {directory} was not written by this package, or not completed."
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error}.") from error
+        except _OtherVersionError as error:
+            raise CheckpointError(f"{path} has {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}.") from error
+
+    def write(self, directory: str) -> None:
+        """Writes the record, flushed to disk. It has to be the last file of the checkpoint."""
+        path = os.path.join(directory, RECORD_NAME)
+        files.write(self.to_json(), path)
+        files.flush(path)
+
+    def to_json(self) -> str:
+        """With a checksum of it."""
+        values = asdict(self)
+        return json.dumps({**values, "sha256": _checksum(values)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CommitRecord":
+        """The record that `to_json` has made this text of. Raises if it is another text."""
+        values = json.loads(text)
+        checksum = values.pop("sha256", None)
+        version = values.get("format_version")
+        if version not in _READ_VERSIONS:
+            raise _OtherVersionError(
+                f"format version {version}, and this version of allennlp-deepspeed reads "
+                f"{FORMAT_VERSION}: continue with the version that wrote it "
+                f"({values.get('versions')})."
+            )
+        if checksum != _checksum(values):
+            raise ValueError("its SHA-256 is not the one that was recorded")
+        values["files"] = {k: FileRecord(*v) for k, v in values["files"].items()}
+        values["frozen"] = {k: FrozenRecord(*v) for k, v in values.get("frozen", {}).items()}
+        for name in ("copies", "is_universal"):
+            values.pop(name, None)
+        if values.pop("directories", None):
+            raise _OtherVersionError(
+                "the files of several directories, as version 0.2 wrote them: put them together "
+                f"with `allennlp deepspeed gather` of the version that wrote it "
+                f"({values.get('versions')})."
+            )
+        values["format_version"] = FORMAT_VERSION
+        return cls(**values)
+
+    def verify(self, directory: str) -> None:
+        """
+        Reads every file and compares it with its checksum.
+
+        # Parameters
+
+        directory : `str`, required.
+
+        # Raises
+
+        `CheckpointError`
+            If a file is missing, damaged, not of this checkpoint, or outside of `directory`. The
+            message names all such files.
+        """
+        problems = self.problems(directory)
+        if problems:
+            raise CheckpointError("; ".join(problems) + ".")
+
+    def problems(self, directory: str, part: int = 0, num_parts: int = 1) -> List[str]:
+        """
+        Reads the files and compares each with its checksum.
+
+        # Parameters
+
+        directory : `str`, required.
+        part : `int`, optional (default = `0`)
+        num_parts : `int`, optional (default = `1`)
+            With several ranks each can read every `num_parts`th file, from its own on.
+
+        # Returns
+
+        `List[str]`
+            What is wrong with files.
+        """
+        problems = [
+            _problem(directory, name, self.files[name])
+            for name in sorted(self.files)[part::num_parts]
+        ]
+        foreign = sorted(set(file_names(directory)) - set(self.files) - {RECORD_NAME})
+        problems += [
+            f"{os.path.join(directory, name)} is not of this checkpoint" for name in foreign
+        ]
+        return [problem for problem in problems if problem is not None]
+
+    def check_complete(self, directory: str) -> None:
+        """
+        # Raises
+
+        `CheckpointError`
+            If the files of some ranks are in other directories.
+        """
+        if self.ranks:
+            raise CheckpointError(
+                f"{directory} has {self.description()} of {self.world_size}, and the others are in "
+                "other directories. Copy those of all nodes into one first: `allennlp "
+                "deepspeed gather DIRECTORY DIRECTORY ... --output DIRECTORY`."
+            )
+
+    def description(self, ranks: Sequence[int] = ()) -> str:
+        """
+        The files of some ranks, for messages.
+
+        # Parameters
+
+        ranks : `Sequence[int]`, optional (default = `()`)
+            None for those whose files are in the directory.
+        """
+        ranks = ranks or self.ranks or range(self.world_size)
+        hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks)) if self.hosts else ""
+        names = f"the files of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return f"{names} (written on {hosts})" if hosts else names
+
+
+def training_state_name(rank: int) -> str:
+    return f"training_state_w{rank}.th"
+
+
+def file_names(directory: str) -> List[str]:
+    """All files below `directory`, relative to it, with "/"."""
+    return [
+        os.path.relpath(os.path.join(parent, name), directory).replace(os.sep, "/")
+        for parent, _, names in os.walk(directory)
+        for name in names
+    ]
+
+
+def _checksum(values: Dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _problem(directory: str, name: str, record: FileRecord) -> Optional[str]:
+    """What is wrong with a file that has to be as the record says."""
+    path = os.path.join(directory, name)
+    if not _is_inside(directory, name):
+        return f"{path} is outside of the checkpoint"
+    if not os.path.isfile(path):
+        return f"{path} is missing"
+    try:
+        found = FileRecord.of(path)
+    except OSError as error:
+        return f"{path} can't be read: {error}"
+    if found == record:
+        return None
+    if found.bytes != record.bytes:
+        return f"{path} has {found.bytes} bytes instead of {record.bytes}"
+    return f"{path} is damaged: its SHA-256 is not the one that was recorded"
+
+
+def _is_inside(directory: str, name: str) -> bool:
+    root = os.path.realpath(directory)
+    return os.path.commonpath([root, os.path.realpath(os.path.join(directory, name))]) == root

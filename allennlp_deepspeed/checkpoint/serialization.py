@@ -1,0 +1,140 @@
+"""
+Loads what checkpoints hold, without running code that is in them.
+"""
+
+import io
+import pickle
+import re
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, Iterator, List, Type
+
+import numpy as np
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
+
+_NUMPY_SCALARS = [type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"]
+
+
+def _pickle_by_value(enumeration: Type[Enum]) -> None:
+    """
+    Has the members of an enumeration pickled as their class and value.
+
+    Works around Python 3.11.0 to 3.11.4: members of enumerations are pickled as a call of
+    `getattr`, which PyTorch refuses to load, in any Python; DeepSpeed's files have such a member,
+    and Debian 12 such a Python. Gone when none of these is supported.
+    [#105332](https://github.com/python/cpython/issues/105332)
+    """
+
+    def reduce(member: Enum, protocol: int) -> Any:
+        return enumeration, (member.value,)
+
+    enumeration.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
+
+
+_pickle_by_value(ZeroStageEnum)
+
+SAFE_GLOBALS = [
+    # The classes in DeepSpeed's files. They hold plain numbers.
+    DynamicLossScaler,
+    LossScaler,
+    ZeroStageEnum,
+    fragment_address,
+    # In the states of callbacks and metrics.
+    np.dtype,
+    np.ndarray,
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    np._core.multiarray.scalar,  # type: ignore[attr-defined]
+    *dict.fromkeys(_NUMPY_SCALARS),
+]
+
+# Raised by `torch.load` for files that `torch.save` hasn't written, or that hold other classes.
+_ERRORS_OF_OTHER_FILES = (
+    pickle.UnpicklingError,
+    EOFError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
+# In its errors that are raised for other reasons too.
+_OF_OTHER_FILES = re.compile("weights_only|mmap can only|PytorchStreamReader|inline_container")
+_FORBIDDEN = re.compile(r"GLOBAL (\S+)")
+_CHECKPOINT = re.compile(r".*checkpoint_e\d+_b\d+(?=/)")
+
+
+@contextmanager
+def safe_globals() -> Iterator[None]:
+    """
+    Within it `torch.load(..., weights_only=True)` loads the classes of `SAFE_GLOBALS` too.
+
+    Works around PyTorch 2.14.1: `safe_globals` takes away at its end also what was allowed before.
+    Gone when it leaves that. [#197380](https://github.com/pytorch/pytorch/pull/197380)
+    """
+    allowed = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([name for name in SAFE_GLOBALS if name not in allowed]):
+        yield
+
+
+def load(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
+    """
+    Loads a file of a checkpoint.
+
+    # Parameters
+
+    path : `str`, required.
+    map_location : `Any`, optional (default = `"cpu"`)
+    mmap : `bool`, optional (default = `False`)
+        If `True`, tensors are read when they are used.
+
+    # Raises
+
+    `CheckpointError`
+        If it holds anything but tensors and plain data. The message says what to do.
+    """
+    try:
+        with safe_globals():
+            return torch.load(path, map_location=map_location, mmap=mmap or None, weights_only=True)
+    except _ERRORS_OF_OTHER_FILES as error:
+        message = str(error)
+    except RuntimeError as error:
+        message = str(error)
+        if not _OF_OTHER_FILES.search(message):
+            raise
+    # Not as its cause: PyTorch advises to load the file in a way that runs code.
+    raise CheckpointError(_describe_other_file(path, message))
+
+
+def _describe_other_file(path: str, message: str) -> str:
+    holds = _FORBIDDEN.search(message)
+    contents = f"holds {holds.group(1)} and " if holds else ""
+    checkpoint = _CHECKPOINT.match(path)
+    advice = (
+        f"remove {checkpoint.group()}, and `allennlp train --recover` continues from the one "
+        "before it, or starts anew if there is none."
+        if checkpoint
+        else "run `allennlp train --recover`, which takes it from the newest checkpoint."
+    )
+    return (
+        f"{path} is not a file that this package has written, or it is damaged. It {contents}has "
+        f"not been loaded, so that no code in it was run. Put back the file as it was; or {advice}"
+    )
+
+
+def unsafe_classes(value: Any) -> List[str]:
+    """The names of what is in `value` that `load` would refuse if it were saved."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return unsafe_classes_in(buffer)
+
+
+def unsafe_classes_in(file: Any) -> List[str]:
+    """The names of what is in a file, or under a path, that `load` would refuse."""
+    with safe_globals():
+        return torch.serialization.get_unsafe_globals_in_checkpoint(file)

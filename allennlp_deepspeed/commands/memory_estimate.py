@@ -1,0 +1,356 @@
+"""
+What a config's model takes in memory at each ZeRO stage and with each offload, before it is
+trained.
+"""
+
+import math
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.models.model import Model
+from allennlp.training.optimizers import Optimizer
+
+from allennlp_deepspeed.commands import optimizer_states
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.config.schema_validation import AUTO
+from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.engine.model_check import check_model
+from allennlp_deepspeed.engine.model_states import (
+    ModelSize,
+    ModelStates,
+    OptimizerStates,
+    elements_of_modules,
+    model_states,
+)
+from allennlp_deepspeed.engine.offloaded_optimizers import registered_class
+from allennlp_deepspeed.engine.optimizer_check import check_optimizer
+from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.meta_model import construct_without_weights
+from allennlp_deepspeed.training.construction import freeze
+from allennlp_deepspeed.training.reduction_schedule import STEP
+
+
+@dataclass(frozen=True)
+class Placement:
+    """
+    Where model states are kept.
+
+    # Parameters
+
+    name : `str`
+    preset : `str`
+        The preset of `DeepSpeedConfig` that comes closest.
+    changes : `Dict[str, Any]`
+        What the preset's `"zero_optimization"` lacks.
+    """
+
+    name: str
+    preset: str
+    changes: Dict[str, Any]
+
+    @property
+    def stage(self) -> int:
+        return int(self.name[0])
+
+
+_TO_CPU: Dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+
+# From the fastest to the slowest, which is the order of Hugging Face's and DeepSpeed's advice: what
+# crosses the network least comes first, the host's memory before sharded weights.
+PLACEMENTS = (
+    Placement("0", "ds_config", {"stage": 0}),
+    Placement("1", "zero_1", {}),
+    Placement("2", "zero_2", {}),
+    Placement("1, optimizer on CPU", "zero_1", _TO_CPU),
+    Placement("2, optimizer on CPU", "zero_2_offload", {}),
+    Placement("3", "zero_3", {}),
+    Placement("3, optimizer on CPU", "zero_3", _TO_CPU),
+    Placement("3, all on CPU", "zero_3_offload", {}),
+    Placement("3, all on NVMe", "zero_3_nvme", {}),
+)
+
+
+@dataclass(frozen=True)
+class PlacementEstimate:
+    """
+    # Parameters
+
+    placement : `Placement`
+    deepspeed_config : `Union[str, Dict[str, Any]]`
+        What to write in the trainer's section of the config.
+    states : `ModelStates`, optional
+        Of one rank. `None` if the config can't be trained so.
+    problem : `str`, optional
+        Why not.
+    fits : `bool`, optional
+        `None` if nothing says how much memory there is.
+    """
+
+    placement: Placement
+    deepspeed_config: Union[str, Dict[str, Any]]
+    states: Optional[ModelStates] = None
+    problem: Optional[str] = None
+    fits: Optional[bool] = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """
+    # Parameters
+
+    size : `ModelSize`
+    largest_parameter : `str`
+    largest_module : `str`
+        Their names.
+    precision : `str`
+    optimizer : `str`
+    device_type : `str`
+        "cpu" or "cuda", what the model trains on.
+    workers : `int`
+        Of the whole training.
+    workers_per_node : `int`
+    gpu_memory : `int`, optional
+        Bytes of each GPU.
+    cpu_memory : `int`
+        Bytes of each node.
+    nvme_memory : `int`
+        Bytes of each node's NVMe device.
+    placements : `List[PlacementEstimate]`
+        From the fastest to the slowest.
+    """
+
+    size: ModelSize
+    largest_parameter: str
+    largest_module: str
+    precision: str
+    optimizer: str
+    device_type: str
+    workers: int
+    workers_per_node: int
+    gpu_memory: Optional[int]
+    cpu_memory: int
+    nvme_memory: int
+    placements: List[PlacementEstimate]
+
+    @property
+    def first_that_fits(self) -> Optional[PlacementEstimate]:
+        return next((estimate for estimate in self.placements if estimate.fits), None)
+
+
+class Estimator:
+    """
+    # Parameters
+
+    params : `Params`
+        A whole training configuration, with any trainer. It is not changed. The model is
+        constructed, if its constructor allows without allocating it; what its vocabulary is made of
+        is read. That this machine can train it is not asked.
+    workers : `int`, optional (default = `None`)
+        How many to train with. `None` for as many as the config names.
+
+    # Raises
+
+    `ConfigurationError`
+        If training would refuse the config wherever its model states were.
+    """
+
+    def __init__(self, params: Params, workers: Optional[int] = None) -> None:
+        preflight.check(params, on_this_machine=False)
+        config = params.as_dict(quiet=True)
+        config["trainer"] = self._trainer = config.get("trainer") or {}
+        self._config = DeepSpeedConfig.of(self._trainer.get("deepspeed_config"))
+        self._settings = _settings(config, self._config, workers)
+        self._precision = self._config.resolve(self._settings).precision
+        self._names_cpu = _names_cpu(config)
+        self._model = construct_without_weights(params)
+        freeze(self._model, self._trainer.get("no_grad") or [])
+        self._size, self._largest_parameter, self._largest_module = measure(self._model)
+        optimizer = self._trainer.get("optimizer") or Optimizer.default_implementation
+        self._optimizer = {"type": optimizer} if isinstance(optimizer, str) else optimizer
+        self._optimizer_states = self._states_of_optimizer()
+
+    @property
+    def nvme_paths(self) -> List[str]:
+        """The folders on NVMe that the config names."""
+        zero = self._config.config.get("zero_optimization", {})
+        sections = [zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}]
+        return [section["nvme_path"] for section in sections if section.get("nvme_path")]
+
+    def estimate(self, gpu_memory: Optional[int], cpu_memory: int, nvme_memory: int) -> Estimate:
+        """
+        # Parameters
+
+        gpu_memory : `int`, optional
+            Bytes of each GPU. Without it nothing is said about what fits, and a config whose
+            workers are on the CPU is taken to stay there.
+        cpu_memory : `int`
+            Bytes of each node.
+        nvme_memory : `int`
+            Bytes of each node's NVMe device.
+        """
+        device_type = "cpu" if gpu_memory is None and self._names_cpu else "cuda"
+        placements = [self._estimate_placement(placement, device_type) for placement in PLACEMENTS]
+        if gpu_memory is not None:
+            placements = [
+                replace(
+                    placement,
+                    fits=self._fits(placement.states, gpu_memory, cpu_memory, nvme_memory),
+                )
+                for placement in placements
+            ]
+        section = self._config.config.get("optimizer")
+        return Estimate(
+            self._size,
+            self._largest_parameter,
+            self._largest_module,
+            precision=self._precision,
+            optimizer=section["type"] if section else self._optimizer_class.__name__,
+            device_type=device_type,
+            workers=self._settings.world_size,
+            workers_per_node=self._workers_per_node,
+            gpu_memory=gpu_memory,
+            cpu_memory=cpu_memory,
+            nvme_memory=nvme_memory,
+            placements=placements,
+        )
+
+    @property
+    def _workers_per_node(self) -> int:
+        return self._settings.workers_per_node or self._settings.world_size
+
+    @property
+    def _optimizer_class(self) -> type:
+        return registered_class(self._optimizer.get("type", Optimizer.default_implementation))
+
+    def _states_of_optimizer(self) -> OptimizerStates:
+        trainable = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        if not trainable:
+            raise ConfigurationError(
+                "The model has no parameter to train: see 'trainer.no_grad' and \"trainable\" or "
+                '"train_parameters" in the model.'
+            )
+        section = self._config.config.get("optimizer")
+        if section is not None:
+            return optimizer_states.of_deepspeed(section, [p for _, p in trainable])
+        return optimizer_states.of_allennlp(Params(deepcopy(self._optimizer)), trainable)
+
+    def _estimate_placement(self, placement: Placement, device_type: str) -> PlacementEstimate:
+        config = _config_with(self._config.config, placement)
+        pasted = config["type"] if config.keys() == {"type"} else config
+        try:
+            resolved = DeepSpeedConfig.of(
+                {key: value for key, value in config.items() if key != "train_batch_size"}
+            ).resolve(self._settings_for(placement))
+            check_model(self._model, resolved)
+            check_optimizer(self._optimizer, resolved, device_type)
+        except ConfigurationError as error:
+            return PlacementEstimate(placement, pasted, problem=str(error))
+        return PlacementEstimate(
+            placement,
+            pasted,
+            states=model_states(
+                self._size,
+                self._optimizer_states_with(resolved),
+                resolved,
+                self._settings.world_size,
+                self._settings.gradient_synchronization == STEP,
+            ),
+        )
+
+    def _optimizer_states_with(self, config: ResolvedConfig) -> OptimizerStates:
+        """What steps in the place of an optimizer keeps as much, but for DeepSpeed's CPU Lion."""
+        if self._steps_with_cpu_lion(config):
+            return optimizer_states.of_cpu_lion(sum(self._size.trainable))
+        return self._optimizer_states
+
+    def _steps_with_cpu_lion(self, config: ResolvedConfig) -> bool:
+        section = self._config.config.get("optimizer")
+        is_lion = section is not None and section["type"].lower() == "lion"
+        return is_lion and config.offload_device != "none"
+
+    def _settings_for(self, placement: Placement) -> TrainerSettings:
+        """Without what has a meaning at other stages only."""
+        settings = self._settings
+        if placement.stage < 3:
+            settings = replace(settings, reshard_after_micro_batch="auto")
+        if placement.stage < 2:
+            settings = replace(settings, gradient_synchronization="auto")
+        return settings
+
+    def _fits(
+        self, states: Optional[ModelStates], gpu_memory: int, cpu_memory: int, nvme_memory: int
+    ) -> bool:
+        return (
+            states is not None
+            and states.gpu.total <= gpu_memory
+            and states.cpu.total * self._workers_per_node <= cpu_memory
+            and states.nvme.total * self._workers_per_node <= nvme_memory
+        )
+
+
+def measure(model: Model) -> Tuple[ModelSize, str, str]:
+    """
+    # Returns
+
+    `Tuple[ModelSize, str, str]`
+        The size of a model, and the names of its largest parameter and its largest module.
+    """
+    parameters = dict(model.named_parameters())
+    modules = elements_of_modules(model)
+    return (
+        ModelSize.of(model),
+        max(parameters, key=lambda name: parameters[name].numel(), default=""),
+        max(modules, key=lambda name: modules[name]),
+    )
+
+
+def _settings(
+    config: Dict[str, Any], deepspeed_config: DeepSpeedConfig, workers: Optional[int]
+) -> TrainerSettings:
+    """As of a training on GPUs, which the config need not name yet."""
+    world_size = len(preflight.worker_devices(config)) if workers is None else workers
+    num_nodes = (config.get("distributed") or {}).get("num_nodes", 1)
+    settings = TrainerSettings.of_config(
+        config,
+        deepspeed_config.config,
+        world_size=world_size,
+        workers_per_node=math.ceil(world_size / num_nodes),
+        device_type="cuda",
+        serialization_dir="",
+    )
+    if workers is not None and settings.num_gradient_accumulation_steps == AUTO:
+        # Model states don't depend on how many instances each of so many workers would read.
+        return replace(settings, num_gradient_accumulation_steps=2, global_batch_size=None)
+    return settings
+
+
+def _names_cpu(config: Dict[str, Any]) -> bool:
+    """Whether the config has its workers on the CPU, whatever the machine has."""
+    if config.get("distributed") is None:
+        return config["trainer"].get("cuda_device") == -1
+    return all(device < 0 for device in preflight.worker_devices(config))
+
+
+def _config_with(config: Dict[str, Any], placement: Placement) -> Dict[str, Any]:
+    """`config` with its model states placed so, as a preset with changes."""
+    config = deepcopy(config)
+    said = config.pop("zero_optimization", {})
+    preset = {} if placement.stage == 0 else DeepSpeedConfig.of(placement.preset).config
+    placed = DeepSpeedConfig.merge(preset, {"zero_optimization": placement.changes})
+    placed = placed["zero_optimization"]
+    changes = dict(placement.changes)
+    for key, value in said.items():
+        if key in ("offload_optimizer", "offload_param"):
+            details = {k: v for k, v in (value or {}).items() if k != "device"}
+            if key in placed and details:
+                changes[key] = {**changes.get(key, {}), **details}
+        elif key != "stage" and not (key == "zero_hpz_partition_size" and placement.stage < 3):
+            changes[key] = value
+    if placement.stage == 0:
+        config.pop("data_types", None)
+    if changes:
+        config["zero_optimization"] = changes
+    return {"type": placement.preset, **config} if placement.stage else config

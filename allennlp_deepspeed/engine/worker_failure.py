@@ -1,0 +1,273 @@
+"""
+How a worker fails: it writes torch.distributed.elastic's error file, tells the workers of other
+nodes through the store of the process group, and leaves within `SECONDS_TO_LEAVE`.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sysconfig
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Callable, List, Optional
+
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.engine.interruption import TrainingInterrupted
+
+logger = logging.getLogger(__name__)
+
+SECONDS_TO_LEAVE = 10
+"""From a failure to the end of its process, callbacks' `on_end` included."""
+
+_SECONDS_FOR_CAUSE = 5.0
+_POLL_SECONDS = 0.2
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+# The store's key of the first failure of a rank that isn't a consequence of another one.
+_KEY = "allennlp_deepspeed/failure"
+
+# In lines, of a traceback on the console.
+_MOST_LINES = 30
+
+# As gloo and NCCL say it.
+_CONNECTION_LOST = (
+    r"(?i)gloo/transport|connection (closed|reset) by peer|broken pipe|remote process exited"
+)
+
+
+class ConstructionFailure(ConfigurationError):
+    """Of a worker that couldn't construct a section of the config. Names the section."""
+
+
+class PeerFailed(RuntimeError):
+    """Another rank has failed, and this one has been told why."""
+
+
+@dataclass
+class Failure:
+    """
+    The exception that ends a rank.
+
+    # Parameters
+
+    rank : `int`
+    host : `str`
+    message : `str`
+        The type of the exception and what it says.
+    traceback : `str`
+        From the first frame of the user's code on.
+    explanation : `str`, optional (default = `None`)
+        What there is to say instead of the traceback, if the config is to blame.
+    log_file : `str`, optional (default = `None`)
+        Where the full traceback is.
+    step : `int`, optional (default = `None`)
+        The optimizer steps of the run that the rank had completed. `None` if it wasn't training.
+    is_agreed : `bool`, optional (default = `False`)
+        Whether every rank leaves at the same step, because of a signal.
+    is_consequence : `bool`, optional (default = `False`)
+        Whether another rank has failed before.
+    """
+
+    rank: int
+    host: str
+    message: str
+    traceback: str
+    explanation: Optional[str] = None
+    log_file: Optional[str] = None
+    step: Optional[int] = None
+    is_agreed: bool = False
+    is_consequence: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """Whether workers that are restarted would fail in the same way."""
+        return self.is_agreed or self.explanation is not None
+
+    @property
+    def summary(self) -> str:
+        """In a line."""
+        if self.is_agreed:
+            return self.message
+        return f"Rank {self.rank} on {self.host} failed: {self.message.splitlines()[0]}"
+
+    def __str__(self) -> str:
+        if self.is_agreed or self.explanation is not None:
+            return self.explanation or self.message
+        lines = [f"Rank {self.rank} on {self.host} failed:", "", self.traceback.rstrip()]
+        if self.log_file is not None:
+            lines += ["", f"(The full traceback is in {self.log_file}.)"]
+        return "\n".join(lines)
+
+
+_explanation: Optional[Callable[[BaseException], Optional[str]]] = None
+_log_to_files: Optional[Callable[[BaseException], List[str]]] = None
+_store: Optional[dist.Store] = None
+_reported: Optional[Failure] = None
+
+
+def begin(
+    explanation: Callable[[BaseException], Optional[str]],
+    log_to_files: Callable[[BaseException], List[str]],
+) -> None:
+    """
+    Makes this process a worker that reports its failures.
+
+    # Parameters
+
+    explanation : `Callable[[BaseException], Optional[str]]`, required.
+        What there is to say of an error of this worker's instead of its traceback, if the config is
+        to blame.
+    log_to_files : `Callable[[BaseException], List[str]]`, required.
+        Writes the traceback of an error into log files, and returns their paths.
+    """
+    global _explanation, _log_to_files, _store, _reported
+    _explanation, _log_to_files = explanation, log_to_files
+    _store = _reported = None
+
+
+def tell_through(store: dist.Store) -> None:
+    """Has this worker report its failures to all ranks that have this store, too."""
+    global _store
+    _store = store
+
+
+def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure]:
+    """
+    Reports the first error of a worker before it can wait for other ranks, in callbacks for
+    example. From then on it has `SECONDS_TO_LEAVE`, after which it prints where its threads are,
+    and ends. A rank that has lost its connection to another one gives that one the time to be the
+    first. Does nothing in a process that is no worker.
+
+    # Returns
+
+    `Optional[Failure]`
+        What was reported first.
+    """
+    global _reported
+    if _log_to_files is None or (_reported is not None and not _reported.is_agreed):
+        return _reported
+    failure = _describe(error, step)
+    if _reported is None or not failure.is_agreed:
+        _reported = failure
+    if not failure.is_agreed:
+        faulthandler.dump_traceback_later(SECONDS_TO_LEAVE, exit=True)
+    if failure.is_consequence:
+        _reported = failure = _wait_for_cause(failure)
+    elif not failure.is_agreed and _store is not None:
+        with suppress(Exception):
+            _store.compare_set(_KEY, "", json.dumps(asdict(failure)))
+    _write(failure)
+    return failure
+
+
+def has_error_file() -> bool:
+    """Whether whoever has started this process reads its failure from a file."""
+    return bool(os.environ.get(_ERROR_FILE))
+
+
+def read(data: Any) -> Optional[Failure]:
+    """
+    # Parameters
+
+    data : `Any`, required.
+        What an error file holds under "message".
+    """
+    return Failure(**data["failure"]) if isinstance(data, dict) and "failure" in data else None
+
+
+def _describe(error: BaseException, step: Optional[int]) -> Failure:
+    is_agreed = isinstance(error, TrainingInterrupted)
+    message = str(error) if is_agreed else f"{type(error).__name__}: {error}"
+    is_consequence = isinstance(error, (dist.DistNetworkError, PeerFailed)) or (
+        isinstance(error, RuntimeError) and re.search(_CONNECTION_LOST, str(error)) is not None
+    )
+    log_files = [] if is_agreed or _log_to_files is None else _log_to_files(error)
+    return Failure(
+        rank=int(os.environ["RANK"]),
+        host=socket.gethostname(),
+        message=message,
+        traceback=_of_users_code(error),
+        explanation=None if _explanation is None else _explanation(error),
+        log_file=next(iter(log_files), None),
+        step=step,
+        is_agreed=is_agreed,
+        is_consequence=is_consequence,
+    )
+
+
+def _wait_for_cause(consequence: Failure) -> Failure:
+    """The failure that another rank reports meanwhile. One that was killed reports none."""
+    # The agent ends this process when it notices what has failed first on this node.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    deadline = time.monotonic() + _SECONDS_FOR_CAUSE
+    while time.monotonic() < deadline:
+        with suppress(Exception):
+            if _store is not None and _store.check([_KEY]):
+                cause = Failure(**json.loads(_store.get(_KEY)))
+                cause.is_consequence = True
+                return cause
+        time.sleep(_POLL_SECONDS)
+    consequence.explanation = consequence.step = None
+    why = (
+        "It has lost the connection to another rank, which was killed, or whose host or network "
+        "is gone: the output of the other nodes says more."
+    )
+    if re.search("(?i)timed? ?out", consequence.message):
+        why = (
+            "Another rank hasn't entered the same collective within 'distributed.timeout': it is "
+            "stuck, stopped or gone."
+        )
+    consequence.traceback = f"{consequence.message.splitlines()[0]}\n{why}"
+    return consequence
+
+
+def _write(failure: Failure) -> None:
+    """In the format of `torch.distributed.elastic.multiprocessing.errors.record`."""
+    path = os.environ.get(_ERROR_FILE)
+    if not path:
+        return
+    message = {
+        "message": failure.message,
+        "extraInfo": {"py_callstack": str(failure), "timestamp": str(int(time.time()))},
+        "failure": asdict(failure),
+    }
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": message}))
+
+
+def _of_users_code(error: BaseException) -> str:
+    """The traceback, without the frames of libraries before the first of the user's code."""
+    described = traceback.TracebackException.from_exception(error)
+    _leave_out_libraries(described)
+    lines = "".join(described.format()).splitlines()
+    if len(lines) > _MOST_LINES:
+        half = _MOST_LINES // 2
+        lines = [*lines[:half], f"  [{len(lines) - 2 * half} lines]", *lines[-half:]]
+    return "\n".join(lines)
+
+
+def _leave_out_libraries(described: traceback.TracebackException) -> None:
+    own = [
+        i for i, frame in enumerate(described.stack) if not frame.filename.startswith(_LIBRARIES)
+    ]
+    del described.stack[: own[0] if own else 0]
+    for cause in (described.__cause__, described.__context__):
+        if cause is not None:
+            _leave_out_libraries(cause)
+
+
+_LIBRARIES = (
+    str(Path(__file__).resolve().parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<",  # of modules that are no files
+)

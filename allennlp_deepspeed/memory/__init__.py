@@ -1,3 +1,0 @@
-"""
-What a config would take of memory. Imports all rooms but `commands`.
-"""

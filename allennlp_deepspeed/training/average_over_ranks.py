@@ -1,0 +1,88 @@
+from typing import List, Sequence
+
+import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine.gradient_reduction import set_gradient
+from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.training.reduction_schedule import MICRO_BATCH
+
+
+class GradientAverage:
+    """
+    Averages gradients over the ranks after a backward pass, as `DistributedDataParallel` does, for
+    callbacks that read or change them.
+
+    # Parameters
+
+    parameters : `Sequence[torch.nn.Parameter]`, required.
+        Whose gradients they are. The same on every rank.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._is_queued = False
+
+    def queue(self) -> None:
+        """
+        Has the backward pass that is running average all gradients when it is done. To be called by
+        every rank, from a hook of a parameter.
+        """
+        if not self._is_queued:
+            self._is_queued = True
+            # The engine of autograd runs the callback when the whole pass is done, as it does for
+            # DDP.
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        """
+        In one reduction. A parameter that only some ranks used counts as zero on the others; one
+        that none used is left without a gradient.
+        """
+        self._is_queued = False
+        device = next(p.grad.device for p in self._parameters if p.grad is not None)
+        used = agreement.highest([int(p.grad is not None) for p in self._parameters], device)
+        gradients: List[torch.Tensor] = []
+        for parameter, is_used in zip(self._parameters, used):
+            if is_used:
+                if parameter.grad is None:
+                    set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
+                gradients.append(parameter.grad)  # type: ignore[arg-type]
+        flat = torch._utils._flatten_dense_tensors(gradients)
+        dist.all_reduce(flat)
+        flat.div_(agreement.world_size())
+        for gradient, average in zip(
+            gradients, torch._utils._unflatten_dense_tensors(flat, gradients)
+        ):
+            gradient.copy_(average)
+
+
+def check_readable(mode: str, are_accumulated_elsewhere: bool) -> None:
+    """
+    # Parameters
+
+    mode : `str`, required.
+        The trainer's `gradient_synchronization`.
+    are_accumulated_elsewhere : `bool`, required.
+        Whether gradients of the micro-batches before are not on their parameters.
+
+    # Raises
+
+    `ConfigurationError`
+        If there aren't all gradients for a callback that reads them.
+    """
+    if are_accumulated_elsewhere:
+        raise ConfigurationError(
+            "A callback with 'on_backward' needs gradients that stay on the parameters, and "
+            "deepspeed_config.data_types.grad_accum_dtype has them accumulated elsewhere, in "
+            "another precision. Remove that key, or say in the callback's class that it does "
+            "not read gradients: `reads_gradients = False`."
+        )
+    if mode == MICRO_BATCH:
+        raise ConfigurationError(
+            f"'trainer.gradient_synchronization' is \"{mode}\", but a callback with "
+            "'on_backward' may read the gradients of the micro-batches before. Write "
+            '"step", or say in its class that it does not: `reads_gradients = False`.'
+        )

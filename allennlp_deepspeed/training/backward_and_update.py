@@ -1,0 +1,214 @@
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+
+import torch
+from allennlp.data.data_loaders import TensorDict
+from torch.utils.hooks import RemovableHandle
+
+from allennlp_deepspeed.engine import loss_scaling
+from allennlp_deepspeed.engine.gathered_parameters import Passes
+from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
+from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, during, phase
+from allennlp_deepspeed.engine.weight_watch import WeightWatch
+from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.training.loss_weights import LossWeights
+from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
+
+Outputs = Dict[str, torch.Tensor]
+Norm = Union[torch.Tensor, float, None]
+
+
+class GradientStep:
+    """
+    What an optimizer step does to the weights: forward and backward of each micro-batch, then the
+    update. `DeepSpeedTrainer._train_step` calls these in order. Every rank must call each of its
+    methods.
+
+    # Parameters
+
+    wrapped_model : `DeepSpeedWrappedModel`, required.
+    gradients : `GradientSynchronizer`, required.
+    train_on : `Callable[[TensorDict, int, bool], Optional[Dict[str, torch.Tensor]]]`, required.
+        Goes forward and backward instead, unless it returns `None`: `StepExtensions.train_on`.
+    loss_weights : `LossWeights`, required.
+    forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
+        Returns the outputs of a micro-batch, with its `loss`.
+    go_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, required.
+        Has the callbacks go backward from the outputs of a micro-batch. Returns whether one has.
+    weight_watch : `WeightWatch`, required.
+    reshard_after_micro_batch : `ReshardAfterMicroBatch`, required.
+    moving_average : `ShardedMovingAverage`, optional (default = `None`)
+    """
+
+    def __init__(
+        self,
+        wrapped_model: DeepSpeedWrappedModel,
+        gradients: GradientSynchronizer,
+        train_on: Callable[[TensorDict, int, bool], Optional[Outputs]],
+        loss_weights: LossWeights,
+        forward: Callable[[TensorDict], Outputs],
+        go_backward: Callable[[Outputs], bool],
+        weight_watch: WeightWatch,
+        reshard_after_micro_batch: ReshardAfterMicroBatch,
+        moving_average: Optional[ShardedMovingAverage] = None,
+    ) -> None:
+        self._engine = wrapped_model.engine
+        self._optimizer = wrapped_model.optimizer
+        self._finds_micro_batch_size = wrapped_model.config.finds_micro_batch_size
+        self._reports_norm = wrapped_model.config.grad_norm is not False
+        self._gradients = gradients
+        self._passes = Passes(self._engine)
+        self._train_on = train_on
+        self._loss_weights = loss_weights
+        self._weights: List[torch.Tensor] = []
+        self._forward = forward
+        self._go_backward = go_backward
+        self._weight_watch = weight_watch
+        self._moving_average = moving_average
+        self._num_micro_batches = 0
+        self._norm: Norm = None
+        self.group_size = wrapped_model.config.num_gradient_accumulation_steps
+        """The number of micro-batches by which the losses of the step are divided."""
+        self.reshard_after_micro_batch = reshard_after_micro_batch
+        """Whether ZeRO-3 parameters are gathered again for each micro-batch."""
+
+    @contextmanager
+    def accumulate(
+        self, batches: List[TensorDict], group_size: int, num_fillers: int = 0
+    ) -> Iterator[None]:
+        """
+        Surrounds the micro-batches of the step. When it ends, its gradients are reduced.
+
+        # Parameters
+
+        batches : `List[TensorDict]`, required.
+            Those that `micro_batch` will be called with, in this order.
+        group_size : `int`, required.
+            The number of micro-batches by which the losses are divided.
+        num_fillers : `int`, optional (default = `0`)
+            How many of the last count for nothing (`LossWeights.of`).
+        """
+        self.group_size = group_size
+        self._num_micro_batches = 0
+        self._weight_watch.check()
+        self._weights = self._loss_weights.of(batches, group_size, num_fillers)
+        # Parameters are resharded before the optimizer steps.
+        with self.reshard_after_micro_batch.step(), self._gradients.accumulate():
+            yield
+
+    def micro_batch(self, batch: TensorDict, is_last: bool) -> Outputs:
+        """
+        Goes forward and backward.
+
+        # Parameters
+
+        batch : `TensorDict`, required.
+        is_last : `bool`, required.
+            Whether `update` follows.
+
+        # Returns
+
+        `Dict[str, torch.Tensor]`
+            The outputs of the model.
+        """
+        self._num_micro_batches += 1
+        outputs = self._train_on(batch, self.group_size, is_last)
+        if outputs is not None:
+            return outputs
+        with self._gradients.micro_batch(is_last), self._passes.of("train"):
+            with phase(FORWARD):
+                outputs = self._forward(batch)
+            if self._weights:
+                weight = self._weights[self._num_micro_batches - 1]
+                outputs["loss"] = self._loss_weights.weigh(outputs["loss"], weight)
+            with phase(BACKWARD):
+                if not self._go_backward(outputs):
+                    loss = outputs["loss"] / self.group_size
+                    self._engine.backward(loss, scale_wrt_gas=False)
+        return outputs
+
+    @during(OPTIMIZER)
+    def update(self, num_steps: int) -> Norm:
+        """
+        Updates the weights, their averages, and what is known of them.
+
+        # Parameters
+
+        num_steps : `int`, required.
+            Optimizer steps of all epochs, with this one.
+
+        # Returns
+
+        `Union[torch.Tensor, float, None]`
+            The norm of the gradient before clipping, if `grad_norm` asks for it.
+        """
+        self._weight_watch.check()
+        self._weight_watch.compare_before_step()
+        has_stepped, norm = self.step()
+        if self._moving_average is not None and has_stepped:
+            self._moving_average.apply(num_steps)
+        self._weight_watch.snapshot()
+        self._gradients.finish_step()
+        self.reshard_after_micro_batch.finish_step()
+        return norm
+
+    def step(self) -> Tuple[bool, Norm]:
+        """
+        Steps the optimizer, unless the gradient has overflowed. Returns whether it has, and the
+        norm of the gradient.
+
+        Works around DeepSpeed 0.19.8: an engine at stage 0 in fp32 has no norm to report, also
+        where it clips by it. Gone when its `get_global_grad_norm` isn't `None`.
+        """
+        norm: Norm = None
+        if self._reports_norm and self._engine.optimizer is self._optimizer:
+            # The optimizer is a plain one, at stage 0 in fp32.
+            norm = torch.nn.utils.get_total_norm(
+                [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            )
+            scaler = loss_scaling.grad_scaler(self._engine)
+            if scaler is not None:
+                norm = norm / scaler.get_scale()
+        # The engine counts one micro-batch a step, because the groups are the trainer's. The others
+        # come first, because it is in the step that it reports how many samples it has seen. Parts
+        # of a global batch it takes for one.
+        others = 0 if self._finds_micro_batch_size else self._num_micro_batches - 1
+        self._engine.global_samples += others * self._engine.train_batch_size()
+        # The engine clips the norm to `gradient_clipping`, which `config/resolution.py` has filled.
+        has_stepped = loss_scaling.step(self._engine)
+        if self._reports_norm and norm is None:
+            norm = self._engine.get_global_grad_norm()
+        self._norm = norm
+        return has_stepped, norm
+
+    def last_norm(self) -> Optional[float]:
+        """
+        The norm of the gradient of the last step before clipping; `None` where nobody has computed
+        it, as at stage 0 in fp32 without `grad_norm`. Waits for the device.
+        """
+        norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
+        return None if norm is None else float(norm)
+
+    def take_num_tokens(self) -> Optional[int]:
+        """As `LossWeights.take_num_tokens`."""
+        return self._loss_weights.take_num_tokens()
+
+
+def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHandle:
+    """
+    Clips each element of the gradients just before the optimizer steps. There they are reduced,
+    unscaled and clipped by norm at every ZeRO stage, and whether they are whole or sharded makes
+    no difference to their elements.
+
+    # Returns
+
+    `RemovableHandle`
+        Of the hook that does it.
+    """
+
+    def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+
+    return optimizer.register_step_pre_hook(clip)

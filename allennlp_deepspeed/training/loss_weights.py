@@ -1,0 +1,100 @@
+from typing import List, Optional
+
+import torch
+import torch.distributed as dist
+from allennlp.data.data_loaders import TensorDict
+from allennlp.models import Model
+
+from allennlp_deepspeed.training import loss_terms
+
+
+class LossWeights:
+    """
+    By what the losses of a step are multiplied, such that the mean over micro-batches and ranks is
+    one over the instances or tokens of all of them. Those of a `TokenLossModel` are weighed in any
+    case; those of other models where micro-batches are parts of a global batch.
+
+    # Parameters
+
+    model : `Model`, required.
+    device : `torch.device`, required.
+        Where the process group communicates.
+    is_of_global_batch : `bool`, optional (default = `False`)
+        Whether the micro-batches of a step are parts of one batch.
+    """
+
+    def __init__(
+        self, model: Model, device: torch.device, is_of_global_batch: bool = False
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._counts_tokens = loss_terms.averages_over_tokens(model)
+        self._weighs = self._counts_tokens or is_of_global_batch
+        self._is_nan_of_none = loss_terms.is_nan_of_none(model)
+        # Of all ranks since the last call of `take_num_tokens`, on the device.
+        self._num_tokens: Optional[torch.Tensor] = None
+
+    def of(
+        self, batches: List[TensorDict], group_size: int, num_fillers: int = 0
+    ) -> List[torch.Tensor]:
+        """
+        One all-reduce of 8 bytes where losses are weighed, of which the host doesn't wait for the
+        result; nothing otherwise. To be called by every rank.
+
+        # Parameters
+
+        batches : `List[TensorDict]`, required.
+            The micro-batches of the step on this rank.
+        group_size : `int`, required.
+            The number of micro-batches by which losses will be divided.
+        num_fillers : `int`, optional (default = `0`)
+            How many of the last only keep this rank in step with others. They weigh nothing.
+
+        # Returns
+
+        `List[torch.Tensor]`
+            For each micro-batch a factor, fp32, without dimensions; nothing where losses aren't
+            weighed.
+        """
+        if not self._weighs:
+            return []
+        numbers = [loss_terms.num_loss_terms(self._model, batch) for batch in batches]
+        # Has all of an integer's digits, and the fractions of sums of class weights.
+        own = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in numbers])
+        own[len(own) - num_fillers :] = 0
+        own = own.to(self._device, non_blocking=True)
+        total = own.sum()
+        dist.all_reduce(total)
+        if self._counts_tokens:
+            self._num_tokens = total if self._num_tokens is None else self._num_tokens + total
+        # Backward divides by the size of the group, and the reduction by the number of ranks.
+        divisions = group_size * dist.get_world_size()
+        weights = (own * divisions / torch.where(total > 0, total, 1)).float()
+        # Without any, losses are 0, but a regularizer's penalty still counts once.
+        return list(torch.where(total > 0, weights, torch.ones_like(weights)).unbind())
+
+    def weigh(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """
+        # Parameters
+
+        loss : `torch.Tensor`, required.
+            Of a micro-batch.
+        weight : `torch.Tensor`, required.
+            The factor that `of` has given for it.
+
+        # Returns
+
+        `torch.Tensor`
+            The product, from which every rank can go backward, also if the weight is 0.
+        """
+        if self._is_nan_of_none:
+            loss = torch.where(weight > 0, loss, 0.0)
+        return loss * weight
+
+    def take_num_tokens(self) -> Optional[int]:
+        """
+        The number of tokens of all ranks that there was a loss of since the last call, `None` for a
+        model that isn't a `TokenLossModel`. Waits for the device.
+        """
+        num_tokens, self._num_tokens = self._num_tokens, None
+        return None if num_tokens is None else int(num_tokens)

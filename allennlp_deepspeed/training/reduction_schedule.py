@@ -1,0 +1,85 @@
+import logging
+from typing import Any, Dict, List, Optional
+
+import torch
+import torch.distributed as dist
+
+from allennlp_deepspeed.deepspeed_api import get_accelerator
+from allennlp_deepspeed.training import gradient_memory
+
+logger = logging.getLogger(__name__)
+
+STEP, MICRO_BATCH, AUTO = "step", "micro_batch", "auto"
+
+
+class ReductionSchedule:
+    """
+    Decides whether gradients are reduced once an optimizer step or with each micro-batch.
+
+    # Parameters
+
+    setting : `str`, required.
+        The trainer's `gradient_synchronization`. "auto" reduces with each micro-batch until `find`
+        has decided.
+    num_elements : `int`, required.
+        Elements of all trainable parameters, unsharded.
+    num_micro_batches : `int`, required.
+        Micro-batches in an optimizer step, except short ones.
+    """
+
+    def __init__(self, setting: str, num_elements: int, num_micro_batches: int) -> None:
+        self._num_elements = num_elements
+        self._num_micro_batches = num_micro_batches
+        self._found: Optional[Dict[str, Any]] = None
+        self._is_known = setting != AUTO
+        self.is_once_a_step = setting == STEP
+        """Whether each rank accumulates gradients locally until the last micro-batch of a step."""
+
+    def state_dict(self) -> Optional[Dict[str, Any]]:
+        """What `find` has decided, and for which division of the work; `None` if it hasn't."""
+        return self._found
+
+    def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
+        """Takes over the decision of the interrupted training, if the work is divided equally."""
+        if self._is_known or state is None or "is_once_a_step" not in state:  # of former versions
+            return
+        if state["where"] == self._where():
+            self._decide(state["is_once_a_step"])
+            logger.info("Gradients are reduced %s, as before.", self._description())
+
+    def find(self, dtype: torch.dtype) -> None:
+        """
+        Decides after the first step: gradients are accumulated locally if a full gradient takes at
+        most half of the memory that is free on every rank. The other half is for longer batches.
+        Does nothing if the schedule is known. To be called by every rank.
+
+        # Parameters
+
+        dtype : `torch.dtype`, required.
+            That of accumulated gradients.
+        """
+        if self._is_known:
+            return
+        free = gradient_memory.least_left_free(get_accelerator().current_device_name())
+        needed = self._num_elements * dtype.itemsize
+        self._decide(needed <= free // 2)
+        if dist.get_rank() == 0:
+            logger.info(
+                "Gradients are reduced %s from here on: accumulated locally they take %d bytes, "
+                'the first step has left %d bytes free on every rank, and "auto" takes up to half '
+                "of them ('gradient_synchronization').",
+                self._description(),
+                needed,
+                free,
+            )
+
+    def _decide(self, is_once_a_step: bool) -> None:
+        self.is_once_a_step = is_once_a_step
+        self._is_known = True
+        self._found = {"is_once_a_step": is_once_a_step, "where": self._where()}
+
+    def _where(self) -> List[int]:
+        return [dist.get_world_size(), self._num_micro_batches]
+
+    def _description(self) -> str:
+        return "once an optimizer step" if self.is_once_a_step else "with each micro-batch"

@@ -1,0 +1,107 @@
+import logging
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Union
+
+import torch
+import torch.distributed as dist
+
+from allennlp_deepspeed.config.schema_validation import AUTO
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine.gathered_parameters import (
+    all_that_are_sharded,
+    kept_by_readers,
+    kept_gathered,
+)
+from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.training import gradient_memory
+
+logger = logging.getLogger(__name__)
+
+# The second has the optimizer's states, and the accumulated gradients, since the first.
+_STEPS_BEFORE_FINDING = 2
+
+
+class ReshardAfterMicroBatch:
+    """
+    Decides whether ZeRO-3 parameters are resharded after each micro-batch, or stay gathered until
+    the step ends. Every rank must call each of its methods.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    setting : `Union[bool, str]`, required.
+        As `ResolvedConfig` has it. With "auto" parameters stay gathered if there is room for all of
+        them after two steps.
+    num_micro_batches : `int`, required.
+        Micro-batches in an optimizer step, except short ones. With one, "auto" reshards.
+    """
+
+    def __init__(
+        self, engine: DeepSpeedEngine, setting: Union[bool, str], num_micro_batches: int
+    ) -> None:
+        self._engine = engine
+        self._where = [dist.get_world_size(), num_micro_batches]
+        self._num_steps = 0
+        self._found: Optional[bool] = None
+        self._is_auto = setting == AUTO and num_micro_batches > 1
+        self._parameters: List[torch.nn.Parameter] = []
+        if self._is_auto or setting is False:
+            self._parameters = all_that_are_sharded(engine)
+        self.reshards = setting is not False
+        """Whether parameters are resharded after each micro-batch."""
+
+    def finish_step(self) -> None:
+        """
+        Decides once steps have shown how much memory they need: parameters stay gathered if they
+        take at most half of what is free on every rank. The other half is for longer batches.
+        """
+        self._num_steps += 1
+        if self._is_auto and self._found is None and self._num_steps >= _STEPS_BEFORE_FINDING:
+            free = gradient_memory.least_left_free(self._engine.device)
+            needed = sum(whole_shape(p).numel() * p.itemsize for p in self._parameters)
+            self._decide(needed > free // 2)
+            if dist.get_rank() == 0:
+                logger.info(
+                    "Parameters %s from here on: gathered they take %d bytes, the first steps have "
+                    'left %d bytes free on every rank, and "auto" takes up to half of them '
+                    "('reshard_after_micro_batch').",
+                    self._description(),
+                    needed,
+                    free,
+                )
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """
+        Surrounds the micro-batches of a step, in which parameters may stay gathered. To be left
+        before the optimizer steps.
+        """
+        if self.reshards or not self._parameters:
+            yield
+            return
+        with kept_gathered(self._parameters), kept_by_readers():
+            yield
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The number of steps, the decision, `None` if there is none, and where it holds."""
+        return {"steps": self._num_steps, "reshards": self._found, "where": self._where}
+
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        """
+        Takes over the decision of the interrupted training, and else decides after the number of
+        steps after which that would have.
+        """
+        if not self._is_auto or state["where"] != self._where:
+            return
+        self._num_steps = state["steps"]
+        if state["reshards"] is not None:
+            self._decide(state["reshards"])
+            logger.info("Parameters %s, as before.", self._description())
+
+    def _decide(self, reshards: bool) -> None:
+        self._found = self.reshards = reshards
+
+    def _description(self) -> str:
+        if self.reshards:
+            return "are resharded after each micro-batch"
+        return "stay gathered until each step ends"

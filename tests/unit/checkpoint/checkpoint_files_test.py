@@ -1,0 +1,503 @@
+"""Of which files checkpoints are made, and what is left of them in which order."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import traceback
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Tuple
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from allennlp_deepspeed import files
+from allennlp_deepspeed.checkpoint import serialization
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
+from allennlp_deepspeed.checkpoint.commit_record import (
+    FORMAT_VERSION,
+    RECORD_NAME,
+    CheckpointError,
+    CommitRecord,
+    FileRecord,
+    file_names,
+)
+
+
+class Crash(Exception):
+    """Takes the place of a SIGKILL."""
+
+
+@pytest.fixture
+def operations(monkeypatch: pytest.MonkeyPatch) -> List[Tuple[str, str]]:
+    """The file operations since the test began."""
+    done: List[Tuple[str, str]] = []
+    monkeypatch.setattr(files, "before_operation", lambda *operation: done.append(operation))
+    return done
+
+
+@pytest.fixture
+def crash_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Has the file operation with that number raise instead of being carried out."""
+
+    def install(number: int) -> None:
+        remaining = [number]
+
+        def crash(operation: str, path: str) -> None:
+            if remaining[0] == 0:
+                raise Crash(f"{operation} {path}")
+            remaining[0] -= 1
+
+        monkeypatch.setattr(files, "before_operation", crash)
+
+    return install
+
+
+def checkpoint_record(point: PointInTime = PointInTime(0, 2), **changes: Any) -> CommitRecord:
+    values: Dict[str, Any] = {
+        "epochs_completed": point.epochs,
+        "batches_in_epoch_completed": point.steps,
+        "world_size": 2,
+        "zero_stage": 2,
+        "parameters": {"weight": [2, 3]},
+    }
+    return CommitRecord(**{**values, **changes})
+
+
+def commit(directory: CheckpointDirectory, point: PointInTime, text: str = "state") -> str:
+    """A checkpoint of two files, one of them in a directory."""
+    unfinished = directory.begin(point)
+    files.make_directory(os.path.join(unfinished, "engine"))
+    record = checkpoint_record(point)
+    for name in ("training_state_w0.th", "engine/model.pt"):
+        path = os.path.join(unfinished, name)
+        files.write(f"{text} of {name}", path)
+        files.flush(path)
+        record.files[name] = FileRecord.of(path)
+    directory.prepare(point, record)
+    directory.commit(point)
+    return directory.path(point)
+
+
+def is_whole(path: str) -> bool:
+    try:
+        CommitRecord.read(path).verify(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+# files
+
+
+def test_a_rename_leaves_one_name_also_of_two_links_to_one_file(tmp_path: Path):
+    best, temporary = tmp_path / "best.th", tmp_path / "best.th.w0.tmp"
+    best.write_text("weights")
+    files.link(str(best), str(temporary))
+    files.rename(str(temporary), str(best))
+    assert os.listdir(tmp_path) == ["best.th"]
+    assert best.read_text() == "weights"
+
+
+def test_a_link_is_a_copy_where_there_are_no_links(tmp_path: Path, monkeypatch: Any):
+    def refuse(*args: Any) -> None:
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "a").write_text("weights")
+    files.link(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (tmp_path / "b").read_text() == "weights"
+
+
+def test_a_link_never_writes_over_a_file(tmp_path: Path):
+    (tmp_path / "a").write_text("new")
+    (tmp_path / "b").write_text("old")
+    with pytest.raises(FileExistsError):
+        files.link(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (tmp_path / "b").read_text() == "old"
+
+
+def test_a_removed_link_leaves_what_it_points_at(tmp_path: Path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("data")
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    (removed / "link").symlink_to(kept, target_is_directory=True)
+    files.remove(str(removed))
+    files.remove(str(removed))  # it is no error if there is nothing to remove
+    assert not removed.exists()
+    assert (kept / "file").read_text() == "data"
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that is opened for writing from now on is as `/dev/full`."""
+
+    def open_full(path: Any, mode: str = "r", **kwargs: Any) -> Any:
+        return open("/dev/full" if mode.startswith("w") else path, mode, **kwargs)
+
+    monkeypatch.setattr(files, "open", open_full, raising=False)
+
+
+@pytest.mark.parametrize("size", [1, 10_000, 3_000_000])
+def test_an_error_of_the_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+):
+    full_disk(monkeypatch)
+    path = str(tmp_path / "state.th")
+    for write in (
+        lambda: files.save({"weights": torch.ones(size)}, path),
+        lambda: files.write("x" * size, path),
+    ):
+        with pytest.raises(OSError) as error:
+            write()
+        assert str(error.value) == f"[Errno 28] No space left on device: '{path}'"
+
+
+# commit records
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path):
+    record = checkpoint_record(
+        files={"a": FileRecord(3, "00ff")}, versions={"torch": "2"}, ranks=[1], id="a"
+    )
+    record.write(str(tmp_path))
+    assert CommitRecord.read(str(tmp_path)) == record
+
+
+def test_a_directory_without_a_record_is_no_checkpoint(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="commit.json is missing: .* not completed"):
+        CommitRecord.read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "\x00\x00\x00",
+        '{"format_version": 1}',
+        '{"format_version": 1, "files": []}',
+        '{"format_version": 1, "files": {"a": [1]}}',
+        '{"format_version": 1, "files": {"a": 1}, "unknown": 2}',
+    ],
+)
+def test_a_damaged_record_is_said_to_be(tmp_path: Path, text: str):
+    (tmp_path / RECORD_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match="commit.json is damaged"):
+        CommitRecord.read(str(tmp_path))
+
+
+@pytest.mark.parametrize("bit", [0, 4, 7])
+def test_a_record_with_a_changed_bit_is_refused(tmp_path: Path, bit: int):
+    path = Path(commit(CheckpointDirectory(str(tmp_path)), PointInTime(0, 2)), RECORD_NAME)
+    content, record = path.read_bytes(), CommitRecord.read(str(path.parent))
+    unnoticed = []
+    for offset in range(len(content)):
+        changed = content[offset] ^ (1 << bit)
+        path.write_bytes(content[:offset] + bytes([changed]) + content[offset + 1 :])
+        try:
+            assert CommitRecord.read(str(path.parent)) == record
+            unnoticed.append(content[offset])
+        except CheckpointError:
+            pass
+    # White space may change into other white space, and there is nothing to notice.
+    assert set(unnoticed) <= set(b" \n")
+
+
+def test_a_record_of_a_later_version_names_the_version_to_continue_with(tmp_path: Path):
+    checkpoint_record(
+        format_version=FORMAT_VERSION + 1, versions={"allennlp-deepspeed": "9.0"}
+    ).write(str(tmp_path))
+    with pytest.raises(CheckpointError, match="has format version 4.*'allennlp-deepspeed': '9.0'"):
+        CommitRecord.read(str(tmp_path))
+
+
+def record_of_version_2(tmp_path: Path, **changes: Any) -> None:
+    record = checkpoint_record(format_version=2, versions={"allennlp-deepspeed": "0.2.0"})
+    values = {**dataclasses.asdict(record), "directories": [], "copies": {}, **changes}
+    for name in ("ranks", "id"):
+        del values[name]
+    checksum = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    (tmp_path / RECORD_NAME).write_text(json.dumps({**values, "sha256": checksum}))
+
+
+def test_a_record_of_0_2_is_read(tmp_path: Path):
+    record_of_version_2(tmp_path)
+    assert CommitRecord.read(str(tmp_path)) == checkpoint_record(
+        versions={"allennlp-deepspeed": "0.2.0"}
+    )
+
+
+def test_a_record_of_0_2_of_several_directories_is_refused(tmp_path: Path):
+    record_of_version_2(tmp_path, directories=[[0], [1]])
+    with pytest.raises(CheckpointError, match="gather` of the version that wrote it.*0.2.0"):
+        CommitRecord.read(str(tmp_path))
+
+
+def _append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def test_a_recorded_name_that_leads_outside_is_not_read(tmp_path: Path):
+    (tmp_path / "secret").write_text("x")
+    record = checkpoint_record(files={"../secret": FileRecord.of(str(tmp_path / "secret"))})
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(CheckpointError, match="is outside of the checkpoint"):
+        record.verify(str(tmp_path / "checkpoint"))
+
+
+def test_ranks_verify_every_file_between_them(tmp_path: Path):
+    path = commit(CheckpointDirectory(str(tmp_path)), PointInTime(0, 2))
+    record = CommitRecord.read(path)
+    for name in record.files:
+        content = Path(path, name).read_bytes()
+        _append(Path(path, name))
+        problems = [record.problems(path, part, 3) for part in range(3)]
+        (problem,) = [problem for found in problems for problem in found]
+        assert problem.startswith(os.path.join(path, name))
+        Path(path, name).write_bytes(content)
+
+
+# the directory
+
+
+def test_checkpoints_are_found_newest_first_and_nothing_else_is(tmp_path: Path):
+    directory = CheckpointDirectory(str(tmp_path))
+    assert CheckpointDirectory(str(tmp_path / "nowhere")).find() == []
+    for point in (PointInTime(0, 12), PointInTime(10, 0), PointInTime(2, 5), PointInTime(0, 9)):
+        commit(directory, point)
+    for name in (
+        "checkpoint_e11_b0.unfinished",
+        "checkpoint_e11_b0.removed",
+        "checkpoint_e11_b0.corrupt",
+        "checkpoint_e_b",
+        "best.th",
+    ):
+        (tmp_path / name).mkdir()
+    assert directory.find() == [(10, 0), (2, 5), (0, 12), (0, 9)]
+
+
+def test_cleaning_up_removes_what_a_crash_leaves_and_nothing_else(tmp_path: Path):
+    directory = CheckpointDirectory(str(tmp_path))
+    commit(directory, PointInTime(0, 2))
+    keep = {"checkpoint_e0_b2", "best.th", "checkpoint_e0_b4.corrupt", "notes.removed"}
+    for name in keep - {"checkpoint_e0_b2"}:
+        (tmp_path / name).touch()
+    for name in ("checkpoint_e0_b4.unfinished", "checkpoint_e0_b1.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    (tmp_path / "checkpoint_e0_b2.universal").mkdir()  # of version 0.2
+    (tmp_path / "best.th.w0.tmp").touch()
+    directory.clean_up()
+    assert set(os.listdir(tmp_path)) == keep
+    assert is_whole(directory.path(PointInTime(0, 2)))
+
+
+def test_a_checkpoint_gets_its_name_after_all_its_files_are_on_disk(
+    tmp_path: Path, operations: List[Tuple[str, str]]
+):
+    directory = CheckpointDirectory(str(tmp_path))
+    path = commit(directory, PointInTime(0, 2))
+    unfinished = directory.unfinished_path(PointInTime(0, 2))
+    rename = operations.index(("rename", unfinished))
+    flushed = {name for operation, name in operations[:rename] if operation == "flush"}
+    expected = {os.path.join(unfinished, name) for name in file_names(path)}
+    assert flushed == expected | {unfinished, os.path.join(unfinished, "engine")}
+    assert operations[rename + 1 :] == [("flush", str(tmp_path))]
+    # The record is the last of the files, and no file is written after it has been flushed.
+    writes = [name for operation, name in operations if operation == "write"]
+    assert writes[-1] == os.path.join(unfinished, RECORD_NAME)
+    for name in writes:
+        assert operations.index(("write", name)) < operations.index(("flush", name))
+
+
+def test_a_crash_before_any_file_operation_leaves_a_whole_checkpoint(
+    tmp_path: Path, operations: List[Tuple[str, str]], crash_before: Callable[[int], None]
+):
+    """Of committing one where there is one already, pruning, setting aside, and cleaning up."""
+
+    def life(directory: CheckpointDirectory) -> None:
+        commit(directory, PointInTime(0, 4), "later")
+        commit(directory, PointInTime(0, 4), "again")
+        directory.prune(PointInTime(0, 4), 1, None)
+        commit(directory, PointInTime(0, 6))
+        directory.set_aside(PointInTime(0, 6))
+        directory.clean_up()
+
+    def start(name: str) -> CheckpointDirectory:
+        (tmp_path / name).mkdir()
+        directory = CheckpointDirectory(str(tmp_path / name))
+        commit(directory, PointInTime(0, 2), "first")
+        return directory
+
+    directory = start("counted")
+    operations.clear()
+    life(directory)
+    assert len(operations) > 30
+    for number in range(len(operations)):
+        crash_before(len(operations))
+        directory = start(str(number))
+        crash_before(number)
+        with pytest.raises(Crash):
+            life(directory)
+        for _ in range(2):
+            assert directory.find()
+            assert all(is_whole(directory.path(point)) for point in directory.find())
+            crash_before(len(operations))
+            directory.clean_up()
+        assert {name.partition(".")[2] for name in os.listdir(tmp_path / str(number))} <= {
+            "",
+            "corrupt",
+        }
+
+
+def test_the_only_checkpoint_is_there_at_each_moment_of_its_replacement(
+    tmp_path: Path, operations: List[Tuple[str, str]], crash_before: Callable[[int], None]
+):
+    point = PointInTime(0, 2)
+
+    def start(name: str) -> CheckpointDirectory:
+        (tmp_path / name).mkdir()
+        directory = CheckpointDirectory(str(tmp_path / name))
+        commit(directory, point, "first")
+        return directory
+
+    directory = start("counted")
+    operations.clear()
+    commit(directory, point, "again")
+    for number in range(len(operations)):
+        crash_before(len(operations))
+        directory = start(str(number))
+        crash_before(number)
+        with pytest.raises(Crash):
+            commit(directory, point, "again")
+        crash_before(len(operations))
+        directory.clean_up()
+        assert directory.find() == [point] and is_whole(directory.path(point))
+        assert os.listdir(tmp_path / str(number)) == [os.path.basename(directory.path(point))]
+
+
+def test_pruning_removes_what_comes_after_the_newest_commit(tmp_path: Path):
+    # It is of a run with shorter steps, from the middle of which this one was recovered.
+    directory = CheckpointDirectory(str(tmp_path))
+    for steps in (50, 60, 100):
+        commit(directory, PointInTime(1, steps))
+    directory.prune(PointInTime(1, 60), 2, None)
+    assert directory.find() == [PointInTime(1, 60), PointInTime(1, 50)]
+
+
+@pytest.mark.parametrize(
+    "count, age, left",
+    [
+        (None, None, [2, 4, 6, 8]),
+        (2, None, [6, 8]),
+        (1, None, [8]),
+        (0, None, [8]),  # there is always one left
+        (9, None, [2, 4, 6, 8]),
+        (None, 250.0, [4, 6, 8]),
+        (None, 0.0, [8]),
+        (1, 150.0, [6, 8]),
+    ],
+)
+def test_pruning_keeps_what_was_asked_for(tmp_path: Path, count: Any, age: Any, left: List[int]):
+    directory = CheckpointDirectory(str(tmp_path))
+    now = os.stat(tmp_path).st_mtime
+    for steps in (2, 4, 6, 8):
+        path = commit(directory, PointInTime(0, steps))
+        os.utime(path, (now, now - 50 * (8 - steps) - 1))
+    directory.prune(PointInTime(0, 8), count, age)
+    assert sorted(point.steps for point in directory.find()) == left
+    assert len(os.listdir(tmp_path)) == len(left)
+
+
+def test_a_checkpoint_set_aside_is_kept_and_not_found(tmp_path: Path):
+    directory = CheckpointDirectory(str(tmp_path))
+    commit(directory, PointInTime(0, 2))
+    corrupt = directory.set_aside(PointInTime(0, 2))
+    assert corrupt.endswith("checkpoint_e0_b2.corrupt")
+    assert directory.find() == []
+    directory.clean_up()
+    assert is_whole(corrupt)
+
+
+# the safe loader
+
+
+class Malicious:
+    """Its pickle makes a directory when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._path,)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda value, path: torch.save(value, path),
+        lambda value, path: torch.save(value, path, _use_new_zipfile_serialization=False),
+        lambda value, path: path.write_bytes(pickle.dumps(value)),
+        lambda value, path: path.write_text("import os"),
+        lambda value, path: path.write_bytes(b""),
+        lambda value, path: path.write_bytes(b"PK\3\4 and no more"),
+        lambda value, path: torch.jit.script(torch.nn.Identity()).save(path),
+    ],
+    ids=["zip", "legacy", "pickle", "text", "empty", "truncated", "script"],
+)
+def test_a_foreign_file_is_named_with_what_to_do(tmp_path: Path, write: Any, mmap: bool):
+    for name, advice in [
+        ("checkpoint_e1_b0/engine/state.pt", f"remove {tmp_path / 'checkpoint_e1_b0'}, and"),
+        ("best.th", "run `allennlp train --recover`"),
+    ]:
+        path, evidence = tmp_path / name, tmp_path / "evidence"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write({"state": Malicious(evidence)}, path)
+        with pytest.raises(CheckpointError) as error:
+            serialization.load(str(path), mmap=mmap)
+        text = "".join(traceback.format_exception(error.value))
+        assert f"{path} is not a file that this package has written" in text
+        assert advice in text and "weights_only" not in text
+        assert not evidence.exists()
+
+
+def test_the_safe_loader_loads_what_checkpoints_hold(tmp_path: Path):
+    state = OrderedDict(
+        tensor=torch.arange(6.0, dtype=torch.bfloat16).view(2, 3),
+        array=np.arange(3.0),
+        scalars=[np.float64(0.1), np.int64(3), np.bool_(True), np.float32(2.5)],
+        plain=(1, "two", None, {3, 4}, {(5, "six"): 7.0}, b"eight"),
+        stage=ZeroStageEnum.weights,
+        scaler=LossScaler(2.0),
+    )
+    serialization_path = str(tmp_path / "state.th")
+    torch.save(state, serialization_path)
+    loaded = serialization.load(serialization_path)
+    assert torch.equal(loaded["tensor"], state["tensor"])  # type: ignore[arg-type]
+    assert np.array_equal(loaded["array"], state["array"])  # type: ignore[arg-type]
+    assert loaded["scalars"] == state["scalars"]
+    assert list(map(type, loaded["scalars"])) == list(map(type, state["scalars"]))  # type: ignore
+    assert loaded["plain"] == state["plain"]
+    assert loaded["stage"] is ZeroStageEnum.weights
+    assert loaded["scaler"].cur_scale == 2.0
+    assert serialization.unsafe_classes(state) == []
+
+
+def test_classes_that_could_not_be_loaded_are_named_beforehand():
+    assert serialization.unsafe_classes({"a": [checkpoint_record()]}) == [
+        "allennlp_deepspeed.checkpoint.commit_record.CommitRecord"
+    ]
+    assert (
+        serialization.unsafe_classes({"a": json.dumps(dataclasses.asdict(checkpoint_record()))})
+        == []
+    )

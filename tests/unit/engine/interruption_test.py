@@ -1,0 +1,109 @@
+"""What the children of a process that trains make of SIGINT and SIGTERM."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import time
+from multiprocessing.connection import Connection
+from typing import Callable, Dict, Iterator
+
+import pytest
+
+from allennlp_deepspeed.engine.interruption import TrainingInterruption
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture(params=[True, False], ids=["worker", "single_process"])
+def training(request: pytest.FixtureRequest) -> Iterator[None]:
+    with TrainingInterruption(is_worker=request.param):
+        yield
+
+
+def masks(status: str) -> Dict[str, int]:
+    """Which of the two signals a process blocks, ignores, and has handlers for."""
+    both = sum(1 << (number - 1) for number in SIGNALS)
+    return {
+        name: int(mask, 16) & both
+        for name, mask in re.findall(r"^(SigBlk|SigIgn|SigCgt):\s*(\w+)$", status, re.MULTILINE)
+    }
+
+
+def own_masks() -> Dict[str, int]:
+    with open("/proc/self/status") as file:
+        return masks(file.read())
+
+
+def exec_after_fork() -> str:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(writer, 1)
+        os.execvp("cat", ["cat", "/proc/self/status"])
+    os.close(writer)
+    with open(reader) as file:
+        status = file.read()
+    os.waitpid(pid, 0)
+    return status
+
+
+def run(**arguments) -> str:
+    return subprocess.run(
+        ["cat", "/proc/self/status"], capture_output=True, text=True, check=True, **arguments
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    "start",
+    [run, lambda: run(preexec_fn=lambda: None), exec_after_fork],
+    ids=["subprocess", "preexec_fn", "fork"],
+)
+def test_another_program_neither_blocks_nor_ignores_signals(
+    training: None, start: Callable[[], str]
+):
+    assert masks(start()) == {"SigBlk": 0, "SigIgn": 0, "SigCgt": 0}
+
+
+@pytest.mark.parametrize("signal_number", SIGNALS)
+def test_a_fork_has_signals_as_before_training(signal_number: int):
+    before = own_masks()
+    with TrainingInterruption(is_worker=True):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            if own_masks() != before:
+                os._exit(1)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.write(writer, b"ready")
+            time.sleep(30)
+            os._exit(2)
+        os.close(writer)
+        os.read(reader, 5)
+        os.kill(pid, signal_number)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal_number
+
+
+def test_a_data_loader_leaves_signals_to_the_process_that_trains(training: None):
+    """It reads on after a signal to all, and is ended by the process that has started it."""
+
+    def read(connection: Connection) -> None:
+        connection.send("started")
+        time.sleep(0.3)
+        connection.send("reading on")
+        time.sleep(30)
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=read, args=(sender,), daemon=True)
+    process.start()
+    assert receiver.recv() == "started"
+    for number in SIGNALS:
+        # Not from the process that has started it.
+        subprocess.run(["kill", f"-{int(number)}", str(process.pid)], check=True)
+    assert receiver.recv() == "reading on"
+    process.terminate()
+    process.join(10)
+    assert process.exitcode == -signal.SIGKILL

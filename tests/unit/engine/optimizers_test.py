@@ -1,0 +1,280 @@
+"""DeepSpeed's optimizers under AllenNLP's registry, and what is checked of them beforehand."""
+
+import logging
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.training.optimizers import Optimizer
+
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.engine.offloaded_optimizers import for_offload
+from allennlp_deepspeed.launch import preflight
+from tests.fixtures import components  # noqa: F401  # "record_steps"
+from tests.support.experiment import load_config
+
+GROUPS = [[["bias"], {"lr": 0.03, "weight_decay": 0.0}], [["nothing"], {}]]
+
+ADAM = {"type": "adam", "lr": 0.01, "weight_decay": 0.1, "betas": [0.8, 0.99]}
+ADAMW = {**ADAM, "type": "adamw"}
+ADAGRAD = {"type": "adagrad", "lr": 0.1, "weight_decay": 0.1}
+
+Parameters = List[Tuple[str, torch.nn.Parameter]]
+
+
+def construct(params: Dict[str, Any]) -> Tuple[Parameters, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    parameters = [
+        ("embedder.weight", torch.nn.Parameter(torch.randn(13, 7))),
+        ("layer.weight", torch.nn.Parameter(torch.randn(9, 7))),
+        ("layer.bias", torch.nn.Parameter(torch.randn(37))),
+        ("output.weight", torch.nn.Parameter(torch.randn(4, 9))),
+    ]
+    return parameters, Optimizer.from_params(Params(dict(params)), model_parameters=parameters)
+
+
+def weights_after_steps(
+    parameters: Parameters, optimizer: torch.optim.Optimizer, num_steps: int = 20
+) -> torch.Tensor:
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        for name, parameter in parameters:
+            parameter.grad = torch.randn_like(parameter) * 0.1 ** (step % 3)
+            if name == "embedder.weight":
+                parameter.grad[5:] = 0  # of words that don't occur
+                parameter.grad[:5] *= step > 3
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for _, parameter in parameters])
+
+
+def assert_steps_alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, reference",
+    [
+        ("fused_adam", ADAM),
+        ("cpu_adam", ADAM),
+        ("fused_adamw", ADAMW),
+        ("cpu_adamw", ADAMW),
+        ("cpu_adagrad", ADAGRAD),
+    ],
+)
+def test_an_optimizer_steps_as_its_counterpart(name: str, reference: Dict[str, Any]):
+    reference = {**reference, "parameter_groups": GROUPS}
+    expected = weights_after_steps(*construct(reference))
+    assert_steps_alike(weights_after_steps(*construct({**reference, "type": name})), expected)
+
+
+@pytest.mark.parametrize("name", ["fused_adamw", "cpu_adamw"])
+def test_the_default_settings_are_those_of_the_counterpart(name: str):
+    expected = weights_after_steps(*construct({"type": "adamw"}))
+    assert_steps_alike(weights_after_steps(*construct({"type": name})), expected)
+
+
+def test_lion_is_that_of_the_paper():
+    parameters, optimizer = construct({"type": "lion", "lr": 0.1, "weight_decay": 0.5})
+    (_, weight), average = parameters[1], torch.zeros(9, 7)
+    expected = weight.detach().clone()
+    for _ in range(3):
+        weight.grad = torch.randn_like(weight)
+        # Algorithm 2, line by line.
+        update = torch.sign(0.9 * average + 0.1 * weight.grad)
+        expected = expected - 0.1 * (update + 0.5 * expected)
+        average = 0.99 * average + 0.01 * weight.grad
+        optimizer.step()
+    assert_steps_alike(weight.detach(), expected)
+
+
+def offloaded(params: Dict[str, Any], **sections: Any) -> Tuple[Parameters, torch.optim.Optimizer]:
+    parameters, optimizer = construct(params)
+    config = DeepSpeedConfig.of({"type": "zero_2_offload", **sections}).resolve(TrainerSettings())
+    return parameters, for_offload(optimizer, config)
+
+
+@pytest.mark.parametrize(
+    "params, class_name",
+    [
+        (ADAM, "DeepSpeedCPUAdam"),
+        (ADAMW, "DeepSpeedCPUAdam"),
+        (ADAGRAD, "DeepSpeedCPUAdagrad"),
+    ],
+)
+def test_with_offload_deepspeeds_optimizer_takes_the_place_of_allennlps(
+    params: Dict[str, Any], class_name: str, caplog: pytest.LogCaptureFixture
+):
+    params = {**params, "parameter_groups": GROUPS}
+    expected = weights_after_steps(*construct(params))
+    with caplog.at_level(logging.INFO):
+        parameters, optimizer = offloaded(params)
+    assert type(optimizer).__name__ == class_name
+    assert f"{class_name} steps in the place of" in caplog.text
+    # The default group, which is the last, and one without parameters, as AllenNLP has them.
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0, 3]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.03, params["lr"], params["lr"]]
+    assert_steps_alike(weights_after_steps(parameters, optimizer), expected)
+
+
+@pytest.mark.parametrize(
+    "params, sections, reason",
+    [
+        ({**ADAM, "amsgrad": True}, {}, "has no 'amsgrad', which is True"),
+        (
+            {**ADAMW, "parameter_groups": [[["bias"], {"amsgrad": True}]]},
+            {},
+            "has no 'amsgrad', which is True",
+        ),
+        ({**ADAGRAD, "lr_decay": 0.1}, {}, "has no 'lr_decay', which is 0.1"),
+        (
+            {**ADAGRAD, "initial_accumulator_value": 0.2},
+            {},
+            "has no 'initial_accumulator_value', which is 0.2",
+        ),
+        (
+            ADAM,
+            {"zero_force_ds_cpu_optimizer": False},
+            "because deepspeed_config.zero_force_ds_cpu_optimizer is false",
+        ),
+        ({"type": "huggingface_adamw"}, {}, ""),
+        ({"type": "sgd", "lr": 0.1}, {}, ""),
+        ({"type": "cpu_adam"}, {}, ""),
+    ],
+)
+def test_an_optimizer_stays_where_none_does_the_same(
+    params: Dict[str, Any],
+    sections: Dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+):
+    with caplog.at_level(logging.INFO):
+        _, optimizer = offloaded(params, **sections)
+    assert type(optimizer) is Optimizer.by_name(params["type"])
+    assert reason in caplog.text
+
+
+class TestMuon:
+    def test_muon_steps_the_matrices_of_hidden_layers(self):
+        parameters, optimizer = construct({"type": "muon"})
+        muon, adam = optimizer.param_groups
+        assert (muon["use_muon"], muon["lr"], muon["params"]) == (True, 0.02, [parameters[1][1]])
+        assert (adam["use_muon"], adam["lr"], len(adam["params"])) == (False, 3e-4, 3)
+
+    def test_an_encoder_in_an_embedder_is_hidden(self):
+        shapes = {
+            "_text_field_embedder.token_embedder_tokens.embeddings.word_embeddings.weight": (5, 4),
+            "_text_field_embedder.token_embedder_tokens.encoder.layer.0.query.weight": (4, 4),
+            "_text_field_embedder.token_embedder_tokens.encoder.layer.0.query.bias": (4,),
+            "_text_field_embedder.token_embedder_characters.weight": (5, 4),
+            "_encoder.conv_layer_0.weight": (4, 4, 2),
+            "_feedforward.weight": (4, 4),
+            "_classification_layer.weight": (2, 4),
+        }
+        parameters = [(n, torch.nn.Parameter(torch.ones(shape))) for n, shape in shapes.items()]
+        Optimizer.from_params(Params({"type": "muon"}), model_parameters=parameters)
+        assert [name.split(".")[-2] for name, p in parameters if p.use_muon] == [
+            "query",
+            "_feedforward",
+        ]
+
+    def test_the_config_chooses_and_groups(self):
+        groups = [[["layer"], {"lr": 0.1, "adam_lr": 0.2}]]
+        params = {"type": "muon", "muon_parameters": ["weight"], "parameter_groups": groups}
+        parameters, optimizer = construct(params)
+        assert [
+            (group["use_muon"], group["lr"], len(group["params"]))
+            for group in optimizer.param_groups
+        ] == [(True, 0.1, 1), (False, 0.2, 1), (True, 0.02, 2)]
+
+    @pytest.mark.parametrize(
+        "params, message",
+        [
+            ({"muon_parameters": ["layer"]}, "matches layer.bias, which isn't a matrix"),
+            (
+                {"parameter_groups": [[["layer"], {"betas": [0.9, 0.9]}]]},
+                'parameter_groups\' has "betas", which is no setting of "muon"',
+            ),
+        ],
+    )
+    def test_what_it_cannot_do_is_refused(self, params: Dict[str, Any], message: str):
+        with pytest.raises(ConfigurationError) as error:
+            construct({"type": "muon", **params})
+        assert message in error.value.message
+
+
+def check(optimizer: Any, deepspeed_config: Any = "zero_2", cuda_device: int = -1, **trainer: Any):
+    """What `allennlp train` checks before it reads any data."""
+    config = load_config("tagger", {"trainer.type": "deepspeed"})
+    config["trainer"].update(
+        optimizer=optimizer, deepspeed_config=deepspeed_config, cuda_device=cuda_device, **trainer
+    )
+    preflight.check(Params(config))
+
+
+def refusal(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        check(*args, **kwargs)
+    return error.value.message
+
+
+STAGE_0 = {"zero_optimization": {"stage": 0}}
+
+
+class TestBeforehand:
+    @pytest.mark.parametrize("name, instead", [("fused_lion", "lion"), ("fused_lamb", "adamw")])
+    def test_what_needs_a_gpu_is_refused_on_the_cpu(self, name: str, instead: str):
+        message = refusal({"type": name}, STAGE_0)
+        assert (
+            f'"{name}", which needs a GPU, but the model trains on the CPU: write "{instead}"'
+            in (message)
+        )
+
+    @pytest.mark.parametrize(
+        "name, instead",
+        [
+            ("cpu_adam", "fused_adam"),
+            ("cpu_adamw", "fused_adamw"),
+            ("cpu_adagrad", "adagrad"),
+            ("cpu_lion", "fused_lion"),
+        ],
+    )
+    def test_what_needs_weights_on_the_cpu_is_refused_on_a_gpu(self, name: str, instead: str):
+        message = refusal({"type": name}, cuda_device=0)
+        assert f'but they are on a GPU: write "{instead}", or have them offloaded' in message
+        check({"type": name}, "zero_2_offload", cuda_device=0)
+
+    @pytest.mark.parametrize(
+        "name, instead", [("fused_adam", "cpu_adam"), ("fused_adamw", "cpu_adamw")]
+    )
+    def test_what_needs_weights_where_the_model_is_is_refused_with_offload(
+        self, name: str, instead: str
+    ):
+        message = refusal({"type": name}, "zero_3_offload")
+        assert f'offload_optimizer.device is "cpu": write "{instead}", or' in message
+        check({"type": name}, "zero_3")
+
+    def test_lamb_needs_whole_weights(self):
+        message = refusal({"type": "fused_lamb"}, "zero_1", cuda_device=0)
+        assert "at ZeRO stage 1 a worker has a shard of it: write" in message
+
+    def test_muon_needs_whole_gradients(self):
+        message = refusal({"type": "muon"}, grad_norm=1.0)
+        assert (
+            "gradients are clipped to the norm 1.0, but at ZeRO stage 2 DeepSpeed would" in message
+        )
+        check({"type": "muon"}, STAGE_0, grad_norm=1.0)
+        zero = {"stage": 3, "reduce_scatter": True}
+        message = refusal({"type": "muon"}, {"zero_optimization": zero})
+        assert "reduce_scatter is true, but Muon needs the gradient of a whole matrix" in message
+        check("muon", "zero_3")
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        ["adagrad", {"type": "sgd", "lr": 0.1}, {"type": "adam", "amsgrad": True}],
+    )
+    def test_deepspeeds_optimizer_is_forced_only_where_there_is_one(self, optimizer: Any):
+        forced = {"type": "zero_2_offload", "zero_force_ds_cpu_optimizer": True}
+        assert "zero_force_ds_cpu_optimizer is true, for which" in refusal(optimizer, forced)
+        check("adamw", forced)
