@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+import warnings
 from typing import Any, Callable, Dict, Hashable, List, Union
 from unittest import mock
 
@@ -29,6 +30,7 @@ def apply() -> None:
     allow_numpy_scalars_in_training_states()
     support_bf16_in_tiny_value_of_dtype()
     tell_cached_transformers_apart()
+    hide_deprecations_of_renamed_functions()
     show_progress_without_widgets()
 
 
@@ -149,6 +151,18 @@ def transformer_key(arguments: Dict[str, Any]) -> Hashable:
     if not others and arguments["load_weights"]:
         return spec
     return spec, arguments["load_weights"], hash_object(others)
+
+
+def hide_deprecations_of_renamed_functions() -> None:
+    """
+    Ignores PyTorch's warnings of deprecated functions that AllenNLP and DeepSpeed call.
+
+    Works around AllenNLP 2.10.1 and DeepSpeed 0.19.8: the former enters `torch.cuda.amp.autocast`
+    for every validation batch, the latter calls two deprecated functions of `torch.distributed` for
+    every parameter. Gone when both call the new ones.
+    """
+    for name in (r"torch\.distributed\.", r"torch\.cuda\.amp\."):
+        warnings.filterwarnings("ignore", f"`{name}.*` is deprecated", category=FutureWarning)
 
 
 def show_progress_without_widgets() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import warnings
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, Callable, List
@@ -16,7 +17,7 @@ from allennlp.confidence_checks.normalization_bias_verification import Normaliza
 from allennlp.data import Vocabulary
 from allennlp.fairness import Separation, Sufficiency
 from allennlp.nn.util import tiny_value_of_dtype
-from allennlp.training import GradientDescentTrainer
+from allennlp.training import GradientDescentTrainer, gradient_descent_trainer
 from allennlp.training.callbacks import ConfidenceChecksCallback
 from allennlp.training.learning_rate_schedulers import ReduceOnPlateauLearningRateScheduler
 from allennlp.training.metric_tracker import MetricTracker
@@ -71,6 +72,14 @@ def test_a_transformer_is_that_of_other_arguments() -> bool:
 def test_bars_in_notebooks_are_made_of_widgets() -> bool:
     """By its source, because it takes a notebook."""
     return "import tqdm_notebook as _tqdm" in inspect.getsource(allennlp_tqdm)
+
+
+@mended_by("compat.hide_deprecations_of_renamed_functions")
+def test_validation_enters_a_deprecated_context() -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradient_descent_trainer.amp.autocast(False)
+    return any("torch.cuda.amp.autocast" in str(warning.message) for warning in caught)
 
 
 @mended_by("distributed_metrics.support_several_workers")

@@ -1,6 +1,7 @@
 """Faults of DeepSpeed's that are there at ZeRO stage 3."""
 
 import inspect
+import warnings
 from types import SimpleNamespace
 from typing import Any, List
 
@@ -39,6 +40,14 @@ def test_a_destroyed_engine_leaves_the_model_partitioned() -> bool:
     model = linear()
     engine_of(model, 3).destroy()
     return model.weight.numel() == 0 and type(model._parameters) is not dict
+
+
+@mended_by("compat.hide_deprecations_of_renamed_functions")
+def test_partitioning_calls_deprecated_functions() -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(engine_of(linear(), 3))
+    return any("`torch.distributed." in str(warning.message) for warning in caught)
 
 
 @mended_by("engine.module_hooks.only_with_graph")
