@@ -418,16 +418,16 @@ class _Run:
             paths = [str(directory / name) for directory in self._seen]
             try:
                 records = [CommitRecord.read(path) for path in paths]
-                found = [record.find(path) for record, path in zip(records, paths)]
             except CheckpointError as error:
                 self._problem(f"{name} can't be read: {error}", [])
                 continue
-            for verified in found:
-                for problem in verified.problems.values():
+            for record, path in zip(records, paths, strict=True):
+                for problem in record.problems(path):
                     self._problem(f"{name} is damaged: {problem}", [])
-            lost = set(records[0].files).difference(*(verified.intact for verified in found))
-            if lost or records[0] != records[-1]:
-                self._problem(f"{name} is not whole: {sorted(lost)}", [])
+            all_ranks = range(records[0].world_size)
+            ranks = {rank for record in records for rank in record.ranks or all_ranks}
+            if ranks != set(all_ranks) or len({record.id for record in records}) > 1:
+                self._problem(f"{name} is not whole: it has the files of ranks {ranks}", [])
 
     def _compare(self) -> None:
         for directory in dict.fromkeys(self._seen):
