@@ -64,4 +64,5 @@ def test_what_only_construction_shows_names_its_section(
     assert_ends_with(
         run, "'model': ValueError: Fan in and fan out can not", "(The traceback is in "
     )
-    assert "Traceback" in (tmp_path / "out" / "out.log").read_text()
+    named = run.output.splitlines()[-1].removeprefix("(The traceback is in ").removesuffix(".)")
+    assert Path(named).parent == tmp_path / "out" and "Traceback" in Path(named).read_text()
