@@ -177,7 +177,8 @@ class EpochProgress:
         return self
 
     def __exit__(self, *args: Any) -> None:
-        self._bar.stop()
+        if not self._bar.disable:  # rich 13 prints an empty line for one that is disabled
+            self._bar.stop()
 
     def set_description(self, description: str, refresh: bool = True) -> None:
         """Does nothing, unlike that of `tqdm`: `show` has the values."""
