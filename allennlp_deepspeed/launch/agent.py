@@ -102,8 +102,6 @@ class Node:
         Of node 0.
     port : `int`
         There; 0 for any that is free, if there is no other node.
-    has_store : `bool`, optional (default = `False`)
-        Whether a launcher has a store at that port already.
     rendezvous_timeout : `float`, optional (default = `300`)
         In seconds.
     shutdown_timeout : `float`, optional (default = `120`)
@@ -116,7 +114,6 @@ class Node:
     num_workers: int
     address: str
     port: int
-    has_store: bool = False
     rendezvous_timeout: float = 300.0
     shutdown_timeout: float = 120.0
     max_restarts: int = 0
@@ -314,10 +311,8 @@ def _limit_time_to_end(context: Any) -> None:
 
 def _rendezvous(node: Node) -> RendezvousHandler:
     """The c10d rendezvous at node 0."""
-    has_store = node.rank == 0 and not node.has_store
-    own_address = node.address
-    if not has_store:
-        own_address = _wait_for_node_0(node)
+    has_store = node.rank == 0
+    own_address = node.address if has_store else _wait_for_node_0(node)
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=node.where,

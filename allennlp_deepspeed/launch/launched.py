@@ -43,11 +43,11 @@ def into_config(params: Params, launched: Launched, arguments: Dict[str, Any]) -
             f"'distributed.cuda_devices' is {json.dumps(devices)}, but must be a list with a "
             "device for each worker of a node, -1 for the CPU: write that, or leave it out."
         )
-    elif launched.local_world_size not in (1, len(devices)):
+    elif launched.local_world_size != len(devices) and not _may_start_workers(launched):
         raise ConfigurationError(
             f"'distributed.cuda_devices' has {len(devices)}, but {launched.launcher} has started "
             f"{launched.local_world_size} processes on each node: leave the key out, or have as "
-            "many started, or one on each node, which starts the others."
+            "many started (torchrun: --nproc-per-node)."
         )
     address, port = _where(distributed, launched)
     _check_same("distributed.num_nodes", distributed.get("num_nodes"), launched.num_nodes, launched)
@@ -80,6 +80,14 @@ def is_worker(config: Dict[str, Any], launched: Launched) -> bool:
     launched : `Launched`, required.
     """
     return len(config["distributed"]["cuda_devices"]) == launched.local_world_size
+
+
+def _may_start_workers(launched: Launched) -> bool:
+    """
+    Whether this process can be the agent of its node. Below another agent, which has a store, it
+    can't: the store of a start that has ended is closed, so that a restart would find no others.
+    """
+    return launched.local_world_size == 1 and not launched.has_store
 
 
 def _where(distributed: Dict[str, Any], launched: Launched) -> Tuple[str, int]:

@@ -3,7 +3,7 @@ The nodes of a training, as the section "distributed" of its config, `--node-ran
 environment say them.
 """
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict
 
 from allennlp.common.checks import ConfigurationError
 
@@ -11,7 +11,6 @@ from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_names, check_values
 from allennlp_deepspeed.config.own_keys import ALLENNLP_DISTRIBUTED_KEYS, DISTRIBUTED_KEYS
 from allennlp_deepspeed.launch.agent import Node
-from allennlp_deepspeed.launch.launcher import Launched
 
 _LOCAL = ("127.0.0.1", "0.0.0.0", "localhost")
 
@@ -57,7 +56,7 @@ def has_workers(config: Dict[str, Any]) -> bool:
     return len(distributed.get("cuda_devices") or []) * distributed.get("num_nodes", 1) > 1
 
 
-def node(config: Dict[str, Any], node_rank: int, launched: Optional[Launched]) -> Node:
+def node(config: Dict[str, Any], node_rank: int) -> Node:
     """
     The node whose workers this process is to start.
 
@@ -66,8 +65,6 @@ def node(config: Dict[str, Any], node_rank: int, launched: Optional[Launched]) -
     config : `Dict[str, Any]`, required.
         That has been checked, and for which `has_workers` is true.
     node_rank : `int`, required.
-    launched : `Optional[Launched]`, required.
-        What a launcher says of this process.
 
     # Raises
 
@@ -89,6 +86,5 @@ def node(config: Dict[str, Any], node_rank: int, launched: Optional[Launched]) -
         num_workers=len(distributed["cuda_devices"]),
         address=_LOCAL[0] if address in _LOCAL else address,
         port=distributed.get("primary_port") or 0,
-        has_store=launched is not None and launched.has_store,
         **{name: setting(distributed, name) for name in names},
     )

@@ -82,7 +82,7 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
                 return worker.train(train_model, arguments, None)
             if launched is not None and launching.is_worker(config, launched):
                 return _train_as_worker(train_model, arguments, launched)
-        node = nodes.node(config, arguments.get("node_rank", 0), launched)
+        node = nodes.node(config, arguments.get("node_rank", 0))
         returns_model = arguments.pop("return_model", None)
         run_workers(node, worker.run, dict(os.environ), arguments, settings)
     if not returns_model or arguments.get("dry_run"):

@@ -45,7 +45,7 @@ def test_one_process_on_each_node_starts_its_workers() -> None:
     section = {"cuda_devices": [-1, -1, -1], "num_nodes": 2, "timeout": 60}
     config = filled(ONE_A_NODE, section, node_rank=1)
     assert not is_worker(config, ONE_A_NODE)
-    node = nodes.node(config, 1, ONE_A_NODE)
+    node = nodes.node(config, 1)
     assert node == Node(1, 2, 3, "node-0", 23456)
 
 
@@ -56,16 +56,16 @@ def test_where_to_meet_may_be_in_the_config() -> None:
     assert config["distributed"]["primary_port"] == 1234
 
 
-def test_the_launchers_store_is_used() -> None:
-    with_store = replace(ONE_A_NODE, has_store=True)
-    section = {"cuda_devices": [-1, -1]}
-    assert nodes.node(filled(with_store, section), 1, with_store).has_store
-
-
 @pytest.mark.parametrize(
     "launched, section, arguments, message",
     [
         (LAUNCHED, {"cuda_devices": [0]}, {}, "'distributed.cuda_devices' has 1, but srun"),
+        (
+            replace(ONE_A_NODE, has_store=True),
+            {"cuda_devices": [0, 1]},
+            {},
+            "'distributed.cuda_devices' has 2, .* --nproc-per-node",
+        ),
         (ONE_A_NODE, {"cuda_devices": []}, {}, r"'distributed.cuda_devices' is \[\], but must be"),
         (LAUNCHED, {"cuda_devices": 0}, {}, "'distributed.cuda_devices' is 0, but must be a list"),
         (LAUNCHED, {"num_nodes": 4}, {}, "'distributed.num_nodes' is 4, but srun says 2"),
