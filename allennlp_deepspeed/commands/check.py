@@ -1,19 +1,23 @@
 import argparse
 import json
+import logging
 import sys
+from typing import Any, Dict, List
 
+from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from allennlp_deepspeed.commands.estimate import add_config, only_warnings
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
+from allennlp_deepspeed.config.schema_validation import AUTO, lookup
 from allennlp_deepspeed.launch import failures
-from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer
-from allennlp_deepspeed.launch.explained_config import DEEPSPEED, explained
+from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, settings_of
 from allennlp_deepspeed.launch.preflight import fill_in
 
-_WIDTH = 130  # characters, where it isn't that of a terminal
+# The modules that say where they take the values from that the file leaves open.
+_RESOLUTION = "allennlp_deepspeed.config"
+
+_NUM_STEPS = "scheduler.params.total_num_steps"
 
 
 class Check:
@@ -22,19 +26,12 @@ class Check:
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
             "Check a whole config file as 'allennlp train' does before it reads any data, and "
-            "print the DeepSpeed configuration that it would train with, with where each value "
-            "comes from. Exits with 1 and a line for each key that is wrong."
+            "print the DeepSpeed configuration that it would train with, with where the values "
+            "come from that the file leaves open. Exits with 1 and a line for each key that is "
+            "wrong."
         )
         subparser = parser.add_parser("check", description=description, help=description)
         add_config(subparser)
-        subparser.add_argument(
-            "--all",
-            action="store_true",
-            help="print also what is DeepSpeed's default because nobody has said anything",
-        )
-        subparser.add_argument(
-            "--json", action="store_true", help="print all values and their sources as JSON"
-        )
         subparser.set_defaults(func=self.run)
         return subparser
 
@@ -49,21 +46,45 @@ class Check:
                         "'trainer.type' isn't \"deepspeed\", and the configs of other trainers "
                         "aren't checked."
                     )
-                values = explained(params)
         except ConfigurationError as error:
             print(error.message, file=sys.stderr)
             sys.exit(1)
-        if args.json:
-            print(json.dumps([value._asdict() for value in values], indent=2, default=repr))
-            return
-        console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
-        console.print(f"{args.param_path} can be trained with this DeepSpeed configuration:")
-        table = Table(box=box.SIMPLE_HEAD)
-        for heading in ("key", "value", "from"):
-            table.add_column(heading)
-        shown = [value for value in values if args.all or value.source != DEEPSPEED]
-        for value in shown:
-            table.add_row(value.path, json.dumps(value.value, default=repr), value.source)
-        console.print(table)
-        if num_others := len(values) - len(shown):
-            console.print(f"{num_others} more are DeepSpeed's defaults: --all prints them.")
+        filled = _FilledValues()
+        resolved = _resolved(params, filled)
+        print(f"{args.param_path} can be trained with this DeepSpeed configuration:")
+        print(json.dumps(resolved, indent=2), *filled.lines, sep="\n")
+
+
+class _FilledValues(logging.Handler):
+    """Collects the lines in which the resolution of a config says what it fills, and from where."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: List[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if _NUM_STEPS not in line:  # of which there is a stand-in
+            self.lines.append(line)
+
+
+def _resolved(params: Params, filled: _FilledValues) -> Dict[str, Any]:
+    """Returns DeepSpeed's configuration as a training would have it."""
+    config: Dict[str, Any] = params.as_dict(quiet=True)
+    deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
+    settings = settings_of(config, deepspeed_config, "<serialization-dir>")
+    logger = logging.getLogger(_RESOLUTION)
+    logger.addHandler(filled)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    resolved = deepspeed_config.resolve(settings)
+    engine_config = resolved.engine_config
+    # The engine itself counts no micro-batches.
+    steps = resolved.num_gradient_accumulation_steps
+    engine_config["gradient_accumulation_steps"] = steps
+    engine_config["train_batch_size"] *= steps
+    if resolved.finds_micro_batch_size:
+        engine_config.update(gradient_accumulation_steps=AUTO, train_micro_batch_size_per_gpu=AUTO)
+    if lookup(engine_config, _NUM_STEPS) is not None:
+        engine_config["scheduler"]["params"]["total_num_steps"] = "known when the data are read"
+    return engine_config

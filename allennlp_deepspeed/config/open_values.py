@@ -4,9 +4,7 @@ What either side of a config file leaves open, and how the other fills it.
 
 import json
 import logging
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Optional
 
 from pydantic import TypeAdapter
 
@@ -16,26 +14,6 @@ from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 logger = logging.getLogger(__name__)
 
 STAGE = "zero_optimization.stage"
-
-_sources: ContextVar[Optional[Dict[str, str]]] = ContextVar("sources", default=None)
-
-
-@contextmanager
-def recorded_sources() -> Iterator[Dict[str, str]]:
-    """A context with a dictionary that gets where the value of each path comes from."""
-    sources: Dict[str, str] = {}
-    token = _sources.set(sources)
-    try:
-        yield sources
-    finally:
-        _sources.reset(token)
-
-
-def record_source(path: str, source: str) -> None:
-    """Says where the value of a path comes from."""
-    sources = _sources.get()
-    if sources is not None:
-        sources[path] = source
 
 
 def said(config: Dict[str, Any], path: str) -> Any:
@@ -50,7 +28,6 @@ def fill(config: Dict[str, Any], path: str, value: Any, source: str) -> None:
     for section in sections:
         config = config.setdefault(section, {})
     config[key] = value
-    record_source(path, source)
     logger.info("%s.%s is %s (%s)", ROOT, path, json.dumps(value), source)
 
 
@@ -73,7 +50,6 @@ def agreed(
     if value is None:
         return deepspeed_value
     if deepspeed_value is None:
-        record_source(path, f"from {key if '.' in key else f'trainer.{key}'}")
         logger.info("%s.%s is %s (from %s)", ROOT, path, json.dumps(value), key)
     elif deepspeed_value != value:
         findings.add(

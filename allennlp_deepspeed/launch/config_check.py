@@ -15,7 +15,6 @@ from allennlp.models import Model
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.config import allennlp_keys
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import (
@@ -65,8 +64,6 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         return
     findings = Findings()
     deepspeed_config: Optional[DeepSpeedConfig] = None
-    if on_this_machine:
-        allennlp_keys.check(config, findings)
     nodes.check(config.get("distributed"), findings)
     _check_trainer_keys(config["trainer"], findings)
     _check_checkpointer(config["trainer"].get("checkpointer"), findings)

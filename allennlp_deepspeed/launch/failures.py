@@ -16,10 +16,10 @@ from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import SigTermReceived
+from allennlp.data import DatasetReader
 
 from allennlp_deepspeed.engine.worker_failure import ConstructionFailure
 from allennlp_deepspeed.launch.agent import WorkerFailed
-from allennlp_deepspeed.launch.failed_section import explanation
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ _SECONDS_FOR_FIRST = 10
 
 # Of workers, whose log files they name.
 _SAY_WHERE = (ConstructionFailure, WorkerFailed)
+
+_MAX_LINES, _MAX_LENGTH = 6, 1_200
 
 
 def install() -> None:
@@ -90,11 +92,38 @@ def explain(error: BaseException) -> None:
 
 
 def message_of(error: BaseException) -> Optional[str]:
-    """What an error says of the config, in the place of its traceback; `None` if nothing."""
-    message = explanation(error)
-    if message is None and isinstance(error, ConfigurationError):
+    """
+    Returns what an error says of the config, without its traceback: the message of a
+    `ConfigurationError`, and the first lines of what AllenNLP has met while it constructed
+    something. `None` for any other error.
+    """
+    if isinstance(error, ConfigurationError):
         message = error.message
+    elif _is_of_construction(error):
+        # Without the stack that an error of C++'s comes with.
+        text = str(error).partition("\nException raised from")[0]
+        lines = [line for line in text.splitlines() if line.strip()]
+        message = f"{type(error).__name__}: " + "\n".join(lines[:_MAX_LINES])[:_MAX_LENGTH]
+    else:
+        return None
+    if message.startswith("Failed to construct argument"):
+        # Why it is of none of the types that it can have.
+        while error.__cause__ is not None:
+            error = error.__cause__
+            message += f" ({': '.join(map(str, error.args))})"
     return message
+
+
+def _is_of_construction(error: BaseException) -> bool:
+    """Whether AllenNLP was constructing something, and not reading data for it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    reads_data = any(
+        frame.f_code.co_name in ("read", "_read")
+        and isinstance(frame.f_locals.get("self"), DatasetReader)
+        for frame in frames
+    )
+    modules = {frame.f_globals.get("__name__") for frame in frames}
+    return "allennlp.common.from_params" in modules and not reads_data
 
 
 def explain_as(error: BaseException, message: str) -> None:

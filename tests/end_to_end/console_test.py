@@ -124,7 +124,7 @@ def test_a_constructor_that_fails_is_told_in_one_message(tmp_path: Path, stage: 
     assert run.returncode == 1 and not run.processes
     *_, before, empty, message, log = run.output.splitlines()
     assert before.startswith("Reads the data.") and empty == ""
-    assert message == "'model': ValueError: no such thing on disk"
+    assert message == "ValueError: no such thing on disk"
     assert log == f"(The traceback is in {tmp_path / 'out' / 'out_worker1.log'}.)"
 
 
