@@ -53,6 +53,10 @@ class PeerFailed(RuntimeError):
     """Another rank has failed, and this one has been told why."""
 
 
+class RendezvousError(RuntimeError):
+    """The ranks of a training haven't found each other, one of which may have been killed."""
+
+
 @dataclass
 class Failure:
     """
@@ -188,7 +192,8 @@ def read(data: Any) -> Optional[Failure]:
 def _describe(error: BaseException, step: Optional[int]) -> Failure:
     is_agreed = isinstance(error, TrainingInterrupted)
     message = str(error) if is_agreed else f"{type(error).__name__}: {error}"
-    is_consequence = isinstance(error, (dist.DistNetworkError, PeerFailed)) or (
+    consequences = (dist.DistNetworkError, PeerFailed, RendezvousError)
+    is_consequence = isinstance(error, consequences) or (
         isinstance(error, RuntimeError) and re.search(_CONNECTION_LOST, str(error)) is not None
     )
     log_files = [] if is_agreed or _log_to_files is None else _log_to_files(error)
@@ -196,7 +201,7 @@ def _describe(error: BaseException, step: Optional[int]) -> Failure:
         rank=int(os.environ["RANK"]),
         host=socket.gethostname(),
         message=message,
-        traceback=_of_users_code(error),
+        traceback=_about_consequence(error) if is_consequence else _of_users_code(error),
         explanation=None if _explanation is None else _explanation(error),
         log_file=next(iter(log_files), None),
         step=step,
@@ -218,17 +223,23 @@ def _wait_for_cause(consequence: Failure) -> Failure:
                 return cause
         time.sleep(_POLL_SECONDS)
     consequence.explanation = consequence.step = None
+    return consequence
+
+
+def _about_consequence(error: BaseException) -> str:
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, RendezvousError):
+        return message
     why = (
         "It has lost the connection to another rank, which was killed, or whose host or network "
         "is gone: the output of the other nodes says more."
     )
-    if re.search("(?i)timed? ?out", consequence.message):
+    if re.search("(?i)timed? ?out", str(error)):
         why = (
             "Another rank hasn't entered the same collective within 'distributed.timeout': it is "
             "stuck, stopped or gone."
         )
-    consequence.traceback = f"{consequence.message.splitlines()[0]}\n{why}"
-    return consequence
+    return f"{message}\n{why}"
 
 
 def _write(failure: Failure) -> None:

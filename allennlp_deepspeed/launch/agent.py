@@ -14,7 +14,6 @@ import socket
 import tempfile
 import threading
 import time
-import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -131,7 +130,7 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
 
     node : `Node`, required.
     function : `Callable[..., Any]`, required.
-        Called with a key that is another for each start, the `Node` and `args`.
+        Called with the `Node` and `args`.
     args : `Any`
         Can be pickled.
 
@@ -195,6 +194,7 @@ class _Agent(LocalElasticAgent):
             role="worker",
             local_world_size=node.num_workers,
             entrypoint=function,
+            args=(node, *args),
             rdzv_handler=handler,
             max_restarts=node.max_restarts,
             monitor_interval=_MONITOR_SECONDS,
@@ -208,20 +208,13 @@ class _Agent(LocalElasticAgent):
             exit_barrier_timeout=_SECONDS_TO_ARCHIVE,
         )
         self._node = node
-        self._args = args
         self._last_step: Optional[int] = None
         self._closed_since: Optional[float] = None
         self.last_failure: Optional[BaseException] = None
 
     @overrides
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
-        # The store of workers has the keys of former starts in it.
-        store: Any = worker_group.store
-        if worker_group.group_rank == 0:
-            store.set("start", uuid.uuid4().hex)
-        start = store.get("start").decode()
         self._check_nodes(worker_group)
-        worker_group.spec.args = (start, self._node, *self._args)
         started = super()._start_workers(worker_group)
         _limit_time_to_end(self._pcontext)
         return started

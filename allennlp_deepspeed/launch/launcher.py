@@ -45,10 +45,8 @@ class Launched:
         There, where the processes can meet.
     has_store : `bool`, optional (default = `False`)
         Whether the launcher has a store there already.
-    attempt : `str`, optional (default = `""`)
-        Another for each time that the launcher starts the processes again.
     num_restarts : `int`, optional (default = `0`)
-        How often it has done that.
+        How often it has started the processes of this node again.
     """
 
     launcher: Optional[str]
@@ -59,7 +57,6 @@ class Launched:
     address: str
     port: int
     has_store: bool = False
-    attempt: str = ""
     num_restarts: int = 0
 
     def environment(self) -> Dict[str, str]:
@@ -145,7 +142,6 @@ def _torchrun(environ: Mapping[str, str]) -> Launched:
         address=environ["MASTER_ADDR"],
         port=_integer(environ, "MASTER_PORT"),
         has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=environ.get("TORCHELASTIC_RESTART_COUNT", ""),
         num_restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
@@ -242,8 +238,6 @@ def _slurm(environ: Mapping[str, str]) -> Launched:
             environ,
             environ.get("SLURM_JOB_ID", "") + "." + environ.get("SLURM_STEP_ID", ""),
         ),
-        # A job that is requeued has the same number, and may find what the last one has left.
-        attempt=environ.get("SLURM_RESTART_COUNT", ""),
     )
 
 

@@ -4,22 +4,23 @@ Starts the process group of a training.
 
 import os
 import socket
+import time
+import uuid
 from datetime import timedelta
 from functools import partial
 from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
-from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.engine import worker_failure
+from allennlp_deepspeed.engine.worker_failure import RendezvousError
+
+# Between two looks of rank 0 at who has joined.
+_POLL_SECONDS = 0.02
 
 
-class RendezvousError(ConfigurationError):
-    """The ranks of a training haven't found each other."""
-
-
-def start(
-    cuda_device: int, rendezvous_timeout: float, timeout: float, attempt: str = ""
-) -> dist.Store:
+def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.Store:
     """
     Makes the default process group, from `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of
     the environment. To be called by every rank. Collectives, of groups that are made later too,
@@ -33,38 +34,40 @@ def start(
         For the connection to rank 0, in seconds.
     timeout : `float`, required.
         In seconds.
-    attempt : `str`, optional (default = `""`)
-        Another for each start that has the same store.
 
     # Returns
 
     `dist.Store`
-        That of the process group.
+        At the address. A launcher that restarts the workers keeps it.
 
     # Raises
 
     `RendezvousError`
         If this rank doesn't reach the others.
     """
-    rank, where = os.environ["RANK"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     backend = "gloo" if cuda_device < 0 else "nccl"
     if cuda_device >= 0:
         torch.cuda.set_device(cuda_device)
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=rendezvous_timeout)))
+        store = dist.PrefixStore("allennlp_deepspeed", store)
+        number = _number_of_start(store, rank, world_size, rendezvous_timeout)
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
-            f"Rank {rank} on {socket.gethostname()} has found no rank 0 at {where} within "
+            f"Rank {rank} on {socket.gethostname()} has not found the others at {where} within "
             f"{rendezvous_timeout:g} s ('distributed.rendezvous_timeout'): {_first_line(error)}"
         ) from error
-    store = dist.PrefixStore(f"allennlp_deepspeed{attempt}", store)
+    store_of_start = dist.PrefixStore(f"start_{number}", store)
+    worker_failure.tell_through(store_of_start)
     limit = timedelta(seconds=timeout)
     try:
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("default_group", store),
-            rank=int(rank),
-            world_size=int(os.environ["WORLD_SIZE"]),
+            store=dist.PrefixStore("default_group", store_of_start),
+            rank=rank,
+            world_size=world_size,
             timeout=limit,
         )
     except (dist.DistError, RuntimeError) as error:
@@ -73,12 +76,45 @@ def start(
         raise RendezvousError(
             f"Rank {rank} on {socket.gethostname()} can't connect to the other ranks by {backend}: "
             f"{_first_line(error)}. {variable} is '{os.environ.get(variable, '')}', and has to be "
-            f"an interface that the other hosts reach; this host has {interfaces}."
+            f"an interface that the other hosts reach; this host has {interfaces}. Or another rank "
+            "was killed meanwhile: the output of the other nodes says more."
         ) from error
     # PyTorch's default is 30 minutes with gloo and 10 with NCCL, whatever the default group has.
     if not isinstance(dist.new_group, partial):
         dist.new_group = partial(_new_group, dist.new_group, limit)
     return store
+
+
+def _number_of_start(store: dist.Store, rank: int, world_size: int, timeout: float) -> int:
+    """
+    Agrees on which start of the workers with this store this is, from 1 on. Nothing that a launcher
+    says is the same on all nodes and another for each start: torchrun counts restarts on each node
+    for itself. Each rank asks rank 0, because what is in the store may be of a former start.
+    """
+    if rank == 0:
+        number: int = store.add("starts", 1)
+        _answer(store, number, world_size, timeout)
+        return number
+    question = uuid.uuid4().hex
+    store.set(f"question/{rank}", question)
+    number = int(store.get(f"answer/{question}"))
+    store.set(f"joined/{number}/{rank}", "")
+    return number
+
+
+def _answer(store: dist.Store, number: int, world_size: int, timeout: float) -> None:
+    """Answers until every rank has joined. Nobody waits for answers to ranks of former starts."""
+    deadline = time.monotonic() + timeout
+    missing = list(range(1, world_size))
+    while missing:
+        for rank in missing:
+            if store.check([f"question/{rank}"]):
+                question = store.get(f"question/{rank}").decode()
+                store.set(f"answer/{question}", str(number))
+        time.sleep(_POLL_SECONDS)
+        missing = [rank for rank in missing if not store.check([f"joined/{number}/{rank}"])]
+        if missing and time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks {', '.join(map(str, missing))} have not come")
 
 
 def _new_group(

@@ -65,7 +65,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(
-    start: str,
     node: Node,
     environment: Dict[str, str],
     arguments: Dict[str, Any],
@@ -76,8 +75,6 @@ def run(
 
     # Parameters
 
-    start : `str`, required.
-        Another for each start of the workers.
     node : `Node`, required.
     environment : `Dict[str, str]`, required.
         The variables of the agent, to which torch.distributed.elastic adds its own.
@@ -94,7 +91,7 @@ def run(
     # A forked process has the random states of the one that it is forked from.
     random.seed()
     numpy.random.seed()
-    launched = _launched(node, start)
+    launched = _launched(node)
     begin(launched)
     try:
         with shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0)):
@@ -156,7 +153,7 @@ def train(
         return train_model(**arguments)
 
 
-def _launched(node: Node, start: str) -> Launched:
+def _launched(node: Node) -> Launched:
     """Which worker this process is. Elastic doesn't know `--node-rank`."""
     local_rank = int(os.environ["LOCAL_RANK"])
     rank = node.rank * node.num_workers + local_rank
@@ -169,7 +166,6 @@ def _launched(node: Node, start: str) -> Launched:
         address=os.environ["MASTER_ADDR"],
         port=int(os.environ["MASTER_PORT"]),
         has_store=True,
-        attempt=start,
         num_restarts=int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
     )
 
@@ -187,13 +183,11 @@ def _meet(
     """Starts the process group, and compares what has to be the same on all nodes."""
     os.register_at_fork(after_in_child=_end_with_worker)
     distributed = config["distributed"]
-    store = process_group.start(
+    process_group.start(
         distributed["cuda_devices"][launched.local_rank],
         nodes.setting(distributed, "rendezvous_timeout"),
         nodes.setting(distributed, "timeout"),
-        launched.attempt,
     )
-    worker_failure.tell_through(store)
     _compare(fingerprint.of_config(config, arguments))
     return SerializationDirectory(arguments["serialization_dir"])
 

@@ -57,12 +57,18 @@ def launch(
         assert not any(errors := list(executor.map(run, launchers))), "\n".join(errors)
 
 
-def test_torchrun_trains_on_several_hosts(
-    experiments: Experiments, two_hosts: Hosts, tmp_path: Path
+# The other host's workers are ended before they fail, so that the hosts count other restarts.
+KILL = {"type": "send_signal", "signal_name": "SIGKILL", "rank": 3, "point": "step 2 of epoch 1"}
+KILLED = {**CONFIG, "trainer": {**CONFIG["trainer"], "callbacks": [KILL]}}
+
+
+@pytest.mark.parametrize("config", [CONFIG, KILLED], ids=["undisturbed", "killed"])
+def test_torchrun_trains_and_restarts_on_several_hosts(
+    experiments: Experiments, two_hosts: Hosts, tmp_path: Path, config: Config
 ) -> None:
-    launcher = [BIN / "torchrun", "--nnodes", 2, "--nproc-per-node", 2]
+    launcher = [BIN / "torchrun", "--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 1]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts[0].address}:{PORT}"]
-    path = written(CONFIG, tmp_path)
+    path = written(config, tmp_path)
 
     def torchrun(host: Host) -> List[Any]:
         return host.command(*launcher, "-m", MODULE, *train(path, tmp_path / host.name))
