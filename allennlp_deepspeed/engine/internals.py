@@ -134,18 +134,6 @@ def fragment_mapping(parameter: Any) -> Any:
     return _read(parameter, "_hp_mapping")
 
 
-def data_parallel_group(parameter: Any) -> Any:
-    """The process group over which ZeRO stages 1 and 2 shard the parameter's optimizer states."""
-    return _read(parameter, "_dp_group")
-
-
-def gather_fp32_state(
-    optimizer: Any, parameter: torch.nn.Parameter, part: torch.Tensor
-) -> torch.Tensor:
-    """The unsharded fp32 tensor of which each rank has a part, at stage 3. Every rank must call."""
-    return _read(optimizer, "_fp32_state_allgather")(parameter, part)
-
-
 def is_on_nvme(optimizer: Any, sub_group: int) -> bool:
     """Whether stage 3 keeps the optimizer states of a sub-group in swap files."""
     return _read(optimizer, "_swappable_optimizer_subgroup")(sub_group)

@@ -1,5 +1,5 @@
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple
+from typing import Any, Dict, Iterator, List, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -142,11 +142,6 @@ class Shards:
         return self._is_sharded
 
     @property
-    def needs_all_ranks(self) -> bool:
-        """Whether it takes all ranks to gather something."""
-        return self._is_sharded and dist.get_world_size() > 1
-
-    @property
     def steps_parameters(self) -> bool:
         """Whether what the optimizer steps are the model's parameters themselves."""
         return self._steps_parameters
@@ -154,45 +149,6 @@ class Shards:
     @property
     def names_of_groups(self) -> List[List[str]]:
         return [[self.names[parameter] for parameter in group] for group in self.groups]
-
-    def has_whole(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the model has all of a parameter on this rank, as precise as it is stepped."""
-        return not internals.is_sharded(parameter) and parameter.dtype == torch.float32
-
-    def gather_alike(
-        self, parameter: torch.nn.Parameter, tensors: Mapping[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        """
-        The whole of what is sharded like a parameter, such as its gradient. To be called by every
-        rank if `needs_all_ranks`.
-
-        # Parameters
-
-        parameter : `torch.nn.Parameter`, required.
-            One that is trained.
-        tensors : `Mapping[torch.Tensor, torch.Tensor]`, required.
-            For a tensor that the optimizer steps one of the same size. What is missing is zero.
-
-        # Returns
-
-        `torch.Tensor`
-            In fp32, of the parameter's whole shape.
-        """
-        fragment = self.fragments.get(parameter)
-        if self._is_partitioned:
-            assert fragment is not None  # every rank has one, if only of padding
-            padded = fragment._replace(size=fragment.size + fragment.padding)
-            if fragment.master in tensors:  # no copy, of which a rank would hold one more
-                part = padded.in_master(tensors[fragment.master])
-            else:
-                part = torch.zeros(padded.size, device=fragment.master.device)
-            return internals.gather_fp32_state(self._optimizer, parameter, part)
-        whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-        if fragment is not None and fragment.master in tensors:
-            fragment.in_whole(whole).copy_(fragment.in_master(tensors[fragment.master]))
-        if self._is_sharded:
-            dist.all_reduce(whole, group=internals.data_parallel_group(parameter))
-        return whole
 
     @contextmanager
     def in_memory(self, index: int) -> Iterator[torch.Tensor]:

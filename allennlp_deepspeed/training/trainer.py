@@ -251,9 +251,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._weight_watch = WeightWatch(self.engine)
             self._moving_average = self._shard_moving_average()
             self._gradients = self._construct_gradients()
-            # After the hook that clips values: they record what the optimizer steps with.
-            self._log_writers = LogWriters(self)
-            wrapped_model.before_destroying(self._log_writers.remove)
+            wrapped_model.before_destroying(LogWriters(self).remove)
             self._extensions.construct(self._step_context())
             self._gradient_step = self._construct_gradient_step()
             leave_batches_to_trainer(data_loader, wrapped_model)
@@ -462,7 +460,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         for schedule in (self._learning_rate_scheduler, self._momentum_scheduler):
             if schedule:
                 schedule.step_batch(num_steps)
-        self._log_writers.start_step()
         grad_norm = self._gradient_step.update(num_steps)
 
         self._progress.complete_step()
@@ -489,19 +486,17 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._readings.metrics_are_read and grad_norm is not None:
             grad_norm = float(grad_norm)
         for callback in self._callbacks:
-            with self._log_writers.gathering(callback) as trainer:
-                callback.on_batch(
-                    trainer,
-                    batches,
-                    outputs,
-                    metrics,
-                    epoch,
-                    self._progress.batches_in_epoch_completed,
-                    is_training=True,
-                    is_primary=self._primary,
-                    batch_grad_norm=grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
-                )
-        self._log_writers.finish_step()
+            callback.on_batch(
+                self,
+                batches,
+                outputs,
+                metrics,
+                epoch,
+                self._progress.batches_in_epoch_completed,
+                is_training=True,
+                is_primary=self._primary,
+                batch_grad_norm=grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
+            )
 
     @overrides
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ OBSERVED: Config = {
         {
             "type": "wandb",
             "summary_interval": 3,
-            "distribution_interval": 4,
+            "should_log_parameter_statistics": False,
             "should_log_learning_rate": True,
         },
         "predict_between_steps",

@@ -148,7 +148,7 @@ BUILT_IN: Config = {
         {"type": "should_validate_callback", "validation_start": 1, "validation_interval": 2},
         "track_epoch_callback",
         "confidence_checks",
-        {"type": "tensorboard", "summary_interval": 2, "distribution_interval": 3},
+        {"type": "tensorboard", "summary_interval": 2},
         "record_steps",
     ],
 }

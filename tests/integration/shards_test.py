@@ -89,9 +89,7 @@ def _facts(trainer: Any) -> Dict[str, Any]:
     """What this rank's `Shards` say. To be called by every rank."""
     engine = trainer.engine
     shards = Shards(engine)
-    masters = {master: master.detach() for master in shards.masters}
     named = {name: parameter for parameter, name in shards.names.items()}
-    trained = [named[name] for group in shards.names_of_groups for name in group]
     partition = own_partition(named["frozen.weight"])
     facts = {
         "groups": shards.names_of_groups,
@@ -105,9 +103,7 @@ def _facts(trainer: Any) -> Dict[str, Any]:
         },
         "frozen": (partition.offset, _array(partition.in_master(partition.master))),
         "shapes": {name: tuple(whole_shape(parameter)) for name, parameter in named.items()},
-        "gathered": {shards.names[p]: _array(shards.gather_alike(p, masters)) for p in trained},
-        "missing": {shards.names[p]: _array(shards.gather_alike(p, {})) for p in trained},
-        "needs_all_ranks": shards.needs_all_ranks,
+        "is_sharded": shards.is_sharded,
         "steps_parameters": shards.steps_parameters,
     }
     with shards.in_param_groups():
@@ -164,7 +160,7 @@ def test_each_element_is_on_one_rank_or_on_all(on_each_rank: List[Dict[str, Any]
                 elements, _whole(name).flatten()[offset : offset + len(elements)]
             )
         found = sorted(np.concatenate([elements for _, elements, _ in fragments]))
-        times = 1 if on_each_rank[0]["needs_all_ranks"] else WORLD_SIZE
+        times = 1 if on_each_rank[0]["is_sharded"] else WORLD_SIZE
         assert found == sorted([*_whole(name).flatten()] * times)
 
 
@@ -185,13 +181,6 @@ def test_masters_are_groups_or_parts_of_them(on_each_rank: List[Dict[str, Any]])
     # SGD steps the copies of stage 0 one by one too.
     is_divided = "stage 0" in facts["case"] or facts["case"] == "stage 3 in sub-groups"
     assert (len(facts["masters"]) > len(GROUPS)) == is_divided
-
-
-def test_what_is_gathered_is_whole(on_each_rank: List[Dict[str, Any]]):
-    for facts in on_each_rank:
-        for name, gathered in facts["gathered"].items():
-            np.testing.assert_array_equal(gathered, _whole(name))
-            np.testing.assert_array_equal(facts["missing"][name], 0 * _whole(name))
 
 
 def test_the_model_follows_its_masters(on_each_rank: List[Dict[str, Any]]):
