@@ -14,12 +14,14 @@ import socket
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
 from typing import Any, Callable, Dict, Iterator, Optional, TypeVar
 from unittest import mock
 
+import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import SigTermReceived
 from overrides import overrides
@@ -68,6 +70,9 @@ _SECONDS_AFTER_OTHERS = 15.0
 # doesn't count, and this process ends after the second one.
 _SECONDS_TO_ANSWER = 60
 _SECONDS_WITHOUT_ANSWER = 65.0
+
+# For the other nodes to read which ranks all nodes have, where these can't train together.
+_TIME_TO_CHECK = timedelta(seconds=10)
 
 # Between two tries to connect to node 0, and until the first line says so.
 _RETRY_SECONDS = 0.5
@@ -235,6 +240,10 @@ class _Agent(LocalElasticAgent):
         ranks = [rank for rank, _, _ in nodes]
         sizes = {num_workers for _, num_workers, _ in nodes}
         if ranks != list(numbers) or len(sizes) > 1:
+            # All nodes raise. The one that has the store does so when the others have read it.
+            with suppress(dist.DistError):
+                store.set(f"checked/{worker_group.group_rank}", "")
+                store.wait([f"checked/{number}" for number in numbers], _TIME_TO_CHECK)
             said = ", ".join(f"{h} with --node-rank {r} and {n} workers" for r, n, h in nodes)
             raise ConfigurationError(
                 f"The nodes at {self._node.where} are {said}. Give each its own --node-rank, from "
