@@ -129,6 +129,7 @@ _NAMES = {
     "integer": "integer",
     "null": "`null`",
     "number": "number",
+    "string": "string",
 }
 
 

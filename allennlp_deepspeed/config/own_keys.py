@@ -302,6 +302,22 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
         "the training.",
         advice="must be a whole number from 0 on",
     ),
+    "min_nodes": Key(
+        Optional[PositiveInt],
+        default=None,
+        doc="Trains on any number of nodes from this one to `num_nodes`: a node that is lost is "
+        "taken out, and one that joins is taken in ([elastic nodes](several_machines.md"
+        "#elastic-nodes)). Needs a `global_batch_size` and a shared serialization directory. If "
+        "unset, all nodes have to be there.",
+        advice="must be an integer, at least 1",
+    ),
+    "rendezvous_endpoint": Key(
+        Optional[Annotated[str, Field(pattern=r"^[^:/]+:\d+$")]],
+        default=None,
+        doc="`host:port` of a store in which the nodes meet, as torchrun's `--rdzv-endpoint`, "
+        "instead of one on node 0 at `primary_address` and `primary_port`.",
+        advice='must be "host:port"',
+    ),
 }
 """The keys under "distributed" that AllenNLP doesn't have."""
 

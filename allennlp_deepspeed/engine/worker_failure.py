@@ -98,6 +98,14 @@ class Failure:
         return self.is_agreed or self.explanation is not None
 
     @property
+    def is_of_others(self) -> bool:
+        """
+        Whether other nodes were told to leave or have failed, or don't answer, for no reason that
+        is in the config.
+        """
+        return self.is_agreed or (self.is_consequence and self.explanation is None)
+
+    @property
     def summary(self) -> str:
         """In a line."""
         if self.is_agreed:

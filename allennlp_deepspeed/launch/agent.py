@@ -5,7 +5,6 @@ they have ended.
 
 import faulthandler
 import functools
-import json
 import logging
 import multiprocessing
 import os
@@ -14,11 +13,12 @@ import socket
 import tempfile
 import threading
 import time
+import uuid
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Callable, Dict, Iterator, Optional, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, Optional, TypeVar
 from unittest import mock
 
 import torch.distributed as dist
@@ -47,6 +47,7 @@ from allennlp_deepspeed.announcements import silenced
 from allennlp_deepspeed.engine import worker_failure
 from allennlp_deepspeed.engine.worker_failure import ConstructionFailure, Failure
 from allennlp_deepspeed.launch import fork_server
+from allennlp_deepspeed.launch.members import Member, Start, changes, exchange
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,10 @@ _SECONDS_TO_ARCHIVE = 24 * 3_600
 
 # That the workers have to say what they know of when another node has ended the training.
 _SECONDS_AFTER_OTHERS = 15.0
+
+# In seconds: between two heartbeats, of which three missing ones tell that a node is lost, and from
+# the arrival of `min_nodes` to the start without the others. Elastic's defaults are 5 and 30.
+_TIMES_OF_ELASTIC_NODES = {"keep_alive_interval": 3, "last_call_timeout": 5}
 
 # For an answer of the store, which is on node 0. Where the link to it is cut PyTorch's own limit
 # doesn't count, and this process ends after the second one.
@@ -103,14 +108,18 @@ class Node:
     num_workers : `int`
         Of each node.
     address : `str`
-        Of node 0.
+        Of the host of the store, which is node 0 if `is_store_elsewhere` is false.
     port : `int`
         There; 0 for any that is free, if there is no other node.
+    is_store_elsewhere : `bool`, optional (default = `False`)
+        Whether the store is one that was started separately, at a `rendezvous_endpoint`.
     rendezvous_timeout : `float`, optional (default = `300`)
         In seconds.
     shutdown_timeout : `float`, optional (default = `120`)
         From SIGTERM or Ctrl-C to the end of workers that haven't left, in seconds.
     max_restarts : `int`, optional (default = `0`)
+    min_nodes : `int`, optional (default = `None`)
+        With how many nodes to continue if some are lost. `None` if all are needed.
     """
 
     rank: int
@@ -118,13 +127,35 @@ class Node:
     num_workers: int
     address: str
     port: int
+    is_store_elsewhere: bool = False
     rendezvous_timeout: float = 300.0
     shutdown_timeout: float = 120.0
     max_restarts: int = 0
+    min_nodes: Optional[int] = None
+
+    @property
+    def has_store(self) -> bool:
+        return self.rank == 0 and not self.is_store_elsewhere
 
     @property
     def where(self) -> str:
         return f"{self.address}:{self.port}"
+
+    @property
+    def host_of_store(self) -> str:
+        return "the store" if self.is_store_elsewhere else "node 0"
+
+    @property
+    def how_many(self) -> str:
+        """Of the nodes have to be there."""
+        return f"all {self.num_nodes}" if self.min_nodes is None else f"{self.min_nodes}"
+
+    @property
+    def key(self) -> str:
+        """Of `where`, in the config."""
+        if self.is_store_elsewhere:
+            return "'distributed.rendezvous_endpoint' is"
+        return "'distributed.primary_address' and 'primary_port' are"
 
 
 def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
@@ -135,7 +166,7 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
 
     node : `Node`, required.
     function : `Callable[..., Any]`, required.
-        Called with the `Node` and `args`.
+        Called with the `Start`, the `Node` and `args`.
     args : `Any`
         Can be pickled.
 
@@ -155,6 +186,7 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
     directory = tempfile.TemporaryDirectory(prefix="allennlp_deepspeed_")
     silent = silenced("torch.distributed.elastic", "torch.multiprocessing")
     with silent, directory as logs, _signals_end_workers():
+        agent: Optional[_Agent] = None
         try:
             handler = _rendezvous(node)
             agent = _Agent(node, handler, function, args, logs)
@@ -163,15 +195,19 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
             raise _interruption(error.sigval) from None
         except RendezvousTimeoutError as error:
             raise ConfigurationError(
-                f"Within {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout') not all "
-                f"{node.num_nodes} nodes have come to {node.where}. Start 'allennlp train' on "
+                f"Within {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout') not "
+                f"{node.how_many} nodes have come to {node.where}. Start 'allennlp train' on "
                 "every node, each with its own --node-rank."
             ) from error
         except (RendezvousClosedError, RendezvousConnectionError) as error:
+            if agent is not None and agent.has_succeeded:
+                return
             raise WorkerFailed(
                 f"Node {node.rank} ({socket.gethostname()}) has lost the others at {node.where}: "
-                "node 0 is gone, or another node has ended the training. Start all nodes again to "
-                "continue."
+                f"{node.host_of_store} is gone, or another node "
+                "has ended the training. To continue from the newest checkpoint, run the same "
+                'command on all nodes, with --recover unless \'"resume": "auto"\' of the trainer '
+                "is set."
             ) from error
         # Tells nodes that are to come that there is nothing left to take part in.
         handler.shutdown()
@@ -199,7 +235,6 @@ class _Agent(LocalElasticAgent):
             role="worker",
             local_world_size=node.num_workers,
             entrypoint=function,
-            args=(node, *args),
             rdzv_handler=handler,
             max_restarts=node.max_restarts,
             monitor_interval=_MONITOR_SECONDS,
@@ -213,13 +248,57 @@ class _Agent(LocalElasticAgent):
             exit_barrier_timeout=_SECONDS_TO_ARCHIVE,
         )
         self._node = node
+        self._args = args
+        self._id = uuid.uuid4().hex
+        self._start: Optional[Start] = None
+        self._num_starts = 0
+        self._members: List[Member] = []
+        # Whether the workers have ended only because those of other nodes had, so that it counts as
+        # a restart only if no node is lost.
+        self._is_following = False
+        self._seconds_to_stop: float = _SECONDS_TO_END
+        self._result: Optional[RunResult] = None
         self._last_step: Optional[int] = None
         self._closed_since: Optional[float] = None
         self.last_failure: Optional[BaseException] = None
+        if node.min_nodes is not None:
+            watched: Any = handler
+            watched.num_nodes_waiting = functools.partial(
+                self._num_changes, handler.num_nodes_waiting
+            )
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether all workers of this node have."""
+        return self._result is not None
+
+    @overrides
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """
+        Works around torch 2.14.1: in later rounds nodes get the address of the store that workers
+        had in the first one, whose node may be lost. Gone when `next_rendezvous` reads it again.
+        """
+        handler: Any = self._rdzv_handler
+        handler._bootstrap_store_info = None
+        super()._rendezvous(worker_group)
+
+    @overrides
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        while True:
+            try:
+                return super()._initialize_workers(worker_group)
+            except dist.DistError:
+                # A node was lost while the nodes met. Without the store, they don't meet again.
+                if self._node.min_nodes is None:
+                    raise
 
     @overrides
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
-        self._check_nodes(worker_group)
+        self._start = self._meet(worker_group)
+        self._num_starts += 1
+        self._is_following, self._result = False, None
+        self._seconds_to_stop = _SECONDS_TO_END
+        worker_group.spec.args = (self._start, self._node, *self._args)
         started = super()._start_workers(worker_group)
         _limit_time_to_end(self._pcontext)
         return started
@@ -227,39 +306,81 @@ class _Agent(LocalElasticAgent):
     @overrides(check_signature=False)
     def _shutdown(self, death_sig: Optional[signal.Signals] = None, timeout: int = 0) -> None:
         # Elastic names a signal only if this process had it: workers may have to save then.
-        seconds = _SECONDS_TO_END if death_sig is None else self._node.shutdown_timeout
+        seconds = self._seconds_to_stop if death_sig is None else self._node.shutdown_timeout
         super()._shutdown(death_sig or signal.SIGTERM, int(seconds))
 
-    def _check_nodes(self, worker_group: WorkerGroup) -> None:
-        """Elastic numbers nodes by itself, and not by `--node-rank`."""
-        store: Any = worker_group.store
-        own = [self._node.rank, self._node.num_workers, socket.gethostname()]
-        store.set(f"node/{worker_group.group_rank}", json.dumps(own))
-        numbers = range(worker_group.group_world_size or 1)
-        nodes = sorted(json.loads(store.get(f"node/{number}")) for number in numbers)
-        ranks = [rank for rank, _, _ in nodes]
-        sizes = {num_workers for _, num_workers, _ in nodes}
-        if ranks != list(numbers) or len(sizes) > 1:
+    def _meet(self, worker_group: WorkerGroup) -> Start:
+        """Has the nodes that are there know each other, and be numbered by `--node-rank`."""
+        node = self._node
+        own = Member(
+            node.rank,
+            node.num_workers,
+            socket.gethostname(),
+            self._id,
+            self._num_starts,
+            self._remaining_restarts,
+            self._is_following,
+        )
+        number, count = worker_group.group_rank or 0, worker_group.group_world_size or 1
+        members = exchange(worker_group.store, own, number, count)
+        ranks = [member.rank for member in members]
+        sizes = {member.num_workers for member in members}
+        if len(sizes) > 1 or (node.min_nodes is None and ranks != list(range(count))):
             # All nodes raise. The one that has the store does so when the others have read it.
             with suppress(dist.DistError):
-                store.set(f"checked/{worker_group.group_rank}", "")
-                store.wait([f"checked/{number}" for number in numbers], _TIME_TO_CHECK)
-            said = ", ".join(f"{h} with --node-rank {r} and {n} workers" for r, n, h in nodes)
+                store: Any = worker_group.store
+                store.set(f"checked/{number}", "")
+                store.wait([f"checked/{i}" for i in range(count)], _TIME_TO_CHECK)
+            said = ", ".join(
+                f"{m.host} with --node-rank {m.rank} and {m.num_workers} workers" for m in members
+            )
             raise ConfigurationError(
-                f"The nodes at {self._node.where} are {said}. Give each its own --node-rank, from "
+                f"The nodes at {node.where} are {said}. Give each its own --node-rank, from "
                 "0 on, and the same number of 'distributed.cuda_devices'."
             )
+        if node.min_nodes is not None:
+            self._compare(members)
+        return Start(members.index(own), count, any(m.num_starts for m in members))
+
+    def _compare(self, members: List[Member]) -> None:
+        """Compares the nodes with those of the last start."""
+        changed = changes(self._members, members) if self._members else []
+        if self._members and not changed and all(m.is_following for m in members):
+            # No node is lost, but the connection between some was.
+            if not all(m.remaining_restarts for m in members):
+                assert self.last_failure is not None
+                raise self.last_failure
+            self._remaining_restarts -= 1
+        self._members = members
+        num_workers = len(members) * self._node.num_workers
+        logger.warning(
+            " ".join(
+                [
+                    *changed,
+                    f"Training with {num_workers} workers on {len(members)} of up to "
+                    f"{self._node.num_nodes} nodes.",
+                ]
+            )
+        )
 
     @overrides
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result = self._result or super()._monitor_workers(worker_group)
+        if self._node.min_nodes is not None and result.state == WorkerState.SUCCEEDED:
+            self._result = result
+            if not self._have_all_succeeded(worker_group):
+                result = RunResult(state=WorkerState.HEALTHY)
         if self._node.num_nodes > 1 and result.state == WorkerState.HEALTHY:
             self._end_after_others()
         if result.is_failed():
             failed = next(iter(result.failures.values()))
             failure = worker_failure.read(failed.message)
             self.last_failure = self._describe(failed, failure)
-            if failure is not None and (failure.is_final or self._has_failed_again(failure)):
+            if self._node.min_nodes is not None and failure is not None and failure.is_of_others:
+                self._is_following = not failure.is_agreed
+                # Elastic takes it off again.
+                self._remaining_restarts += 1
+            elif failure is not None and (failure.is_final or self._has_failed_again(failure)):
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
                 logger.warning(
@@ -267,6 +388,39 @@ class _Agent(LocalElasticAgent):
                     f"checkpoint. Restarts left after this one: {self._remaining_restarts - 1}"
                 )
         return result
+
+    def _have_all_succeeded(self, worker_group: WorkerGroup) -> bool:
+        """Whether the workers of no node are needed any more, to be restarted with others."""
+        store: Any = worker_group.store
+        try:
+            store.set(f"done/{worker_group.group_rank}", "")
+            return bool(
+                store.check([f"done/{i}" for i in range(worker_group.group_world_size or 1)])
+            )
+        except dist.DistError:
+            return True  # the node of the store, which was the last one, has ended
+
+    @overrides
+    def _exit_barrier(self) -> None:
+        if self._node.min_nodes is None:
+            super()._exit_barrier()
+
+    def _num_changes(self, num_nodes_waiting: Callable[[], int]) -> int:
+        """
+        How many nodes have to be taken in or out: a worker doesn't notice a host without power.
+        """
+        waiting = num_nodes_waiting()
+        handler: Any = self._rdzv_handler
+        present = len(handler._state_holder.state.participants)
+        missing = max(0, (self._worker_group.group_world_size or 1) - present)
+        if missing:
+            # Some wait already, whose workers have left: these have to say what they know of.
+            self._seconds_to_stop = _SECONDS_AFTER_OTHERS if waiting else _SECONDS_TO_END
+        elif waiting and self._result is None:
+            self._seconds_to_stop = self._node.shutdown_timeout
+            logger.warning("A node has come: all workers leave after the same step, and save.")
+            return waiting
+        return missing
 
     def _end_after_others(self) -> None:
         """A worker that is stuck doesn't notice when another node has ended the training."""
@@ -288,7 +442,8 @@ class _Agent(LocalElasticAgent):
 
     def _describe(self, failed: ProcessFailure, failure: Optional[Failure]) -> BaseException:
         if failure is None:
-            rank = self._node.rank * self._node.num_workers + failed.local_rank
+            node_rank = self._node.rank if self._start is None else self._start.node_rank
+            rank = node_rank * self._node.num_workers + failed.local_rank
             how = f"exited with code {failed.exitcode}"
             if failed.exitcode < 0:
                 how = f"was ended by {failed.signal_name()}"
@@ -312,33 +467,56 @@ def _limit_time_to_end(context: Any) -> None:
 
 
 def _rendezvous(node: Node) -> RendezvousHandler:
-    """The c10d rendezvous at node 0."""
-    has_store = node.rank == 0
-    own_address = node.address if has_store else _wait_for_node_0(node)
+    """The c10d rendezvous at node 0, or at an endpoint."""
+    own_address = node.address if node.has_store else _wait_for_store(node)
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=node.where,
         run_id="allennlp_deepspeed",
-        min_nodes=node.num_nodes,
+        min_nodes=node.min_nodes or node.num_nodes,
         max_nodes=node.num_nodes,
         # As which the workers of other nodes reach those of this one.
         local_addr=own_address,
-        is_host=has_store,
+        is_host=node.has_store,
         join_timeout=int(node.rendezvous_timeout),
         read_timeout=_SECONDS_TO_ANSWER,
+        **({} if node.min_nodes is None else _TIMES_OF_ELASTIC_NODES),
     )
     try:
         handler: Any = get_rendezvous_handler(parameters)
     except RendezvousConnectionError as error:
         raise ConfigurationError(
-            f"'distributed.primary_address' and 'primary_port' are {node.where}, which can't be "
-            f"used on {socket.gethostname()}: {error.__cause__}. It has to be an address of node 0 "
-            "that all nodes reach, and a port that is free there."
+            f"{node.key} {node.where}, which can't be used on {socket.gethostname()}: "
+            f"{error.__cause__}. It has to be an address of node 0 that all nodes reach, and a "
+            "port that is free there."
         ) from error
+    if node.is_store_elsewhere:
+        _reopen(handler, node.rendezvous_timeout)
     if node.num_nodes > 1:
         for name in ("num_nodes_waiting", "is_closed"):
             setattr(handler, name, functools.partial(_answered_in_time, getattr(handler, name)))
     return handler
+
+
+def _reopen(handler: Any, timeout: float) -> None:
+    """
+    Opens a rendezvous in a store that outlives trainings, after the last one has ended. Its rounds
+    are counted on, because the store has their keys.
+    """
+    holder, deadline = handler._state_holder, time.monotonic() + timeout
+    while handler.is_closed() and time.monotonic() < deadline:
+        state = holder.state
+        if state.participants:
+            # Of nodes that are about to end, until their heartbeats have stopped.
+            time.sleep(_RETRY_SECONDS)
+            continue
+        state.closed = state.complete = False
+        state.round += 1
+        state.wait_list.clear()
+        state.redundancy_list.clear()
+        # Fails if another node has done it.
+        holder.mark_dirty()
+        holder.sync()
 
 
 def _answered_in_time(ask: Callable[[], T]) -> T:
@@ -351,7 +529,7 @@ def _answered_in_time(ask: Callable[[], T]) -> T:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _wait_for_node_0(node: Node) -> str:
+def _wait_for_store(node: Node) -> str:
     """
     Returns when something answers there. PyTorch's own connection can't be interrupted.
 
@@ -371,15 +549,17 @@ def _wait_for_node_0(node: Node) -> str:
             waited = time.monotonic() - start
             if waited > node.rendezvous_timeout:
                 raise ConfigurationError(
-                    f"'distributed.primary_address' and 'primary_port' are {node.where}, where "
-                    f"node {node.rank} ({socket.gethostname()}) has found nothing for "
-                    f"{node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout'): {error}. "
-                    "Start node 0 there, with the same port, write the address at which the other "
+                    f"{node.key} {node.where}, where node {node.rank} ({socket.gethostname()}) has "
+                    f"found nothing for {node.rendezvous_timeout:g} s "
+                    f"('distributed.rendezvous_timeout'): {error}. Start {node.host_of_store} "
+                    "there, with the same port, write the address at which the other "
                     "nodes reach it, and have firewalls let them through."
                 ) from error
             if waited > _SECONDS_BEFORE_LINE and not is_said:
                 is_said = True
-                logger.warning(f"Node {node.rank} waits for node 0 at {node.where}: {error}.")
+                logger.warning(
+                    f"Node {node.rank} waits for {node.host_of_store} at {node.where}: {error}."
+                )
         time.sleep(_RETRY_SECONDS)
 
 

@@ -4,8 +4,10 @@ Checks what can be checked of a config before any data is read or any worker sta
 AllenNLP constructs the trainer in the workers only, after it has made the vocabulary.
 """
 
+import copy
 import inspect
 import json
+import math
 from typing import Any, Dict, List, Optional, Type
 
 import torch
@@ -19,6 +21,7 @@ from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerS
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import (
     check_others,
+    fill_batch_size,
     finds_micro_batch_size,
     has_fixed_size,
     no_fixed_size,
@@ -72,6 +75,11 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         deepspeed_config.check_schema(findings)
     findings.raise_any()
     assert deepspeed_config is not None
+    if (config.get("distributed") or {}).get("min_nodes") is not None:
+        _check_elastic_nodes(config, findings)
+        findings.raise_any()
+        config = copy.deepcopy(config)
+        fill_batch_size(config, len(worker_devices(config)))
     _check_trainer(config, findings)
     if on_this_machine:
         with findings.collect():
@@ -146,6 +154,42 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
         findings.add(
             f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
             'DeepSpeed takes its place: write "deepspeed", or leave it out.'
+        )
+
+
+def _check_elastic_nodes(config: Dict[str, Any], findings: Findings) -> None:
+    """Checks whether the training is the same with any number of nodes, and loses no step."""
+    distributed, trainer, loader = config["distributed"], config["trainer"], config["data_loader"]
+    name = f"'distributed.min_nodes' is {distributed['min_nodes']}"
+    size, num_workers = trainer.get("global_batch_size"), len(distributed["cuda_devices"])
+    if size is None or not finds_micro_batch_size(trainer):
+        findings.add(
+            f"{name}, but there is no 'trainer.global_batch_size': with fewer nodes an optimizer "
+            'step would have fewer instances, and train something else. Write "global_batch_size"'
+            ', the instances of a step, and "num_gradient_accumulation_steps": "auto".'
+        )
+        return
+    counts = range(distributed["min_nodes"], distributed.get("num_nodes", 1) + 1)
+    uneven = [str(n * num_workers) for n in counts if size % (n * num_workers)]
+    if uneven:
+        findings.add(
+            f"{name} and 'trainer.global_batch_size' {size}, of which {' or '.join(uneven)} "
+            f"workers can't have equal shares: write a multiple of "
+            f"{math.lcm(*counts) * num_workers}."
+        )
+    sampler = loader.get("batch_sampler") if isinstance(loader, dict) else None
+    for path, section in (("data_loader", loader), ("data_loader.batch_sampler", sampler)):
+        if isinstance(section, dict) and section.get("batch_size") is not None:
+            findings.add(
+                f"{name}, but '{path}.batch_size' is {section['batch_size']}: remove it. Each "
+                "worker's share of 'trainer.global_batch_size' follows from the number of nodes."
+            )
+    checkpointer = trainer.get("checkpointer", {})
+    keys = checkpointer if isinstance(checkpointer, dict) else {}
+    if checkpointer is None or keys.get("save_on_preemption") is False:
+        findings.add(
+            f"{name}, for which workers save before a node is taken in: remove "
+            "'trainer.checkpointer.save_on_preemption', or 'trainer.checkpointer' if it is null."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterator, List, Tuple
 from allennlp_deepspeed.fingerprints import versions
 
 # Of keys whose value says where something is on a node.
-_PLACES = r"(?:.*_)?(?:path|paths|dir|directory|file|files|folder|address|port)"
+_PLACES = r"(?:.*_)?(?:path|paths|dir|directory|file|files|folder|address|port|endpoint)"
 
 _NODES_OWN = r"distributed\.cuda_devices(\..*)?|trainer\.cuda_device|include_in_archive(\..*)?"
 

@@ -49,6 +49,13 @@ def into_config(params: Params, launched: Launched, arguments: Dict[str, Any]) -
             f"{launched.local_world_size} processes on each node: leave the key out, or have as "
             "many started (torchrun: --nproc-per-node)."
         )
+    for key in ("min_nodes", "rendezvous_endpoint"):
+        if distributed.get(key) is not None:
+            raise ConfigurationError(
+                f"'distributed.{key}' is for nodes on which 'allennlp train' is started by itself, "
+                f"but {launched.launcher} has started this process: leave it out (torchrun has "
+                "--nnodes MIN:MAX and --rdzv-endpoint)."
+            )
     address, port = _where(distributed, launched)
     _check_same("distributed.num_nodes", distributed.get("num_nodes"), launched.num_nodes, launched)
     node_rank = arguments.get("node_rank") or None

@@ -10,6 +10,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_names, check_values
 from allennlp_deepspeed.config.own_keys import ALLENNLP_DISTRIBUTED_KEYS, DISTRIBUTED_KEYS
+from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.launch.agent import Node
 
 _LOCAL = ("127.0.0.1", "0.0.0.0", "localhost")
@@ -36,8 +37,15 @@ def check(distributed: Any, findings: Findings) -> None:
     check_names("distributed", "section 'distributed'", known, distributed, findings)
     check_values("distributed", keys, {"cuda_devices": None, **distributed}, findings)
     num_nodes = distributed.get("num_nodes", 1)
+    min_nodes = distributed.get("min_nodes")
+    if is_integer(min_nodes) and is_integer(num_nodes) and min_nodes > num_nodes:
+        findings.add(
+            f"'distributed.min_nodes' is {min_nodes}, but 'distributed.num_nodes' is {num_nodes}, "
+            "which is the most that there can be: write fewer."
+        )
     for key in ("primary_address", "primary_port"):
-        if num_nodes != 1 and distributed.get(key) is None:
+        is_needed = num_nodes != 1 and distributed.get("rendezvous_endpoint") is None
+        if is_needed and distributed.get(key) is None:
             findings.add(
                 f"'distributed.num_nodes' is {num_nodes}, but there is no 'distributed.{key}': "
                 f"write {'an address' if key == 'primary_address' else 'a port'} of node 0 that "
@@ -79,12 +87,17 @@ def node(config: Dict[str, Any], node_rank: int) -> Node:
             f"from 0 to {num_nodes - 1}."
         )
     address = distributed.get("primary_address", _LOCAL[0])
-    names = ("rendezvous_timeout", "shutdown_timeout", "max_restarts")
+    port = distributed.get("primary_port") or 0
+    endpoint = distributed.get("rendezvous_endpoint")
+    if endpoint is not None:
+        address, _, port = endpoint.rpartition(":")
+    names = ("rendezvous_timeout", "shutdown_timeout", "max_restarts", "min_nodes")
     return Node(
         rank=node_rank,
         num_nodes=num_nodes,
         num_workers=len(distributed["cuda_devices"]),
         address=_LOCAL[0] if address in _LOCAL else address,
-        port=distributed.get("primary_port") or 0,
+        port=int(port),
+        is_store_elsewhere=endpoint is not None,
         **{name: setting(distributed, name) for name in names},
     )

@@ -60,6 +60,11 @@ class SerializationDirectory:
         """Whether this worker writes what the directory has once."""
         return self._directories.is_first_here
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all workers see the same directory."""
+        return self._directories.are_one
+
     def wait_until_ready(self, problem: Optional[str] = None) -> None:
         """
         Waits until every directory has what workers read. To be called by every worker, the second

@@ -29,6 +29,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from tqdm import tqdm
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
+from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.config.settings import registered_name
 from allennlp_deepspeed.engine import agreement, worker_failure
 from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
@@ -48,6 +49,7 @@ from allennlp_deepspeed.launch.agent import Node
 from allennlp_deepspeed.launch.config_check import accelerator_of, settings_of, worker_devices
 from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
 from allennlp_deepspeed.launch.launcher import Launched
+from allennlp_deepspeed.launch.members import Start
 from allennlp_deepspeed.launch.serialization_directory import SerializationDirectory
 from allennlp_deepspeed.reports.console import (
     ConsoleSettings,
@@ -65,6 +67,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(
+    start: Start,
     node: Node,
     environment: Dict[str, str],
     arguments: Dict[str, Any],
@@ -75,6 +78,7 @@ def run(
 
     # Parameters
 
+    start : `Start`, required.
     node : `Node`, required.
     environment : `Dict[str, str]`, required.
         The variables of the agent, to which torch.distributed.elastic adds its own.
@@ -91,8 +95,13 @@ def run(
     # A forked process has the random states of the one that it is forked from.
     random.seed()
     numpy.random.seed()
-    launched = _launched(node)
+    launched = _launched(node, start)
     begin(launched)
+    if start.is_restart:
+        # On every node, also on one that joins with the flag or without.
+        arguments["recover"] = False
+    if node.min_nodes is not None:
+        _resize(arguments, launched)
     try:
         with shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0)):
             if settings is not None:
@@ -100,7 +109,13 @@ def run(
             import_plugins()
             for package in arguments.get("include_package") or []:
                 import_module_and_submodules(package)
-            train(train_command.train_model.__wrapped__, arguments, launched)  # type: ignore[attr-defined]
+            train_model = train_command.train_model.__wrapped__  # type: ignore[attr-defined]
+            train(
+                train_model,
+                arguments,
+                None if launched.world_size == 1 else launched,
+                start.is_restart,
+            )
     except BaseException as error:
         worker_failure.report(error)
         sys.exit(1)
@@ -118,6 +133,7 @@ def train(
     train_model: Callable[..., Any],
     arguments: Dict[str, Any],
     launched: Optional[Launched],
+    is_restarted: bool = False,
 ) -> Any:
     """
     Trains with a config that has been checked, in this process.
@@ -130,6 +146,8 @@ def train(
         Its arguments.
     launched : `Optional[Launched]`, required.
         Which of several workers this process is. `None` if it is the only one.
+    is_restarted : `bool`, optional (default = `False`)
+        Whether the training was started before, by the same agent or launcher on any node.
     """
     params = arguments["params"]
     config = params.as_dict(quiet=True)
@@ -137,7 +155,8 @@ def train(
         directory = None
         if launched is not None:
             directory = _meet(config, arguments, launched)
-        _continue_or_begin(arguments, launched, directory)
+        is_restarted |= launched is not None and launched.num_restarts > 0
+        _continue_or_begin(arguments, launched, directory, is_restarted)
         shows = launched is None or launched.rank == 0
         stack.enter_context(first_and_last_lines(arguments, shows))
         if launched is not None and directory is not None:
@@ -153,10 +172,10 @@ def train(
         return train_model(**arguments)
 
 
-def _launched(node: Node) -> Launched:
+def _launched(node: Node, start: Start) -> Launched:
     """Which worker this process is. Elastic doesn't know `--node-rank`."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    rank = node.rank * node.num_workers + local_rank
+    rank = start.node_rank * node.num_workers + local_rank
     return Launched(
         launcher=None,
         rank=rank,
@@ -166,8 +185,23 @@ def _launched(node: Node) -> Launched:
         address=os.environ["MASTER_ADDR"],
         port=int(os.environ["MASTER_PORT"]),
         has_store=True,
-        num_restarts=int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
     )
+
+
+def _resize(arguments: Dict[str, Any], launched: Launched) -> None:
+    """Has the config be that of the nodes that are there."""
+    params = arguments["params"]
+    distributed = params.params["distributed"]
+    distributed["num_nodes"] = launched.num_nodes
+    arguments["node_rank"] = launched.node_rank
+    if launched.world_size == 1:
+        params.params["trainer"]["cuda_device"] = distributed["cuda_devices"][0]
+        del params.params["distributed"]
+    fill_batch_size(params.params, launched.world_size)
+    # For those who join, who stop the training.
+    checkpointer = params.params["trainer"].setdefault("checkpointer", {"type": "deepspeed"})
+    if isinstance(checkpointer, dict):
+        checkpointer["save_on_preemption"] = True
 
 
 def _end_by_signals() -> None:
@@ -189,7 +223,15 @@ def _meet(
         nodes.setting(distributed, "timeout"),
     )
     _compare(fingerprint.of_config(config, arguments))
-    return SerializationDirectory(arguments["serialization_dir"])
+    directory = SerializationDirectory(arguments["serialization_dir"])
+    if distributed.get("min_nodes") is not None and not directory.is_shared:
+        raise ConfigurationError(
+            f"'distributed.min_nodes' is {distributed['min_nodes']}, for which the nodes have to "
+            "share the serialization directory, because a node that is lost takes its files with "
+            f"it. {arguments['serialization_dir']} is a directory of its own on some nodes: give "
+            "one that all see, on NFS for example, or remove 'min_nodes'."
+        )
+    return directory
 
 
 def _end_with_worker() -> None:
@@ -221,13 +263,14 @@ def _continue_or_begin(
     arguments: Dict[str, Any],
     launched: Optional[Launched],
     directory: Optional[SerializationDirectory],
+    is_restarted: bool,
 ) -> None:
     """Decides whether the training is continued, and prepares its directory for that."""
     params, path = arguments["params"], arguments["serialization_dir"]
     is_leader = directory is None or directory.is_leader
     is_asked_for = resumption.is_asked_for(params.as_dict(quiet=True))
     # Nodes count restarts each for itself: one whose own workers had to follow counts none.
-    is_restarted = launched is not None and any(agreement.of_all(launched.num_restarts > 0))
+    is_restarted = any(agreement.of_all(is_restarted))
     if is_asked_for or (is_restarted and not arguments.get("recover")):
         continues = False
         with _agreed_problems():

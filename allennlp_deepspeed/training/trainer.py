@@ -231,7 +231,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
             self._callbacks += self._own_callbacks(report)
             self._observers = [c for c in self._callbacks if isinstance(c, StepObserver)]
-            self._interruption = TrainingInterruption(is_worker=distributed)
+            # The last worker of elastic nodes is one, too.
+            is_worker = distributed or worker_failure.has_error_file()
+            self._interruption = TrainingInterruption(is_worker)
             self._readings = Readings(
                 model,
                 self._progress,

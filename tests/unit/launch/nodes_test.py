@@ -29,6 +29,8 @@ TWO_NODES: Config = {
         ({"max_restarts": -1}, "'distributed.max_restarts' is -1: must be a whole number"),
         ({"primary_port": None}, "there is no 'distributed.primary_port': write a port of node 0"),
         ({"primary_address": None}, "there is no 'distributed.primary_address'"),
+        ({"min_nodes": 3}, "'distributed.min_nodes' is 3, but 'distributed.num_nodes' is 2"),
+        ({"rendezvous_endpoint": "host"}, "'distributed.rendezvous_endpoint' is \"host\": must be"),
     ],
 )
 def test_what_is_wrong_with_the_section_is_said(section: Config, expected: str) -> None:

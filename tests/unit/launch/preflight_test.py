@@ -73,6 +73,33 @@ def test_what_a_global_batch_cannot_be_had_with(changes: Dict[str, Any], start: 
     assert line.startswith(start)
 
 
+ELASTIC = {"cuda_devices": [-1], "num_nodes": 3, "min_nodes": 2, "rendezvous_endpoint": "host:1"}
+
+
+@pytest.mark.parametrize(
+    "changes, start",
+    [
+        ({"global_batch_size": None}, "but there is no 'trainer.global_batch_size': with fewer"),
+        ({"num_gradient_accumulation_steps": 2}, "but there is no 'trainer.global_batch_size'"),
+        ({"global_batch_size": 4}, "and 'trainer.global_batch_size' 4, of which 3 workers can't"),
+        ({"checkpointer": None}, "for which workers save before a node is taken in: remove"),
+        ({"data_loader": {"batch_size": 4}}, "but 'data_loader.batch_size' is 4: remove it."),
+    ],
+)
+def test_what_elastic_nodes_cannot_train(changes: Dict[str, Any], start: str) -> None:
+    trainer = {k: v for k, v in changes.items() if k != "data_loader"}
+    config = experiment(**{**AUTO, **trainer})
+    config.update(distributed=ELASTIC, data_loader=changes.get("data_loader", {}))
+    (line,) = findings(config)
+    assert line.lstrip("- ").startswith("'distributed.min_nodes' is 2") and start in line
+
+
+def test_elastic_nodes_are_checked_with_the_batch_size_of_all() -> None:
+    config = {**experiment(**AUTO), "distributed": ELASTIC, "data_loader": {}}
+    preflight.check(Params(config))
+    assert config["data_loader"] == {}
+
+
 def test_a_contrastive_model_is_pointed_to_gradient_caching() -> None:
     config = load_config("bi_encoder", TWO_WORKERS, {"data_loader": {"batch_size": 6}})
     config["trainer"].update({"type": "deepspeed", **AUTO})

@@ -1,0 +1,178 @@
+"""With `min_nodes` a training goes on without a node that is lost, and takes one in that joins."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Iterator, List, Tuple
+
+import pytest
+
+from tests.end_to_end.resize_test import losses
+from tests.hosts.start_test import message
+from tests.support.command import Command, Run, wait_for_all
+from tests.support.experiment import (
+    Config,
+    Experiments,
+    Result,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+from tests.support.hosts import Hosts, write_config
+
+TIME_LIMIT = 150
+STORE_PORT = 29600
+
+# The command of docs/several_machines.md.
+STORE = (
+    "from torch.distributed import TCPStore as S; import time; "
+    f"s = S('0.0.0.0', {STORE_PORT}, is_master=True, wait_for_workers=False); time.sleep(1e9)"
+)
+
+
+def experiment(stage: int, distributed: Config, *overrides: Config) -> Config:
+    reader = load_config("tagger")["dataset_reader"]
+    config = load_config(
+        "tagger",
+        {
+            # 7 steps with any number of workers, which AllenNLP ends where the first has no more.
+            "dataset_reader": {**reader, "max_instances": 84},
+            "data_loader": {"shuffle": False},
+            "validation_dataset_reader": {**reader, "max_instances": 12},
+            "validation_data_loader": {"batch_size": 2},
+            "trainer.num_epochs": 3,
+            "trainer.optimizer": {"type": "adam", "lr": 0.01},
+            "trainer.num_gradient_accumulation_steps": "auto",
+            "trainer.global_batch_size": 12,
+            "trainer.checkpointer": {
+                "save_every_num_batches": 2,
+                "keep_most_recent_by_count": None,
+            },
+            "trainer.callbacks": ["record_loss_curve", {"type": "tell_steps", "pause": 0.3}],
+        },
+        *overrides,
+    )
+    return {**deepspeed(config, stage), "distributed": distributed}
+
+
+def elastic(hosts: Hosts, **keys: Any) -> Config:
+    return {**hosts.distributed(workers=1), "rendezvous_timeout": 60, "min_nodes": 1, **keys}
+
+
+def start(hosts: Hosts, config: Config, directory: Path, node: int, *flags: str) -> Command:
+    path = write_config(config, directory / f"config_{node}")
+    return hosts[node].train(path, directory / "out", *flags)
+
+
+def wait(commands: List[Command]) -> List[Run]:
+    runs = wait_for_all(commands, TIME_LIMIT)
+    for run in runs:
+        assert not run.timed_out and not run.processes, run.output[-6000:]
+    return runs
+
+
+@pytest.mark.parametrize(
+    "stage, lose",
+    [
+        # Nobody is told that there is no node any more.
+        (0, lambda host, command: host.cut_link()),
+        (2, lambda host, command: command.signal(signal.SIGKILL)),
+        (3, lambda host, command: command.signal(signal.SIGTERM)),
+    ],
+    ids=["cut", "killed", "told to end"],
+)
+def test_the_others_train_as_if_they_had_been_resized_by_hand(
+    make_hosts: Callable[[int], Hosts], tmp_path: Path, stage: int, lose: Callable[..., None]
+):
+    hosts = make_hosts(3)
+    dropout = {"model.encoder.num_layers": 2, "model.encoder.dropout": 0.3}
+    config = experiment(stage, elastic(hosts), {"data_loader": {"shuffle": True}, **dropout})
+    commands = [start(hosts, config, tmp_path, node) for node in range(3)]
+    for command in commands:
+        command.wait_until_it_prints("Training with 3 workers on 3 of up to 3 nodes")
+    commands[0].wait_until_it_prints("step 4 of epoch 1", TIME_LIMIT)
+    lose(hosts[1], commands[1])
+    first, _, third = wait(commands)
+    for run in (first, third):
+        run.check()
+        lines = "Node 1 (host-1) is lost. Training with 2 workers on 2 of up to 3 nodes."
+        assert lines in run.output
+    [checkpoint] = re.findall("Continuing from the checkpoint in .*/(.*)", first.output)
+
+    out, by_hand = Result(tmp_path / "out"), Result(tmp_path / "by_hand")
+    by_hand.serialization_dir.mkdir()
+    for name in ("config.json", "vocabulary", checkpoint):
+        path = out.serialization_dir / name
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, by_hand.serialization_dir / name)
+    config["distributed"] = {"cuda_devices": [-1, -1]}
+    path = write_config(config, by_hand.serialization_dir)
+    wait([hosts[0].train(path, by_hand.serialization_dir, "--recover")])[0].check()
+    assert_same_weights(out.weights(), by_hand.weights())
+    # Of the steps since then.
+    for step, expected_step in zip(losses(out), losses(by_hand), strict=True):
+        assert step == pytest.approx(expected_step, rel=1e-5)
+
+
+@pytest.fixture
+def store(make_hosts: Callable[[int], Hosts]) -> Iterator[Tuple[Hosts, str]]:
+    """Three hosts, of which the third has a store, and where it is."""
+    hosts = make_hosts(3)
+    process = subprocess.Popen(hosts[2].command(sys.executable, "-c", STORE))
+    yield hosts, f"{hosts[2].address}:{STORE_PORT}"
+    process.kill()
+    process.wait()
+
+
+def test_a_node_that_comes_back_is_taken_in_and_no_step_is_trained_twice(
+    store: Tuple[Hosts, str], experiments: Experiments, tmp_path: Path
+):
+    hosts, endpoint = store
+    distributed = {"cuda_devices": [-1], "num_nodes": 2, "min_nodes": 1}
+    plain = {
+        "trainer.optimizer": {"type": "sgd", "lr": 0.5},
+        "trainer.num_epochs": 4,
+        "trainer.callbacks": [{"type": "tell_steps", "pause": 0.5}],
+    }
+    config = experiment(2, {**distributed, "rendezvous_endpoint": endpoint}, plain)
+    first, second = (start(hosts, config, tmp_path, node) for node in range(2))
+    second.wait_until_it_prints("step 2 of epoch 0", TIME_LIMIT)
+    # There is nothing on node 0 that the other needs.
+    first.signal(signal.SIGKILL)
+    second.wait_until_it_prints("Node 0 (host-0) is lost. Training with 1 workers", TIME_LIMIT)
+    second.wait_until_it_prints("step 3 of epoch 1", TIME_LIMIT)
+    again = start(hosts, config, tmp_path, 0)
+    _, remaining, back = wait([first, second, again])
+    for run in (remaining, back):
+        run.check()
+    text = "Node 0 (host-0) has joined. Training with 2 workers on 2 of up to 2 nodes."
+    alone, together = remaining.output.partition("is lost")[2].split(text)
+    steps = re.findall(r"^step \d+ of epoch \d+$", alone + together, re.MULTILINE)
+    assert len(steps) == len(set(steps)) and len(steps) > 20
+    expected = experiments.run(experiment(2, {"cuda_devices": [-1, -1]}, plain))
+    assert_same_weights(Result(tmp_path / "out").weights(), expected.weights())
+
+    # The store takes the next training.
+    shutil.rmtree(tmp_path / "out")
+    config["trainer"].update(num_epochs=1, callbacks=[])
+    for run in wait([start(hosts, config, tmp_path, node) for node in range(2)]):
+        run.check()
+
+
+def test_without_its_store_a_training_ends_and_says_how_to_continue(
+    two_hosts: Hosts, tmp_path: Path
+):
+    commands = [start(two_hosts, experiment(2, elastic(two_hosts)), tmp_path, n) for n in range(2)]
+    commands[1].wait_until_it_prints("step 2 of epoch 0", TIME_LIMIT)
+    commands[0].signal(signal.SIGKILL)
+    _, second = wait(commands)
+    assert "node 0 is gone" in message(second) and "with --recover" in message(second)
+
+
+def test_directories_that_are_not_shared_are_refused(two_hosts: Hosts, tmp_path: Path):
+    config = experiment(2, elastic(two_hosts))
+    commands = [start(two_hosts, config, tmp_path / f"of_{node}", node) for node in range(2)]
+    for run in wait(commands):
+        assert "'distributed.min_nodes' is 1, for which the nodes have to share" in message(run)
