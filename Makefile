@@ -25,7 +25,7 @@ help:
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
 	@echo "make messages  rewrite tests/expected_messages.json, the messages to users that tests compare"
 	@echo "make coverage  run the same as \`make test\` and report which lines it has run, in workers too"
-	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, and run the long tests (about an hour)"
+	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, take nodes out of 40 elastic ones, and run the long tests (about an hour)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers"
@@ -78,6 +78,7 @@ coverage: ops
 soak: $(OPS)/CPUAdamBuilder.built
 	python -m tests.faults.soak
 	python -m tests.hosts.soak
+	python -m tests.hosts.soak --elastic 40
 	pytest -n 2 -m soak tests
 
 # The table is committed under benchmarks/results.
