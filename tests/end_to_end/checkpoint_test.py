@@ -12,7 +12,6 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from tests.support.command import Run, allennlp
 from tests.support.experiment import (
     INCLUDED,
-    ONE_PROCESS,
     Config,
     Experiments,
     Result,
@@ -88,8 +87,17 @@ def assert_ends_alike(recovered: Result, uninterrupted: Result) -> None:
     assert recovered.metrics_of_epochs() == uninterrupted.metrics_of_epochs()
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("last", ["checkpoint_e1_b2", "checkpoint_e1_b4", "checkpoint_e1_b0"])
+@pytest.mark.parametrize(
+    "last, stage",
+    [
+        ("checkpoint_e1_b2", 0),
+        ("checkpoint_e1_b2", 2),
+        ("checkpoint_e1_b2", 3),
+        ("checkpoint_e1_b4", 2),
+        ("checkpoint_e1_b0", 3),
+        ("checkpoint_e2_b0", 2),
+    ],
+)
 def test_a_recovered_run_ends_as_an_uninterrupted_one(
     experiments: Experiments, tmp_path: Path, stage: int, last: str
 ):
@@ -98,15 +106,14 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one(
     assert_ends_alike(recover(uninterrupted, tmp_path, config, last), uninterrupted)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_a_recovered_run_of_fused_adam_ends_as_an_uninterrupted_one(
-    experiments: Experiments, tmp_path: Path, stage: int
+    experiments: Experiments, tmp_path: Path
 ) -> None:
     # So many steps that rounding them in another way shows.
     every_third = {"save_every_num_batches": 3, "keep_most_recent_by_count": None}
     long = {"trainer.num_epochs": 8, "trainer.checkpointer": every_third}
     adam = {"type": "AdamW", "params": {"lr": 0.01}}
-    config = deepspeed(load_config("tagger", WORKERS, long), stage, optimizer=adam)
+    config = deepspeed(load_config("tagger", WORKERS, long), 2, optimizer=adam)
     config["trainer"]["optimizer"] = None
     uninterrupted = experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e4_b6")
@@ -139,56 +146,10 @@ def test_recovery_where_an_epoch_has_another_number_of_steps(
     assert recovered.epochs()[1]["training_loss"] == pytest.approx(losses[1], abs=0.1)
 
 
-# What an epoch reads and validates depends on where the one before has stopped in the data, and how
-# the next is trained, and until when, on the validation.
-PLACES = {
-    "data_loader": {"batch_size": 6, "shuffle": True, "batches_per_epoch": 4},
-    "validation_data_loader": {"batch_size": 3, "shuffle": True, "batches_per_epoch": 2},
-    "model.encoder.num_layers": 2,
-    "model.encoder.dropout": 0.2,
-    "trainer.num_epochs": 5,
-    "trainer.patience": 4,
-    "trainer.validation_metric": "-loss",
-    "trainer.optimizer": {"type": "sgd", "lr": 0.5},
-    "trainer.learning_rate_scheduler": {"type": "reduce_on_plateau", "patience": 0, "factor": 0.3},
-    "trainer.checkpointer": {"save_every_num_batches": 3, "keep_most_recent_by_count": None},
-}
-
-
-POINTS = ["e0_b3", "e1_b0", "e1_b3", "e2_b0", "e2_b3", "e3_b0", "e3_b3", "e4_b0", "e4_b3"]
-QUICK_POINTS = [(ONE_PROCESS, "e4_b0"), (WORKERS, "e2_b0"), (WORKERS, "e3_b3")]
-
-
-@pytest.mark.parametrize(
-    "world, last",
-    [
-        pytest.param(world, last, marks=[] if (world, last) in QUICK_POINTS else pytest.mark.soak)
-        for world in (ONE_PROCESS, WORKERS)
-        for last in POINTS
-    ],
-)
-def test_data_that_keep_their_place_are_at_it_after_recovery(
-    experiments: Experiments, tmp_path: Path, world: Config, last: str
-):
-    config = deepspeed(load_config("tagger", PLACES, world), 2)
-    uninterrupted = experiments.run(config)
-    recovered = recover(uninterrupted, tmp_path, config, f"checkpoint_{last}")
-    assert_ends_alike(recovered, uninterrupted)
-
-
-def test_a_run_that_died_after_its_last_checkpoint_ends_as_an_uninterrupted_one(
-    experiments: Experiments, tmp_path: Path
-):
-    config = deepspeed(load_config("tagger", CHECKPOINTS), 2)
-    uninterrupted = experiments.run(config)
-    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e2_b0")
-    assert_ends_alike(recovered, uninterrupted)
-
-
 def test_recovery_after_patience_has_run_out_trains_no_further(
     experiments: Experiments, tmp_path: Path
 ):
-    config = deepspeed(load_config("tagger", CHECKPOINTS), 1)
+    config = deepspeed(load_config("tagger", CHECKPOINTS), 2)
     config["trainer"].update(
         num_epochs=6, patience=1, optimizer={"type": "sgd", "lr": 0.0}, learning_rate_scheduler=None
     )
@@ -203,9 +164,7 @@ def test_recovery_after_patience_has_run_out_trains_no_further(
     [
         (0, {"bf16": {"enabled": True}}),
         (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
-        (2, {"bf16": {"enabled": True}}),
         (3, {"bf16": {"enabled": True}}),
-        (2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
         (
             3,
             {
@@ -269,29 +228,27 @@ def test_recovery_in_one_process(experiments: Experiments, tmp_path: Path):
     assert_ends_alike(recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2"), uninterrupted)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_asynchronous_save_saves_the_moment_of_the_save(
-    experiments: Experiments, tmp_path: Path, stage: int
+    experiments: Experiments, tmp_path: Path
 ):
-    config = deepspeed(load_config("tagger", CHECKPOINTS), stage)
+    config = deepspeed(load_config("tagger", CHECKPOINTS), 3)
     config["trainer"]["checkpointer"]["async_save"] = True
     uninterrupted = experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
     assert_ends_alike(recovered, uninterrupted)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_checkpoints_are_saved_and_pruned_as_asked(experiments: Experiments, stage: int):
+def test_checkpoints_are_saved_and_pruned_as_asked(experiments: Experiments):
     config = load_config("tagger", WORKERS, {"trainer.checkpointer": {}})
     # By default AllenNLP keeps two, here of as many epochs.
-    assert checkpoints(experiments.run(deepspeed(config, stage))) == [
+    assert checkpoints(experiments.run(deepspeed(config, 3))) == [
         "checkpoint_e1_b0",
         "checkpoint_e2_b0",
     ]
     config["trainer"]["checkpointer"] = {"keep_most_recent_by_count": 1}
-    assert checkpoints(experiments.run(deepspeed(config, stage))) == ["checkpoint_e2_b0"]
+    assert checkpoints(experiments.run(deepspeed(config, 3))) == ["checkpoint_e2_b0"]
     config["trainer"]["checkpointer"] = None
-    assert checkpoints(experiments.run(deepspeed(config, stage))) == []
+    assert checkpoints(experiments.run(deepspeed(config, 3))) == []
 
 
 def test_the_clock_of_one_rank_decides_for_all(experiments: Experiments):
@@ -322,34 +279,17 @@ def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_pa
     plain_archive = experiments.run(config).archive
     data = config["validation_data_path"]
     for name, path in (("deepspeed", archive), ("plain", plain_archive)):
-        allennlp(
-            "evaluate",
-            path,
-            data,
-            "--output-file",
-            tmp_path / f"{name}.json",
-            include_packages=(),
-        ).check()
-        allennlp(
-            "predict",
-            path,
-            data,
-            "--use-dataset-reader",
-            "--predictor",
-            "text_classifier",
-            "--output-file",
-            tmp_path / f"{name}.jsonl",
-            include_packages=(),
-        ).check()
+        output = tmp_path / f"{name}.json"
+        allennlp("evaluate", path, data, "--output-file", output, include_packages=()).check()
     assert_same_metrics(
         json.loads((tmp_path / "deepspeed.json").read_text()),
         json.loads((tmp_path / "plain.json").read_text()),
         tolerance=0.05,  # bf16 against fp32
     )
-    predictions, expected = (
-        (tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("deepspeed", "plain")
-    )
-    assert len(predictions) == len(expected) > 0
+    output = tmp_path / "predictions.jsonl"
+    arguments = ("--use-dataset-reader", "--predictor", "text_classifier", "--output-file", output)
+    allennlp("predict", archive, data, *arguments, include_packages=()).check()
+    assert len(output.read_text().splitlines()) > 0
 
 
 def test_fine_tuning_starts_from_the_archive(experiments: Experiments):
@@ -369,7 +309,7 @@ def test_fine_tuning_starts_from_the_archive(experiments: Experiments):
     assert_same_weights(fine_tuned.weights(), pretrained.weights(), tolerance=0)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_evaluate_on_test_gives_what_one_process_gives(
     experiments: Experiments, tmp_path: Path, stage: int
 ):

@@ -7,7 +7,7 @@ from typing import Any, Dict
 import pytest
 
 from tests.support.command import Run, allennlp
-from tests.support.experiment import INCLUDED, deepspeed, load_config
+from tests.support.experiment import INCLUDED, deepspeed, load_config, refusal
 
 WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
 
@@ -25,8 +25,7 @@ def train(config: Dict[str, Any], directory: Path) -> Run:
     )
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("stage, rank", [(0, 1), (2, 0), (3, 1)])
 def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stage: int, rank: int):
     config = load_config(
         "classifier",
@@ -59,33 +58,6 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
             'add "type": "deepspeed" at the top level of the config',
         ),
         (
-            {"trainer.deepspeed_config": {"zero_optimisation": {"stage": 2}}},
-            'did you mean "zero_optimization"?',
-        ),
-        (
-            {"trainer.deepspeed_config": {"gradient_clipping": 2.0}, "trainer.grad_norm": 1.0},
-            "grad_norm is 1, but deepspeed_config.gradient_clipping is 2",
-        ),
-        (
-            {"trainer.deepspeed_config": {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}},
-            "deepspeed_config.optimizer.params.lr is left open",
-        ),
-        (
-            {
-                "trainer.deepspeed_config": {
-                    "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}
-                },
-                "trainer.reshard_after_micro_batch": False,
-                "distributed": {"cuda_devices": [-1, -1, -1, -1]},
-            },
-            "reshard_after_micro_batch is false, but deepspeed_config.zero_optimization."
-            "zero_hpz_partition_size is 4: remove one of them",
-        ),
-        (
-            {"trainer.deepspeed_confg": "zero_3"},
-            'did you mean "deepspeed_config"?',
-        ),
-        (
             {"trainer.deepspeed_config": {"checkpoint": {"load_universal": True}}},
             "deepspeed_config.checkpoint.load_universal is true",
         ),
@@ -94,20 +66,8 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
             "'trainer.checkpointer.type' is 'default'",
         ),
         (
-            {"trainer.checkpointer": {"on_corupt": "previous"}},
-            'did you mean "on_corrupt"?',
-        ),
-        (
             {"trainer.checkpointer": {"on_corrupt": "ignore"}},
             "'trainer.checkpointer.on_corrupt' is \"ignore\": must be 'error' or",
-        ),
-        (
-            {"trainer.checkpointer": {"async_save": "yes"}},
-            "'trainer.checkpointer.async_save' is \"yes\": must be a valid boolean",
-        ),
-        (
-            {"trainer.checkpointer": {"save_every_num_batches": 0}},
-            "'trainer.checkpointer.save_every_num_batches' is 0: must be greater than 0",
         ),
         (
             {
@@ -127,32 +87,8 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
             "'trainer.gradient_synchronization' is given, but the trainer is AllenNLP's own",
         ),
         (
-            {
-                "trainer.deepspeed_config": "zero_1",
-                "trainer.gradient_synchronization": "micro_batch",
-            },
-            'gradient_synchronization is "micro_batch", but at ZeRO stage 1',
-        ),
-        (
-            {"trainer.gradient_synchronization": "boundary"},
-            'must be "auto", "step" (formerly "boundary") or "micro_batch"',
-        ),
-        ({"trainer.log_every_num_steps": 0}, "'trainer.log_every_num_steps' is 0: write a number"),
-        (
-            {"trainer.activation_checkpointing": "encoder"},
-            "'trainer.activation_checkpointing' is \"encoder\": must be a list",
-        ),
-        (
-            {
-                "trainer.deepspeed_config": {
-                    "activation_checkpointing": {"partition_activations": 1}
-                }
-            },
-            "activation_checkpointing.partition_activations is 1, but can't work",
-        ),
-        (
-            {"trainer.checkpointer": {"exclude_frozen": True}},
-            'did you mean "exclude_frozen_parameters"?',
+            {"trainer.type": "gradient_descent", "trainer.grad_cache": {"chunk_size": 3}},
+            "'trainer.grad_cache' is given, but the trainer is AllenNLP's own",
         ),
     ],
 )
@@ -161,69 +97,29 @@ def test_a_config_that_cannot_work_is_refused_before_data_is_read(
 ):
     config = load_config("classifier", {"trainer.type": "deepspeed"}, overrides)
     config["train_data_path"] = str(tmp_path / "does not exist")
-    if "optimizer" in config["trainer"].get("deepspeed_config", {}):
-        del config["trainer"]["optimizer"]
-    run = train(config, tmp_path)
-    assert run.returncode == 1 and "Traceback" not in run.output
-    assert message in run.output.replace('\\"', '"')
+    assert message in refusal(config, tmp_path)
 
 
-@pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 4])
-def test_workers_that_use_different_parameters_are_noticed(
-    tmp_path: Path, num_gradient_accumulation_steps: int
-):
+def test_sparse_gradients_are_refused(tmp_path: Path):
+    sparse = {
+        "model.text_field_embedder.token_embedders.tokens.sparse": True,
+        "trainer.optimizer": {"type": "sgd", "lr": 0.1},
+    }
+    message = refusal(deepspeed(load_config("classifier", sparse), 2), tmp_path)
+    assert 'token_embedder_tokens\' has "sparse": true' in message
+
+
+def test_workers_that_use_different_parameters_are_noticed(tmp_path: Path):
     # The two embeddings have one size, so that DeepSpeed would sum them up without complaint.
     config = load_config(
         "classifier",
         WORKERS,
         {
             "model": {"type": "either_of_two_embedders", "embedding_dim": 8},
-            "trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps,
+            "trainer.num_gradient_accumulation_steps": 4,
         },
     )
     run = train(deepspeed(config, 2), tmp_path)
     assert run.returncode != 0
     assert "the workers used different parameters" in run.output
     assert '"find_unused_parameters": true' in run.output
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (
-            {
-                "trainer.optimizer": {
-                    "type": "multi",
-                    "optimizers": {"default": {"type": "sgd", "lr": 0.1}},
-                    "parameter_groups": [
-                        [["_classification_layer"], {"optimizer_name": "default"}]
-                    ],
-                }
-            },
-            "The optimizer 'multi' has optimizers of its own inside",
-        ),
-        (
-            {
-                "model.text_field_embedder.token_embedders.tokens.sparse": True,
-                "trainer.optimizer": {"type": "sgd", "lr": 0.1},
-            },
-            'token_embedder_tokens\' has "sparse": true',
-        ),
-        (
-            {
-                "trainer.optimizer.parameter_groups": [[["embedder"], {}], [["encoder|layer"], {}]],
-                "trainer.learning_rate_scheduler": {
-                    "type": "slanted_triangular",
-                    "gradual_unfreezing": True,
-                },
-            },
-            "'trainer.learning_rate_scheduler.gradual_unfreezing' is true",
-        ),
-    ],
-)
-def test_what_deepspeed_would_get_wrong_is_refused(
-    tmp_path: Path, overrides: Dict[str, Any], message: str
-):
-    run = train(deepspeed(load_config("classifier", overrides), 2), tmp_path)
-    assert run.returncode == 1 and "Traceback" not in run.output
-    assert message in run.output

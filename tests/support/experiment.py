@@ -14,8 +14,11 @@ from typing import Any, Callable, Dict, List, Sequence
 
 import pytest
 import torch
+from allennlp.commands import train as train_command
 from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
 from allennlp.common.params import with_overrides
+from allennlp.common.util import import_module_and_submodules
 from filelock import FileLock
 
 from tests.support.command import REPOSITORY, Run, allennlp
@@ -201,6 +204,14 @@ class Experiments:
                 ).check()
                 (directory / "done").touch()
         return result
+
+
+def refusal(config: Config, directory: Path) -> str:
+    """The message of the error with which a training in this process is refused."""
+    import_module_and_submodules(INCLUDED)
+    with pytest.raises(ConfigurationError) as error:
+        train_command.train_model(Params(config), str(directory / "out"))
+    return str(error.value)
 
 
 def assert_same_run(actual: Result, expected: Result, tolerance: float = 1e-5) -> None:
