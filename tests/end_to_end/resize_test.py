@@ -19,8 +19,6 @@ from tests.support.experiment import (
     load_config,
 )
 
-STAGES = range(4)
-WORKERS = [(2, 4), (4, 2), (2, 1), (1, 2)]
 LAST = "checkpoint_e1_b2"
 TOLERANCE = 1e-5
 
@@ -115,8 +113,10 @@ def assert_continues(recovered: Result, uninterrupted: Result) -> None:
     assert_same_weights(recovered.weights(), uninterrupted.weights(), TOLERANCE)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("before, after", WORKERS)
+@pytest.mark.parametrize(
+    "before, after, stage",
+    [(2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (4, 2, 3), (2, 4, 3)],
+)
 def test_another_number_of_workers_continues_the_same_training(
     experiments: Experiments, tmp_path: Path, stage: int, before: int, after: int
 ):
@@ -140,45 +140,35 @@ DEEPSPEED_OPTIMIZER: Config = {
 }
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     "stage, trainer, sections, zero",
     [
-        *[(stage, {"optimizer": {"type": "sgd", "lr": 0.1}}, {}, {}) for stage in (2, 3)],
-        *[
-            (stage, {"optimizer": {"type": "sgd", "lr": 0.1, "momentum": 0.9}}, {}, {})
-            for stage in (1, 3)
-        ],
-        *[(stage, {"optimizer": {"type": "adagrad", "lr": 0.1}}, {}, {}) for stage in (2, 3)],
-        *[
-            (
-                stage,
-                {
-                    "optimizer": {
-                        **ADAM,
-                        "parameter_groups": [
-                            [["bias"], {"lr": 0.02}],
-                            [["weight_hh"], {"lr": 0.005, "betas": [0.8, 0.9]}],
-                        ],
-                    },
-                    "learning_rate_scheduler": {"type": "slanted_triangular"},
-                },
-                {},
-                zero,
-            )
-            for stage, zero in [(0, {}), (2, {}), (3, {}), (3, {"sub_group_size": 150})]
-        ],
-        *[(stage, {"moving_average": {"decay": 0.9}}, {}, {}) for stage in STAGES],
-        *[(stage, {"no_grad": ["token_embedder", "bias_hh"]}, {}, {}) for stage in STAGES],
-        *[(stage, {}, BF16, {}) for stage in STAGES],
-        (3, {"no_grad": ["token_embedder"]}, BF16, {}),
-        (1, {"moving_average": {"decay": 0.9}}, FP32_GRADIENTS, {}),
         (0, {"moving_average": {"decay": 0.9}}, BF16, {}),
-        *[(stage, {}, {}, OFFLOAD) for stage in (1, 2, 3)],
-        (3, {}, BF16, {**OFFLOAD, "offload_param": {"device": "cpu"}}),
-        (3, {}, {}, {"stage3_param_persistence_threshold": 100}),
-        (3, {"no_grad": ["bias_hh"]}, {}, {"stage3_param_persistence_threshold": 100}),
+        (1, {"moving_average": {"decay": 0.9}}, FP32_GRADIENTS, {}),
         (2, {"optimizer": None}, DEEPSPEED_OPTIMIZER, {}),
+        (2, {"optimizer": {"type": "sgd", "lr": 0.1, "momentum": 0.9}}, {}, OFFLOAD),
+        (
+            3,
+            {
+                "optimizer": {
+                    **ADAM,
+                    "parameter_groups": [
+                        [["bias"], {"lr": 0.02}],
+                        [["weight_hh"], {"lr": 0.005, "betas": [0.8, 0.9]}],
+                    ],
+                },
+                "learning_rate_scheduler": {"type": "slanted_triangular"},
+            },
+            {},
+            {"sub_group_size": 150},
+        ),
+        (3, {"no_grad": ["bias_hh"]}, {}, {"stage3_param_persistence_threshold": 100}),
+        (
+            3,
+            {"no_grad": ["token_embedder"]},
+            BF16,
+            {**OFFLOAD, "offload_param": {"device": "cpu"}},
+        ),
     ],
 )
 def test_everything_is_loaded_as_it_was(
@@ -191,7 +181,7 @@ def test_everything_is_loaded_as_it_was(
 ):
     overrides = {f"trainer.{key}": value for key, value in trainer.items()}
     before, after = (
-        deepspeed(resizable(workers, overrides), stage, **sections) for workers in (4, 2)
+        deepspeed(resizable(workers, overrides), stage, **sections) for workers in (2, 1)
     )
     for config in (before, after):
         config["trainer"]["deepspeed_config"]["zero_optimization"].update(zero)
@@ -202,8 +192,7 @@ def test_everything_is_loaded_as_it_was(
         assert_continues(recovered, uninterrupted)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("sections", [{}, BF16])
+@pytest.mark.parametrize("stage, sections", [(2, {}), (3, BF16)])
 def test_tied_and_frozen_parameters_and_buffers_are_loaded_as_they_were(
     experiments: Experiments, tmp_path: Path, stage: int, sections: Config
 ):

@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 from random import Random
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import pytest
 
@@ -121,19 +121,7 @@ def delete(path: Path, random: Random) -> None:
     path.unlink()
 
 
-DAMAGES: Sequence[Callable[[Path, Random], None]] = (flip, truncate, delete)
-KINDS = ("model states", "optimizer states", "training state", "best weights", "record")
-CASES = [
-    # Each kind of file with each stage, and with each kind of damage.
-    (stage, kind, DAMAGES[(stage + i) % len(DAMAGES)])
-    for stage in range(4)
-    for i, kind in enumerate(KINDS)
-    if stage > 0 or kind != "optimizer states"
-]
-CASE_NAMES = [f"stage {stage}, {kind}, {damage.__name__}" for stage, kind, damage in CASES]
-
-
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_every_damage_of_every_file_is_noticed(
     experiments: Experiments, tmp_path: Path, stage: int
 ):
@@ -150,13 +138,25 @@ def test_every_damage_of_every_file_is_noticed(
     assert is_whole(checkpoint)
 
 
-@pytest.mark.parametrize("stage, kind, damage", CASES, ids=CASE_NAMES)
+@pytest.mark.parametrize(
+    "stage, kind, damage, is_recovered",
+    [
+        (0, "model states", flip, True),
+        (0, "record", truncate, False),
+        (2, "optimizer states", delete, False),
+        (2, "best weights", flip, True),
+        (3, "optimizer states", truncate, True),
+        (3, "training state", flip, False),
+        (3, "model states", delete, False),
+    ],
+)
 def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(
     experiments: Experiments,
     tmp_path: Path,
     stage: int,
     kind: str,
     damage: Callable[[Path, Random], None],
+    is_recovered: bool,
 ):
     config = experiment(stage)
     reference = experiments.run(config)
@@ -179,8 +179,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(
     assert is_whole(older)
     assert before == {path: path.read_bytes() for path in newest.rglob("*") if path.is_file()}
 
-    if CASES.index((stage, kind, damage)) % 4 != 1:
-        return  # a recovery takes long, and one at each stage will do
+    if not is_recovered:
+        return
     config["trainer"]["checkpointer"] = {**KEEP_ALL, "on_corrupt": "previous"}
     recover(result, config).check()
     assert differences(result, reference) == []
@@ -326,12 +326,9 @@ def assert_ended_with(message: str, result: Result, run: Run) -> None:
 @pytest.mark.parametrize(
     "phase, operation, rank, error, variant",
     [
-        ("save", "make_directory", 0, "ENOSPC", "plain"),
         ("save", "save", 1, "EROFS", "plain"),
-        ("save", "link", 0, "ENOSPC", "plain"),
         ("commit", "save", 1, "ENOSPC", "async"),
         ("commit", "flush", 1, "EIO", "plain"),
-        ("commit", "write", 0, "ENOSPC", "plain"),
         ("commit", "rename", 0, "EROFS", "async"),
         ("prune", "remove", 0, "EROFS", "plain"),
         ("best_weights", "save", 0, "ENOSPC", "plain"),
@@ -346,7 +343,7 @@ def test_a_file_operation_that_fails_ends_training_until_it_is_recovered(
     error: str,
     variant: str,
 ):
-    reference = references.run(0 if variant == "plain" else 1, variant)
+    reference = references.run(0 if variant == "plain" else 2, variant)
     points = [
         point
         for point in reference.points_of(phase)
@@ -374,7 +371,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-@pytest.mark.parametrize("stage, async_save", [(0, False), (2, True), (3, False)])
+@pytest.mark.parametrize("stage, async_save", [(2, True), (3, False)])
 def test_a_full_disk_ends_training_and_leaves_what_was_committed(
     small_disk: Path, tmp_path: Path, stage: int, async_save: bool
 ):
