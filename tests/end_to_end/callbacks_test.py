@@ -15,8 +15,7 @@ from tests.support.experiment import (
 WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 3])
+@pytest.mark.parametrize("num_gradient_accumulation_steps, stage", [(3, 0), (1, 2), (3, 3)])
 def test_a_callback_that_changes_gradients_sees_those_of_all_ranks(
     experiments: Experiments, stage: int, num_gradient_accumulation_steps: int
 ):
@@ -31,7 +30,7 @@ def test_a_callback_that_changes_gradients_sees_those_of_all_ranks(
     assert_same_run(experiments.run(deepspeed(config, stage)), experiments.run(config))
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_callback_may_go_backward_more_than_once(experiments: Experiments, stage: int):
     # Not against `gradient_descent`: DistributedDataParallel doesn't reduce a second backward pass.
     once = load_config("tagger", WORKERS)

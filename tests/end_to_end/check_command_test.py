@@ -8,7 +8,7 @@ from typing import Any, Dict, List
 
 import pytest
 
-from tests.support.command import REPOSITORY, Run, allennlp
+from tests.support.command import Run, allennlp
 from tests.support.experiment import ONE_PROCESS, TWO_WORKERS, load_config
 
 NAMES = ("allennlp_deepspeed", "tests.fixtures")
@@ -157,47 +157,33 @@ def test_overrides_are_checked_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, line",
+    "name, line",
     [
-        (None, "nowhere.jsonnet"),
-        ("{'trainer': {'type': 'deepspeed'}", "config.jsonnet can't be read, with its overrides: "),
-        ("{trainer: unknown}", "config.jsonnet can't be read, with its overrides: "),
-        ("[1]", "The config file has [1] in it: it must be an object"),
-        ("{}", "'trainer.type' isn't \"deepspeed\""),
-        ('{"trainer": {"type": "gradient_descent"}}', "'trainer.type' isn't \"deepspeed\""),
+        ("nowhere.jsonnet", "nowhere.jsonnet"),
+        ("config.jsonnet", "config.jsonnet can't be read, with its overrides: "),
     ],
-    ids=["missing file", "open brace", "unknown variable", "list", "empty", "other trainer"],
 )
-def test_what_is_no_config_is_told_in_a_line(tmp_path: Path, text: str, line: str) -> None:
-    if text is None:
-        refused = run(tmp_path, "deepspeed", "check", "nowhere.jsonnet")
-    else:
-        refused = check(tmp_path, text)
+def test_what_is_no_config_is_told_in_a_line(tmp_path: Path, name: str, line: str) -> None:
+    (tmp_path / "config.jsonnet").write_text("{'trainer': {'type': 'deepspeed'}")
+    refused = run(tmp_path, "deepspeed", "check", name)
     assert refused.returncode == 1
     assert "Traceback" not in refused.output
     assert line in refused.output, refused.output
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"type": "deepspeed_loop_of_a_user"},
-        {"trainer.type": "deepspeed_of_a_user"},
-        {
-            "trainer.callbacks": [
-                {"type": "notes", "path": "notes.txt", "others": ["a.txt", "nowhere/b.txt"]}
-            ]
-        },
-    ],
-    ids=["train loop", "trainer", "Path"],
-)
-def test_classes_of_the_users_are_taken_and_train(tmp_path: Path, changes: Dict[str, Any]) -> None:
+def test_classes_of_the_users_are_taken_and_train(tmp_path: Path) -> None:
     packages = (*NAMES, "of_a_user")
-    config = classifier(ONE_PROCESS, {"trainer.num_epochs": 1}, changes)
-    check(tmp_path, config, packages=packages).check()
+    notes = {"type": "notes", "path": "notes.txt", "others": ["a.txt", "nowhere/b.txt"]}
+    changes = {
+        "type": "deepspeed_loop_of_a_user",
+        "trainer.type": "deepspeed_of_a_user",
+        "trainer.callbacks": [notes],
+        "trainer.num_epochs": 1,
+    }
+    check(tmp_path, classifier(ONE_PROCESS, changes), packages=packages).check()
     run(tmp_path, "train", "config.jsonnet", "-s", "out", packages=packages).check()
     assert (tmp_path / "out" / "model.tar.gz").exists()
-    assert (tmp_path / "notes.txt").exists() == ("trainer.callbacks" in changes)
+    assert (tmp_path / "notes.txt").exists()
 
 
 def test_a_train_loop_of_the_users_has_the_trainer_that_it_likes(tmp_path: Path) -> None:
@@ -212,15 +198,6 @@ def test_a_train_loop_of_the_users_has_the_trainer_that_it_likes(tmp_path: Path)
     assert_refused(refused, ["'trainer.type' isn't \"deepspeed\""])
     run(tmp_path, "train", "config.jsonnet", "-s", "out", packages=packages).check()
     assert (tmp_path / "notes.txt").read_text() == "once more once more "
-
-
-@pytest.mark.parametrize("name", ["verse_classifier", "zero_3_offload"])
-def test_recipes_are_sound(name: str, tmp_path: Path) -> None:
-    recipe = REPOSITORY / "training_configs" / f"{name}.jsonnet"
-    data = str(REPOSITORY / "tests/fixtures/data/classification_train.jsonl")
-    overrides = dict.fromkeys(("train_data_path", "validation_data_path"), data)
-    checked = run(tmp_path, "deepspeed", "check", recipe, "-o", json.dumps(overrides)).check()
-    assert "can be trained with this DeepSpeed configuration:" in checked.output
 
 
 def test_what_the_first_step_finds_is_auto(tmp_path: Path) -> None:

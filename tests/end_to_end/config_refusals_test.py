@@ -30,18 +30,9 @@ def assert_ends_with(run: Run, *lines: str) -> None:
         assert said.startswith(line), run.output[-3000:]
 
 
-@pytest.mark.parametrize(
-    "text, line",
-    [
-        ("{", "/config.json can't be read, with its overrides: "),
-        ("", "/config.json can't be read, with its overrides: "),
-        ("[]", "The config file has [] in it: it must be an object"),
-        ('{"trainer": {"type": "deepsped"}}', "'trainer.type' is \"deepsped\", which is no regis"),
-    ],
-)
-def test_what_is_no_config_is_told_in_a_line(tmp_path: Path, text: str, line: str) -> None:
-    run = train(text, tmp_path)
-    assert_ends_with(run, str(tmp_path) + line if line.startswith("/") else line)
+def test_what_is_no_config_is_told_in_a_line(tmp_path: Path) -> None:
+    run = train("{", tmp_path)
+    assert_ends_with(run, f"{tmp_path}/config.json can't be read, with its overrides: ")
 
 
 @pytest.mark.parametrize("workers", [ONE_PROCESS, TWO_WORKERS], ids=["one process", "workers"])

@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from typing import Any, Dict
 
-import pytest
-
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, assert_ends_alike, recover
 from tests.end_to_end.communication_test import COUNTED, MODEL_BYTES, communication
 from tests.support.experiment import (
@@ -40,45 +38,34 @@ def metrics(result: Result) -> Dict[str, Any]:
     return {key: value for key, value in result.metrics().items() if "communication" not in key}
 
 
-@pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 2])
-def test_training_is_that_of_gradient_descent(
-    experiments: Experiments, num_gradient_accumulation_steps: int
-):
-    accumulation = {"trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps}
-    config = load_config("tagger", FOUR_WORKERS, accumulation)
-    reference = experiments.run(config)
-    config = load_config("tagger", FOUR_WORKERS, accumulation, COUNTED)
+# As many as DeepSpeed keeps by itself until the backward pass, if nothing is said.
+ROOM = {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
+TWO_MICRO_BATCHES: Config = {"trainer.num_gradient_accumulation_steps": 2}
+
+
+def test_training_is_that_of_gradient_descent(experiments: Experiments):
+    reference = experiments.run(load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES))
+    config = load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES, COUNTED)
     result = experiments.run(sharded(config, within=2))
     assert_same_metrics(metrics(result), metrics(reference))
     assert_same_weights(result.weights(), reference.weights())
 
 
-@pytest.mark.parametrize("num_gradient_accumulation_steps", [1, 2])
-def test_parameters_come_from_all_ranks_once_a_step(
-    experiments: Experiments, num_gradient_accumulation_steps: int
-):
-    accumulation = {"trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps}
-    config = load_config("tagger", FOUR_WORKERS, accumulation, COUNTED)
+def test_parameters_come_from_all_ranks_once_a_step(experiments: Experiments):
+    config = load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES, COUNTED)
     # After the first epoch, in which DeepSpeed records the order of the parameters.
     over_all = communication(experiments.run(sharded(config)), 1)
     within_two = communication(experiments.run(sharded(config, within=2)), 1)
-    # Each forward and each backward pass gathers them.
-    passes = 2 * num_gradient_accumulation_steps
-    assert over_all["all_gather_bytes_per_step"] == passes * MODEL_BYTES
+    # The forward and the backward pass of each micro-batch gather them.
+    assert over_all["all_gather_bytes_per_step"] == 4 * MODEL_BYTES
     assert within_two["all_gather_bytes_per_step"] == MODEL_BYTES
-    assert within_two["all_gather_2_ranks_bytes_per_step"] == (passes - 1) * MODEL_BYTES
+    assert within_two["all_gather_2_ranks_bytes_per_step"] == 3 * MODEL_BYTES
     # Gradients go where they always go.
     assert within_two["reduce_scatter_bytes"] == over_all["reduce_scatter_bytes"]
 
 
-@pytest.mark.parametrize(
-    "num_gradient_accumulation_steps", [pytest.param(1, marks=pytest.mark.soak), 2]
-)
-def test_parameters_stay_gathered_until_the_step_ends(
-    experiments: Experiments, num_gradient_accumulation_steps: int
-):
-    accumulation = {"trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps}
-    config = load_config("tagger", FOUR_WORKERS, accumulation, COUNTED)
+def test_parameters_stay_gathered_until_the_step_ends(experiments: Experiments):
+    config = load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES, COUNTED)
     result = experiments.run(sharded(config, reshard_after_micro_batch=False))
     counts = communication(result, 1)
     assert counts["all_gather_bytes_per_step"] == MODEL_BYTES
@@ -86,11 +73,6 @@ def test_parameters_stay_gathered_until_the_step_ends(
     assert counts["reduce_scatter_bytes"] == communication(reference, 1)["reduce_scatter_bytes"]
     assert metrics(result) == metrics(reference)
     assert_same_weights(result.weights(), reference.weights(), tolerance=0)
-
-
-# As many as DeepSpeed keeps by itself until the backward pass, if nothing is said.
-ROOM = {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
-TWO_MICRO_BATCHES: Config = {"trainer.num_gradient_accumulation_steps": 2}
 
 
 def test_by_itself_parameters_stay_gathered_if_there_is_room(experiments: Experiments):
@@ -118,70 +100,33 @@ def test_that_there_is_no_room_is_said(experiments: Experiments):
     assert communication(result, 1) == communication(experiments.run(sharded(config)), 1)
 
 
-@pytest.mark.parametrize(
-    "last, why",
-    [("checkpoint_e1_b1", "as before"), ("checkpoint_e0_b1", "from here on: gathered they take")],
-    ids=["found", "not found yet"],
-)
-def test_parameters_stay_gathered_in_a_recovered_run(
-    experiments: Experiments, tmp_path: Path, last: str, why: str
-):
+def test_parameters_stay_gathered_in_a_recovered_run(experiments: Experiments, tmp_path: Path):
     config = load_config("tagger", CHECKPOINTS, FOUR_WORKERS, TWO_MICRO_BATCHES)
     config = sharded(config, reshard_after_micro_batch="auto", **ROOM)
     config["trainer"]["checkpointer"]["save_every_num_batches"] = 1
     uninterrupted = experiments.run(config)
-    recovered = recover(uninterrupted, tmp_path, config, last)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b1")
     assert_ends_alike(recovered, uninterrupted)
     log = (recovered.serialization_dir / "out_worker0.log").read_text()
     # After that of the training before.
     lines = re.findall("Parameters stay gathered until each step ends.*", log)
-    assert len(lines) == 2 and why in lines[1]
+    assert len(lines) == 2 and "as before" in lines[1]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"within": 2}, id="within 2"),
-        pytest.param({"reshard_after_micro_batch": False}, id="gathered", marks=pytest.mark.soak),
-    ],
-)
-@pytest.mark.parametrize(
-    "overrides, zero",
-    [
-        pytest.param(
-            {},
-            {"stage3_param_persistence_threshold": 100},
-            id="small ones kept whole",
-            marks=pytest.mark.soak,
-        ),
-        pytest.param({"trainer.moving_average": {"decay": 0.9}}, {}, id="moving average"),
-        pytest.param(
-            {"trainer.no_grad": ["bias"]}, {}, id="frozen parameters", marks=pytest.mark.soak
-        ),
-        pytest.param(
-            {},
-            {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-            id="offload",
-        ),
-    ],
-)
-def test_weights_are_those_of_plain_stage_3(
-    experiments: Experiments, overrides: Config, zero: Dict[str, Any], settings: Dict[str, Any]
-):
-    config = load_config("tagger", FOUR_WORKERS, overrides)
-    actual = experiments.run(sharded(config, **settings, **zero))
+def test_weights_with_offload_are_those_of_plain_stage_3(experiments: Experiments):
+    config = load_config("tagger", FOUR_WORKERS, {"trainer.moving_average": {"decay": 0.9}})
+    zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    actual = experiments.run(sharded(config, within=2, **zero))
     expected = experiments.run(sharded(config, **zero))
     assert actual.metrics() == expected.metrics()
     assert_same_weights(actual.weights(), expected.weights(), tolerance=0)
 
 
-@pytest.mark.parametrize("last", ["checkpoint_e1_b2", "checkpoint_e1_b0"])
-def test_a_recovered_run_ends_as_an_uninterrupted_one(
-    experiments: Experiments, tmp_path: Path, last: str
-):
+def test_a_recovered_run_ends_as_an_uninterrupted_one(experiments: Experiments, tmp_path: Path):
     config = sharded(load_config("tagger", CHECKPOINTS, FOUR_WORKERS), within=2)
     uninterrupted = experiments.run(config)
-    assert_ends_alike(recover(uninterrupted, tmp_path, config, last), uninterrupted)
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
+    assert_ends_alike(recovered, uninterrupted)
 
 
 def test_a_checkpoint_is_continued_by_fewer_workers_than_a_node_had(

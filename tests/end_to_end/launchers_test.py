@@ -43,14 +43,11 @@ ACCELERATE = [
 ]
 DEEPSPEED = [str(BIN / "deepspeed"), "--num_gpus", "2", "--no_local_rank"]
 
-# Slurm and Open MPI have stand-ins that give the environment of the real ones.
+# Slurm has a stand-in that gives the environment of the real one.
 LAUNCHERS: Dict[str, List[str]] = {
     "torchrun": [*TORCHRUN, "--standalone", "-m"],
-    "torchrun_static": [*TORCHRUN, "--master-port", "PORT", "-m"],
     "accelerate": [*ACCELERATE, "--main_process_port", "PORT", "-m"],
     "deepspeed": [*DEEPSPEED, "--master_port", "PORT", "--module"],
-    "mpich": [str(BIN / "mpiexec"), "-n", "2", *PYTHON_MODULE],
-    "open_mpi": [*STAND_IN, "open_mpi", "2", *PYTHON_MODULE],
     "srun": [*STAND_IN, "srun", "2", *PYTHON_MODULE],
     "environment": [*STAND_IN, "environment", "2", *PYTHON_MODULE],
 }
@@ -82,13 +79,7 @@ def changed(**trainer: object) -> Config:
     return {**LAUNCHED_CONFIG, "trainer": {**LAUNCHED_CONFIG["trainer"], **trainer}}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.soak if name == "torchrun_static" else ())
-        for name in LAUNCHERS
-    ],
-)
+@pytest.mark.parametrize("name", ["torchrun", "accelerate", "deepspeed", "srun"])
 def test_a_launchers_processes_train_as_workers_do(
     experiments: Experiments, launched: LaunchedCommands, tmp_path: Path, name: str
 ) -> None:

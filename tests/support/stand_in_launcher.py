@@ -34,17 +34,6 @@ def srun(rank: int, size: int) -> Environment:
     }
 
 
-def open_mpi(rank: int, size: int) -> Environment:
-    """Open MPI 4 and 5."""
-    return {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(size),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
-        "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1",
-    }
-
-
 def environment(rank: int, size: int) -> Environment:
     """PyTorch's `env://`, by hand. Which processes are of one node, the address says."""
     return {
@@ -58,7 +47,6 @@ def environment(rank: int, size: int) -> Environment:
 
 _LAUNCHERS: Dict[str, Callable[[int, int], Environment]] = {
     "srun": srun,
-    "open_mpi": open_mpi,
     "environment": environment,
 }
 
