@@ -2,17 +2,12 @@
 Training in a lower precision ends where training in fp32 does, and leaves a model in fp32.
 """
 
-import json
-from typing import Dict
-
 import pytest
 
-from tests.support.command import allennlp
 from tests.support.experiment import (
     TWO_WORKERS,
     Config,
     Experiments,
-    Result,
     assert_fp32_master_weights,
     assert_same_run,
     assert_trains_alike,
@@ -37,14 +32,13 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_bf16_trains_as_fp32_does(experiments: Experiments, stage: int) -> None:
     config = load_config("classifier", TWO_WORKERS, EPOCHS)
     actual = experiments.run(deepspeed(config, stage, **BF16))
     expected = experiments.run(config)
     assert_trains_alike(actual, expected)
     assert_fp32_master_weights(actual)
-    assert evaluate(actual) == pytest.approx(evaluate(expected), abs=0.05)
 
 
 def test_torch_autocast_trains_as_fp32_does(experiments: Experiments) -> None:
@@ -59,19 +53,3 @@ def test_use_amp_is_autocast_to_bf16_on_a_cpu(experiments: Experiments) -> None:
     use_amp = load_config("classifier", TWO_WORKERS, SLOWLY, {"trainer.use_amp": True})
     actual = experiments.run(deepspeed(use_amp, 2))
     assert_same_run(actual, experiments.run(deepspeed(config, 2, **AUTOCAST)), tolerance=0)
-
-
-def evaluate(result: Result) -> Dict[str, float]:
-    """What `allennlp evaluate` says of the validation data."""
-    config = json.loads((result.serialization_dir / "config.json").read_text())
-    output = result.serialization_dir / "evaluation.json"
-    allennlp(
-        "evaluate",
-        result.archive,
-        config["validation_data_path"],
-        "--cuda-device",
-        -1,
-        "--output-file",
-        output,
-    ).check()
-    return json.loads(output.read_text())

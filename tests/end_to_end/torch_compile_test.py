@@ -28,21 +28,18 @@ DROPOUT: Config = {
 PLAIN = load_config("classifier", DROPOUT)
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Config:
-    config = deepspeed(PLAIN, 2)
-    config["trainer"].update(
+def test_the_archive_is_that_of_a_training_without_also_after_an_interruption(
+    experiments: Experiments, tmp_path: Path
+):
+    compiled = deepspeed(PLAIN, 2)
+    compiled["trainer"].update(
         torch_compile=GRAPHS,
         checkpointer={"save_every_num_batches": 2, "keep_most_recent_by_count": None},
     )
-    return config
-
-
-def test_the_archive_is_that_of_a_training_without(
-    experiments: Experiments, compiled: Config, tmp_path: Path
-):
     result, expected = experiments.run(compiled), experiments.run(PLAIN)
     assert_same_run(result, expected)
+    continued = recover(result, tmp_path, compiled, "checkpoint_e0_b2")
+    assert_same_weights(continued.weights(), result.weights(), tolerance=1e-6)
     inputs = tmp_path / "inputs.jsonl"
     inputs.write_text(json.dumps({"sentence": "name1 verb2 noun3"}))
     predicted = []
@@ -51,11 +48,3 @@ def test_the_archive_is_that_of_a_training_without(
         allennlp("predict", archive, inputs, "--output-file", output, "--silent").check()
         predicted.append(json.loads(output.read_text())["probs"])
     assert predicted[0] == pytest.approx(predicted[1], rel=1e-4)
-
-
-def test_a_training_goes_on_after_an_interruption(
-    experiments: Experiments, compiled: Config, tmp_path: Path
-):
-    result = experiments.run(compiled)
-    continued = recover(result, tmp_path, compiled, "checkpoint_e0_b2")
-    assert_same_weights(continued.weights(), result.weights(), tolerance=1e-6)
