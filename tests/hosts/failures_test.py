@@ -60,21 +60,11 @@ def freeze(hosts: Hosts, commands: List[Command]) -> None:
     commands[1].signal(signal.SIGSTOP)
 
 
-def cut(hosts: Hosts, commands: List[Command]) -> None:
-    hosts[1].cut_link()
-
-
 @pytest.mark.parametrize(
     "act, expected",
     [
         (kill, "It has lost the connection to another rank"),
         (freeze, "Another rank hasn't entered the same collective within 'distributed.timeout'"),
-        # One side waits for the store for a minute.
-        pytest.param(
-            cut,
-            "Another rank hasn't entered the same collective within 'distributed.timeout'",
-            marks=pytest.mark.soak,
-        ),
     ],
 )
 def test_a_host_that_is_gone_is_missed(
@@ -92,25 +82,19 @@ def test_a_host_that_is_gone_is_missed(
         assert second.returncode == 1 and not second.timed_out
 
 
-@pytest.mark.parametrize("act", [kill, pytest.param(freeze, marks=pytest.mark.soak)])
-def test_the_host_of_the_store_is_missed(
-    two_hosts: Hosts, tmp_path: Path, act: Callable[..., None]
-):
+def test_the_host_of_the_store_is_missed(two_hosts: Hosts, tmp_path: Path):
     commands = start_training(two_hosts, tmp_path, endless(two_hosts))
-    act(two_hosts, commands[::-1])
-    commands[1].join(TIME_LIMIT)
     commands[0].signal(signal.SIGKILL)
     _, second = wait_for_all(commands, TIME_LIMIT)
     assert "lost the" in message(second) or "Another rank" in message(second)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
-def test_a_rank_that_is_stuck_ends_all(two_hosts: Hosts, tmp_path: Path, rank: int):
-    stuck = {"type": "be_stuck", "point": "step 2 of epoch 0", "rank": rank}
+def test_a_rank_that_is_stuck_ends_all(two_hosts: Hosts, tmp_path: Path):
+    stuck = {"type": "be_stuck", "point": "step 2 of epoch 0", "rank": 1}
     commands = start(two_hosts, tmp_path, endless(two_hosts, stuck))
     runs = wait_for_all(commands, TIME_LIMIT)
-    assert "Timed out waiting 4000ms" in message(runs[1 - rank])
-    assert "another node has ended the training" in message(runs[rank])
+    assert "Timed out waiting 4000ms" in message(runs[0])
+    assert "another node has ended the training" in message(runs[1])
 
 
 def test_ctrl_c_on_one_host_ends_all(two_hosts: Hosts, tmp_path: Path):

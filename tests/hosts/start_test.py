@@ -112,14 +112,6 @@ def test_an_interface_that_gloo_can_not_use_is_named(two_hosts: Hosts, tmp_path:
         assert "this host has lo, eth0" in message(run)
 
 
-@pytest.mark.soak
-def test_an_interface_that_leads_nowhere_is_named(two_hosts: Hosts, tmp_path: Path):
-    config = experiment(two_hosts)
-    environment = {"GLOO_SOCKET_IFNAME": "lo"}
-    for run in wait_for_all(start(two_hosts, tmp_path, config, environment=environment), 60):
-        assert "GLOO_SOCKET_IFNAME is 'lo'" in message(run)
-
-
 def test_what_differs_between_nodes_is_named(two_hosts: Hosts, tmp_path: Path):
     commands = []
     for rank, lr in enumerate([0.1, 0.2]):
