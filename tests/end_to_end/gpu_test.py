@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from allennlp.common.testing import requires_gpu, requires_multi_gpu
+from allennlp.common.testing import requires_gpu
 
 from allennlp_deepspeed.attention import BlockSparseAttention
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
 from tests.end_to_end.grad_cache_test import CHUNK_SIZES, EVERYTHING, cached
-from tests.end_to_end.offload_test import OPTIMIZERS as COUNTERPARTS
 from tests.end_to_end.offload_test import TRAINING as STEPS
 from tests.end_to_end.offload_test import stepped_by, with_preset
 from tests.end_to_end.parity_test import TRAINING, check_parity
@@ -37,21 +36,22 @@ from tests.unit.attention.block_sparse_attention_test import LAYOUTS
 TWO_GPUS: Config = {"distributed": {"cuda_devices": [0, 1]}}
 ONE_GPU: Config = {"trainer.cuda_device": 0}
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-MODELS = pytest.mark.parametrize("model", TRAINING)
-
-PRECISIONS = pytest.mark.parametrize(
-    "precision",
+ON_ONE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+ON_TWO = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two")]
+WORLDS = pytest.mark.parametrize(
+    "world",
     [
-        # From the usual 2 ** 16, the loss scale comes down to one that fits by leaving out steps.
-        pytest.param(FP16, id="fp16"),
-        pytest.param(BF16, id="bf16"),
-        pytest.param(AUTOCAST, id="torch_autocast"),
+        pytest.param(ONE_GPU, marks=ON_ONE, id="one"),
+        pytest.param(TWO_GPUS, marks=ON_TWO, id="two"),
     ],
 )
 
-OPTIMIZERS = pytest.mark.parametrize(
-    "optimizer", [pytest.param({}, id="adam"), pytest.param(SGD, id="sgd")]
+# Each precision, at each stage. From the usual 2 ** 16, the loss scale of fp16 comes down to one
+# that fits by leaving out steps.
+PRECISIONS = pytest.mark.parametrize(
+    "precision, stage",
+    [(AUTOCAST, 0), (FP16, 2), (BF16, 3)],
+    ids=["torch_autocast", "fp16", "bf16"],
 )
 
 # With few instances in a step, SGD at this rate makes something else of each rounding, in fp32 too.
@@ -84,28 +84,17 @@ def gpu_experiments(session_directory: Path) -> Experiments:
     return Experiments(session_directory / "gpu_experiments", run_on_gpu)
 
 
-@requires_gpu
-@STAGES
-@MODELS
-def test_training_on_one_gpu_is_that_of_gradient_descent(
-    gpu_experiments: Experiments, model: str, stage: int
+@WORLDS
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("model", TRAINING)
+def test_training_is_that_of_gradient_descent(
+    gpu_experiments: Experiments, model: str, stage: int, world: Config
 ) -> None:
-    config = load_config(model, ONE_GPU, TRAINING[model])
-    check_parity(gpu_experiments, config, stage, TOLERANCE)
-
-
-@requires_multi_gpu
-@STAGES
-@MODELS
-def test_training_on_two_gpus_is_that_of_gradient_descent(
-    gpu_experiments: Experiments, model: str, stage: int
-) -> None:
-    config = load_config(model, TWO_GPUS, TRAINING[model])
-    check_parity(gpu_experiments, config, stage, TOLERANCE)
+    check_parity(gpu_experiments, load_config(model, world, TRAINING[model]), stage, TOLERANCE)
 
 
 @requires_gpu
-@STAGES
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_compiled_model_trains_as_with_gradient_descent(
     gpu_experiments: Experiments, stage: int
 ) -> None:
@@ -120,25 +109,17 @@ def test_a_compiled_model_trains_as_with_gradient_descent(
     assert_same_weights(actual.weights(), expected.weights(), TOLERANCE)
 
 
-@requires_gpu
-@STAGES
+@WORLDS
 @PRECISIONS
-@OPTIMIZERS
-def test_precisions_on_one_gpu_train_as_fp32_does(
-    gpu_experiments: Experiments, optimizer: Config, precision: Config, stage: int
+@pytest.mark.parametrize("optimizer", [{}, SGD], ids=["adam", "sgd"])
+def test_precisions_train_as_fp32_does(
+    gpu_experiments: Experiments, optimizer: Config, precision: Config, stage: int, world: Config
 ) -> None:
-    world = {**ONE_GPU, **LARGE_BATCHES, **optimizer}
-    check_precision(gpu_experiments, world, precision, stage)
-
-
-@requires_multi_gpu
-@STAGES
-@PRECISIONS
-@OPTIMIZERS
-def test_precisions_on_two_gpus_train_as_fp32_does(
-    gpu_experiments: Experiments, optimizer: Config, precision: Config, stage: int
-) -> None:
-    check_precision(gpu_experiments, {**TWO_GPUS, **optimizer}, precision, stage)
+    size = LARGE_BATCHES if world is ONE_GPU else {}
+    config = load_config("classifier", {**world, **size, **optimizer}, EPOCHS)
+    actual = gpu_experiments.run(deepspeed(config, stage, **precision))
+    assert_trains_alike(actual, gpu_experiments.run(config))
+    assert_fp32_master_weights(actual)
 
 
 @requires_gpu
@@ -149,8 +130,15 @@ def test_adagrad_has_its_state_on_the_gpu(gpu_experiments: Experiments) -> None:
 
 
 @requires_gpu
-@pytest.mark.parametrize("preset", ["zero_2_offload", "zero_3_offload"])
-@pytest.mark.parametrize("name", COUNTERPARTS)
+@pytest.mark.parametrize(
+    "name, preset",
+    [
+        ("adam", "zero_3_offload"),
+        ("adamw", "zero_2_offload"),
+        ("adagrad", "zero_3_offload"),
+        ("lion", "zero_2_offload"),
+    ],
+)
 def test_offloaded_training_on_one_gpu_is_that_of_gradient_descent(
     gpu_experiments: Experiments, name: str, preset: str
 ) -> None:
@@ -160,8 +148,7 @@ def test_offloaded_training_on_one_gpu_is_that_of_gradient_descent(
 
 
 @requires_gpu
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("name", ["adam", "adamw", "lion"])
+@pytest.mark.parametrize("name, stage", [("adam", 0), ("adamw", 2), ("lion", 3)])
 def test_fused_optimizers_step_as_their_counterparts_do(
     gpu_experiments: Experiments, name: str, stage: int
 ) -> None:
@@ -184,14 +171,12 @@ def test_fused_lamb_steps_as_its_paper_says(gpu_experiments: Experiments) -> Non
 
 
 @requires_gpu
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_use_amp_trains_as_with_gradient_descent(gpu_experiments: Experiments, stage: int) -> None:
+def test_use_amp_trains_as_with_gradient_descent(gpu_experiments: Experiments) -> None:
     config = load_config("classifier", ONE_GPU, EPOCHS, LARGE_BATCHES, {"trainer.use_amp": True})
-    assert_trains_alike(gpu_experiments.run(deepspeed(config, stage)), gpu_experiments.run(config))
+    assert_trains_alike(gpu_experiments.run(deepspeed(config, 2)), gpu_experiments.run(config))
 
 
 @requires_gpu
-@STAGES
 @PRECISIONS
 def test_a_recovered_run_on_one_gpu_ends_as_an_uninterrupted_one(
     gpu_experiments: Experiments, tmp_path: Path, precision: Config, stage: int
@@ -224,16 +209,19 @@ def checkpointed(changes: Config, precision: Config, stage: int) -> Config:
     return deepspeed(config, stage, **precision)
 
 
-@requires_gpu
-@STAGES
-def test_gradient_caching_on_one_gpu_is_one_piece(gpu_experiments: Experiments, stage: int) -> None:
-    config = load_config("bi_encoder", ONE_GPU, EVERYTHING, {"data_loader.batch_size": 16})
+@WORLDS
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradient_caching_is_one_piece(
+    gpu_experiments: Experiments, stage: int, world: Config
+) -> None:
+    size = 16 if world is ONE_GPU else 8
+    config = load_config("bi_encoder", world, EVERYTHING, {"data_loader.batch_size": size})
+    whole = load_config("bi_encoder", ONE_GPU, EVERYTHING, {"data_loader.batch_size": 16})
     result = gpu_experiments.run(cached(config, stage, CHUNK_SIZES))
-    assert_same_weights(result.weights(), gpu_experiments.run(config).weights(), TOLERANCE)
+    assert_same_weights(result.weights(), gpu_experiments.run(whole).weights(), TOLERANCE)
 
 
 @requires_gpu
-@STAGES
 @PRECISIONS
 def test_dropout_on_one_gpu_is_the_same_in_both_passes(
     gpu_experiments: Experiments, precision: Config, stage: int
@@ -250,30 +238,28 @@ def test_dropout_on_one_gpu_is_the_same_in_both_passes(
 
 
 @requires_gpu
-@pytest.mark.parametrize("stage", [0, 3])
 def test_dropout_between_layers_on_one_gpu_is_the_same_in_both_passes(
-    gpu_experiments: Experiments, stage: int
+    gpu_experiments: Experiments,
 ) -> None:
     lstm = {"type": "lstm", "input_size": 12, "hidden_size": 8, "num_layers": 2, "dropout": 0.5}
     size = {"data_loader.batch_size": 16, "model.seq2vec_encoder": lstm}
     in_chunks = {"model.type": "bi_encoder_in_chunks", "model.chunk_size": 3}
-    result = gpu_experiments.run(cached(load_config("bi_encoder", ONE_GPU, size), stage))
+    result = gpu_experiments.run(cached(load_config("bi_encoder", ONE_GPU, size), 3))
     with_graphs = load_config("bi_encoder", ONE_GPU, size, in_chunks)
     expected = gpu_experiments.run(deepspeed(with_graphs, 0))
     assert_same_weights(result.weights(), expected.weights(), TOLERANCE)
 
 
 @requires_gpu
-@pytest.mark.parametrize("stage", [0, 3])
 def test_dropout_between_layers_on_one_gpu_is_the_same_when_recomputed(
-    gpu_experiments: Experiments, stage: int
+    gpu_experiments: Experiments,
 ) -> None:
     encoder = {"model.encoder.num_layers": 2, "model.encoder.dropout": 0.5}
     config = load_config("tagger", ONE_GPU, encoder, SGD)
     # The one starts its dropout anew before the module is computed, the other in the module.
     restarting = {**config, "model": {**config["model"], "type": "tagger_restarting_dropout"}}
     config["trainer"]["activation_checkpointing"] = ["^encoder$"]
-    result = gpu_experiments.run(deepspeed(config, stage))
+    result = gpu_experiments.run(deepspeed(config, 3))
     expected = gpu_experiments.run(restarting)
     assert_same_weights(result.weights(), expected.weights(), TOLERANCE)
 
@@ -316,21 +302,3 @@ def test_a_block_sparse_encoder_on_one_gpu_trains_what_dense_attention_does(
     config["model"]["seq2seq_encoder"] = {**encoder, "type": "block_sparse_transformer"}
     result = gpu_experiments.run(deepspeed(config, stage=3))
     assert_same_weights(result.weights(), expected.weights(), TOLERANCE)
-
-
-@requires_multi_gpu
-@STAGES
-def test_gradient_caching_on_two_gpus_is_one_piece(
-    gpu_experiments: Experiments, stage: int
-) -> None:
-    config = load_config("bi_encoder", TWO_GPUS, EVERYTHING, {"data_loader.batch_size": 8})
-    reference = load_config("bi_encoder", ONE_GPU, EVERYTHING, {"data_loader.batch_size": 16})
-    result = gpu_experiments.run(cached(config, stage, CHUNK_SIZES))
-    assert_same_weights(result.weights(), gpu_experiments.run(reference).weights(), TOLERANCE)
-
-
-def check_precision(experiments: Experiments, world: Config, precision: Config, stage: int) -> None:
-    config = load_config("classifier", world, EPOCHS)
-    actual = experiments.run(deepspeed(config, stage, **precision))
-    assert_trains_alike(actual, experiments.run(config))
-    assert_fp32_master_weights(actual)
