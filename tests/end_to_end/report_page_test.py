@@ -1,15 +1,12 @@
 """`allennlp deepspeed report` shows what trainings have left."""
 
-import os
 import re
-import signal
-import urllib.request
 from pathlib import Path
 from typing import List
 
 import pytest
 
-from tests.support.command import Command, allennlp, wait_for_all
+from tests.support.command import allennlp
 from tests.support.experiment import TWO_WORKERS, Experiments, Result, deepspeed, load_config
 
 TIME_LIMIT = 60  # seconds
@@ -41,23 +38,3 @@ def test_runs_are_compared(results: List[Result], tmp_path: Path) -> None:
         assert f"<td>{best:.6g}</td>" in own
     assert re.search("<code>checkpoint_e2_b0</code></td><td>2</td><td>0</td>", own)
     assert "train_micro_batch_size_per_gpu" in own, "Of the resolved configuration"
-
-
-def test_a_directory_without_metrics_is_refused_in_a_line(tmp_path: Path) -> None:
-    run = allennlp("deepspeed", "report", tmp_path)
-    assert run.returncode == 1
-    assert "There is no metrics.jsonl" in run.output
-    assert "Traceback" not in run.output
-
-
-def test_a_run_is_served_until_it_is_interrupted(results: List[Result]) -> None:
-    command = Command("deepspeed", "report", "--watch", results[0].serialization_dir)
-    try:
-        command.wait_until_it_prints("http://localhost:", TIME_LIMIT)
-        (address,) = re.findall(r"http://localhost:\S+", command.output())
-        with urllib.request.urlopen(address, timeout=TIME_LIMIT) as answer:
-            assert b'http-equiv="refresh"' in answer.read()
-    finally:
-        os.kill(command.pid, signal.SIGINT)
-        (run,) = wait_for_all([command], TIME_LIMIT)
-    run.check()
