@@ -129,16 +129,6 @@ def test_a_failure_ends_all_of_a_launchers_processes(
     assert f"{MESSAGE} in step 2 of epoch 0" in launched.output()
 
 
-def test_what_a_config_says_of_workers_has_to_be_what_the_launcher_has_started(
-    launched: LaunchedCommands, tmp_path: Path
-) -> None:
-    config = {**LAUNCHED_CONFIG, "distributed": {"cuda_devices": [-1, -1, -1]}}
-    run = launched.run([*launch("torchrun"), MODULE, *train(config, tmp_path)])
-    assert run.returncode != 0
-    message = "'distributed.cuda_devices' has 3, but torchrun has started 2 processes on each node"
-    assert launched.output().count(message) == 1
-
-
 def test_resume_starts_and_continues_by_one_command(
     experiments: Experiments, tmp_path: Path
 ) -> None:
@@ -155,14 +145,3 @@ def test_resume_starts_and_continues_by_one_command(
     run = allennlp(*arguments, "--recover").check()
     assert f"Continuing from the checkpoint in {out / 'checkpoint_e1_b0'}" in run.output
     assert_same_weights(Result(out).weights(), experiments.run(CONFIG).weights(), tolerance=0)
-
-
-def test_resume_removes_nothing_else(tmp_path: Path) -> None:
-    config = {**CONFIG, "trainer": {**CONFIG["trainer"], "resume": "auto"}}
-    arguments = train(config, tmp_path)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("")
-    run = allennlp(*arguments)
-    assert run.returncode == 1
-    assert 'no training in it that could be continued, but ["thesis.tex"]' in run.output
-    assert (tmp_path / "out" / "thesis.tex").exists()
