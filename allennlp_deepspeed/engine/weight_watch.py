@@ -9,20 +9,19 @@ from allennlp_deepspeed.engine.shards import Fragment, Shards
 
 logger = logging.getLogger(__name__)
 
-# Steps before which this rank's weights are compared, at first and in each epoch.
-_FIRST_STEPS = 3
-
 
 class WeightWatch:
     """
     Notices weights that have been changed outside the optimizer where the change would be lost: the
     optimizer steps other tensors, from which the next step writes the model's weights.
 
-    PyTorch counts the changes of a tensor. Those through `.data` it doesn't, so that this rank's
-    share of the weights is also compared with the tensors that the optimizer steps: before the
-    first steps of an epoch, after its last, whenever `request_comparison` was called, and before
-    anything else writes the weights. What is changed through `.data` in other steps only goes
-    unnoticed.
+    PyTorch counts the changes of a tensor, and DeepSpeed's steps don't count. Such changes are
+    noticed at the next reading of the losses, also if a step has written over them since.
+
+    Changes through `.data` aren't counted either. So this rank's shards of the weights are also
+    compared with the tensors that the optimizer steps: in the first step of an epoch, in each step
+    that follows a reading of the losses, after an epoch, and before anything else writes or saves
+    the weights. A change through `.data` in other steps only goes unnoticed.
 
     # Parameters
 
@@ -44,8 +43,9 @@ class WeightWatch:
         # None on NVMe.
         has_fragments = self._named_parameters and not engine.zero_nvme_offload_optimizer()
         self._fragments = shards.fragments if has_fragments else {}
-        self._steps_in_epoch = 0
-        self._is_requested = False
+        self.is_due = True
+        """Whether the next step is to call `check` and `compare_before_step`."""
+        self._is_first_in_epoch = True
         # Whether each parameter was different, on the device until somebody waits for it anyway.
         self._differences: List[Tuple[str, torch.Tensor]] = []
         # The first parameter that has been found to be changed.
@@ -53,18 +53,17 @@ class WeightWatch:
         self.snapshot()
 
     def start_epoch(self) -> None:
-        self._steps_in_epoch = 0
-
-    def request_comparison(self) -> None:
-        """Has the weights compared before the next step."""
-        self._is_requested = True
+        self.is_due = self._is_first_in_epoch = True
 
     def snapshot(self) -> None:
         """Takes the weights as they are for unchanged."""
         self._versions = [self._versions_of(parameter) for _, parameter in self._named_parameters]
 
     def check(self) -> None:
-        """Looks for parameters that have been changed since the last snapshot."""
+        """
+        Looks for parameters whose changes PyTorch has counted since the last snapshot, or that have
+        elements where stage 3 has left none. To be called before a forward pass gathers them.
+        """
         for (name, parameter), before in zip(self._named_parameters, self._versions):
             version, version_of_partition = self._versions_of(parameter)
             if version == before[0] and not _is_replaced(parameter):
@@ -74,12 +73,9 @@ class WeightWatch:
                 self._found = self._found or name
 
     def compare_before_step(self) -> None:
-        """To be called before each step. Doesn't wait for the device."""
-        is_first = self._steps_in_epoch < _FIRST_STEPS
-        self._steps_in_epoch += 1
-        if is_first or self._is_requested:
-            self._is_requested = False
-            self._compare(over_the_bus=is_first)
+        """Compares weights before the optimizer steps. Doesn't wait for the device."""
+        self._compare(over_the_bus=self._is_first_in_epoch)
+        self.is_due = self._is_first_in_epoch = False
 
     def _compare(self, over_the_bus: bool) -> None:
         for name, parameter in self._named_parameters:
@@ -93,6 +89,7 @@ class WeightWatch:
 
     def has_found(self) -> bool:
         """Whether this rank has found a change. Waits for the device."""
+        self.check()
         differences, self._differences = self._differences, []
         if differences:
             is_different = torch.stack([difference for _, difference in differences]).tolist()
@@ -113,7 +110,6 @@ class WeightWatch:
 
     def warn_if_changed(self) -> None:
         """To be called when there is no next step that would undo a change."""
-        self.check()
         self._compare(over_the_bus=True)
         if self.has_found():
             logger.warning(
@@ -132,7 +128,6 @@ class WeightWatch:
         `RuntimeError`
             On every rank, if any has found one.
         """
-        self.check()
         self._compare(over_the_bus=True)
         if agreement.any_of(self.has_found(), self._device):
             self.raise_error()

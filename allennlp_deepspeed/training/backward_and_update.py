@@ -91,7 +91,8 @@ class GradientStep:
         """
         self.group_size = group_size
         self._num_micro_batches = 0
-        self._weight_watch.check()
+        if self._weight_watch.is_due:
+            self._weight_watch.check()
         self._weights = self._loss_weights.of(batches, group_size, num_fillers)
         # Parameters are resharded before the optimizer steps.
         with self.reshard_after_micro_batch.step(), self._gradients.accumulate():
@@ -143,12 +144,11 @@ class GradientStep:
         `Union[torch.Tensor, float, None]`
             The norm of the gradient before clipping, if `grad_norm` asks for it.
         """
-        self._weight_watch.check()
-        self._weight_watch.compare_before_step()
+        if self._weight_watch.is_due:
+            self._weight_watch.compare_before_step()
         has_stepped, norm = self.step()
         if self._moving_average is not None and has_stepped:
             self._moving_average.apply(num_steps)
-        self._weight_watch.snapshot()
         self._gradients.finish_step()
         self.reshard_after_micro_batch.finish_step()
         return norm

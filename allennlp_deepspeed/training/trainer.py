@@ -590,7 +590,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if agreement.has_changed_weights:
             self._weight_watch.raise_error()
         self._extensions.check(self.cuda_device)
-        self._weight_watch.request_comparison()
+        self._weight_watch.is_due = True
         self._readings.show(agreement.seconds_per_step)
         return agreement
 

@@ -65,21 +65,29 @@ class Change(TrainerCallback):
 
 
 class ChangeOutside(TrainerCallback):
-    """Makes one change, after a step, where it would be lost."""
+    """Changes weights after one step, or after each from it on, where it would be lost."""
 
     def __init__(
-        self, change: Callable[[Any], None], step: int = 2, only_on_rank: Optional[int] = None
+        self,
+        change: Callable[[Any], None],
+        step: int = 2,
+        only_on_rank: Optional[int] = None,
+        is_repeated: bool = False,
     ) -> None:
         super().__init__("")
         self._change = change
         self._step = step
         self._only_on_rank = only_on_rank
+        self._is_repeated = is_repeated
         self._num_steps = 0
 
     def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
         self._num_steps += kwargs["is_training"]
         is_here = self._only_on_rank in (None, torch.distributed.get_rank())
-        if self._num_steps == self._step and is_here:
+        is_due = self._num_steps == self._step or (
+            self._is_repeated and self._num_steps > self._step
+        )
+        if is_due and is_here:
             with torch.no_grad():
                 self._change(trainer.model)
 
@@ -255,7 +263,8 @@ def test_a_change_that_would_be_lost_ends_in_an_error_that_names_the_parameter(
         stage,
         deepspeed_config={precision: {"enabled": True}} if precision != "fp32" else {},
         log_every_num_steps=3,
-        callbacks=lambda: [ChangeOutside(change)],
+        # PyTorch doesn't count the changes through `.data`, and step 4 is the first that compares.
+        callbacks=lambda: [ChangeOutside(change, is_repeated=change in (_clamp_data, _replace))],
     )
     (message,) = side.on_all_ranks(_error_of_training)
     assert "'online.weight'" in message or "'target.weight'" in message
