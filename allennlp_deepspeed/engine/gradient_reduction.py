@@ -9,7 +9,7 @@ from allennlp_deepspeed.engine.shards import Shards, whole_shape
 
 class GradientReducer:
     """
-    Hands gradients to DeepSpeed for reduction, instead of DeepSpeed's own hooks.
+    Hands gradients to DeepSpeed for reduction. DeepSpeed's own hooks leave them alone from here on.
 
     # Parameters
 
@@ -37,6 +37,7 @@ class GradientReducer:
         self._group_indices = self._find_group_indices()
         places = {p: i for i, p in enumerate(engine.module.parameters())}
         self.parameters = sorted(self._group_indices, key=lambda p: -places.get(p, -1))
+        internals.disable_gradient_hooks(engine, not self.reduces_all_at_once)
 
     def _find_group_indices(self) -> Dict[torch.nn.Parameter, int]:
         """The trainable parameters, and the index of each one's group in DeepSpeed's optimizer."""
@@ -65,7 +66,7 @@ class GradientReducer:
 
     def start_step(self) -> None:
         """
-        Keeps DeepSpeed from reducing gradients by itself until `end_step`.
+        Clears the gradients of the step before, where DeepSpeed would add to them.
 
         Works around DeepSpeed 0.19.8: at stage 3 a parameter that isn't used in a step is stepped
         with its gradient of the step before, and one that isn't used in the first micro-batch has
@@ -73,10 +74,6 @@ class GradientReducer:
         """
         if self._stage == 3:
             self._optimizer.grad_partitions_flat_buffer.zero_()
-        internals.suspend_gradient_hooks(self._engine, True, not self.reduces_all_at_once)
-
-    def end_step(self) -> None:
-        internals.suspend_gradient_hooks(self._engine, False, not self.reduces_all_at_once)
 
     def start_micro_batch(self, is_last: bool) -> None:
         if self._engine.is_gradient_accumulation_boundary() != is_last:

@@ -100,17 +100,14 @@ def broadcasting_functions() -> Tuple[Callable[..., Any], ...]:
 # Gradient reduction.
 
 
-def suspend_gradient_hooks(
-    engine: DeepSpeedEngine, is_suspended: bool, has_zero_optimizer: bool
-) -> None:
+def disable_gradient_hooks(engine: DeepSpeedEngine, has_zero_optimizer: bool) -> None:
     """
-    Has DeepSpeed's hooks leave gradients alone, or not: what `engine.no_sync` and
-    `engine.coalesce_grad_reduction` set. The latter would reduce all gradients at its end, and not
-    from inside the last backward pass.
+    Has DeepSpeed's hooks leave gradients alone, as within `engine.coalesce_grad_reduction`, which
+    would reduce all gradients at its end, and not from inside the last backward pass.
     """
     if has_zero_optimizer:
-        _set(engine.optimizer, "_coalesce_grad_reduction", is_suspended)
-    _set(engine, "inside_no_sync_ctxt", is_suspended)
+        _set(engine.optimizer, "_coalesce_grad_reduction", True)
+    _set(engine, "enable_backward_allreduce", False)
 
 
 def fill_accumulated_gradient(optimizer: Any, parameter: torch.nn.Parameter) -> None:

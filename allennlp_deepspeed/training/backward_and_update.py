@@ -94,8 +94,9 @@ class GradientStep:
         if self._weight_watch.is_due:
             self._weight_watch.check()
         self._weights = self._loss_weights.of(batches, group_size, num_fillers)
+        self._gradients.start_step()
         # Parameters are resharded before the optimizer steps.
-        with self.reshard_after_micro_batch.step(), self._gradients.accumulate():
+        with self.reshard_after_micro_batch.step():
             yield
 
     def micro_batch(self, batch: TensorDict, is_last: bool) -> Outputs:

@@ -2,21 +2,23 @@
 When gradients are reduced across ranks.
 """
 
+import zlib
+from array import array
 from contextlib import contextmanager
 from functools import partial
-from typing import Callable, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_accelerator
 from allennlp_deepspeed.engine.gradient_reduction import GradientAccumulators, GradientReducer
 from allennlp_deepspeed.engine.phases import BACKWARD, during
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.training import average_over_ranks
 from allennlp_deepspeed.training.average_over_ranks import GradientAverage
-from allennlp_deepspeed.training.ordered_reduction import OrderedReduction
 from allennlp_deepspeed.training.reduction_schedule import (
     AUTO,
     MICRO_BATCH,
@@ -98,29 +100,31 @@ class GradientSynchronizer:
             or average_each_pass
             or (find_unused_parameters and dist.get_world_size() > 1)
         )
+        # `None` where gradients have DeepSpeed's `grad_accum_dtype` and accumulate themselves.
         self._accumulators: Optional[GradientAccumulators] = None
         if stage > 1 and not average_each_pass:
-            dtype = self._reducer.accumulation_dtype
-            self._accumulators = GradientAccumulators(self._parameters, dtype)
+            accumulators = GradientAccumulators(self._parameters, self._reducer.accumulation_dtype)
+            self._accumulators = accumulators if accumulators.parameters else None
         if mode == AUTO:
             mode = _only_sensible_mode(stage, num_micro_batches, average_each_pass)
         num_elements = sum(whole_shape(p).numel() for p in self._parameters)
         self.schedule = ReductionSchedule(mode, num_elements, num_micro_batches)
         """Whether gradients are reduced once a step or with each micro-batch."""
-        self._ordered = OrderedReduction(self._parameters, self._reducer.reduce)
+        self._ordered = OrderedReduction(self._reducer)
         self._average = GradientAverage(self._parameters)
+        # Of the micro-batch: whether the optimizer's step follows, and whether it reduces.
         self._is_last = True
+        self._is_due = True
         self._is_in_no_sync = False
-        # Whether gradients are accumulated locally, and whether the next backward pass reduces.
+        # Whether gradients are accumulated locally.
         self._has_deferred = False
-        self._reduces_in_pass = False
         self._hooks: List[RemovableHandle] = []
         self._add_hooks()
 
     def _add_hooks(self) -> None:
         for i, parameter in enumerate(self._parameters):
             if not self._waits_for_all:
-                self._add_hook(parameter, partial(self._reduce_in_pass, i))
+                self._add_hook(parameter, partial(self._ordered.gradient_ready, i))
             elif self._average_each_pass and dist.get_world_size() > 1:
                 self._add_hook(parameter, self._average_after_pass)
         if self._accumulators is not None:
@@ -138,27 +142,19 @@ class GradientSynchronizer:
 
     def finish_step(self) -> None:
         """Decides on the schedule after the first step. To be called by every rank."""
-        if self._accumulators is not None:
+        if not self.schedule.is_known:
             self.schedule.find(self._reducer.accumulation_dtype)
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """
-        Surrounds the micro-batches of one optimizer step. When it ends, the gradients of the step
-        are reduced. To be entered by every rank.
-        """
+    def start_step(self) -> None:
+        """To be called by every rank before the micro-batches of an optimizer step."""
+        self._has_deferred = False
         self._reducer.start_step()
-        try:
-            yield
-        finally:
-            # Nothing is reduced in here after an exception: the other ranks may not come to it.
-            self._has_deferred = False
-            self._reducer.end_step()
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         """
-        Surrounds the forward and backward passes of one micro-batch.
+        Surrounds the forward and backward passes of one micro-batch. After the last of a step all
+        of its gradients are reduced. To be entered by every rank.
 
         # Parameters
 
@@ -166,6 +162,7 @@ class GradientSynchronizer:
             Whether the optimizer's step follows.
         """
         self._is_last = is_last
+        self._is_due = is_last or not self.schedule.is_once_a_step
         self._reducer.start_micro_batch(is_last)
         self._ordered.start_micro_batch()
         self._prepare_pass()
@@ -192,31 +189,19 @@ class GradientSynchronizer:
         """
         return self._ordered.take_checksum()
 
-    @property
-    def _is_due(self) -> bool:
-        """Whether the gradients of the micro-batch are to be reduced."""
-        return self._is_last or not self.schedule.is_once_a_step
-
-    @property
-    def _has_accumulators(self) -> bool:
-        return self._accumulators is not None and bool(self._accumulators.parameters)
-
     def _prepare_pass(self) -> None:
-        self._reduces_in_pass = (
+        """Decides whether the next backward pass reduces gradients from inside it."""
+        self._ordered.is_active = (
             self._is_due
             and not self._is_in_no_sync
             and not self._waits_for_all
             # What is in the accumulators is added first, when the pass is done.
-            and not (self._has_deferred and self._has_accumulators)
+            and not (self._has_deferred and self._accumulators is not None)
         )
-        self._has_deferred |= not self._reduces_in_pass
-
-    def _reduce_in_pass(self, index: int, _: torch.nn.Parameter) -> None:
-        if self._reduces_in_pass:
-            self._ordered.gradient_ready(index)
+        self._has_deferred |= not self._ordered.is_active
 
     def _accumulate_gradient(self, parameter: torch.nn.Parameter) -> None:
-        if not self._reduces_in_pass and self._accumulators is not None:
+        if not self._ordered.is_active and self._accumulators is not None:
             self._accumulators.add(parameter)
 
     def _average_after_pass(self, _: torch.nn.Parameter) -> None:
@@ -242,8 +227,6 @@ class GradientSynchronizer:
                     continue
                 self._reducer.set_zero_gradient(parameter)
             self._ordered.reduce(i)
-        if not self._waits_for_all:
-            self._ordered.update_checksum()
         self._reducer.finish([self._parameters[i] for i in self._ordered.reduced], self._is_last)
 
 
@@ -252,3 +235,88 @@ def _only_sensible_mode(stage: int, num_micro_batches: int, average_each_pass: b
         return STEP
     # Where both would communicate the same, the one that accumulates nothing.
     return MICRO_BATCH if num_micro_batches == 1 or dist.get_world_size() == 1 else AUTO
+
+
+class OrderedReduction:
+    """
+    Reduces gradients from inside a backward pass, in an order that is the same on all ranks.
+
+    A gradient that is ready waits for those before it that the pass still computes, as in
+    `DistributedDataParallel`, and not for those of parameters that the pass doesn't use.
+
+    # Parameters
+
+    reducer : `GradientReducer`, required.
+    """
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
+        self._parameters = reducer.parameters
+        self.is_active = False
+        """Whether gradients are reduced as soon as they are ready."""
+        self.reduced = array("I")
+        """The indices of the gradients that the micro-batch has reduced, in that order."""
+        # Of the micro-batch: the backward pass of autograd that has computed each gradient, and for
+        # each pass the index that is next.
+        self._computed_in: List[Optional[int]] = []
+        self._next: Dict[int, int] = {}
+        # The streams in which gradients were computed, where the device has any.
+        self._streams: Optional[Dict[int, Any]] = None
+        if not get_accelerator().resolves_data_dependency():
+            self._streams = {}
+        self._checksum = 0
+
+    def start_micro_batch(self) -> None:
+        self._checksum = zlib.crc32(self.reduced, self._checksum)
+        self._computed_in = [None] * len(self._parameters)
+        self._next.clear()
+        del self.reduced[:]
+
+    def gradient_ready(self, index: int, _: torch.nn.Parameter) -> None:
+        """Hook that reduces the gradient that is ready, and those that have waited for it."""
+        if not self.is_active:
+            return
+        if self._computed_in[index] is not None:
+            raise RuntimeError(
+                "A second backward pass of the same micro-batch would reduce gradients again, and "
+                "the first would be lost. Put all passes but the last into `trainer.no_sync()`."
+            )
+        # Another one inside it, for activation checkpointing that is reentrant, has its own.
+        backward_pass = torch._C._current_graph_task_id()
+        self._computed_in[index] = backward_pass
+        if self._streams is not None:
+            self._streams[index] = get_accelerator().current_stream()
+        i = self._next.get(backward_pass, 0)
+        if index != i and backward_pass in self._next:
+            return
+        while i < len(self._parameters):
+            if self._computed_in[i] == backward_pass:
+                if self._streams is not None:
+                    self._wait_for_gradient(i, self._streams[i])
+                self.reduce(i)
+            elif self._computed_in[i] is None and self._is_computed_by_this_pass(i):
+                break
+            i += 1
+        self._next[backward_pass] = i
+
+    def reduce(self, index: int) -> None:
+        self.reduced.append(index)
+        self._reducer.reduce(self._parameters[index])
+
+    def take_checksum(self) -> int:
+        """A checksum of the gradients reduced since the last call, and of their order."""
+        checksum, self._checksum = zlib.crc32(self.reduced, self._checksum), 0
+        del self.reduced[:]
+        return checksum
+
+    def _is_computed_by_this_pass(self, index: int) -> bool:
+        """Whether the backward pass that is running computes a gradient for the parameter."""
+        node = _get_grad_fn_or_grad_acc(self._parameters[index])
+        return torch._C._will_engine_execute_node(node)
+
+    def _wait_for_gradient(self, index: int, computed_in: Any) -> None:
+        """Has the current stream wait for the one in which the gradient was computed."""
+        stream = get_accelerator().current_stream()
+        if computed_in != stream:
+            stream.wait_stream(computed_in)
+            self._parameters[index].grad.record_stream(stream)  # type: ignore[union-attr]

@@ -31,7 +31,8 @@ class ReductionSchedule:
         self._num_elements = num_elements
         self._num_micro_batches = num_micro_batches
         self._found: Optional[Dict[str, Any]] = None
-        self._is_known = setting != AUTO
+        self.is_known = setting != AUTO
+        """Whether it is decided."""
         self.is_once_a_step = setting == STEP
         """Whether each rank accumulates gradients locally until the last micro-batch of a step."""
 
@@ -41,7 +42,7 @@ class ReductionSchedule:
 
     def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
         """Takes over the decision of the interrupted training, if the work is divided equally."""
-        if self._is_known or state is None or "is_once_a_step" not in state:  # of former versions
+        if self.is_known or state is None or "is_once_a_step" not in state:  # of former versions
             return
         if state["where"] == self._where():
             self._decide(state["is_once_a_step"])
@@ -51,15 +52,13 @@ class ReductionSchedule:
         """
         Decides after the first step: gradients are accumulated locally if a full gradient takes at
         most half of the memory that is free on every rank. The other half is for longer batches.
-        Does nothing if the schedule is known. To be called by every rank.
+        To be called by every rank.
 
         # Parameters
 
         dtype : `torch.dtype`, required.
             That of accumulated gradients.
         """
-        if self._is_known:
-            return
         free = gradient_memory.least_left_free(get_accelerator().current_device_name())
         needed = self._num_elements * dtype.itemsize
         self._decide(needed <= free // 2)
@@ -75,7 +74,7 @@ class ReductionSchedule:
 
     def _decide(self, is_once_a_step: bool) -> None:
         self.is_once_a_step = is_once_a_step
-        self._is_known = True
+        self.is_known = True
         self._found = {"is_once_a_step": is_once_a_step, "where": self._where()}
 
     def _where(self) -> List[int]:

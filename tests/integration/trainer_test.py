@@ -284,11 +284,11 @@ def test_gradients_are_accumulated_in_the_type_that_the_config_names(
     # Each of the small ones is lost when it is added to 1 in bf16. Together they are not.
     gradients = [1.0] + 8 * [2.0**-9]
     with trainer.session():
-        with trainer._gradients.accumulate():
-            for i, gradient in enumerate(gradients):
-                with trainer._gradients.micro_batch(is_last=i == len(gradients) - 1):
-                    loss = trainer.engine(torch.full((8,), gradient))["loss"]
-                    trainer.engine.backward(loss, scale_wrt_gas=False)
+        trainer._gradients.start_step()
+        for i, gradient in enumerate(gradients):
+            with trainer._gradients.micro_batch(is_last=i == len(gradients) - 1):
+                loss = trainer.engine(torch.full((8,), gradient))["loss"]
+                trainer.engine.backward(loss, scale_wrt_gas=False)
         trainer.engine.step()
     assert task.model.weight.tolist() == pytest.approx(8 * [-expected], abs=0)
 
@@ -321,15 +321,15 @@ def test_only_accumulated_gradients_take_memory_between_micro_batches(
         },
     )
     with trainer.session():
-        with trainer._gradients.accumulate():
-            for i in range(3):
-                with trainer._gradients.micro_batch(is_last=i == 2):
-                    trainer.engine.backward(trainer.engine()["loss"], scale_wrt_gas=False)
-                for parameter in trainer.model.parameters():
-                    if i == 2 or setting == "micro_batch":
-                        assert parameter.grad is None
-                    else:
-                        assert torch.equal(parameter.grad, torch.full((16,), (i + 1) / 16))
+        trainer._gradients.start_step()
+        for i in range(3):
+            with trainer._gradients.micro_batch(is_last=i == 2):
+                trainer.engine.backward(trainer.engine()["loss"], scale_wrt_gas=False)
+            for parameter in trainer.model.parameters():
+                if i == 2 or setting == "micro_batch":
+                    assert parameter.grad is None
+                else:
+                    assert torch.equal(parameter.grad, torch.full((16,), (i + 1) / 16))
         trainer.engine.step()
     for layer in task.model.layers:
         assert torch.allclose(layer, torch.full((16,), 1 - 3 / 16))

@@ -14,8 +14,10 @@ def test_an_attribute_that_deepspeed_has_renamed_is_an_error_and_is_not_created(
         pass
 
     engine = Engine()
-    with pytest.raises(RuntimeError, match="has no 'Engine.inside_no_sync_ctxt'.* made for 0.19"):
-        internals.suspend_gradient_hooks(engine, True, has_zero_optimizer=False)
+    with pytest.raises(
+        RuntimeError, match="has no 'Engine.enable_backward_allreduce'.* made for 0.19"
+    ):
+        internals.disable_gradient_hooks(engine, has_zero_optimizer=False)
     with (
         pytest.raises(RuntimeError, match="has no 'Engine.step'"),
         internals.replaced(engine, step=1),
