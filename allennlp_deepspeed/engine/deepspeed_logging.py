@@ -59,7 +59,8 @@ def mended_reports(engine: DeepSpeedEngine, is_step_one_batch: bool) -> Iterator
     is_step_one_batch : `bool`, required.
         Whether what the engine takes for a micro-batch is a whole step.
     """
-    internals.set_throughput_timer(engine, _StepThroughputTimer(engine, is_step_one_batch))
+    if engine.tput_timer.config.enabled:
+        internals.set_throughput_timer(engine, _StepThroughputTimer(engine, is_step_one_batch))
     if engine.log_level() is None and (
         engine.steps_per_print() is not None or deepspeed.comm.comm.comms_logger.verbose
     ):

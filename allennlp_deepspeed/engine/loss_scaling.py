@@ -132,16 +132,21 @@ def _scale_of(engine: DeepSpeedEngine) -> Any:
     return getattr(optimizer, "loss_scaler", SimpleNamespace())
 
 
-def step(engine: DeepSpeedEngine) -> bool:
+def step(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> bool:
     """
     Steps the optimizer, unless the gradient has overflowed. To be called by every rank.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    scaler : `torch.amp.GradScaler`, required.
+        The engine's `grad_scaler`.
 
     # Returns
 
     `bool`
         Whether it has.
     """
-    scaler = grad_scaler(engine)
     if scaler is None:
         engine.step()
         return engine.was_step_applied()

@@ -31,13 +31,15 @@ class GradientStep:
     gradients : `GradientSynchronizer`, required.
     train_on : `Callable[[TensorDict, int, bool], Optional[Dict[str, torch.Tensor]]]`, required.
         Goes forward and backward instead, unless it returns `None`: `StepExtensions.train_on`.
-    loss_weights : `LossWeights`, required.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
         Returns the outputs of a micro-batch, with its `loss`.
-    go_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, required.
-        Has the callbacks go backward from the outputs of a micro-batch. Returns whether one has.
     weight_watch : `WeightWatch`, required.
-    reshard_after_micro_batch : `ReshardAfterMicroBatch`, required.
+    go_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, optional (default = `None`)
+        Has the callbacks go backward from the outputs of a micro-batch. Returns whether one has.
+    loss_weights : `LossWeights`, optional (default = `None`)
+        `None` if losses aren't weighed.
+    reshard_after_micro_batch : `ReshardAfterMicroBatch`, optional (default = `None`)
+        `None` if nothing is sharded, or all is resharded after each micro-batch.
     moving_average : `ShardedMovingAverage`, optional (default = `None`)
     """
 
@@ -46,17 +48,18 @@ class GradientStep:
         wrapped_model: DeepSpeedWrappedModel,
         gradients: GradientSynchronizer,
         train_on: Callable[[TensorDict, int, bool], Optional[Outputs]],
-        loss_weights: LossWeights,
         forward: Callable[[TensorDict], Outputs],
-        go_backward: Callable[[Outputs], bool],
         weight_watch: WeightWatch,
-        reshard_after_micro_batch: ReshardAfterMicroBatch,
+        go_backward: Optional[Callable[[Outputs], bool]] = None,
+        loss_weights: Optional[LossWeights] = None,
+        reshard_after_micro_batch: Optional[ReshardAfterMicroBatch] = None,
         moving_average: Optional[ShardedMovingAverage] = None,
     ) -> None:
         self._engine = wrapped_model.engine
         self._optimizer = wrapped_model.optimizer
         self._finds_micro_batch_size = wrapped_model.config.finds_micro_batch_size
         self._reports_norm = wrapped_model.config.grad_norm is not False
+        self._scaler = loss_scaling.grad_scaler(self._engine)
         self._gradients = gradients
         self._passes = Passes(self._engine)
         self._train_on = train_on
@@ -93,9 +96,12 @@ class GradientStep:
         self._num_micro_batches = 0
         if self._weight_watch.is_due:
             self._weight_watch.check()
-        self._weights = self._loss_weights.of(batches, group_size, num_fillers)
+        if self._loss_weights is not None:
+            self._weights = self._loss_weights.of(batches, group_size, num_fillers)
         self._gradients.start_step()
-        # Parameters are resharded before the optimizer steps.
+        if self.reshard_after_micro_batch is None:
+            yield
+            return
         with self.reshard_after_micro_batch.step():
             yield
 
@@ -121,11 +127,11 @@ class GradientStep:
         with self._gradients.micro_batch(is_last), self._passes.of("train"):
             with phase(FORWARD):
                 outputs = self._forward(batch)
-            if self._weights:
+            if self._loss_weights is not None:
                 weight = self._weights[self._num_micro_batches - 1]
                 outputs["loss"] = self._loss_weights.weigh(outputs["loss"], weight)
             with phase(BACKWARD):
-                if not self._go_backward(outputs):
+                if self._go_backward is None or not self._go_backward(outputs):
                     loss = outputs["loss"] / self.group_size
                     self._engine.backward(loss, scale_wrt_gas=False)
         return outputs
@@ -151,7 +157,8 @@ class GradientStep:
         if self._moving_average is not None and has_stepped:
             self._moving_average.apply(num_steps)
         self._gradients.finish_step()
-        self.reshard_after_micro_batch.finish_step()
+        if self.reshard_after_micro_batch is not None:
+            self.reshard_after_micro_batch.finish_step()
         return norm
 
     def step(self) -> Tuple[bool, Norm]:
@@ -168,16 +175,15 @@ class GradientStep:
             norm = torch.nn.utils.get_total_norm(
                 [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             )
-            scaler = loss_scaling.grad_scaler(self._engine)
-            if scaler is not None:
-                norm = norm / scaler.get_scale()
+            if self._scaler is not None:
+                norm = norm / self._scaler.get_scale()
         # The engine counts one micro-batch a step, because the groups are the trainer's. The others
         # come first, because it is in the step that it reports how many samples it has seen. Parts
         # of a global batch it takes for one.
         others = 0 if self._finds_micro_batch_size else self._num_micro_batches - 1
         self._engine.global_samples += others * self._engine.train_batch_size()
         # The engine clips the norm to `gradient_clipping`, which `config/resolution.py` has filled.
-        has_stepped = loss_scaling.step(self._engine)
+        has_stepped = loss_scaling.step(self._engine, self._scaler)
         if self._reports_norm and norm is None:
             norm = self._engine.get_global_grad_norm()
         self._norm = norm
@@ -193,7 +199,7 @@ class GradientStep:
 
     def take_num_tokens(self) -> Optional[int]:
         """As `LossWeights.take_num_tokens`."""
-        return self._loss_weights.take_num_tokens()
+        return None if self._loss_weights is None else self._loss_weights.take_num_tokens()
 
 
 def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHandle:

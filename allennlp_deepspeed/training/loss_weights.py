@@ -10,7 +10,7 @@ from allennlp_deepspeed.training import loss_terms
 
 class LossWeights:
     """
-    By what the losses of a step are multiplied, such that the mean over micro-batches and ranks is
+    Multiplies the losses of a step by weights, such that the mean over micro-batches and ranks is
     one over the instances or tokens of all of them. Those of a `TokenLossModel` are weighed in any
     case; those of other models where micro-batches are parts of a global batch.
 
@@ -19,17 +19,12 @@ class LossWeights:
     model : `Model`, required.
     device : `torch.device`, required.
         Where the process group communicates.
-    is_of_global_batch : `bool`, optional (default = `False`)
-        Whether the micro-batches of a step are parts of one batch.
     """
 
-    def __init__(
-        self, model: Model, device: torch.device, is_of_global_batch: bool = False
-    ) -> None:
+    def __init__(self, model: Model, device: torch.device) -> None:
         self._model = model
         self._device = device
         self._counts_tokens = loss_terms.averages_over_tokens(model)
-        self._weighs = self._counts_tokens or is_of_global_batch
         self._is_nan_of_none = loss_terms.is_nan_of_none(model)
         # Of all ranks since the last call of `take_num_tokens`, on the device.
         self._num_tokens: Optional[torch.Tensor] = None
@@ -38,8 +33,8 @@ class LossWeights:
         self, batches: List[TensorDict], group_size: int, num_fillers: int = 0
     ) -> List[torch.Tensor]:
         """
-        One all-reduce of 8 bytes where losses are weighed, of which the host doesn't wait for the
-        result; nothing otherwise. To be called by every rank.
+        Returns the weights of micro-batches. Makes one all-reduce of 8 bytes, of which the host
+        doesn't wait for the result. To be called by every rank.
 
         # Parameters
 
@@ -53,11 +48,8 @@ class LossWeights:
         # Returns
 
         `List[torch.Tensor]`
-            For each micro-batch a factor, fp32, without dimensions; nothing where losses aren't
-            weighed.
+            For each micro-batch a factor, fp32, without dimensions.
         """
-        if not self._weighs:
-            return []
         numbers = [loss_terms.num_loss_terms(self._model, batch) for batch in batches]
         # Has all of an integer's digits, and the fractions of sums of class weights.
         own = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in numbers])

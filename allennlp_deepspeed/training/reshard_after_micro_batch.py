@@ -1,8 +1,7 @@
 import logging
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Union
+from typing import Any, Dict, Iterator, Optional, Union
 
-import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.config.schema_validation import AUTO
@@ -29,26 +28,35 @@ class ReshardAfterMicroBatch:
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-    setting : `Union[bool, str]`, required.
-        As `ResolvedConfig` has it. With "auto" parameters stay gathered if there is room for all of
-        them after two steps.
+    is_auto : `bool`, required.
+        Whether parameters stay gathered only if there is room for all of them after two steps.
     num_micro_batches : `int`, required.
-        Micro-batches in an optimizer step, except short ones. With one, "auto" reshards.
+        Micro-batches in an optimizer step, except short ones.
     """
 
-    def __init__(
-        self, engine: DeepSpeedEngine, setting: Union[bool, str], num_micro_batches: int
-    ) -> None:
+    def __init__(self, engine: DeepSpeedEngine, is_auto: bool, num_micro_batches: int) -> None:
         self._engine = engine
         self._where = [dist.get_world_size(), num_micro_batches]
         self._num_steps = 0
         self._found: Optional[bool] = None
-        self._is_auto = setting == AUTO and num_micro_batches > 1
-        self._parameters: List[torch.nn.Parameter] = []
-        if self._is_auto or setting is False:
-            self._parameters = all_that_are_sharded(engine)
-        self.reshards = setting is not False
+        self._is_auto = is_auto
+        self._parameters = all_that_are_sharded(engine)
+        self.reshards = is_auto
         """Whether parameters are resharded after each micro-batch."""
+
+    @classmethod
+    def find(
+        cls, engine: DeepSpeedEngine, setting: Union[bool, str], num_micro_batches: int
+    ) -> Optional["ReshardAfterMicroBatch"]:
+        """
+        Constructs one for the setting of `ResolvedConfig`, `None` where every micro-batch reshards:
+        with `True`, and with "auto" where there is one micro-batch in a step. Stages other than 3
+        have nothing to reshard.
+        """
+        is_auto = setting == AUTO and num_micro_batches > 1
+        if engine.zero_optimization_partition_weights() and (is_auto or setting is False):
+            return cls(engine, is_auto, num_micro_batches)
+        return None
 
     def finish_step(self) -> None:
         """
@@ -76,7 +84,7 @@ class ReshardAfterMicroBatch:
         Surrounds the micro-batches of a step, in which parameters may stay gathered. To be left
         before the optimizer steps.
         """
-        if self.reshards or not self._parameters:
+        if self.reshards:
             yield
             return
         with kept_gathered(self._parameters), kept_by_readers():

@@ -81,6 +81,7 @@ from allennlp_deepspeed.training.construction import (
 from allennlp_deepspeed.training.device_transfer import to_device
 from allennlp_deepspeed.training.even_batches import whole_set
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
@@ -330,15 +331,19 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         )
 
     def _construct_gradient_step(self) -> GradientStep:
+        loss_weights = None
+        if self._extensions.divides_batches or averages_over_tokens(self.model):
+            loss_weights = LossWeights(self.model, self.cuda_device)
+        calls_callbacks = any(map(goes_backward, self._callbacks))
         return GradientStep(
             self._ddp_wrapped_model,
             self._gradients,
             self._extensions.train_on,
-            LossWeights(self.model, self.cuda_device, self._extensions.divides_batches),
             forward=self._go_forward,
-            go_backward=self._call_on_backward,
             weight_watch=self._weight_watch,
-            reshard_after_micro_batch=ReshardAfterMicroBatch(
+            go_backward=self._call_on_backward if calls_callbacks else None,
+            loss_weights=loss_weights,
+            reshard_after_micro_batch=ReshardAfterMicroBatch.find(
                 self.engine,
                 self.resolved_config.reshard_after_micro_batch,
                 self._num_micro_batches,
