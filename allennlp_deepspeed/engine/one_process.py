@@ -1,19 +1,9 @@
 from contextlib import contextmanager
-from typing import Any, Iterator
+from types import SimpleNamespace
+from typing import Iterator
 from unittest import mock
 
-import torch.distributed as dist
 from allennlp.common import util as common_util
-
-
-class _NotInitialized:
-    """`torch.distributed` before any process group has been made."""
-
-    def is_initialized(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
 
 
 @contextmanager
@@ -24,6 +14,7 @@ def as_one_process() -> Iterator[None]:
     DeepSpeed communicate as before.
     """
     # `is_distributed` has been imported by name into many modules, but all of these are one
-    # function, which asks this object.
-    with mock.patch.object(common_util, "dist", _NotInitialized()):
+    # function, which asks this object first.
+    no_process_group = SimpleNamespace(is_available=lambda: False)
+    with mock.patch.object(common_util, "dist", no_process_group):
         yield

@@ -1,4 +1,5 @@
 import logging
+import time
 import weakref
 from typing import Any, Callable, Dict, Optional, Sequence
 
@@ -14,15 +15,143 @@ from allennlp.training import util as training_util
 from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.reports.reading import Reading, num_instances
 from allennlp_deepspeed.reports.run_report import RunReport
-from allennlp_deepspeed.training.batch_metrics import BatchMetrics
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.progress import Progress
-from allennlp_deepspeed.training.reading_pace import ReadingPace
 from allennlp_deepspeed.training.running_loss import RunningLoss
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL = 1.0  # seconds
+
+# Seconds between two readings of the losses, if the config doesn't say after how many steps, and
+# the most steps between them, in case that steps become much slower.
+_READING_INTERVAL = 1.0
+_MAX_STEPS = 100
+
+# Of `dict`, which `BatchMetrics` has read the metrics first.
+_LAZY_METHODS = (
+    "__contains__",
+    "__delitem__",
+    "__eq__",
+    "__getitem__",
+    "__ior__",
+    "__iter__",
+    "__len__",
+    "__ne__",
+    "__or__",
+    "__repr__",
+    "__reversed__",
+    "__ror__",
+    "__setitem__",
+    "clear",
+    "copy",
+    "get",
+    "items",
+    "keys",
+    "pop",
+    "popitem",
+    "setdefault",
+    "update",
+    "values",
+)
+
+
+class ReadingPace:
+    """
+    Says after which optimizer steps the host reads the losses, for which it waits for the device,
+    and the ranks agree on what each may know alone: a NaN, a signal, the time. The same steps on
+    every rank.
+
+    # Parameters
+
+    num_steps : `int`, optional (default = `None`)
+        The number of steps from one reading to the next. `None` for as many as take a second, but
+        at most 100.
+    """
+
+    def __init__(self, num_steps: Optional[int] = None) -> None:
+        self._fixed_num_steps = num_steps
+        self._num_steps = num_steps or 1
+        self._num_unread = 0
+        self._start_time = time.monotonic()
+
+    @property
+    def num_unread(self) -> int:
+        """The number of steps since the last reading."""
+        return self._num_unread
+
+    def start_epoch(self) -> None:
+        """To be called when nothing is unread, after what is no training."""
+        self._start_time = time.monotonic()
+
+    def finish_step(self) -> bool:
+        """Returns whether it is time to read, after one more step."""
+        self._num_unread += 1
+        return self._num_unread >= self._num_steps
+
+    def seconds_per_step(self) -> float:
+        """On this rank, since the last reading."""
+        return (time.monotonic() - self._start_time) / max(self._num_unread, 1)
+
+    def finish_reading(self, seconds_per_step: float) -> None:
+        """
+        # Parameters
+
+        seconds_per_step : `float`, required.
+            On the slowest of all ranks, so that all read after the same steps.
+        """
+        if self._fixed_num_steps is None:
+            fitting = int(_READING_INTERVAL / max(seconds_per_step, _READING_INTERVAL / _MAX_STEPS))
+            self._num_steps = max(1, fitting)
+        self._num_unread = 0
+        self._start_time = time.monotonic()
+
+
+class BatchMetrics(dict):
+    """
+    The metrics that callbacks are given after an optimizer step: a `dict` that waits for the device
+    only if one of them looks into it.
+
+    # Parameters
+
+    read : `Callable[[], Dict[str, Any]]`, required.
+        Returns the metrics. Called once, when something is first asked for.
+    """
+
+    def __init__(self, read: Callable[[], Dict[str, Any]]) -> None:
+        # Python's encoder for JSON takes the size that a `dict` is stored with for the truth.
+        super().__init__(unread=None)
+        self._read = read
+
+    def load(self) -> None:
+        """
+        Reads the metrics, if that hasn't been done, as they are now. The trainer does so before
+        they change, if somebody has kept them.
+        """
+        if self._read is not None:
+            read, self._read = self._read, None  # type: ignore[assignment]
+            dict.clear(self)
+            dict.update(self, read())
+
+    def __reduce__(self) -> Any:
+        # What is sent to another process, or saved, is a plain `dict`.
+        return dict, (dict(self),)
+
+
+def _loading_first(name: str) -> Callable:
+    method = getattr(dict, name)
+
+    def load_and_call(self: BatchMetrics, *args: Any, **kwargs: Any) -> Any:
+        self.load()
+        return method(self, *args, **kwargs)
+
+    load_and_call.__name__ = name
+    load_and_call.__doc__ = method.__doc__
+    return load_and_call
+
+
+for _name in _LAZY_METHODS:
+    setattr(BatchMetrics, _name, _loading_first(_name))
 
 
 class Readings:

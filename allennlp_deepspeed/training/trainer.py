@@ -470,14 +470,16 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         grad_norm = self._gradient_step.update(num_steps)
 
         self._progress.complete_step()
+        point, checkpointer = self._progress.point, self._checkpointer
+        is_step_to_save = checkpointer is not None and checkpointer.is_step_to_save(*point)
         agreement = None
         # What is NaN is not to be saved.
-        if self._readings.pace.finish_step() or self._is_step_to_save():
+        if self._readings.pace.finish_step() or is_step_to_save:
             agreement = self._agree(epoch)
         self._call_on_batch(batches, outputs, grad_norm, epoch)
-        if self._checkpointer is not None:
+        if checkpointer is not None:
             is_time = agreement is not None and agreement.is_time_to_save
-            self._checkpointer.maybe_save_checkpoint(self, *self._progress.point, is_time=is_time)
+            checkpointer.maybe_save_checkpoint(self, *point, is_time=is_time)
         if agreement is not None:
             self._leave_if_agreed(agreement, epoch)
 
@@ -698,11 +700,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         size = micro_batch_size(self.data_loader) or 1
         num_readers = self._extensions.num_readers
         return size * self._num_gradient_accumulation_steps * num_readers
-
-    def _is_step_to_save(self) -> bool:
-        return self._checkpointer is not None and self._checkpointer.is_step_to_save(
-            *self._progress.point
-        )
 
     def save_best_weights(self) -> None:
         """
