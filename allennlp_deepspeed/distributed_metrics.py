@@ -2,6 +2,10 @@
 Metrics of AllenNLP's that with several workers are refused or wrong, mended. Importing this package
 applies it, and a trainer does for what has been imported since. As with AllenNLP's others, each
 batch of a metric has collectives: every worker has to give it as many batches.
+
+Works around AllenNLP 2.10.1: with several workers it refuses some metrics, and others are wrong,
+because they sum over the workers what isn't a sum of batches. Gone when all metrics here equal
+those of one worker with all batches.
 """
 
 import functools
@@ -36,8 +40,8 @@ def apply() -> None:
 
 def support_several_workers() -> None:
     """
-    Works around AllenNLP 2.10.1: with several workers it refuses `SpanBasedF1Measure`,
-    `PearsonCorrelation` and `Covariance` after the first step. Gone when these return a value.
+    With several workers AllenNLP refuses `SpanBasedF1Measure`, `PearsonCorrelation` and
+    `Covariance` after the first step.
     """
     true_and_false = ("_true_positives", "_false_positives", "_false_negatives")
     _merge_over_workers(SpanBasedF1Measure, true_and_false)
@@ -49,9 +53,9 @@ def support_several_workers() -> None:
 
 def take_batches_of_any_size_once() -> None:
     """
-    Works around AllenNLP 2.10.1: with several workers `Auc` and `SpearmanCorrelation` gather with
-    each batch all that they have gathered before, so that the first batches count most, and refuse
-    batches of different sizes. Gone when both equal those of one worker with all batches.
+    With several workers AllenNLP's `Auc` and `SpearmanCorrelation` gather with each batch all that
+    they have gathered before, so that the first batches count most, and refuse batches of different
+    sizes.
     """
     _merge_over_workers(Auc, ("_all_predictions", "_all_gold_labels"))
     _merge_over_workers(SpearmanCorrelation, ("total_predictions", "total_gold_labels"))
@@ -59,10 +63,9 @@ def take_batches_of_any_size_once() -> None:
 
 def sum_counts_of_all_workers() -> None:
     """
-    Works around AllenNLP 2.10.1: with several workers `AttachmentScores` reduces tensors of the
-    shapes of batches, which have to be the same, and `BLEU` divides its counts by the number of
-    workers, so that without any match of a length it is too high. Gone when both equal those of one
-    worker with all batches.
+    With several workers AllenNLP's `AttachmentScores` reduces tensors of the shapes of batches,
+    which have to be the same, and `BLEU` divides its counts by the number of workers, so that
+    without any match of a length it is too high.
     """
     exact = ("_exact_labeled_correct", "_exact_unlabeled_correct")
     correct = ("_labeled_correct", "_unlabeled_correct", *exact)
@@ -73,11 +76,9 @@ def sum_counts_of_all_workers() -> None:
 
 def sum_counts_of_all_labels() -> None:
     """
-    Does nothing as long as `allennlp.fairness` isn't imported, which nothing of AllenNLP's imports.
-
-    Works around AllenNLP 2.10.1: with several workers `Separation` and `Sufficiency` sum the counts
-    of the last label only, so that each worker has its own of the others. Gone when both equal
-    those of one worker with all batches.
+    With several workers AllenNLP's `Separation` and `Sufficiency` sum the counts of the last label
+    only, so that each worker has its own of the others. Does nothing as long as `allennlp.fairness`
+    isn't imported, which nothing of AllenNLP's imports.
     """
     module: Any = sys.modules.get("allennlp.fairness.fairness_metrics")
     if not hasattr(module, "Sufficiency"):

@@ -331,13 +331,9 @@ def without_adapters(config: Any) -> Any:
 
 
 def _import_peft() -> ModuleType:
-    """
-    Works around peft 0.21.2: it looks for a class in `torch.distributed.tensor` without importing
-    that. Gone when its module `tuners_utils` imports it.
-    """
     try:
         import peft
-        import torch.distributed.tensor  # noqa: F401
+        import torch.distributed.tensor  # noqa: F401  # which peft 0.21 uses unimported
     except ImportError as error:
         raise ConfigurationError(
             f"Adapters need the package 'peft' ({error}): install it with "

@@ -1,6 +1,11 @@
 """
-Context managers that give AllenNLP 2.10.1 what transformers 5 and huggingface_hub 1 have dropped.
-Each surrounds the execution of one module of AllenNLP's.
+Context managers that give AllenNLP what transformers 5 and huggingface_hub 1 have dropped. Each
+surrounds the execution of one module of AllenNLP's.
+
+Works around AllenNLP 2.10.1: it is written for transformers 4 and huggingface_hub 0, whose classes,
+methods of tokenizers, precision of loaded models and names of files have changed since. Gone when
+it can be imported, and its "pretrained_transformer" tokenizer, indexer and embedder and the modules
+of `allennlp.modules.transformer` can be used, with those of today.
 """
 
 import functools
@@ -18,11 +23,9 @@ _SAFETENSORS = "model.safetensors"
 @contextmanager
 def former_classes_of_the_hub(module: ModuleType) -> Iterator[None]:
     """
-    Names alone, and only while they are imported: what AllenNLP does with them, `push-to-hf`, has
-    worked with no version of the hub for years, and says so.
-
-    Works around AllenNLP 2.10.1: it imports `HfFolder` and `Repository`, which huggingface_hub 1
-    doesn't have. Gone when `allennlp.common.push_to_hf` can be imported.
+    AllenNLP imports `HfFolder` and `Repository`. These are names alone, and only while they are
+    imported: what AllenNLP does with them, `push-to-hf`, has worked with no version of the hub for
+    years, and says so.
     """
     import huggingface_hub
 
@@ -51,11 +54,10 @@ def former_transformers(module: ModuleType) -> Iterator[None]:
     anew. Where a tokenizer is loaded, the argument has never meant anything: AllenNLP gives it
     again with each text. `batch_encode_plus` is there for AllenNLP's tests, and what is like them.
 
-    Works around AllenNLP 2.10.1: it passes `add_special_tokens` where it loads a tokenizer, which
-    transformers 5 refuses, calls `encode_plus` and `build_inputs_with_special_tokens`, which its
-    tokenizers don't have, and counts on models in fp32 and on `_init_weights`, where it takes the
-    file's type and leaves what has been loaded. Gone when a "pretrained_transformer" tokenizer,
-    indexer and embedder can be used, the latter with a file in fp16 and with `reinit_modules`.
+    AllenNLP passes `add_special_tokens` where it loads a tokenizer, which transformers 5 refuses,
+    calls `encode_plus` and `build_inputs_with_special_tokens`, which its tokenizers don't have, and
+    counts on models in fp32 and on `_init_weights`, where it takes the file's type and leaves what
+    has been loaded.
     """
     import transformers
 
@@ -152,11 +154,8 @@ def build_inputs_with_special_tokens(
 @contextmanager
 def weights_of_today(module: ModuleType) -> Iterator[None]:
     """
-    A model that has both files is read from the one that AllenNLP knows.
-
-    Works around AllenNLP 2.10.1: the modules of `allennlp.modules.transformer` look for
-    `pytorch_model.bin` only, where today's models have `model.safetensors`. Gone when
-    `from_pretrained_module` reads a directory that `save_pretrained` has written.
+    The modules of `allennlp.modules.transformer` look for `pytorch_model.bin` only, where today's
+    models have `model.safetensors`. A model that has both files is read from the former.
     """
     yield
     transformer_module: Any = module
@@ -208,8 +207,8 @@ def _of_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., An
 @contextmanager
 def former_adamw(module: ModuleType) -> Iterator[None]:
     """
-    Works around AllenNLP 2.10.1: its "huggingface_adamw" inherits from `transformers.AdamW`, which
-    transformers 5 doesn't have. Gone when `allennlp.training.optimizers` can be imported.
+    AllenNLP's "huggingface_adamw" inherits from `transformers.AdamW`, which transformers 5 doesn't
+    have.
     """
     import transformers
 

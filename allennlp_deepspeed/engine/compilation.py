@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch
 from allennlp.common.checks import ConfigurationError
-from allennlp.confidence_checks.normalization_bias_verification import NormalizationBiasVerification
 from allennlp.training.metrics import Metric
 
 from allennlp_deepspeed.config.torch_compile_settings import DEFAULT_BACKEND, KEY
@@ -35,19 +34,10 @@ class Compiler:
         self._settings = settings
         self._compiled: Dict[Callable, Callable] = {}
 
-    def compiled(self, function: Callable, module: torch.nn.Module) -> Callable:
-        """
-        The same function, compiled when it is first called.
-
-        # Parameters
-
-        function : `Callable`, required.
-        module : `torch.nn.Module`, required.
-            What it computes with.
-        """
+    def compiled(self, function: Callable) -> Callable:
+        """Returns the same function, compiled when it is first called."""
         if function not in self._compiled:
-            compiled = torch.compile(_with_own_code(function), **self._settings)
-            self._compiled[function] = _plain_while_verified(function, compiled, module)
+            self._compiled[function] = torch.compile(_with_own_code(function), **self._settings)
         return self._compiled[function]
 
     @contextmanager
@@ -106,7 +96,7 @@ class Compiler:
         logger.info("Compiled are %s", ", ".join(modules))
         with ExitStack() as undo:
             for module in modules.values():
-                forward = self.compiled(module.forward, module)
+                forward = self.compiled(module.forward)
                 undo.enter_context(mock.patch.object(module, "forward", forward))
             yield
 
@@ -123,26 +113,6 @@ def _leaf_modules(model: torch.nn.Module) -> Dict[str, torch.nn.Module]:
         elif z3_leaf_module(module):
             found[name] = module
     return found
-
-
-def _plain_while_verified(plain: Callable, compiled: Callable, module: torch.nn.Module) -> Callable:
-    """
-    Works around AllenNLP 2.10.1: a list of all layers grows with each forward pass of the first
-    step, in which hooks look for biases before a normalization, and each of its lengths is compiled
-    anew until PyTorch gives up. Gone when four forward passes with these hooks are compiled less
-    often.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_verified = any(map(_is_of_verification, module._forward_hooks.values()))
-        return (plain if is_verified else compiled)(*args, **kwargs)
-
-    return call
-
-
-def _is_of_verification(hook: Callable) -> bool:
-    name = NormalizationBiasVerification._create_hook.__qualname__
-    return getattr(hook, "__qualname__", "").startswith(name)
 
 
 def _with_own_code(function: Callable) -> Callable:

@@ -29,11 +29,7 @@ _PRINTING_MODULES = (deepspeed.utils.logging, deepspeed.runtime.utils)
 def logged_by_allennlp() -> Iterator[None]:
     """
     Has AllenNLP's handlers write the records of DeepSpeed's logger, each once, in place of its own
-    handler for stdout, and what DeepSpeed prints. All of this is global, and as before afterwards,
-    as is DeepSpeed's communication logger.
-
-    Works around DeepSpeed 0.19.8: an engine turns the communication logger of the process on, and
-    not off. Gone when it is off after the engine has been destroyed.
+    handler for stdout, and what DeepSpeed prints. All of this is global, and as before afterwards.
     """
     deepspeed_logger = deepspeed.utils.logger
     with ExitStack() as undo:
@@ -42,8 +38,6 @@ def logged_by_allennlp() -> Iterator[None]:
         undo.enter_context(mock.patch.object(deepspeed_logger, "propagate", True))
         undo.enter_context(mock.patch.object(deepspeed_logger, "handlers", []))
         undo.callback(deepspeed_logger.setLevel, deepspeed_logger.level)
-        undo.callback(deepspeed.comm.configure, enabled=False)
-        undo.callback(deepspeed.comm.reset_log)
         yield
 
 

@@ -2,36 +2,15 @@
 What DeepSpeed 0.19.8 gets wrong when it brings up an engine or takes it down.
 """
 
-from contextlib import contextmanager
-from typing import Iterator
+import os
+import shutil
+from contextlib import ExitStack, suppress
+from typing import Iterable, Set
 
 import torch
-from deepspeed.runtime import torch_autocast
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, FP16_Optimizer, FP16_UnfusedOptimizer
 from allennlp_deepspeed.engine import internals
-
-
-@contextmanager
-def autocast_of_one_engine() -> Iterator[None]:
-    """
-    Within it an engine is brought up. What DeepSpeed keeps of its autocast for the whole process is
-    as before when it ends, since other engines may be up, and go in any order. One with autocast is
-    then to be given to `know_autocast`.
-
-    Works around DeepSpeed 0.19.8: an engine's autocast is a global variable, which other engines
-    read and which stays when it is destroyed. Gone when `torch_autocast` has no global variables.
-    """
-    with internals.no_autocast_of_other_engines():
-        yield
-
-
-def know_autocast(engine: DeepSpeedEngine) -> None:
-    """
-    Has an engine with autocast, at stages 1 to 3, know of it outside `autocast_of_one_engine`: by
-    itself it looks for each gradient whether there is autocast in the process.
-    """
-    internals.set_communication_dtype(engine.optimizer, torch_autocast.get_comm_dtype)
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
@@ -76,17 +55,6 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
         state["sum"] = state["sum"].to(weight.device)
 
 
-def forget_modules(model: torch.nn.Module) -> None:
-    """
-    Has ZeRO-3 let go of modules that it keeps in places that belong to no engine.
-
-    Works around DeepSpeed 0.19.8: a stack and a cache of all engines keep the modules of those that
-    have been destroyed. Gone when a destroyed engine's model is not in `FWD_MODULE_STACK`.
-    [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
-    """
-    internals.forget_modules(model)
-
-
 def allow_plain_backward(engine: DeepSpeedEngine) -> None:
     """
     Has an engine at stage 0, without a loss scale, take `loss.backward()` too. DeepSpeed's own
@@ -99,13 +67,40 @@ def allow_plain_backward(engine: DeepSpeedEngine) -> None:
     internals.allow_plain_backward(engine)
 
 
-def remove_hooks(engine: DeepSpeedEngine) -> None:
+def destroy(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:
     """
-    Removes the engine's hooks from its model.
+    Destroys an engine, and removes what it leaves behind. Not a collective.
 
-    Works around DeepSpeed 0.19.8: an engine's own hooks stay on the model when it is destroyed.
-    Gone when a destroyed engine's model has none.
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    model : `torch.nn.Module`, required.
+        Its model.
+
+    Works around DeepSpeed 0.19.8: when an engine is destroyed its hooks stay on the model, the
+    model's modules in a stack and a cache of all engines, and its swap files on the disk. Gone when
+    none of them stays.
     [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
     """
-    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
-        hook.remove()
+    with ExitStack() as undo:
+        undo.callback(internals.forget_modules, model)
+        undo.callback(remove_swap_files, swap_folders(engine))
+        undo.callback(engine.destroy)
+        for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+            hook.remove()
+
+
+def swap_folders(engine: DeepSpeedEngine) -> Set[str]:
+    """The folders in which this rank alone has swap files, of parameters and of the optimizer."""
+    swappers = [getattr(p, "nvme_swapper", None) for p in engine.module.parameters()]
+    swappers.append(getattr(engine.optimizer, "optimizer_swapper", None))
+    return {swapper.swap_folder for swapper in swappers if swapper is not None}
+
+
+def remove_swap_files(folders: Iterable[str]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        # What several ranks share goes with the last: "zero_stage_3" and what it holds.
+        for parent in (os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))):
+            with suppress(OSError):
+                os.rmdir(parent)

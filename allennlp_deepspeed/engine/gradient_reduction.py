@@ -25,6 +25,10 @@ class GradientReducer:
         BF16_Optimizer's own buffers, where no gradient is ever missing.
     is_offloaded : `bool`
         Whether the optimizer steps on the CPU.
+
+    Works around DeepSpeed 0.19.8: a parameter that isn't used in a step at stage 3 is stepped with
+    its gradient of the step before, to which that of a later micro-batch is added at stage 3, and
+    at stages 1 and 2 with an offloaded optimizer. Gone when a step begins without gradients.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -67,10 +71,6 @@ class GradientReducer:
     def start_step(self) -> None:
         """
         Clears the gradients of the step before, where DeepSpeed would add to them.
-
-        Works around DeepSpeed 0.19.8: at stage 3 a parameter that isn't used in a step is stepped
-        with its gradient of the step before, and one that isn't used in the first micro-batch has
-        that added to it. Gone when one that isn't used stays.
         """
         if self._stage == 3:
             self._optimizer.grad_partitions_flat_buffer.zero_()
@@ -129,10 +129,6 @@ class GradientReducer:
     def _clear_accumulated_on_cpu(self, replaced: Iterable[torch.nn.Parameter]) -> None:
         """
         Clears the gradients of the step before that the first micro-batch has not replaced.
-
-        Works around DeepSpeed 0.19.8: at stages 1 and 2 with an offloaded optimizer the gradient of
-        a parameter that the first micro-batch doesn't use is added to that of the step before. Gone
-        when a step with it is as long as the first.
         """
         replaced_ids = {self._optimizer.get_param_id(parameter) for parameter in replaced}
         for param_id, accumulated in self._optimizer.accumulated_grads_in_cpu.items():

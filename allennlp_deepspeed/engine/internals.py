@@ -171,16 +171,11 @@ def replace_wrapped_optimizer(zero_optimizer: Any, optimizer: torch.optim.Optimi
     _set(zero_optimizer, "optimizer", optimizer)
 
 
-def set_communication_dtype(zero_optimizer: Any, function: Callable[[Any], torch.dtype]) -> None:
-    """Sets the function that gives the dtype in which a parameter's gradient is reduced."""
-    _set(zero_optimizer, "get_param_comm_dtype", function)
-
-
 # Precision.
 
 
-def no_autocast_of_other_engines() -> ContextManager[Any]:
-    """Context manager in which DeepSpeed's global variables of autocast are those of no engine."""
+def without_autocast() -> ContextManager[Any]:
+    """Context manager that begins without DeepSpeed's autocast, and ends as before it."""
     return replaced(torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None)
 
 

@@ -6,7 +6,6 @@ it clips it and steps, so that small gradients aren't rounded to zero.
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, Iterator, List, Optional
-from unittest import mock
 
 import torch
 
@@ -23,10 +22,6 @@ class LossScale:
     # Parameters
 
     optimizer : `Union[FP16_Optimizer, FP16_UnfusedOptimizer]`, required.
-
-    Works around DeepSpeed 0.19.8: in fp16 at stage 0 gradients are divided by a loss scale by which
-    the loss was not multiplied. Gone when the length of a step doesn't depend on the scale.
-    [#8393](https://github.com/deepspeedai/DeepSpeed/pull/8393)
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -50,14 +45,18 @@ def mended_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
     """
     Within it an engine in fp16 scales its losses at every ZeRO stage, and unscales gradients, and
     reports their norm, by what they were scaled with.
+
+    Works around DeepSpeed 0.19.8: in fp16 gradients are unscaled by another scale than that of the
+    loss: at stage 0 the loss isn't scaled at all, and wherever the scale has grown it is that of
+    the next step. The unfused optimizer reports the norm of scaled gradients. Gone when neither a
+    step nor its norm depends on the scale.
+    [#8393](https://github.com/deepspeedai/DeepSpeed/pull/8393)
     """
     optimizer = engine.optimizer
     with ExitStack() as undo:
         if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             internals.set_autocast_grad_scaler(engine, LossScale(optimizer))
             undo.callback(internals.set_autocast_grad_scaler, engine, None)
-        if isinstance(optimizer, FP16_UnfusedOptimizer):
-            undo.enter_context(_norm_unscaled(optimizer))
         undo.enter_context(_unscaled_by_own_scale(optimizer))
         yield
 
@@ -65,41 +64,21 @@ def mended_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
 @contextmanager
 def _unscaled_by_own_scale(optimizer: Any) -> Iterator[None]:
     """
-    Has the scale updated after the step.
-
-    Works around DeepSpeed 0.19.8: gradients are unscaled by the scale of the next step, which is
-    twice as large whenever it has grown. Gone when a step in which it grows is as long as one
-    before.
+    Has the scale updated after the step, and the norm that an unfused optimizer reports unscaled.
     """
     step, update_scale = optimizer.step, internals.update_scale_function(optimizer)
     overflows: List[bool] = []
 
     def step_and_update_scale(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            internals.divide_reported_norm(optimizer, optimizer.loss_scale)
         for overflow in overflows:
             update_scale(overflow)
         overflows.clear()
         return result
 
     with internals.replaced(optimizer, step=step_and_update_scale, _update_scale=overflows.append):
-        yield
-
-
-@contextmanager
-def _norm_unscaled(optimizer: FP16_UnfusedOptimizer) -> Iterator[None]:
-    """
-    Works around DeepSpeed 0.19.8: its unfused optimizer for fp16 reports the norm of the gradient
-    multiplied by the loss scale. Gone when the norm doesn't depend on the scale.
-    """
-    step = optimizer.step
-
-    def step_and_unscale_norm(*args: Any, **kwargs: Any) -> Any:
-        loss_scale = optimizer.loss_scale
-        result = step(*args, **kwargs)
-        internals.divide_reported_norm(optimizer, loss_scale)
-        return result
-
-    with mock.patch.object(optimizer, "step", step_and_unscale_norm):
         yield
 
 

@@ -29,9 +29,9 @@ def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
     model : `torch.nn.Module`, required.
         With DeepSpeed's hooks for stage 3.
 
-    Works around DeepSpeed 0.19.8: at stage 3 a module is given, and returns, copies of tensors also
-    where there is no backward pass. Gone when two arguments that are one tensor stay one without
-    gradients.
+    Works around DeepSpeed 0.19.8: at stage 3 a module is given, and returns, copies of tensors, and
+    the linear layer refuses nested ones, also where there is no backward pass. Gone when two
+    arguments that are one tensor stay one without gradients, and the linear layer takes all.
     """
     functions = _backward_functions(model.modules())
     for module, name, function in functions:
@@ -79,8 +79,6 @@ def linear_only_with_graph() -> Iterator[None]:
     """
     The same for DeepSpeed's linear layer, which can't take what `torch.nn.TransformerEncoder` makes
     of its inputs where it leaves out the padding. For the whole process, as DeepSpeed's layer is.
-
-    Works around DeepSpeed 0.19.8: its linear layer fails on nested tensors. Gone when it doesn't.
     """
     own_linear = linear.LinearFunctionForZeroStage3
     with mock.patch.object(

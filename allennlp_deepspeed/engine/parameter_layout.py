@@ -18,6 +18,11 @@ def any_layout() -> Iterator[None]:
     """
     Within it DeepSpeed takes parameters of any shape and layout, at stage 3 except empty ones.
     Stages 1 to 3 leave them contiguous.
+
+    Works around DeepSpeed 0.19.8: it can't broadcast parameters that have no dimensions or aren't
+    contiguous, and multiplies gradients by a factor of one dimension to clip them, which one
+    without any can't take. Gone when an engine with both comes up, and clips.
+    [#6571](https://github.com/deepspeedai/DeepSpeed/issues/6571)
     """
     with _broadcast_as_vectors(), _clipped_without_dimensions():
         yield
@@ -27,10 +32,6 @@ def any_layout() -> Iterator[None]:
 def _broadcast_as_vectors() -> Iterator[None]:
     """
     Within it DeepSpeed sees parameters as vectors where it broadcasts them.
-
-    Works around DeepSpeed 0.19.8: it can't broadcast parameters without dimensions, or that are not
-    contiguous. Gone when an engine comes up with both.
-    [#6571](https://github.com/deepspeedai/DeepSpeed/issues/6571)
     """
     broadcast_model, zero_init_param, exit_gathered = internals.broadcasting_functions()
 
@@ -60,10 +61,7 @@ def _broadcast_as_vectors() -> Iterator[None]:
 
 @contextmanager
 def _clipped_without_dimensions() -> Iterator[None]:
-    """
-    Works around DeepSpeed 0.19.8: its function that clips gradients multiplies by a factor of one
-    dimension, which a gradient without any can't take. Gone when `clip_grad_norm_` clips a scalar.
-    """
+    """Within it DeepSpeed clips gradients at stage 0 as PyTorch does."""
 
     def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
         clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())

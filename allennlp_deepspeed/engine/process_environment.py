@@ -76,7 +76,7 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
         undo.enter_context(module_hooks.keeping_what_is_read())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)
-        undo.enter_context(_linear_restored())
+        undo.enter_context(_global_state_restored())
         _environment.push(undo.pop_all())
 
 
@@ -103,16 +103,23 @@ def use_accelerator(device: torch.device) -> None:
 
 
 @contextmanager
-def _linear_restored() -> Iterator[None]:
+def _global_state_restored() -> Iterator[None]:
     """
-    Within it ZeRO-3 may put its own linear function in the place of PyTorch's.
+    Within it engines may change what DeepSpeed and PyTorch have once for the process.
 
-    Works around DeepSpeed 0.19.8: the linear function that stage 3 puts in the place of PyTorch's
-    stays there. Gone when `torch.nn.functional.linear` is PyTorch's after the engine has been
-    destroyed.
+    Works around DeepSpeed 0.19.8: when an engine is destroyed its communication logger and autocast
+    stay on for the process, and the linear function of stage 3 stays in the place of PyTorch's.
+    Gone when all three are as before.
     """
-    with mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear):
-        yield
+    try:
+        with (
+            mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
+            internals.without_autocast(),
+        ):
+            yield
+    finally:
+        deepspeed.comm.configure(enabled=False)
+        deepspeed.comm.reset_log()
 
 
 def _skip_shared_memory_all_reduce() -> None:

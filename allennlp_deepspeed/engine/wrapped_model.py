@@ -29,17 +29,13 @@ from allennlp_deepspeed.engine import (
     deepspeed_logging,
     loss_scaling,
     module_hooks,
-    swap_files,
     used_optimizers,
 )
 from allennlp_deepspeed.engine.compilation import Compiler
 from allennlp_deepspeed.engine.engine_mends import (
     allow_plain_backward,
-    autocast_of_one_engine,
-    forget_modules,
+    destroy,
     keep_adagrad,
-    know_autocast,
-    remove_hooks,
     undo_first_step,
 )
 from allennlp_deepspeed.engine.inner_gradients import inner_gradients_refused
@@ -144,6 +140,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._engine: Optional[DeepSpeedEngine] = None
         self._compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
         close_engines_of(model)
+        _check_autocast(config)
         with ExitStack() as undo_if_failed:
             undo_if_failed.callback(self.destroy)
             self._undo.enter_context(around or nullcontext())
@@ -170,7 +167,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         enter = self._undo.enter_context
         enter(process_environment(device, local_rank))
         if self._compiler is not None and config.zero_stage < 3:
-            forward = self._compiler.compiled(model.forward, model)
+            forward = self._compiler.compiled(model.forward)
             enter(mock.patch.object(model, "forward", forward))
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
@@ -190,17 +187,14 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo.callback(self._leave, before, device, is_alone)
         has_lost_states = enter(used_optimizers.steps_allowed(optimizer))
         has_stepped = used_optimizers.has_stepped(optimizer)
-        with autocast_of_one_engine():
-            self._engine, *_ = deepspeed.initialize(
-                # DeepSpeed takes the device's index for the local rank unless it is told both.
-                args=SimpleNamespace(local_rank=device_index(device, local_rank)),
-                model=model,
-                optimizer=optimizer,
-                model_parameters=[p for p in model.parameters() if p.requires_grad],
-                config=config.engine_config,
-            )
-        if config.precision == "torch_autocast" and config.zero_stage > 0:
-            know_autocast(self.engine)
+        self._engine, *_ = deepspeed.initialize(
+            # DeepSpeed takes the device's index for the local rank unless it is told both.
+            args=SimpleNamespace(local_rank=device_index(device, local_rank)),
+            model=model,
+            optimizer=optimizer,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=config.engine_config,
+        )
         before.find_added()
         enter(deepspeed_logging.mended_reports(self.engine, config.finds_micro_batch_size))
         enter(activation_checkpointing.configured(model, config.engine_config, device))
@@ -210,7 +204,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             enter(module_hooks.leaf_modules_called_again(self.engine))
         if regularizer is not None:
             regularizer.gather_with_model()
-        undo_first_step(self.engine)
+        if config.zero_stage == 0 and config.precision in _HALF_PRECISION:
+            undo_first_step(self.engine)
         keep_adagrad(self.engine)
         self._undo.callback(bias_correction.corrected_by_step_count(self.optimizer))
         if config.precision == "fp16":
@@ -232,16 +227,14 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         """
         engine = self._engine
         with ExitStack() as undo:
-            undo.callback(forget_modules, self._plain_model)
             if is_alone:
                 undo.callback(before.restore)
             undo.callback(before.remove_added)
             if engine is None:
                 return
-            undo.callback(swap_files.remove_swap_files, swap_files.swap_folders(engine))
             # Before the process group: a worker can abort if the group goes away under a live
             # engine.
-            undo.callback(_destroy_engine, engine)
+            undo.callback(destroy, engine, self._plain_model)
             if engine.global_steps > 0 and engine.optimizer is not engine.basic_optimizer:
                 used_optimizers.refuse_steps(engine.basic_optimizer)
             if is_alone:
@@ -338,7 +331,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         model = self.engine.module
         forward = vars(model).get("forward")
         if self._compiler is not None and self.config.zero_stage < 3:
-            function = self._compiler.compiled(function, model)
+            function = self._compiler.compiled(function)
         model.forward = self._autocast(function)
         try:
             yield
@@ -392,6 +385,28 @@ def close_engines_of(model: torch.nn.Module) -> None:
         wrapped_model.destroy()
 
 
+def _check_autocast(config: ResolvedConfig) -> None:
+    """
+    DeepSpeed has one autocast for the process.
+
+    # Raises
+
+    `ConfigurationError`
+        If an engine that is up has another.
+    """
+    for other in _up:
+        if _autocast_of(other.config) != _autocast_of(config):
+            raise ConfigurationError(
+                "A trainer with another autocast (deepspeed_config.torch_autocast, 'use_amp') is "
+                "still up in this process: call its `close()` before this one is constructed."
+            )
+
+
+def _autocast_of(config: ResolvedConfig) -> Any:
+    is_on = config.precision == "torch_autocast"
+    return config.engine_config["torch_autocast"] if is_on else None
+
+
 def _returning_fp32(forward: Callable) -> Callable:
     """
     A forward pass whose outputs are in fp32 outside of training, because NumPy, which AllenNLP's
@@ -413,8 +428,3 @@ def _returning_fp32(forward: Callable) -> Callable:
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in _HALF_PRECISION.values() else tensor
-
-
-def _destroy_engine(engine: DeepSpeedEngine) -> None:
-    remove_hooks(engine)
-    engine.destroy()

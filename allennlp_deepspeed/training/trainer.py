@@ -383,13 +383,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def _try_train(self) -> Tuple[Dict[str, Any], int]:
         """
-        Works around AllenNLP 2.10.1: the layers that are called are gathered in a list for the
-        first step of the first epoch, and in a training that continues after it forever. Gone when
-        the callback "confidence_checks" removes its hooks there.
+        Works around AllenNLP 2.10.1: hooks of the callback "confidence_checks" gather the layers
+        that are called in a list, until the first step of the first epoch ends. In a training that
+        continues after it they do so forever, and `torch.compile` compiles for each of its lengths
+        until it gives up. Gone when the hooks are removed there, and compiled once.
         """
         if self._checkpointer is not None:
             self._checkpointer.check_state(self)
-        if self._progress.start > PointInTime(0, 0) and self._primary:
+        is_compiled = self.resolved_config.torch_compile is not None
+        if is_compiled or (self._progress.start > PointInTime(0, 0) and self._primary):
             for callback in self._callbacks:
                 if isinstance(callback, ConfidenceChecksCallback):
                     callback._verification.destroy_hooks()

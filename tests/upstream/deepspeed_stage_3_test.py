@@ -20,7 +20,7 @@ from tests.upstream.engine import TwoLayers, engine_of, linear, train, weight
 from tests.upstream.unmended import mended_by
 
 
-@mended_by("engine.engine_mends.forget_modules")
+@mended_by("engine.engine_mends.destroy")
 def test_a_destroyed_engine_keeps_its_model() -> bool:
     model = linear()
     engine = engine_of(model, 3)
@@ -29,7 +29,7 @@ def test_a_destroyed_engine_keeps_its_model() -> bool:
     return model in parameter_offload.FWD_MODULE_STACK
 
 
-@mended_by("engine.process_environment._linear_restored")
+@mended_by("engine.process_environment._global_state_restored")
 def test_the_linear_function_stays_replaced() -> bool:
     engine_of(linear(), 3).destroy()
     return torch.nn.functional.linear is not torch._C._nn.linear
@@ -75,7 +75,7 @@ def test_modules_are_given_copies_also_without_a_backward_pass() -> bool:
     return is_same == [False]
 
 
-@mended_by("engine.module_hooks.linear_only_with_graph")
+@mended_by("engine.module_hooks.only_with_graph")
 def test_the_linear_layer_takes_no_nested_tensors() -> bool:
     nested = torch.nested.nested_tensor([torch.ones(2, 1), torch.ones(1, 1)])
     weights = torch.ones(1, 1), torch.ones(1)
@@ -145,7 +145,7 @@ def test_whole_values_cannot_be_set_where_shards_end_in_padding() -> bool:
     return _fails(lambda: set_value(torch.ones(3)))
 
 
-@mended_by("engine.gradient_reduction.GradientReducer.start_step")
+@mended_by("engine.gradient_reduction.GradientReducer")
 def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     model = TwoLayers()
     engine = engine_of(model, 3)
@@ -155,7 +155,7 @@ def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     return weight(model.second) != before
 
 
-@mended_by("engine.swap_files.remove_swap_files")
+@mended_by("engine.engine_mends.destroy")
 def test_swap_files_are_never_removed() -> bool:
     """By the source of what writes them, because only large states are written to files."""
     sources = map(inspect.getsource, (partitioned_optimizer_swapper, pipelined_optimizer_swapper))
