@@ -5,9 +5,8 @@ Loads what checkpoints hold, without running code that is in them.
 import io
 import pickle
 import re
-from contextlib import contextmanager
 from enum import Enum
-from typing import Any, Iterator, List, Type
+from typing import Any, List, Type
 
 import numpy as np
 import torch
@@ -52,6 +51,9 @@ SAFE_GLOBALS = [
     *dict.fromkeys(_NUMPY_SCALARS),
 ]
 
+# For the process: PyTorch's context manager would take away what was allowed before.
+torch.serialization.add_safe_globals(SAFE_GLOBALS)
+
 # Raised by `torch.load` for files that `torch.save` hasn't written, or that hold other classes.
 _ERRORS_OF_OTHER_FILES = (
     pickle.UnpicklingError,
@@ -66,19 +68,6 @@ _ERRORS_OF_OTHER_FILES = (
 _OF_OTHER_FILES = re.compile("weights_only|mmap can only|PytorchStreamReader|inline_container")
 _FORBIDDEN = re.compile(r"GLOBAL (\S+)")
 _CHECKPOINT = re.compile(r".*checkpoint_e\d+_b\d+(?=/)")
-
-
-@contextmanager
-def safe_globals() -> Iterator[None]:
-    """
-    Within it `torch.load(..., weights_only=True)` loads the classes of `SAFE_GLOBALS` too.
-
-    Works around PyTorch 2.14.1: `safe_globals` takes away at its end also what was allowed before.
-    Gone when it leaves that. [#197380](https://github.com/pytorch/pytorch/pull/197380)
-    """
-    allowed = torch.serialization.get_safe_globals()
-    with torch.serialization.safe_globals([name for name in SAFE_GLOBALS if name not in allowed]):
-        yield
 
 
 def load(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
@@ -98,8 +87,7 @@ def load(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
         If it holds anything but tensors and plain data. The message says what to do.
     """
     try:
-        with safe_globals():
-            return torch.load(path, map_location=map_location, mmap=mmap or None, weights_only=True)
+        return torch.load(path, map_location=map_location, mmap=mmap or None, weights_only=True)
     except _ERRORS_OF_OTHER_FILES as error:
         message = str(error)
     except RuntimeError as error:
@@ -136,5 +124,4 @@ def unsafe_classes(value: Any) -> List[str]:
 
 def unsafe_classes_in(file: Any) -> List[str]:
     """The names of what is in a file, or under a path, that `load` would refuse."""
-    with safe_globals():
-        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    return torch.serialization.get_unsafe_globals_in_checkpoint(file)

@@ -42,8 +42,6 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
     [#3401](https://github.com/deepspeedai/DeepSpeed/pull/3401)
     """
     given = engine.basic_optimizer
-    if not isinstance(given, torch.optim.Adagrad):
-        return
     optimizer = getattr(engine.optimizer, "optimizer", given)
     if optimizer is not given:
         given.state = optimizer.state
@@ -76,11 +74,6 @@ def destroy(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:
     engine : `DeepSpeedEngine`, required.
     model : `torch.nn.Module`, required.
         Its model.
-
-    Works around DeepSpeed 0.19.8: when an engine is destroyed its hooks stay on the model, the
-    model's modules in a stack and a cache of all engines, and its swap files on the disk. Gone when
-    none of them stays.
-    [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
     """
     with ExitStack() as undo:
         undo.callback(internals.forget_modules, model)

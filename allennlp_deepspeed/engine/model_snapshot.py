@@ -137,10 +137,6 @@ class ModelSnapshot:
     def restore(self) -> None:
         """
         To be called when the engine has been destroyed.
-
-        Works around DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision and
-        with containers of its own. Gone when a model at stage 3 is whole then.
-        [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
         """
         for module in self._model.modules():
             module._parameters = dict(module._parameters)  # ZeRO-3 put one of its own in place

@@ -206,7 +206,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             regularizer.gather_with_model()
         if config.zero_stage == 0 and config.precision in _HALF_PRECISION:
             undo_first_step(self.engine)
-        keep_adagrad(self.engine)
+        if isinstance(self.optimizer, torch.optim.Adagrad):
+            keep_adagrad(self.engine)
         self._undo.callback(bias_correction.corrected_by_step_count(self.optimizer))
         if config.precision == "fp16":
             enter(loss_scaling.mended_loss_scale(self.engine))
@@ -224,6 +225,11 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         """
         Destroys the engine. In a single process the model is a plain one again, with the trained
         weights. With several workers the shards stay where they are.
+
+        Works around DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision,
+        with hooks and containers of its own and in a stack and a cache of all engines, and swap
+        files on the disk. Gone when a model at stage 3 is whole then, and nothing of these is left.
+        [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
         """
         engine = self._engine
         with ExitStack() as undo:

@@ -20,7 +20,7 @@ from tests.upstream.engine import TwoLayers, engine_of, linear, train, weight
 from tests.upstream.unmended import mended_by
 
 
-@mended_by("engine.engine_mends.destroy")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
 def test_a_destroyed_engine_keeps_its_model() -> bool:
     model = linear()
     engine = engine_of(model, 3)
@@ -35,7 +35,7 @@ def test_the_linear_function_stays_replaced() -> bool:
     return torch.nn.functional.linear is not torch._C._nn.linear
 
 
-@mended_by("engine.model_snapshot.ModelSnapshot.restore")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
 def test_a_destroyed_engine_leaves_the_model_partitioned() -> bool:
     model = linear()
     engine_of(model, 3).destroy()
@@ -155,7 +155,7 @@ def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     return weight(model.second) != before
 
 
-@mended_by("engine.engine_mends.destroy")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
 def test_swap_files_are_never_removed() -> bool:
     """By the source of what writes them, because only large states are written to files."""
     sources = map(inspect.getsource, (partitioned_optimizer_swapper, pipelined_optimizer_swapper))

@@ -18,18 +18,6 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from tests.upstream.unmended import mended_by
 
 
-class _Allowed:
-    pass
-
-
-@mended_by("checkpoint.serialization.safe_globals")
-def test_safe_globals_takes_away_what_was_allowed_before() -> bool:
-    torch.serialization.add_safe_globals([_Allowed])
-    with torch.serialization.safe_globals([_Allowed]):
-        pass
-    return _Allowed not in torch.serialization.get_safe_globals()
-
-
 @pytest.mark.skipif(
     not (3, 11) <= sys.version_info < (3, 11, 5), reason="needs Python 3.11.0 to 3.11.4"
 )
