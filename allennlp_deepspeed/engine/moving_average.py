@@ -3,7 +3,8 @@ Moving averages of weights that are sharded over the ranks.
 """
 
 import sys
-from typing import Any, Callable, Dict, Optional
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 from allennlp_deepspeed.engine.model_check import has_max_norm
 from allennlp_deepspeed.engine.shards import Fragment, Shards, whole_shape
+from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 
 
 class ShardedMovingAverage(MovingAverage):
@@ -62,6 +64,35 @@ class ShardedMovingAverage(MovingAverage):
         moving_average._backups = self._backups
         self._moving_average = moving_average
         self._error_when_assigned: Optional[BaseException] = None
+
+    @classmethod
+    def construct(
+        cls,
+        moving_average: MovingAverage,
+        wrapped_model: DeepSpeedWrappedModel,
+        before_assigning: Callable[[], None],
+    ) -> "ShardedMovingAverage":
+        """
+        Constructs one that is released with the engine.
+
+        # Parameters
+
+        moving_average : `MovingAverage`, required.
+        wrapped_model : `DeepSpeedWrappedModel`, required.
+        before_assigning : `Callable[[], None]`, required.
+            Called before the averages take the place of the weights, by every rank.
+
+        # Raises
+
+        `ConfigurationError`
+            If it was given only some of the parameters that the optimizer steps, or averages frozen
+            weights that `max_norm` changes.
+        """
+        sharded = cls(moving_average, wrapped_model.engine)
+        wrapped_model.before_destroying(sharded.release)
+        sharded.check(wrapped_model.engine.module)
+        sharded.before_assigning = before_assigning
+        return sharded
 
     def _take_shadows(self, shadows: Dict[str, torch.Tensor]) -> None:
         """Goes on with the averages of another training, where they aren't those of an engine."""
@@ -131,6 +162,15 @@ class ShardedMovingAverage(MovingAverage):
         self._error_when_assigned = sys.exc_info()[1]
         self._moving_average.assign_average_value()
         self._shards.update_parameters()
+
+    @contextmanager
+    def assigned(self) -> Iterator[None]:
+        """Context manager in which the averages are the weights. To be entered by every rank."""
+        self.assign_average_value()
+        try:
+            yield
+        finally:
+            self.restore()
 
     @overrides
     def restore(self) -> None:

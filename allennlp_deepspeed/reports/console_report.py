@@ -70,21 +70,22 @@ class ConsoleReport:
         self, trainer: Any, keys: Mapping[str, Any], serialization_dir: Optional[str]
     ) -> None:
         self._num_epochs = trainer.num_epochs
-        self._start_epoch = trainer.epochs_completed_at_start
+        self._start_epoch = trainer.progress.start.epochs
         self._best: Dict[str, Any] = dict(trainer.best_epoch_metrics)
         self._progress: Optional[EpochProgress] = None
         if dist.get_rank() != 0:
-            announce(logger, "Rank 0, on %s, shows the training.", trainer.hosts[0])
+            announce(logger, "Rank 0, on %s, shows the training.", trainer.directories.hosts[0])
             return
         version = fingerprints.versions().get("version of allennlp-deepspeed", "")
         lines = overview.overview(trainer, keys, serialization_dir or "nowhere")
         _announce_table(overview.as_table(f"allennlp-deepspeed {version}", lines))
-        if trainer.steps_completed_at_start > 0:
+        num_steps = trainer.progress.total_batches_completed_at_start
+        if num_steps > 0:
             announce(
                 logger,
                 "Reads again what has been trained, skipping to epoch %d after %d steps in all.",
                 self._start_epoch,
-                trainer.steps_completed_at_start,
+                num_steps,
             )
 
     def epoch_progress(self, epoch: int, total: Optional[int]) -> Optional["EpochProgress"]:

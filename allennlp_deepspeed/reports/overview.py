@@ -3,7 +3,8 @@ What a training is going to do, in about ten lines.
 """
 
 import collections
-from typing import Any, List, Mapping, Tuple
+import re
+from typing import Any, List, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def overview(trainer: Any, keys: Mapping[str, Any], serialization_dir: str) -> L
         ("optimizer", _optimizer(trainer)),
         ("gradients", _gradients(config, keys)),
         ("saving memory", _saving_memory(config, keys)),
-        ("model states", _model_states(trainer)),
+        ("model states", _model_states(trainer, keys)),
         ("checkpoints", _checkpoints(trainer, serialization_dir)),
     ]
     return [line for line in lines if line[1]]
@@ -69,11 +70,11 @@ def _workers(trainer: Any) -> str:
     device = trainer.cuda_device
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "the CPU"
-    if len(trainer.hosts) == 1:
+    if dist.get_world_size() == 1:
         return f"one process on {name}"
-    hosts = collections.Counter(trainer.hosts)
+    hosts = collections.Counter(trainer.directories.hosts)
     where = "" if len(hosts) == 1 else f" of {', '.join(f'{h} ({n})' for h, n in hosts.items())}"
-    return f"{len(trainer.hosts)} on {name}{where}"
+    return f"{dist.get_world_size()} on {name}{where}"
 
 
 def _precision(config: ResolvedConfig) -> str:
@@ -105,13 +106,27 @@ def _batch(trainer: Any) -> str:
 def _optimizer(trainer: Any) -> str:
     rates = sorted({group["lr"] for group in trainer.optimizer.param_groups})
     rate = f"{rates[0]:g}" if len(rates) == 1 else f"{rates[0]:g} to {rates[-1]:g}"
-    schedule, peak = trainer.schedule_name, trainer.peak_learning_rate
+    scheduler = trainer.learning_rate_scheduler
+    peak = _peak_learning_rate(scheduler, trainer.optimizer)
     texts = [type(trainer.optimizer).__name__]
     if peak is not None and peak > rates[-1]:
         texts.append(f"learning rate {rate}, which rises to {peak:g}")
     elif rates[-1] > 0:
         texts.append(f"learning rate {rate}")
-    return ", ".join([*texts, "no schedule" if schedule is None else f"schedule {schedule}"])
+    return ", ".join([*texts, _schedule(scheduler)])
+
+
+def _schedule(scheduler: Any) -> str:
+    return "no schedule" if scheduler is None else f"schedule {type(scheduler).__name__}"
+
+
+def _peak_learning_rate(scheduler: Any, optimizer: torch.optim.Optimizer) -> Optional[float]:
+    """That a schedule warms up to, `None` if it isn't known."""
+    # Of DeepSpeed's, after which the optimizer's own is only what the schedule says.
+    rates = getattr(scheduler, "max_lrs", None) or getattr(scheduler, "org_lrs", None)
+    if re.search("Warmup|PolynomialDecay|SlantedTriangular", type(scheduler).__name__):
+        rates = rates or [group.get("initial_lr", 0.0) for group in optimizer.param_groups]
+    return max(rates) if rates else None
 
 
 def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
@@ -151,9 +166,9 @@ def _saving_memory(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
     return ", ".join(texts) or "nothing offloaded, activations kept"
 
 
-def _model_states(trainer: Any) -> str:
+def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
     """As `allennlp deepspeed estimate` counts them."""
-    states = _states_of(trainer)
+    states = _states_of(trainer, keys)
     there_is = memory_size(trainer.cuda_device)
     is_gpu = trainer.cuda_device.type == "cuda"
     places = {"the GPU": states.gpu, "the CPU": states.cpu, "NVMe": states.nvme}
@@ -174,7 +189,7 @@ def _model_states(trainer: Any) -> str:
     return f"{text}; the {'GPU' if is_gpu else 'machine'} has {decimal(there_is)}"
 
 
-def _states_of(trainer: Any) -> ModelStates:
+def _states_of(trainer: Any, keys: Mapping[str, Any]) -> ModelStates:
     """Those of this rank, when all are there."""
     config, size = trainer.resolved_config, ModelSize.of(trainer.engine.module)
     if config.zero_stage == 0:
@@ -182,7 +197,8 @@ def _states_of(trainer: Any) -> ModelStates:
     else:
         kept = round(bytes_of_element(trainer.optimizer) * sum(size.trainable))
     states = OptimizerStates(whole=kept, flat=kept)
-    return model_states(size, states, config, dist.get_world_size(), trainer.reduces_once_a_step)
+    reduces_once_a_step = keys["gradient_synchronization"] == "step"
+    return model_states(size, states, config, dist.get_world_size(), reduces_once_a_step)
 
 
 def _checkpoints(trainer: Any, serialization_dir: str) -> str:

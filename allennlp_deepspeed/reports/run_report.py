@@ -16,7 +16,7 @@ from allennlp_deepspeed.reports.communication_callback import CommunicationCallb
 from allennlp_deepspeed.reports.console import is_routine
 from allennlp_deepspeed.reports.console_report import ConsoleReport, EpochProgress
 from allennlp_deepspeed.reports.metrics_file import MetricsFile
-from allennlp_deepspeed.reports.reading import Reading
+from allennlp_deepspeed.reports.reading import Reading, StepFigures
 
 # Of the trainer's arguments, those that are told.
 _KEYS = (
@@ -61,7 +61,8 @@ class RunReport(TrainerCallback):
             trainer.checkpointer.on_committed = self._report_checkpoint
         if self.serialization_dir is None or dist.get_rank() != 0:
             return
-        num_epochs, num_steps = trainer.epochs_completed_at_start, trainer.steps_completed_at_start
+        progress = trainer.progress
+        num_epochs, num_steps = progress.start.epochs, progress.total_batches_completed_at_start
         self._file = MetricsFile(self.serialization_dir)
         self._file.start(num_epochs, num_steps)
         kind = "start" if num_steps == 0 else "recover"
@@ -76,13 +77,12 @@ class RunReport(TrainerCallback):
         trainer = self._get_trainer()
         if self._shown is None or trainer is None:
             return None
-        return self._shown.epoch_progress(trainer.epochs_completed, num_steps)
+        return self._shown.epoch_progress(trainer.progress.epochs_completed, num_steps)
 
-    def reading(self, reading: Reading) -> None:
+    def reading(self, reading: Reading, figures: StepFigures) -> None:
         """To be called by every rank, when the host has waited for the device."""
         trainer = self._get_trainer()
         assert trainer is not None
-        figures = trainer.figures_of_steps()
         if self._file is None and self._shown is None:
             return
         instances = reading.num_instances * trainer.num_readers
@@ -103,7 +103,8 @@ class RunReport(TrainerCallback):
         if self._shown is not None:
             self._shown.reading(values)
         if self._file is not None:
-            self._file.write("step", trainer.steps_completed, trainer.epochs_completed, **values)
+            epoch = trainer.progress.epochs_completed
+            self._file.write("step", trainer.steps_completed, epoch, **values)
 
     @overrides
     def on_epoch(
@@ -148,10 +149,11 @@ class RunReport(TrainerCallback):
     def _write_warning(self, record: logging.LogRecord) -> None:
         trainer = self._get_trainer()
         if self._file is not None and trainer is not None:
+            progress = trainer.progress
             self._file.write(
                 "warning",
-                step=max(trainer.steps_completed, trainer.steps_completed_at_start),
-                epoch=max(trainer.epochs_completed, trainer.epochs_completed_at_start),
+                step=max(trainer.steps_completed, progress.total_batches_completed_at_start),
+                epoch=max(progress.epochs_completed, progress.start.epochs),
                 level=record.levelname,
                 logger=record.name,
                 message=record.getMessage(),
@@ -198,7 +200,7 @@ def _environment(trainer: Any) -> Dict[str, Any]:
             for name, version in fingerprints.versions().items()
         },
         "world_size": dist.get_world_size(),
-        "hosts": list(trainer.hosts),
+        "hosts": list(trainer.directories.hosts),
         "device": torch.cuda.get_device_name(device) if is_gpu else "CPU",
         "zero_stage": config.zero_stage,
         "precision": config.precision,

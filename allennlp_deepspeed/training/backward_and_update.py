@@ -11,6 +11,7 @@ from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, during, phase
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.reports.reading import StepFigures
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
@@ -189,17 +190,18 @@ class GradientStep:
         self._norm = norm
         return has_stepped, norm
 
-    def last_norm(self) -> Optional[float]:
-        """
-        The norm of the gradient of the last step before clipping; `None` where nobody has computed
-        it, as at stage 0 in fp32 without `grad_norm`. Waits for the device.
-        """
+    def take_figures(self) -> StepFigures:
+        """Returns figures of the steps since the last call. Waits for the device."""
+        return StepFigures(
+            learning_rate=max(group["lr"] for group in self._optimizer.param_groups),
+            grad_norm=self._last_norm(),
+            num_tokens=None if self._loss_weights is None else self._loss_weights.take_num_tokens(),
+        )
+
+    def _last_norm(self) -> Optional[float]:
+        """`None` where nobody has computed it, as at stage 0 in fp32 without `grad_norm`."""
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return None if norm is None else float(norm)
-
-    def take_num_tokens(self) -> Optional[int]:
-        """As `LossWeights.take_num_tokens`."""
-        return None if self._loss_weights is None else self._loss_weights.take_num_tokens()
 
 
 def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHandle:

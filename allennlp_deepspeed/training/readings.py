@@ -13,7 +13,7 @@ from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
 from allennlp_deepspeed.engine import agreement
-from allennlp_deepspeed.reports.reading import Reading, num_instances
+from allennlp_deepspeed.reports.reading import Reading, StepFigures, num_instances
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.progress import Progress
@@ -256,7 +256,7 @@ class Readings:
         if metrics is not None:
             metrics.load()
 
-    def show(self, seconds_per_step: float) -> None:
+    def show(self, seconds_per_step: float, figures: StepFigures) -> None:
         """
         Brings the progress bar up to date, and reports. Waits for the device. To be called by every
         rank.
@@ -265,6 +265,7 @@ class Readings:
 
         seconds_per_step : `float`, required.
             On the slowest rank.
+        figures : `StepFigures`, required.
         """
         metrics, loss = self._metrics_so_far(self._model), self.losses.take_mean()
         if self._losses_are_shares:
@@ -279,7 +280,7 @@ class Readings:
             metrics=metrics,
         )
         if self._report is not None:
-            self._report.reading(reading)
+            self._report.reading(reading, figures)
         self._num_instances = 0
         self.pace.finish_reading(seconds_per_step)
 

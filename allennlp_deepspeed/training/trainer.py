@@ -1,9 +1,8 @@
 import logging
 import os
-import re
 import signal
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import (
     Any,
     Dict,
@@ -59,7 +58,6 @@ from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.log_writers import LogWriters
-from allennlp_deepspeed.reports.reading import StepFigures
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.reports.step_observer import StepObserver
 from allennlp_deepspeed.training import callbacks as callback_kinds
@@ -86,7 +84,6 @@ from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.readings import Readings
-from allennlp_deepspeed.training.reduction_schedule import STEP
 from allennlp_deepspeed.training.replay import Replay
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
 from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
@@ -252,7 +249,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 # Where full weights are kept while they are used: there may not be memory for them.
                 wrapped_model.mapping_directory = self._serialization_dir
             self._weight_watch = WeightWatch(self.engine)
-            self._moving_average = self._shard_moving_average()
+            if self._moving_average is not None:
+                self._moving_average = ShardedMovingAverage.construct(
+                    self._moving_average, wrapped_model, self._weight_watch.raise_if_changed
+                )
             self._gradients = self._construct_gradients()
             wrapped_model.before_destroying(LogWriters(self).remove)
             self._extensions.construct(self._step_context())
@@ -285,15 +285,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             history,
             keeps_validations=checkpointer is not None and checkpointer.save_on_preemption,
         )
-
-    def _shard_moving_average(self) -> Optional[ShardedMovingAverage]:
-        if self._moving_average is None:
-            return None
-        moving_average = ShardedMovingAverage(self._moving_average, self.engine)
-        self._ddp_wrapped_model.before_destroying(moving_average.release)
-        moving_average.check(self.model)
-        moving_average.before_assigning = self._weight_watch.raise_if_changed
-        return moving_average
 
     def _construct_gradients(self) -> GradientSynchronizer:
         if self._grad_clipping is not None:
@@ -600,7 +591,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._weight_watch.raise_error()
         self._extensions.check(self.cuda_device)
         self._weight_watch.is_due = True
-        self._readings.show(agreement.seconds_per_step)
+        self._readings.show(agreement.seconds_per_step, self._gradient_step.take_figures())
         return agreement
 
     def _leave_if_agreed(self, agreement: StepAgreement, epoch: int) -> None:
@@ -716,14 +707,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         validates = self._progress.should_validate_this_epoch
         if steps > 0 or epochs == 0 or not (validates and self._metric_tracker.is_best_so_far()):
             return
-        if self._moving_average is None:
+        with self._moving_average.assigned() if self._moving_average else nullcontext():
             self._save_model_state(self.best_weights.path)
-            return
-        self._moving_average.assign_average_value()
-        try:
-            self._save_model_state(self.best_weights.path)
-        finally:
-            self._moving_average.restore()
 
     @overrides
     def _save_model_state(self, path: str) -> None:
@@ -949,31 +934,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return self._checkpointer
 
     @property
-    def schedule_name(self) -> Optional[str]:
-        """Of the learning rate, `None` if there is none."""
-        if self._learning_rate_scheduler is not None:
-            return type(self._learning_rate_scheduler).__name__
-        section = self.resolved_config.engine_config.get("scheduler") or {}
-        return section.get("type")
+    def learning_rate_scheduler(self) -> Any:
+        """AllenNLP's or the engine's; `None` if there is none."""
+        return self._learning_rate_scheduler or self.engine.lr_scheduler
 
     @property
-    def peak_learning_rate(self) -> Optional[float]:
-        """That a schedule warms up to, `None` if it isn't known."""
-        scheduler = self._learning_rate_scheduler
-        if scheduler is None:
-            # Of DeepSpeed's, after which the optimizer's own is only what the schedule says.
-            own = self.engine.lr_scheduler
-            rates = getattr(own, "max_lrs", None) or getattr(own, "org_lrs", None)
-        elif re.search("Warmup|PolynomialDecay|SlantedTriangular", type(scheduler).__name__):
-            rates = [group.get("initial_lr", 0.0) for group in self.optimizer.param_groups]
-        else:
-            rates = None
-        return max(rates) if rates else None
-
-    @property
-    def reduces_once_a_step(self) -> bool:
-        """Whether `gradient_synchronization` says that gradients are reduced once a step."""
-        return self._gradient_synchronization == STEP
+    def progress(self) -> Progress:
+        """Epochs and optimizer steps that are completed, and where the training continues from."""
+        return self._progress
 
     @property
     def has_fixed_batch_size(self) -> bool:
@@ -986,11 +954,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return self._metric_tracker.best_epoch_metrics
 
     @property
-    def hosts(self) -> Sequence[str]:
-        """By rank."""
-        return self._directories.hosts
-
-    @property
     def num_epochs(self) -> int:
         """That are to be trained in all."""
         return self._num_epochs
@@ -999,29 +962,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def num_readers(self) -> int:
         """The number of workers, or of groups that share sequences, which read different data."""
         return self._extensions.num_readers
-
-    @property
-    def epochs_completed(self) -> int:
-        """The number of the epoch that the training is in, from 0."""
-        return self._progress.epochs_completed
-
-    @property
-    def steps_completed_at_start(self) -> int:
-        """Optimizer steps of all epochs, where it continues from; 0 where it begins anew."""
-        return self._progress.total_batches_completed_at_start
-
-    @property
-    def epochs_completed_at_start(self) -> int:
-        """Where it continues from; 0 where it begins anew."""
-        return self._progress.start.epochs
-
-    def figures_of_steps(self) -> StepFigures:
-        """What the last optimizer steps have come to. Waits for the device."""
-        return StepFigures(
-            learning_rate=max(group["lr"] for group in self.optimizer.param_groups),
-            grad_norm=self._gradient_step.last_norm(),
-            num_tokens=self._gradient_step.take_num_tokens(),
-        )
 
     @classmethod
     @overrides(check_signature=False)

@@ -29,7 +29,6 @@ from allennlp.training.metrics import (
     UnigramRecall,
 )
 
-from allennlp_deepspeed.checkpoint import serialization
 from allennlp_deepspeed.checkpoint.module_states import (
     changed_states,
     fingerprints,
