@@ -15,9 +15,6 @@ class GradCacheSettings(BaseModel):
         Examples to encode at a time, on each rank. A number; a number for each argument of the
         model's `encode`, which is then called for one at a time, as in `{"query": 64, "document":
         16}`; or `"auto"`, the largest number that fits.
-    trim_padding : `bool`, optional (default = `True`)
-        Whether chunks of a model that ignores padding are of texts of similar lengths, padded as
-        far as these need.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -25,7 +22,6 @@ class GradCacheSettings(BaseModel):
     chunk_size: Union[
         PositiveInt, Literal["auto"], Annotated[Dict[str, PositiveInt], Field(min_length=1)]
     ]
-    trim_padding: bool = True
 
     @property
     def names(self) -> List[str]:

@@ -135,6 +135,7 @@ FORMER_KEYS: Dict[str, str] = {
     "instead of null, or the number of workers as "
     "'deepspeed_config.zero_optimization.zero_hpz_partition_size'",
     "trainer.grad_cache.negatives": "the model needs to know: write 'model.negatives'",
+    "trainer.grad_cache.trim_padding": "chunks have the padding of their batch: remove it",
     "trainer.reduce_within": "DeepSpeed's own collectives reduce gradients: remove it",
 }
 """What to write instead of keys that this package no longer has, by path."""

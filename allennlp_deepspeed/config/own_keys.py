@@ -97,8 +97,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         doc="Trains a [contrastive model](contrastive.md) on batches whose activations don't fit "
         'into memory, with the gradient of the whole batch: `{"chunk_size": 32}` encodes as many '
         "examples at a time, on each worker. A number for each argument of `encode`, as "
-        '`{"query": 64, "document": 16}`, or `"auto"`, the largest that fits. '
-        '`"trim_padding": false` keeps the order and the padding of the batch in all chunks.',
+        '`{"query": 64, "document": 16}`, or `"auto"`, the largest that fits.',
         advice='must be an object, such as {"chunk_size": 32}',
         may_change=True,
     ),

@@ -64,7 +64,6 @@ class BiEncoder(ContrastiveModel):
 
     validates_whole_set = True
     divides_loss = True
-    ignores_padding = True
     default_predictor = "text_embedder"
 
     def __init__(

@@ -49,13 +49,6 @@ class ContrastiveModel(Model):
     with global negatives each then computes the part of its own examples, and not the whole.
     """
 
-    ignores_padding = False
-    """
-    Whether an example has the same representations however far its texts are padded. With gradient
-    caching examples of similar lengths are then encoded together, and padded as far as these need.
-    It is of the `encode` of the class that says it: a subclass with another says it again.
-    """
-
     def __init__(
         self,
         vocab: Vocabulary,
@@ -192,16 +185,6 @@ class ContrastiveModel(Model):
     def loss_inputs(self, inputs: Dict[str, Any]) -> Dict[str, torch.Tensor]:
         """Those for `contrastive_loss`."""
         return {name: value for name, value in inputs.items() if self._compares(name)}
-
-    @property
-    def encodes_without_padding(self) -> bool:
-        """Whether `ignores_padding` is said of this class's `encode`."""
-        classes = type(self).__mro__
-        said, encoding = (
-            next(i for i, of in enumerate(classes) if name in vars(of))
-            for name in ("ignores_padding", "encode")
-        )
-        return self.ignores_padding and said <= encoding
 
     def encodes(self, name: str) -> bool:
         """Whether an input of that name is for `encode`."""

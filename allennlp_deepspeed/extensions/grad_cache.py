@@ -49,16 +49,12 @@ class GradCache(StepExtension):
     The result is the gradient of the whole batch in one piece. A batch that is one chunk on every
     rank makes one pass. Every rank must call each of these methods.
 
-    Where the model ignores padding, examples of similar lengths are encoded together, and padded as
-    far as these need. Whether it does is tried before the first step in which each text field has
-    as much padding as tokens in some text.
-
     At stage 3 each chunk gathers the parameters again, unless `reshard_after_micro_batch` leaves
     them gathered until the step ends.
 
     Besides representations and inputs, what grows with the batch is a random state for each chunk,
-    of some 30 kB. The host waits for the device twice a micro-batch, to know how many examples the
-    other ranks have, and for the lengths of texts.
+    of some 30 kB. The host waits for the device once a micro-batch, to know how many examples the
+    other ranks have.
 
     # Parameters
 
@@ -305,19 +301,8 @@ class GradCache(StepExtension):
 
     @during(FORWARD)
     def _encode(self, chunk: Chunk) -> Representations:
-        try:
-            with self._wrapped_model.forward_is(self._model.encode):
-                representations = self._engine(**chunk.inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if not chunk.is_trimmed:
-                raise
-            raise RuntimeError(
-                f"`encode` of {type(self._model).__name__} has failed with texts that are padded "
-                "only as far as the longest of their chunk. If it needs longer ones, write "
-                "\"trim_padding\": false in 'trainer.grad_cache'."
-            ) from error
+        with self._wrapped_model.forward_is(self._model.encode):
+            representations = self._engine(**chunk.inputs)
         num_rows = num_examples(chunk.inputs)
         for name, representation in representations.items():
             if representation.shape[:1] != (num_rows,):

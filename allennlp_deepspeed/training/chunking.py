@@ -2,11 +2,9 @@
 Parts of batches.
 """
 
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
-
-from allennlp_deepspeed.training.padding import TextLengths
 
 # What a batch has of all its examples together, such as AllenNLP's `FlagField`.
 _OF_ALL = (bool, int, float, str, type(None))
@@ -19,18 +17,15 @@ class Chunk(NamedTuple):
     # Parameters
 
     inputs : `Dict[str, Any]`
-    rows : `Union[slice, torch.Tensor]`
-        Which examples of the batch they are: their indices, if these don't follow one another.
+    rows : `slice`
+        Which examples of the batch they are.
     is_filler : `bool`
         Whether it only keeps this rank in step with another one that has more.
-    is_trimmed : `bool`, optional (default = `False`)
-        Whether texts are padded no further than they need.
     """
 
     inputs: Dict[str, Any]
-    rows: Union[slice, torch.Tensor]
+    rows: slice
     is_filler: bool
-    is_trimmed: bool = False
 
 
 def chunks_in_order(
@@ -58,32 +53,6 @@ def chunks_in_order(
     return chunks
 
 
-def chunks_by_length(
-    inputs: Dict[str, Any], batch_size: int, most: int, chunk_size: int, least_length: int
-) -> List[Chunk]:
-    """
-    As `chunks_in_order`, of texts of similar lengths, each padded as far as its own need. The host
-    waits for the device once.
-
-    # Parameters
-
-    least_length : `int`, required.
-        How far texts are padded at least, in tokens.
-    """
-    lengths = TextLengths(inputs, batch_size)
-    order = lengths.order(inputs)
-    # On the device once: each copy from the host would wait for it.
-    all_rows = torch.tensor(order, device=lengths.device)
-    chunks = []
-    for start in range(0, most, chunk_size):
-        is_filler = start >= batch_size
-        part = slice(-1, None) if is_filler else slice(start, start + chunk_size)
-        indices, rows = order[part], all_rows[part]
-        of_chunk = lengths.trimmed(examples_at(inputs, indices, rows), indices, least_length)
-        chunks.append(Chunk(of_chunk, rows, is_filler, is_trimmed=True))
-    return chunks
-
-
 def rows_of(batch: Any, start: int, stop: int) -> Any:
     """
     The examples from one index to before another.
@@ -99,25 +68,6 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
     if isinstance(batch, dict):
         return {name: rows_of(value, start, stop) for name, value in batch.items()}
     return batch if isinstance(batch, _OF_ALL) else batch[start:stop]
-
-
-def examples_at(batch: Any, indices: List[int], rows: torch.Tensor) -> Any:
-    """
-    A copy of some examples, in this order.
-
-    # Parameters
-
-    batch : `Any`, required.
-        As of `rows_of`.
-    indices : `List[int]`, required.
-    rows : `torch.Tensor`, required.
-        The same, on the device of the batch.
-    """
-    if isinstance(batch, dict):
-        return {name: examples_at(value, indices, rows) for name, value in batch.items()}
-    if isinstance(batch, torch.Tensor):
-        return batch[rows]
-    return batch if isinstance(batch, _OF_ALL) else [batch[i] for i in indices]
 
 
 def num_examples(batch: Any) -> int:

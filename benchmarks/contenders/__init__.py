@@ -15,7 +15,6 @@ from benchmarks.contenders.ours import (
     OursCached,
     OursFlush,
     OursMicroBatch,
-    OursUntrimmed,
 )
 from benchmarks.contenders.sentence_transformers import SentenceTransformers
 from benchmarks.harness.contender import Contender
@@ -39,7 +38,6 @@ BI_ENCODER_CONTENDERS: Dict[str, Contender] = {
     "ours-uncached": Ours(),
     "ours-cached": OursCached(),
     "ours-apart": OursApart(),
-    "ours-untrimmed": OursUntrimmed(),
     "ddp-uncached": DdpUncached(),
     "ddp-cached": DdpCached(),
     "sentence-transformers": SentenceTransformers(),

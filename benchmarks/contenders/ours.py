@@ -72,14 +72,12 @@ class OursFlush(Ours):
 class OursCached(Ours):
     """As `Ours`, with gradient caching."""
 
-    trim_padding: ClassVar[bool] = True
-
     def chunk_size(self, workload: Workload) -> Any:
         return workload.chunk_size
 
     @overrides
     def settings(self, workload: Workload) -> Dict[str, Any]:
-        cache = {"chunk_size": self.chunk_size(workload), "trim_padding": self.trim_padding}
+        cache = {"chunk_size": self.chunk_size(workload)}
         return {**super().settings(workload), "grad_cache": cache}
 
 
@@ -89,9 +87,3 @@ class OursApart(OursCached):
     @overrides
     def chunk_size(self, workload: Workload) -> Any:
         return dict.fromkeys(("query", "document"), workload.chunk_size)
-
-
-class OursUntrimmed(OursCached):
-    """As `OursCached`, with the batch's order and padding in all chunks."""
-
-    trim_padding = False

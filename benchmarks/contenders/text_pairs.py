@@ -42,9 +42,7 @@ class TextPairs(Workload):
         Texts that are encoded in one call, by those that cache gradients. The graph of this package
         and of the plain loop is that of as many pairs.
     num_tokens : `int`
-        In the longest texts.
-    least_tokens : `int`
-        In the shortest. If it is the same, nothing is padded.
+        In each text.
     """
 
     directory: Path
@@ -52,14 +50,13 @@ class TextPairs(Workload):
     batch_size: int
     chunk_size: int
     num_tokens: int
-    least_tokens: int
 
     accumulation = 1
     # Adam's steps would be the same with gradients that are too large or too small by a factor.
     optimizer = {"type": "sgd", "lr": 0.002}
 
     def __str__(self) -> str:
-        return f"stage {self.stage}, texts of {self.least_tokens} to {self.num_tokens} tokens"
+        return f"stage {self.stage}, texts of {self.num_tokens} tokens"
 
     @overrides
     def prepare(self, world_size: int) -> None:
@@ -164,19 +161,12 @@ def _batch(workload: TextPairs, generator: torch.Generator, device: torch.device
     shape = (workload.batch_size, workload.num_tokens)
     queries, others = torch.randint(5, _NUM_WORDS, (2, *shape), generator=generator)
     documents = torch.where(torch.rand(shape, generator=generator) < 0.5, queries, others)
-    lengths = torch.randint(
-        workload.least_tokens,
-        workload.num_tokens + 1,
-        (2, workload.batch_size, 1),
-        generator=generator,
-    )
-    lengths[:, 0] = workload.num_tokens
-    masks = torch.arange(workload.num_tokens) < lengths
+    mask = torch.ones(shape, dtype=torch.bool, device=device)
     query_ids, document_ids = torch.randint(2**62, (2, workload.batch_size), generator=generator)
     return {
-        "query": _text_field(queries.to(device), masks[0].to(device)),
+        "query": _text_field(queries.to(device), mask),
         "query_id": query_ids.to(device),
-        "document": _text_field(documents.to(device), masks[1].to(device)),
+        "document": _text_field(documents.to(device), mask),
         "document_id": document_ids.to(device),
     }
 

@@ -13,7 +13,7 @@ import logging
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List
 
 import torch
 
@@ -21,7 +21,7 @@ from benchmarks.contenders import BI_ENCODER_CONTENDERS
 from benchmarks.contenders.text_pairs import TextPairs
 from benchmarks.harness import report
 from benchmarks.harness.losses import largest_difference
-from benchmarks.harness.pairing import Pair, compare
+from benchmarks.harness.pairing import compare
 from benchmarks.harness.stopwatch import Plan
 
 # Which are timed in turn, and whose time is divided by whose.
@@ -31,11 +31,6 @@ PAIRS = (
     # With the graphs of as many texts.
     ("ours-apart", "sentence-transformers"),
     ("ddp-cached", "ddp-uncached"),
-)
-# The same for texts of other lengths than one another, without ZeRO.
-PAIRS_OF_UNEVEN = (
-    ("ours-cached", "ours-untrimmed"),
-    ("ours-apart", "sentence-transformers"),
 )
 WARMUP_STEPS = 2
 COUNTED_STEPS = 1
@@ -47,14 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=128, help="pairs of texts on a worker")
     parser.add_argument("--chunk", type=int, default=32, help="of these, encoded at a time")
     parser.add_argument("--tokens", type=int, default=32, help="in each text")
-    parser.add_argument(
-        "--uneven",
-        nargs=2,
-        type=int,
-        default=[4, 64],
-        metavar=("LEAST", "MOST"),
-        help="tokens in texts of other lengths than one another",
-    )
     parser.add_argument("--pairs", type=int, default=6, help="timed segments against each other")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps in a segment")
 
@@ -71,20 +58,14 @@ def run(settings: argparse.Namespace) -> None:
         "contenders": [],
     }
     reference: Dict[str, List[float]] = {}
-    even = (settings.tokens, settings.tokens)
     for stage in settings.stages:
-        measure(stage, even, PAIRS, settings, world_size, data, reference)
-        report.write(settings.output, "contrastive", data, text(data))
-    if 0 in settings.stages:
-        measure(0, tuple(settings.uneven), PAIRS_OF_UNEVEN, settings, world_size, data, {})
+        measure(stage, settings, world_size, data, reference)
         report.write(settings.output, "contrastive", data, text(data))
     report.show(text(data))
 
 
 def measure(
     stage: int,
-    tokens: Tuple[int, int],
-    contender_pairs: Sequence[Pair],
     settings: argparse.Namespace,
     world_size: int,
     data: Dict[str, Any],
@@ -95,10 +76,6 @@ def measure(
 
     # Parameters
 
-    tokens : `Tuple[int, int]`
-        In the shortest texts and in the longest.
-    contender_pairs : `Sequence[Pair]`
-        Who takes part.
     reference : `Dict[str, List[float]]`
         What all losses are compared with: those of the first contender that has come, by its name.
 
@@ -110,12 +87,12 @@ def measure(
     plan = Plan(WARMUP_STEPS, settings.pairs, settings.steps, COUNTED_STEPS)
     with tempfile.TemporaryDirectory() as directory:
         workload = TextPairs(
-            Path(directory), stage, settings.batch, settings.chunk, max(tokens), min(tokens)
+            Path(directory), stage, settings.batch, settings.chunk, settings.tokens
         )
         workload.prepare(world_size)
         all_pairs = [
             pair
-            for pair in contender_pairs
+            for pair in PAIRS
             if all(BI_ENCODER_CONTENDERS[name].takes_part(workload) for name in pair)
         ]
         contenders = {
@@ -142,7 +119,7 @@ def measure(
         data["ratios"].append(
             {
                 "zero_stage": stage,
-                "tokens": tokens,
+                "tokens": settings.tokens,
                 "contender": contender,
                 "against": against,
                 "time_per_example": statistics.median(ratios),
@@ -164,7 +141,7 @@ def measure(
         data["contenders"].append(
             {
                 "zero_stage": stage,
-                "tokens": tokens,
+                "tokens": settings.tokens,
                 "contender": name,
                 "seconds_per_step": statistics.median(segments) / settings.steps,
                 "peak_memory_bytes": [outcome.peak_memory for outcome in ranks],
@@ -177,7 +154,7 @@ def measure(
         )
     for name, reason in skipped.items():
         data["contenders"].append(
-            {"zero_stage": stage, "tokens": tokens, "contender": name, "skipped": reason}
+            {"zero_stage": stage, "tokens": settings.tokens, "contender": name, "skipped": reason}
         )
 
 
@@ -185,7 +162,7 @@ def text(data: Dict[str, Any]) -> str:
     ratios = [
         [
             str(row["zero_stage"]),
-            _length(row),
+            str(row["tokens"]),
             row["contender"],
             row["against"],
             f"{row['time_per_example']:.2f}",
@@ -218,13 +195,8 @@ def text(data: Dict[str, Any]) -> str:
     )
 
 
-def _length(row: Dict[str, Any]) -> str:
-    least, most = row["tokens"]
-    return str(most) if least == most else f"{least} to {most}"
-
-
 def _cells(row: Dict[str, Any]) -> List[str]:
-    key = [str(row["zero_stage"]), _length(row), row["contender"]]
+    key = [str(row["zero_stage"]), str(row["tokens"]), row["contender"]]
     if "skipped" in row:
         return [*key, row["skipped"], "", ""]
     return [

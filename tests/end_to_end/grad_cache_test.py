@@ -5,7 +5,7 @@ Gradient caching gives the weights of the whole batch in one piece, at every ZeR
 import json
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
 
 import pytest
 from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -54,8 +54,6 @@ EVERYTHING: Config = {
 }
 
 
-SIDES = ("query", "document")
-PADDED: Config = {"model.seq2vec_encoder": {"type": "mean_of_padded", "embedding_dim": 12}}
 CHUNK_SIZES = {"query": 3, "document": 5, "negatives": 2}
 
 
@@ -181,19 +179,15 @@ def test_any_model_with_the_interface(experiments: Experiments):
     assert result.final_metrics()[key] == pytest.approx(expected.final_metrics()[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage, trim_padding", [(2, False), (3, True)])
-def test_dropout_is_the_same_in_both_passes(
-    experiments: Experiments, stage: int, trim_padding: bool
-):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_dropout_is_the_same_in_both_passes(experiments: Experiments, stage: int):
     """The other run encodes the same chunks with a graph, which it holds until it goes backward."""
     dropout = {"model.dropout": 0.3}
     in_chunks = {
         "model.type": "bi_encoder_in_chunks",
         "model.chunk_size": 3,
-        "model.trim_padding": trim_padding,
     }
     config = cached(divided(2, dropout), stage)
-    config["trainer"]["grad_cache"]["trim_padding"] = trim_padding
     result = experiments.run(config)
     expected = experiments.run(deepspeed(divided(2, dropout, in_chunks), 0))
     assert_same(result, expected)
@@ -253,74 +247,6 @@ def test_a_short_group_of_which_one_worker_has_more(
     assert_same_weights(
         experiments.run(config).weights(), experiments.run(in_one_piece(uneven, even)).weights()
     )
-
-
-class TestPadding:
-    """`"trim_padding"`"""
-
-    @pytest.mark.parametrize("trim_padding", [True, False])
-    def test_as_many_places_are_encoded_as_chunks_need(
-        self, experiments: Experiments, trim_padding: bool
-    ):
-        counting = {"model.type": "counting_bi_encoder"}
-        config = cached(in_one_piece(counting), 2)
-        config["trainer"]["grad_cache"]["trim_padding"] = trim_padding
-        result, expected = experiments.run(config), experiments.run(in_one_piece())
-        assert_same_weights(result.weights(), expected.weights())
-        assert result.final_metrics()["training_places"] == places(trim_padding)
-        assert places(True) < 0.8 * places(False)
-
-    def test_where_representations_change_with_it_chunks_keep_it(self, experiments: Experiments):
-        result = experiments.run(cached(in_one_piece(PADDED), 3))
-        assert_same(result, experiments.run(in_one_piece(PADDED)))
-        assert tried(result) == ["those of the whole batch"]
-
-    def test_texts_are_as_long_as_convolutions_need(self, experiments: Experiments):
-        wide = {
-            "dataset_reader.token_indexers.tokens.token_min_padding_length": 5,
-            "model.seq2vec_encoder.ngram_filter_sizes": [1, 5],
-        }
-        result = experiments.run(cached(divided(2, wide), 2, 2))
-        assert_same(result, experiments.run(in_one_piece(wide)))
-        assert tried(result) == ["the longest of them"]
-
-    def test_an_encoder_that_is_not_said_to_ignore_it_is_not_tried(self, experiments: Experiments):
-        model = {"model.type": "bi_encoder_with_an_encoder_of_its_own"}
-        result = experiments.run(cached(in_one_piece(model), 2))
-        assert_same_weights(result.weights(), experiments.run(in_one_piece()).weights())
-        assert tried(result) == []
-
-    def test_an_encoder_that_needs_it_says_how_to_keep_it(self, tmp_path: Path):
-        needing = {"model.seq2vec_encoder": {"type": "mean_of_long", "embedding_dim": 12}}
-        config = cached(load_config("bi_encoder", ONE_PROCESS, needing), 2)
-        run = train(config, tmp_path)
-        assert run.returncode != 0
-        assert "write \"trim_padding\": false in 'trainer.grad_cache'" in run.output
-
-
-def tried(result: Result) -> List[str]:
-    """How far each trial that is in the log has found texts to be padded."""
-    logs = [result.serialization_dir / name for name in ("out_worker0.log", "out.log")]
-    log = next(log for log in logs if log.exists()).read_text()
-    return re.findall(r"Texts of a chunk are padded as far as (.+) from here on", log)
-
-
-def places(trim_padding: bool) -> int:
-    """For tokens, in an epoch of one process with chunks of 3, of which each is encoded twice."""
-    lines = Path("tests/fixtures/data/pairs_train.jsonl").read_text().splitlines()
-    texts = [[len(pair[side].split()) for side in SIDES] for pair in map(json.loads, lines)]
-    number = 0
-    for start in range(0, len(texts), GLOBAL_BATCH_SIZE):
-        batch = texts[start : start + GLOBAL_BATCH_SIZE]
-        longest = [max(lengths) for lengths in zip(*batch)]
-        if trim_padding:
-            batch.sort(key=sum, reverse=True)
-        for first in range(0, len(batch), 3):
-            chunk = batch[first : first + 3]
-            if trim_padding:
-                longest = [max(lengths) for lengths in zip(*chunk)]
-            number += 2 * len(chunk) * sum(max(2, length) for length in longest)
-    return number
 
 
 class TestAuto:

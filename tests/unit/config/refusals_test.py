@@ -246,7 +246,7 @@ VALUES = [
     *({"grad_cache": settings} for settings in (3, {}, {"chunk_size": 0, "trim": True})),
     *({"grad_cache": {"chunk_size": size}} for size in ("most", {"document": -1, "query": 4})),
     {"grad_cache": {"document": 4, "query": 8}},
-    {"grad_cache": {"chunk_size": 4, "trim_padding": "no", "negatives": "local"}},
+    {"grad_cache": {"chunk_size": 4, "trim_padding": False, "negatives": "local"}},
     *({"torch_compile": value} for value in ("inductor", {"modus": "default"}, {"dynamic": "yes"})),
     {"torch_compile": {"recompile_limit": 0, "mode": "fast"}},
     {"sequence_tiling": {"modules": "mlp", "num_tile": 2}},
