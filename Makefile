@@ -116,7 +116,6 @@ bench: $(VENV)/installed
 	python -m benchmarks model_states
 	python -m benchmarks large_model
 	python -m benchmarks wire
-	python -m benchmarks sparse_attention
 	python -m benchmarks sequence_length
 	python -m benchmarks global_batch
 

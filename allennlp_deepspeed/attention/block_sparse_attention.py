@@ -4,8 +4,7 @@ The section "attention" of an encoder, and what it computes.
 
 import functools
 import json
-import logging
-from typing import Annotated, Any, Dict, List, Optional, Set, Union
+from typing import Annotated, Any, Dict, List, Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -14,23 +13,12 @@ from allennlp.common.checks import ConfigurationError
 from overrides import overrides
 from pydantic import Field, TypeAdapter, ValidationError
 
-from allennlp_deepspeed.attention.block_kernel import Plan, attend_in_blocks
-from allennlp_deepspeed.attention.flex_kernel import (
-    attend_with_flex_attention,
-    why_not_flex_attention,
-)
+from allennlp_deepspeed.attention.flex_kernel import MIN_HEAD_DIM, attend_with_flex_attention
 from allennlp_deepspeed.attention.layouts import LAYOUTS, MAX_BLOCK, Layout
-
-logger = logging.getLogger(__name__)
-
-KERNELS = ("auto", "flex_attention", "blocks")
 
 _any_layout: TypeAdapter = TypeAdapter(
     Annotated[Union[LAYOUTS], Field(discriminator="mode")]  # type: ignore[arg-type]
 )
-
-# What has been said in this process.
-_said: Set[str] = set()
 
 
 class SparseAttention(Registrable):
@@ -76,32 +64,25 @@ class BlockSparseAttention(SparseAttention):
 
     Registered as a `SparseAttention` with name "block_sparse". In a config file the layout's keys
     are beside it: `{"type": "block_sparse", "mode": "fixed", "block": 16, "num_local_blocks": 4}`,
-    where the keys but for `type` and `kernel` are those of DeepSpeed's former section
-    "sparse_attention". See `docs/sparse_attention.md`.
+    where the keys but for `type` are those of DeepSpeed's former section "sparse_attention". See
+    `docs/sparse_attention.md`.
+
+    On GPUs PyTorch's `flex_attention` computes it, compiled at its first use. Elsewhere, and for
+    heads of fewer than 16 dimensions, it is PyTorch's attention with the layout as a mask.
 
     # Parameters
 
     layout : `Layout`
         In a config file `mode` and that layout's keys.
-    kernel : `str`, optional (default = `"auto"`)
-        What computes it. `"flex_attention"` is PyTorch's, compiled at its first use. `"blocks"` is
-        made of PyTorch's common operators, needs no compiler, and also has a backward pass on CPUs.
-        `"auto"` is the first on GPUs and the second on CPUs. Where the first can't do it, the
-        second does, and a warning says why.
     """
 
-    def __init__(self, layout: Layout, kernel: str = "auto") -> None:
-        if kernel not in KERNELS:
-            raise ConfigurationError(
-                f"'attention.kernel' is {kernel!r}: write one of {', '.join(KERNELS)}."
-            )
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._kernel = kernel
 
     @property
     def section(self) -> Dict[str, Any]:
         """As `from_section` takes it, and JSON can say it."""
-        return {"kernel": self._kernel, **self.layout.model_dump(mode="json")}
+        return self.layout.model_dump(mode="json")
 
     @classmethod
     def from_params(cls, params: Params, **_: Any) -> "BlockSparseAttention":  # type: ignore
@@ -120,10 +101,15 @@ class BlockSparseAttention(SparseAttention):
         `ConfigurationError`
             If it isn't one, with all that is wrong.
         """
-        keys = {key: value for key, value in section.items() if key not in ("type", "kernel")}
+        keys = {key: value for key, value in section.items() if key != "type"}
         if section.get("type", "block_sparse") != "block_sparse":
             raise ConfigurationError(
                 f"'attention.type' is {section['type']!r}: write \"block_sparse\"."
+            )
+        if "kernel" in keys:
+            raise ConfigurationError(
+                "'attention.kernel' is no longer a key: flex_attention computes it on GPUs, and "
+                "attention with a mask elsewhere; remove it."
             )
         if keys.get("dropout"):
             raise ConfigurationError(
@@ -135,7 +121,7 @@ class BlockSparseAttention(SparseAttention):
             layout = _any_layout.validate_python(keys)
         except ValidationError as errors:
             raise ConfigurationError("\n".join(_explanations(errors, section))) from None
-        return cls(layout, section.get("kernel", "auto"))
+        return cls(layout)
 
     @overrides
     def attend(
@@ -156,46 +142,18 @@ class BlockSparseAttention(SparseAttention):
             )
         if scale is None:
             scale = query.size(-1) ** -0.5
-        needs_backward = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (query, key, value)
-        )
-        uses_flex_attention = self._uses_flex_attention(query, needs_backward)
-        multiple = MAX_BLOCK if uses_flex_attention else self.layout.block
-        padding = -length % multiple
+        uses_flex_attention = query.device.type == "cuda" and query.size(-1) >= MIN_HEAD_DIM
+        padding = -length % MAX_BLOCK if uses_flex_attention else 0
         if padding > 0:
             query, key, value = (F.pad(part, (0, 0, 0, padding)) for part in (query, key, value))
             key_mask = F.pad(key_mask, (0, padding))
-        num_heads, num_blocks = query.size(1), query.size(2) // self.layout.block
-        # The kernels look after precision themselves.
+        num_heads, num_blocks = query.size(1), -(-query.size(2) // self.layout.block)
+        blocks = _blocks(self.layout, num_blocks, num_heads, layer, query.device)
+        attend = attend_with_flex_attention if uses_flex_attention else _attend_with_mask
+        # Both look after precision themselves.
         with torch.autocast(query.device.type, enabled=False):
-            if uses_flex_attention:
-                blocks = _blocks(self.layout, num_blocks, num_heads, layer, query.device)
-                result = attend_with_flex_attention(
-                    query, key, value, key_mask, self.layout, blocks, scale
-                )
-            else:
-                plan = _plan(self.layout, num_blocks, num_heads, layer, query.device)
-                result = attend_in_blocks(query, key, value, key_mask, plan, scale)
+            result = attend(query, key, value, key_mask, self.layout, blocks, scale)
         return result[:, :, :length]
-
-    def _uses_flex_attention(self, query: torch.Tensor, needs_backward: bool) -> bool:
-        if self._kernel == "blocks":
-            return False
-        if self._kernel == "auto" and query.device.type == "cpu":
-            _say_once(
-                logging.INFO,
-                "Block-sparse attention is computed by PyTorch's common operators: on CPUs "
-                "flex_attention has no backward pass.",
-            )
-            return False
-        reason = why_not_flex_attention(query, self.layout, needs_backward)
-        if reason is not None:
-            _say_once(
-                logging.WARNING,
-                "Block-sparse attention is computed by PyTorch's common operators instead of "
-                f"flex_attention: {reason}.",
-            )
-        return reason is None
 
 
 @functools.lru_cache(maxsize=64)
@@ -207,12 +165,29 @@ def _blocks(
         return layout.blocks(num_blocks, num_heads, layer).to(device)
 
 
-@functools.lru_cache(maxsize=64)
-def _plan(
-    layout: Layout, num_blocks: int, num_heads: int, layer: int, device: torch.device
-) -> Plan:
-    with torch.inference_mode(False):
-        return Plan(layout, layout.blocks(num_blocks, num_heads, layer), device)
+def _attend_with_mask(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor,
+    layout: Layout,
+    blocks: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Computes what `attend_with_flex_attention` does, for any length."""
+    positions = torch.arange(query.size(2), device=query.device)
+    block = positions // layout.block
+    # Shape: (batch_size, num_layouts, length, length)
+    allowed = blocks[:, block[:, None], block] & key_mask[:, None, None]
+    tokens = layout.tokens(positions[:, None], positions)
+    if tokens is not None:
+        allowed = allowed & tokens
+    # A softmax over nobody would be NaN.
+    is_attending = allowed.any(-1, keepdim=True)
+    result = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed | ~is_attending, scale=scale
+    )
+    return result * is_attending
 
 
 @functools.lru_cache(maxsize=64)
@@ -238,9 +213,3 @@ def _explanations(errors: ValidationError, section: Dict[str, Any]) -> List[str]
             value = "" if error["loc"][1:] == () else f" is {json.dumps(error['input'])}"
             lines.append(f"'{path}'{value}: {error['msg'].removeprefix('Value error, ')}.")
     return lines
-
-
-def _say_once(level: int, message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        logger.log(level, message)
