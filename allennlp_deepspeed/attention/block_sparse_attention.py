@@ -156,6 +156,7 @@ class BlockSparseAttention(SparseAttention):
         return result[:, :, :length]
 
 
+@torch.compiler.disable
 @functools.lru_cache(maxsize=64)
 def _blocks(
     layout: Layout, num_blocks: int, num_heads: int, layer: int, device: torch.device

@@ -60,7 +60,7 @@ class Chunker:
         batch_size = num_examples(batch)
         if self._chunk_size == AUTO:
             self._chunk_size = self._found_chunk_size = self._find_chunk_size(inputs, batch_size)
-        most = agreement.highest(batch_size, self._engine.device)
+        most = max(size for (size,) in agreement.numbers_of_all([batch_size], self._engine.device))
         return [
             chunk
             for of_group, chunk_size in self._groups(inputs)

@@ -122,12 +122,11 @@ def test_representations_are_gathered_once_a_micro_batch(experiments: Experiment
     config = counted(divided(2, {"trainer.num_gradient_accumulation_steps": 2}), 0, "step")
     config["trainer"]["grad_cache"] = {"chunk_size": 3}
     calls, num_bytes = traffic(experiments.run(config))[0]["all_gather"]
-    # Each of the two micro-batches gathers how many examples there are and whether they are padded,
-    # shapes of four tensors, and their contents: of 8 and 4 pairs two vectors of 10 numbers and two
-    # ids.
+    # Each of the two micro-batches gathers how many examples there are, shapes of four tensors, and
+    # their contents: of 8 and 4 pairs two vectors of 10 numbers and two ids.
     assert calls == 2 * 3
     contents = (8 + 4) * (2 * 10 * 4 + 2 * 8)
-    assert num_bytes == 2 * (contents + 2 * 8 * (2 + 6))
+    assert num_bytes == 2 * (contents + 2 * 8 * (1 + 6))
 
 
 def gathered(experiments: Experiments, stage: int, chunk_size: int, *callbacks: str) -> int:

@@ -163,15 +163,12 @@ def test_compiled_flex_attention_gives_the_same(name: str):
     layout = attention(name).layout
     if layout.length_limit is not None:
         layout = layout.model_copy(update={"max_length": 128})
-    (query, key, value), is_there = inputs(torch.float32, lengths=[128, 20, 0])
+    tensors, is_there = inputs(torch.float32, lengths=[128, 20, 0])
+    query, key, value = (tensor.detach() for tensor in tensors)
     blocks = layout.blocks(128 // BLOCK, NUM_HEADS, LAYER)
-    with torch.no_grad():
-        result = attend_with_flex_attention(
-            query, key, value, is_there, layout, blocks, HEAD_DIM**-0.5
-        )
-        expected = dense_attention(
-            query, key, value, dense_mask(BlockSparseAttention(layout), is_there)
-        )
+    result = attend_with_flex_attention(query, key, value, is_there, layout, blocks, HEAD_DIM**-0.5)
+    mask = dense_mask(BlockSparseAttention(layout), is_there)
+    expected = dense_attention(query, key, value, mask)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
