@@ -8,7 +8,7 @@ from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 
-TRAINING_STATE_VERSION = 5
+TRAINING_STATE_VERSION = 6
 """Of what is in a `TrainerCheckpoint`. Version 2 was that of 0.1.0."""
 
 

@@ -13,7 +13,6 @@ from allennlp_deepspeed.checkpoint.module_states import (
     module_states,
 )
 from allennlp_deepspeed.engine.random_states import (
-    RandomHistory,
     dropout_between_layers,
     random_states,
     set_random_states,
@@ -62,7 +61,7 @@ class Replay:
         self._running_loss = running_loss
         self._validations = validations
         self._keeps_validations = keeps_validations
-        self._epoch_starts = RandomHistory()
+        self._epoch_starts: List[Dict[str, Any]] = []
         self._fingerprints_before: Optional[Dict[str, Any]] = None
         # Of this worker, in the epoch that is validated.
         self._before_validation: Optional[Dict[str, Any]] = None
@@ -179,7 +178,7 @@ class Replay:
     def state_dict(self) -> Dict[str, Any]:
         steps = self._progress.batches_in_epoch_completed
         state = {
-            "epoch_starts": self._epoch_starts.state_dict(),
+            "epoch_starts": list(self._epoch_starts),
             "validations": self._validations.state_dict(),
             "running_loss": self._running_loss.state_dict() if steps > 0 else None,
             "steps_of_running_loss": steps,
@@ -221,6 +220,5 @@ class Replay:
             if name in own_states:
                 callback.load_state_dict(own_states[name])
         self._pending = state_dict
-        starts = state_dict["epoch_starts"]
-        self._epoch_starts = RandomHistory.from_state_dict(starts, len(starts["lengths"]))
+        self._epoch_starts = list(state_dict["epoch_starts"])
         self._validations.load_state_dict(state_dict["validations"])

@@ -6,7 +6,6 @@ from allennlp.data.data_loaders import MultiProcessDataLoader
 
 from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.engine.random_states import (
-    RandomHistory,
     random_states,
     set_random_states,
 )
@@ -48,7 +47,7 @@ class ValidationHistory:
         self._shows_progress = shows_progress
         self._leave_if_interrupted = leave_if_interrupted
         self._epochs: List[int] = []
-        self._starts = RandomHistory()
+        self._starts: List[Dict[str, Any]] = []
 
     def start(self) -> None:
         """To be called before the validation of an epoch asks for its data."""
@@ -76,13 +75,13 @@ class ValidationHistory:
         agreement.any_of(True, self._device)
 
     def state_dict(self) -> Dict[str, Any]:
-        return {"epochs": list(self._epochs), "starts": self._starts.state_dict()}
+        return {"epochs": list(self._epochs), "starts": list(self._starts)}
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Without the epochs after the checkpoint, which are validated again."""
         start = self._progress.start
         self._epochs = [epoch for epoch in state_dict["epochs"] if epoch < start.epochs]
-        self._starts = RandomHistory.from_state_dict(state_dict["starts"], len(self._epochs))
+        self._starts = state_dict["starts"][: len(self._epochs)]
 
 
 def _may_keep_place(data_loader: Any) -> bool:
