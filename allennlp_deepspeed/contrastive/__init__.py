@@ -8,7 +8,6 @@ from allennlp_deepspeed.contrastive.in_batch_accuracy import InBatchAccuracy
 from allennlp_deepspeed.contrastive.retrieval_metric import RetrievalMetric
 from allennlp_deepspeed.contrastive.text_embedder import TextEmbedderPredictor
 from allennlp_deepspeed.contrastive.text_pairs_reader import TextPairsReader
-from allennlp_deepspeed.contrastive.text_search import TextSearchPredictor
 
 __all__ = [
     "BiEncoder",
@@ -17,5 +16,4 @@ __all__ = [
     "RetrievalMetric",
     "TextEmbedderPredictor",
     "TextPairsReader",
-    "TextSearchPredictor",
 ]
