@@ -8,22 +8,21 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Tuple, Union
 
+import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.training.optimizers import Optimizer
 
-from allennlp_deepspeed.commands import optimizer_states
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.schema_validation import AUTO
-from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.engine.model_check import check_model
 from allennlp_deepspeed.engine.model_states import (
     ModelSize,
     ModelStates,
-    OptimizerStates,
     elements_of_modules,
     model_states,
+    optimizer_bytes,
 )
 from allennlp_deepspeed.engine.offloaded_optimizers import registered_class
 from allennlp_deepspeed.engine.optimizer_check import check_optimizer
@@ -170,7 +169,11 @@ class Estimator:
         self._size, self._largest_parameter, self._largest_module = measure(self._model)
         optimizer = self._trainer.get("optimizer") or Optimizer.default_implementation
         self._optimizer = {"type": optimizer} if isinstance(optimizer, str) else optimizer
-        self._optimizer_states = self._states_of_optimizer()
+        if not self._size.trainable:
+            raise ConfigurationError(
+                "The model has no parameter to train: see 'trainer.no_grad' and \"trainable\" or "
+                '"train_parameters" in the model.'
+            )
 
     @property
     def nvme_paths(self) -> List[str]:
@@ -225,17 +228,14 @@ class Estimator:
     def _optimizer_class(self) -> type:
         return registered_class(self._optimizer.get("type", Optimizer.default_implementation))
 
-    def _states_of_optimizer(self) -> OptimizerStates:
-        trainable = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        if not trainable:
-            raise ConfigurationError(
-                "The model has no parameter to train: see 'trainer.no_grad' and \"trainable\" or "
-                '"train_parameters" in the model.'
-            )
+    def _optimizer_bytes(self) -> int:
         section = self._config.config.get("optimizer")
-        if section is not None:
-            return optimizer_states.of_deepspeed(section, [p for _, p in trainable])
-        return optimizer_states.of_allennlp(Params(deepcopy(self._optimizer)), trainable)
+        if section is None:
+            return optimizer_bytes(self._optimizer_class, self._optimizer, self._size)
+        known = {name.lower(): kind for name, kind in vars(torch.optim).items()}
+        # Others are DeepSpeed's, which keep as much as Adam or less.
+        optimizer = known.get(section["type"].lower(), torch.optim.Adam)
+        return optimizer_bytes(optimizer, section.get("params", {}), self._size)
 
     def _estimate_placement(self, placement: Placement, device_type: str) -> PlacementEstimate:
         config = _config_with(self._config.config, placement)
@@ -253,23 +253,12 @@ class Estimator:
             pasted,
             states=model_states(
                 self._size,
-                self._optimizer_states_with(resolved),
+                self._optimizer_bytes(),
                 resolved,
                 self._settings.world_size,
                 self._settings.gradient_synchronization == STEP,
             ),
         )
-
-    def _optimizer_states_with(self, config: ResolvedConfig) -> OptimizerStates:
-        """What steps in the place of an optimizer keeps as much, but for DeepSpeed's CPU Lion."""
-        if self._steps_with_cpu_lion(config):
-            return optimizer_states.of_cpu_lion(sum(self._size.trainable))
-        return self._optimizer_states
-
-    def _steps_with_cpu_lion(self, config: ResolvedConfig) -> bool:
-        section = self._config.config.get("optimizer")
-        is_lion = section is not None and section["type"].lower() == "lion"
-        return is_lion and config.offload_device != "none"
 
     def _settings_for(self, placement: Placement) -> TrainerSettings:
         """Without what has a meaning at other stages only."""

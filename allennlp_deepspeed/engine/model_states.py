@@ -13,12 +13,17 @@ counted and with the paper.
 
 import math
 from dataclasses import astuple, dataclass, field
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Mapping, Optional, Sequence, Type
 
 import torch
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.deepspeed_api import DeepSpeedZeroConfig, DtypeEnum
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedZeroConfig,
+    DtypeEnum,
+)
+from allennlp_deepspeed.engine.optimizers import LionOptimizer
 from allennlp_deepspeed.engine.shards import whole_shape
 
 _FP32 = torch.float32.itemsize
@@ -73,22 +78,34 @@ def elements_of_modules(model: torch.nn.Module) -> Dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class OptimizerStates:
+# Optimizers that keep one number for each of a weight's, of which DeepSpeed's own Lion isn't one
+# where it is offloaded.
+_KEEP_ONE = (torch.optim.Adagrad, torch.optim.ASGD, DeepSpeedCPUAdagrad, LionOptimizer)
+
+
+def optimizer_bytes(
+    optimizer: Type[torch.optim.Optimizer], settings: Mapping[str, Any], size: ModelSize
+) -> int:
     """
-    The bytes that an optimizer keeps for all trainable parameters of a model, beside the weights.
+    Returns the bytes that an optimizer keeps for all trainable parameters, in addition to the
+    weights. One that isn't known is taken to keep two numbers for each, as Adam.
 
     # Parameters
 
-    whole : `int`
-        Where it steps the parameters as they are.
-    flat : `int`
-        Where it steps them flattened, as at ZeRO stages 1 to 3. An optimizer that factors its
-        states can't do so there.
+    optimizer : `Type[torch.optim.Optimizer]`
+    settings : `Mapping[str, Any]`
+        Its arguments, as in a config file.
+    size : `ModelSize`
     """
-
-    whole: int
-    flat: int
+    if issubclass(optimizer, torch.optim.SGD):
+        num_states = 1 if settings.get("momentum") else 0
+    elif issubclass(optimizer, torch.optim.RMSprop):
+        num_states = 1 + bool(settings.get("momentum")) + bool(settings.get("centered"))
+    elif issubclass(optimizer, _KEEP_ONE):
+        num_states = 1
+    else:
+        num_states = 3 if settings.get("amsgrad") else 2
+    return num_states * _FP32 * sum(size.trainable)
 
 
 @dataclass(frozen=True)
@@ -137,7 +154,7 @@ class ModelStates:
 
 def model_states(
     size: ModelSize,
-    optimizer_states: OptimizerStates,
+    optimizer_states: int,
     config: ResolvedConfig,
     world_size: int,
     reduces_once_a_step: bool = False,
@@ -146,7 +163,8 @@ def model_states(
     # Parameters
 
     size : `ModelSize`
-    optimizer_states : `OptimizerStates`
+    optimizer_states : `int`
+        As `optimizer_bytes` gives it.
     config : `ResolvedConfig`
         The stage, the precision, offload and the sizes of buffers are read from it.
     world_size : `int`
@@ -163,7 +181,7 @@ class _States:
     def __init__(
         self,
         size: ModelSize,
-        optimizer_states: OptimizerStates,
+        optimizer_states: int,
         config: ResolvedConfig,
         world_size: int,
         reduces_once_a_step: bool,
@@ -196,7 +214,7 @@ class _States:
                 weights=self._size.total * self._weight,
                 # Before the optimizer steps, all are there in fp32 too.
                 gradients=self._trained * (self._weight + (_FP32 if is_half else 0)),
-                optimizer=self._optimizer_states.whole + (self._trained * _FP32 if is_half else 0),
+                optimizer=self._optimizer_states + (self._trained * _FP32 if is_half else 0),
                 buffers=all_reduced * self._weight,
             )
         )
@@ -263,7 +281,7 @@ class _States:
         return ModelStates(gpu, cpu, nvme)
 
     def _optimizer_states_of(self, shard: int) -> int:
-        return math.ceil(self._optimizer_states.flat * shard / max(self._trained, 1))
+        return math.ceil(self._optimizer_states * shard / max(self._trained, 1))
 
     def _unsharded_gradient(self) -> int:
         """The bytes that a rank has of a gradient before it is sharded."""

@@ -19,6 +19,14 @@ from allennlp_deepspeed.engine.optimizers import DeepSpeedOptimizer
 # What DeepSpeed takes for its own optimizers for the CPU where it is to insist on one.
 _FORCED = (DeepSpeedCPUAdam, DeepSpeedCPULion)
 
+# What to write instead of names that are no longer registered.
+_FORMER_NAMES = {
+    "cpu_adagrad": '"adagrad"',
+    "cpu_lion": '"lion"',
+    "fused_lamb": '"deepspeed_config": {"optimizer": {"type": "Lamb", ...}} without an optimizer',
+    "fused_lion": '"lion"',
+}
+
 
 def check_optimizer(
     optimizer: Union[str, Dict[str, Any], None],
@@ -45,6 +53,11 @@ def check_optimizer(
         return
     params: Dict[str, Any] = {"type": optimizer} if isinstance(optimizer, str) else optimizer or {}
     name = params.get("type", Optimizer.default_implementation)
+    if name in _FORMER_NAMES:
+        raise ConfigurationError(
+            f"'trainer.optimizer.type' is \"{name}\", which is no longer there: write "
+            f"{_FORMER_NAMES[name]}"
+        )
     optimizer_class = registered_class(name)
     settings = [params, *(group for _, group in params.get("parameter_groups") or [])]
     counterpart = counterpart_of(optimizer_class, settings, config)

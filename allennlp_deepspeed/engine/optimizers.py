@@ -13,14 +13,7 @@ from overrides import overrides
 
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.deepspeed_api import (
-    DeepSpeedCPUAdagrad,
-    DeepSpeedCPUAdam,
-    DeepSpeedCPULion,
-    FusedAdam,
-    FusedLamb,
-    FusedLion,
-)
+from allennlp_deepspeed.deepspeed_api import DeepSpeedCPUAdam, FusedAdam
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +26,6 @@ class DeepSpeedOptimizer(Optimizer):
     One of DeepSpeed's optimizers in AllenNLP's registry. As with AllenNLP's own, the trainer passes
     in the `model_parameters`, and a config file may write `parameter_groups`.
     """
-
-    num_states: ClassVar[int] = 2
-    """How many states of a parameter's size it keeps of each, in fp32: two, as Adam, or one."""
 
     @classmethod
     def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
@@ -59,18 +49,12 @@ class DeepSpeedOptimizer(Optimizer):
 class FusedOptimizer(DeepSpeedOptimizer):
     """Steps the weights on the device that the model trains on."""
 
-    needs_gpu: ClassVar[bool] = True
     instead_on_cpu: ClassVar[str]
     """The name of an optimizer that steps weights in CPU memory."""
 
     @classmethod
     @overrides
     def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
-        if cls.needs_gpu and device_type == "cpu":
-            raise ConfigurationError(
-                f"'trainer.optimizer.type' is \"{name}\", which needs a GPU, but the model trains "
-                f'on the CPU: write "{cls.instead_on_cpu}"'
-            )
         if config.offload_device != "none":
             raise ConfigurationError(
                 f"'trainer.optimizer.type' is \"{name}\", which steps weights on the device that "
@@ -105,7 +89,6 @@ class FusedAdamOptimizer(FusedOptimizer, FusedAdam):
     Registered as an `Optimizer` with name "fused_adam".
     """
 
-    needs_gpu: ClassVar[bool] = False
     instead_on_cpu: ClassVar[str] = "cpu_adam"
 
     def __init__(
@@ -139,7 +122,6 @@ class FusedAdamWOptimizer(FusedOptimizer, FusedAdam):
     Registered as an `Optimizer` with name "fused_adamw".
     """
 
-    needs_gpu: ClassVar[bool] = False
     instead_on_cpu: ClassVar[str] = "cpu_adamw"
 
     def __init__(
@@ -231,92 +213,6 @@ class CPUAdamWOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
         )
 
 
-@Optimizer.register("cpu_adagrad")
-class CPUAdagradOptimizer(CPUOptimizer, DeepSpeedCPUAdagrad):
-    """
-    Adagrad with vector instructions and all cores, for weights in CPU memory. The numbers are those
-    of "adagrad", in whose place it comes by itself where optimizer states are offloaded.
-
-    Registered as an `Optimizer` with name "cpu_adagrad".
-    """
-
-    num_states: ClassVar[int] = 1
-    instead_on_gpu: ClassVar[str] = "adagrad"
-
-    def __init__(
-        self,
-        model_parameters: List[Tuple[str, torch.nn.Parameter]],
-        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
-        lr: float = 0.01,
-        weight_decay: float = 0.0,
-        eps: float = 1e-10,
-    ) -> None:
-        DeepSpeedCPUAdagrad.__init__(
-            self,
-            model_params=make_parameter_groups(model_parameters, parameter_groups),
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-        )
-
-
-@Optimizer.register("fused_lamb")
-class FusedLambOptimizer(FusedOptimizer, FusedLamb):
-    """
-    LAMB ([You et al., 2020](https://arxiv.org/abs/1904.00962)), for large batches, on GPUs. It
-    scales the step of each weight by the norm of that weight, and therefore needs it whole, at ZeRO
-    stage 0.
-
-    Registered as an `Optimizer` with name "fused_lamb".
-
-    # Parameters
-
-    max_coeff, min_coeff : `float`, optional (default = `10.0`, `0.01`)
-        The bounds of the ratio between the norms of a weight and of its step.
-    eps_inside_sqrt : `bool`, optional (default = `False`)
-        Whether `eps` is added to the second moment before its root is taken, instead of after.
-    """
-
-    instead_on_cpu: ClassVar[str] = "adamw"
-
-    def __init__(
-        self,
-        model_parameters: List[Tuple[str, torch.nn.Parameter]],
-        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
-        lr: float = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        eps_inside_sqrt: bool = False,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-    ) -> None:
-        FusedLamb.__init__(
-            self,
-            params=make_parameter_groups(model_parameters, parameter_groups),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            eps_inside_sqrt=eps_inside_sqrt,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-        )
-
-    @classmethod
-    @overrides
-    def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
-        super().check(name, config, device_type)
-        if config.zero_stage > 0:
-            raise ConfigurationError(
-                f"'trainer.optimizer.type' is \"{name}\", which scales each step by the norm of "
-                f"the whole weight, but at ZeRO stage {config.zero_stage} a worker has a shard of "
-                f'it: write "{ROOT}": {{"zero_optimization": {{"stage": 0}}}}, or "fused_adamw"'
-            )
-
-
 @Optimizer.register("lion")
 class LionOptimizer(Optimizer, torch.optim.Optimizer):
     """
@@ -364,64 +260,6 @@ class LionOptimizer(Optimizer, torch.optim.Optimizer):
         return loss
 
 
-@Optimizer.register("fused_lion")
-class FusedLionOptimizer(FusedOptimizer, FusedLion):
-    """
-    Lion with one kernel for many tensors, on GPUs. Unlike "lion", DeepSpeed's operator moves
-    weights that have never had a gradient, such as embeddings of words that are not in the data.
-
-    Registered as an `Optimizer` with name "fused_lion".
-    """
-
-    num_states: ClassVar[int] = 1
-    instead_on_cpu: ClassVar[str] = "lion"
-
-    def __init__(
-        self,
-        model_parameters: List[Tuple[str, torch.nn.Parameter]],
-        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
-        lr: float = 0.0001,
-        betas: Tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        FusedLion.__init__(
-            self,
-            params=make_parameter_groups(model_parameters, parameter_groups),
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-        )
-
-
-@Optimizer.register("cpu_lion")
-class CPULionOptimizer(CPUOptimizer, DeepSpeedCPULion):
-    """
-    Lion with vector instructions and all cores, for weights in CPU memory. It moves weights that
-    have never had a gradient, as "fused_lion" does.
-
-    Registered as an `Optimizer` with name "cpu_lion".
-    """
-
-    num_states: ClassVar[int] = 2  # DeepSpeed's allocates Adam's second moment too
-    instead_on_gpu: ClassVar[str] = "fused_lion"
-
-    def __init__(
-        self,
-        model_parameters: List[Tuple[str, torch.nn.Parameter]],
-        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
-        lr: float = 0.0001,
-        betas: Tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        DeepSpeedCPULion.__init__(
-            self,
-            model_params=make_parameter_groups(model_parameters, parameter_groups),
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-        )
-
-
 @Optimizer.register("muon", constructor="with_adamw")
 class MuonOptimizer(DeepSpeedOptimizer):
     """
@@ -453,8 +291,6 @@ class MuonOptimizer(DeepSpeedOptimizer):
     weight_decay : `float`, optional (default = `0.0`)
         Muon's and AdamW's.
     """
-
-    num_states: ClassVar[int] = 2  # AdamW's. Of a matrix Muon keeps one.
 
     @classmethod
     def with_adamw(

@@ -15,12 +15,11 @@ from rich.text import Text
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine.kept_states import bytes_of_element, bytes_of_parameters
 from allennlp_deepspeed.engine.model_states import (
     ModelSize,
     ModelStates,
-    OptimizerStates,
     model_states,
+    optimizer_bytes,
 )
 from allennlp_deepspeed.engine.worker_device import memory_size
 
@@ -192,11 +191,8 @@ def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
 def _states_of(trainer: Any, keys: Mapping[str, Any]) -> ModelStates:
     """Those of this rank, when all are there."""
     config, size = trainer.resolved_config, ModelSize.of(trainer.engine.module)
-    if config.zero_stage == 0:
-        kept = bytes_of_parameters(trainer.optimizer)
-    else:
-        kept = round(bytes_of_element(trainer.optimizer) * sum(size.trainable))
-    states = OptimizerStates(whole=kept, flat=kept)
+    optimizer = trainer.optimizer
+    states = optimizer_bytes(type(optimizer), optimizer.param_groups[0], size)
     reduces_once_a_step = keys["gradient_synchronization"] == "step"
     return model_states(size, states, config, dist.get_world_size(), reduces_once_a_step)
 

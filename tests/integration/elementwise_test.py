@@ -118,7 +118,7 @@ def registered() -> List[str]:
 @pytest.mark.parametrize("name", registered())
 def test_every_registered_optimizer_is_known_or_refused(name: str) -> None:
     optimizer, _ = Optimizer.resolve_class_name(name)
-    is_refused = name in ("multi", "sparse_adam", "huggingface_adafactor", "fused_lamb")
+    is_refused = name in ("multi", "sparse_adam", "huggingface_adafactor")
     assert is_elementwise(optimizer) != (is_refused or name == "muon")  # which DeepSpeed shards
 
 
