@@ -81,22 +81,13 @@ class PartitionedConstruction:
         This worker's device.
     local_rank : `int`, required.
         The worker's rank on its node.
-    everything : `bool`, optional (default = `True`)
-        Whether all modules are partitioned, or only those given to `partition`.
     """
 
-    def __init__(
-        self,
-        partitioning: Dict[str, Any],
-        device: torch.device,
-        local_rank: int,
-        everything: bool = True,
-    ) -> None:
+    def __init__(self, partitioning: Dict[str, Any], device: torch.device, local_rank: int) -> None:
         # DeepSpeed asks for a batch size.
         self._config = {**partitioning, "train_micro_batch_size_per_gpu": 1}
         self._device = device
         self._local_rank = local_rank
-        self._everything = everything
         # Partitioned parameters that are whole now, the one touched last at the end.
         self._whole: OrderedDict[int, Any] = OrderedDict()
         self._num_whole_elements = 0
@@ -122,25 +113,12 @@ class PartitionedConstruction:
         finally:
             self._undo.close()
 
-    def partition(self, module: Module) -> None:
-        """
-        Partitions all parameters in a module. To be called by every rank.
-
-        # Parameters
-
-        module : `torch.nn.Module`, required.
-        """
-        for submodule in module.modules():
-            for parameter in submodule._parameters.values():
-                if parameter is not None:
-                    self._partition_first(parameter)
-
     def finish(self, model: Module) -> None:
         """
         Partitions what a constructor has added late, and moves buffers to this worker's device. To
         be called by every rank once the model is complete.
         """
-        self.partition(model)
+        self._partition_module(model)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -201,9 +179,8 @@ class PartitionedConstruction:
             # It takes the keys of state dicts of the whole model, and not the values.
             with mock.patch.object(self, "_is_in_from_pretrained", True):
                 model = from_pretrained(cls, *args, **kwargs)
-            if self._everything:
-                # Transformers construct it without weights and map these from the file later.
-                self.partition(model[0] if isinstance(model, tuple) else model)
+            # Transformers construct it without weights and map these from the file later.
+            self._partition_module(model[0] if isinstance(model, tuple) else model)
             return model
 
         def load_mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +191,7 @@ class PartitionedConstruction:
 
         def _register_module(parent: Module, name: str, child: Optional[Module]) -> None:
             if child is not None:
-                self.partition(child)
+                self._partition_module(child)
 
         patches: List[Any] = [
             mock.patch.object(Module, "__getattr__", __getattr__),
@@ -230,8 +207,7 @@ class PartitionedConstruction:
         ]
         for patch in patches:
             self._undo.enter_context(patch)
-        if self._everything:
-            self._undo.callback(register_module_module_registration_hook(_register_module).remove)
+        self._undo.callback(register_module_module_registration_hook(_register_module).remove)
 
     def _touch(self, parameter: Any) -> None:
         """Makes a parameter whole that is about to be looked at, if it has been partitioned."""
@@ -247,6 +223,12 @@ class PartitionedConstruction:
             self._whole.move_to_end(id(parameter))
         while len(self._whole) > 1 and self._num_whole_elements > MAX_WHOLE_ELEMENTS:
             self._partition_again(next(iter(self._whole.values())))
+
+    def _partition_module(self, module: Module) -> None:
+        for submodule in module.modules():
+            for parameter in submodule._parameters.values():
+                if parameter is not None:
+                    self._partition_first(parameter)
 
     def _partition_first(self, parameter: Any) -> None:
         if internals.is_sharded(parameter) or (self._is_in_from_pretrained and parameter.is_meta):

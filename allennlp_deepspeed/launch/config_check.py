@@ -92,11 +92,6 @@ def _is_ours(config: Dict[str, Any]) -> bool:
     trainer = config.get("trainer")
     trainer_type = registered_name(trainer)
     is_deepspeed = has_deepspeed_trainer(config)
-    if registered_name(accelerator_of(config)) == "deepspeed" and not is_deepspeed:
-        raise ConfigurationError(
-            "'distributed.ddp_accelerator' is 'deepspeed', which only the 'deepspeed' trainer can "
-            'use: add "type": "deepspeed" to the trainer, or leave the accelerator out.'
-        )
     if config.get("type") == "deepspeed" and not is_deepspeed:
         raise ConfigurationError(
             f"The top-level 'type' is 'deepspeed', but 'trainer.type' is {trainer_type}: write "
@@ -150,10 +145,11 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
     ):
         findings.add(NO_SCALING_CALLBACK)
     accelerator = accelerator_of(config)
-    if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch", "deepspeed"):
+    if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch"):
         findings.add(
             f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
-            'DeepSpeed takes its place: write "deepspeed", or leave it out.'
+            'DeepSpeed takes its place: leave it out. "type": "deepspeed" at the top level has the '
+            "model constructed partitioned at ZeRO stage 3."
         )
 
 

@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
@@ -24,18 +23,14 @@ import torch.distributed as dist
 from allennlp.commands import train as train_command
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.plugins import import_plugins
-from allennlp.common.util import import_module_and_submodules, int_to_device
+from allennlp.common.util import import_module_and_submodules
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from tqdm import tqdm
 
-from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.global_batch import fill_batch_size
-from allennlp_deepspeed.config.settings import registered_name
 from allennlp_deepspeed.engine import agreement, worker_failure
-from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.engine.one_process import as_one_process
 from allennlp_deepspeed.engine.sequence_groups import read_by_groups
-from allennlp_deepspeed.engine.worker_device import capabilities
 from allennlp_deepspeed.fingerprints import differences
 from allennlp_deepspeed.launch import (
     failures,
@@ -46,7 +41,6 @@ from allennlp_deepspeed.launch import (
     resumption,
 )
 from allennlp_deepspeed.launch.agent import Node
-from allennlp_deepspeed.launch.config_check import accelerator_of, settings_of, worker_devices
 from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
 from allennlp_deepspeed.launch.launcher import Launched
 from allennlp_deepspeed.launch.members import Start
@@ -160,7 +154,9 @@ def train(
         shows = launched is None or launched.rank == 0
         stack.enter_context(first_and_last_lines(arguments, shows))
         if launched is not None and directory is not None:
-            _prepare_worker(config, arguments["serialization_dir"])
+            size = config["trainer"].get("sequence_parallel_size", 1)
+            if size > 1:
+                read_by_groups(size)
             arguments["return_model"] = False
             spawning = stack.enter_context(ExitStack())
             become_worker = partial(_become_worker, spawning, launched, directory)
@@ -308,16 +304,6 @@ def _agreed_problems() -> Iterator[None]:
         raise worker_failure.PeerFailed(problems[0])
 
 
-def _prepare_worker(config: Dict[str, Any], serialization_dir: Any) -> None:
-    """What AllenNLP's worker needs before it constructs readers and its accelerator."""
-    size = config["trainer"].get("sequence_parallel_size", 1)
-    if size > 1:
-        read_by_groups(size)
-    partitioning = accelerators_partitioning(config, serialization_dir)
-    if partitioning is not None:
-        DeepSpeedDdpAccelerator.tell(partitioning)
-
-
 def _become_worker(
     spawning: ExitStack,
     launched: Launched,
@@ -338,38 +324,3 @@ def _become_worker(
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def accelerators_partitioning(
-    config: Dict[str, Any], serialization_dir: str
-) -> Optional[Dict[str, Any]]:
-    """
-    How the trainer partitions parameters, for a "deepspeed" accelerator, which AllenNLP constructs
-    before the trainer. `None` if there is no such accelerator.
-    """
-    accelerator = accelerator_of(config)
-    if registered_name(accelerator) != "deepspeed":
-        return None
-    deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
-    settings = settings_of(config, deepspeed_config, serialization_dir)
-    if settings.use_amp:
-        device = int_to_device(worker_devices(config)[0])
-        settings = replace(settings, **capabilities(device))
-    partitioning = deepspeed_config.partitioning(settings)
-    # Version 0.1.0 wrote it into the recorded config.
-    said = accelerator.get("deepspeed_config") if isinstance(accelerator, dict) else None
-    if said is not None and _without_nvme_paths(said) != _without_nvme_paths(partitioning):
-        raise ConfigurationError(
-            "'distributed.ddp_accelerator.deepspeed_config' is not what "
-            "'trainer.deepspeed_config' says: remove it, and it is taken from there."
-        )
-    return partitioning
-
-
-def _without_nvme_paths(partitioning: Dict[str, Any]) -> Dict[str, Any]:
-    """Which are in the serialization directory that the config was trained in."""
-    zero = dict(partitioning.get("zero_optimization", {}))
-    for section in ("offload_param", "offload_optimizer"):
-        if isinstance(zero.get(section), dict):
-            zero[section] = {k: v for k, v in zero[section].items() if k != "nvme_path"}
-    return {**partitioning, "zero_optimization": zero}

@@ -42,7 +42,6 @@ from allennlp_deepspeed.config.global_batch import (
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.engine import elementwise, offloaded_optimizers
-from allennlp_deepspeed.engine.accelerator import DeepSpeedDdpAccelerator
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
@@ -178,9 +177,6 @@ def _check_global_batch(arguments: Arguments, data_loader: DataLoader) -> None:
 def _prepare(model: Model, arguments: Arguments) -> None:
     """Has the model be one that an optimizer can be constructed for."""
     close_engines_of(model)
-    accelerator = arguments["ddp_accelerator"]
-    if isinstance(accelerator, DeepSpeedDdpAccelerator):
-        accelerator.finish(model)
     freeze(model, arguments["no_grad"] or [])
     common_util.log_frozen_and_tunable_parameter_names(model)
 
@@ -261,13 +257,11 @@ def destroyed_on_failure(wrapped_model: DeepSpeedWrappedModel) -> Iterator[None]
 def _find_unused_parameters(ddp_accelerator: Optional[DdpAccelerator]) -> bool:
     if ddp_accelerator is None:
         return False
-    if isinstance(ddp_accelerator, DeepSpeedDdpAccelerator):
-        return ddp_accelerator.find_unused_parameters
     if isinstance(ddp_accelerator, TorchDdpAccelerator):
         return ddp_accelerator._ddp_kwargs["find_unused_parameters"]
     raise ConfigurationError(
         f"The 'deepspeed' trainer can't be used with a {type(ddp_accelerator).__name__} under "
-        "'distributed.ddp_accelerator': write \"deepspeed\", or leave it out."
+        "'distributed.ddp_accelerator': leave it out."
     )
 
 

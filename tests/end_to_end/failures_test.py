@@ -76,7 +76,7 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
                     "ddp_accelerator": {"type": "fairscale_fsdp"},
                 }
             },
-            'DeepSpeed takes its place: write "deepspeed", or leave it out',
+            "DeepSpeed takes its place: leave it out",
         ),
         (
             {"trainer.deepspeed_config": {"train_batch_size": 8}, **WORKERS},

@@ -3,13 +3,9 @@ A model that is constructed partitioned, because the config has "type": "deepspe
 or as the accelerator, trains as one that isn't.
 """
 
-import json
-import tarfile
 from pathlib import Path
 
 import pytest
-from allennlp.common import Params
-from allennlp.models.archival import CONFIG_NAME
 
 from tests.end_to_end.parity_test import TRAINING
 from tests.end_to_end.precision_test import BF16
@@ -65,21 +61,3 @@ def test_an_archive_whose_vocabulary_grows(experiments: Experiments) -> None:
     config["train_data_path"] = config["validation_data_path"]
     expected = experiments.run(config)
     assert_same_run(experiments.run(deepspeed(config, stage=3)), expected)
-
-
-def test_modules_that_a_model_wraps_with_the_accelerator(experiments: Experiments) -> None:
-    config = load_config("classifier", TWO_WORKERS, {"trainer.validation_metric": "-loss"})
-    config["model"] = {"type": "t5_copier"}
-    # In evaluation it searches for as long as its own data makes it.
-    del config["validation_data_path"]
-    config["type"] = "default"
-    wrapping = {**config["distributed"], "ddp_accelerator": "deepspeed"}
-    sharded, expected = deepspeed(config, stage=3), experiments.run(config)
-    sharded["distributed"] = wrapping
-    result = experiments.run(sharded)
-    assert_same_run(result, expected)
-    # What is recorded is what the user gave, nothing added.
-    assert Params.from_file(result.serialization_dir / CONFIG_NAME).as_dict(quiet=True) == sharded
-    with tarfile.open(result.archive) as archive:
-        recorded = archive.extractfile(CONFIG_NAME)
-        assert recorded is not None and json.load(recorded) == sharded

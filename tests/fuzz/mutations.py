@@ -210,7 +210,6 @@ _CONTRADICTIONS: List[Tuple[str, Any]] = [
     ("distributed.timeout", "never"),
     ("distributed.primary_port", 10**6),
     ("distributed.ddp_accelerator", {"type": "fairscale_fsdp"}),
-    ("distributed.ddp_accelerator", {"type": "deepspeed"}),
     ("distributed.ddp_accelerator", {"type": "torch", "find_unused_parameters": "yes"}),
     ("evaluate_on_test", True),
     ("data_loader", {"batch_size": 0}),

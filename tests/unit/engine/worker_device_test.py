@@ -14,7 +14,6 @@ from allennlp_deepspeed.engine import worker_device
 from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.engine.worker_device import available_memory, capabilities
 from tests.support.workers import run_workers
-from tests.unit.engine.accelerator_test import config, told
 
 
 @contextmanager
@@ -52,17 +51,6 @@ def test_a_gpu_that_emulates_bf16_has_none() -> None:
 def test_it_is_the_gpu_that_trains_which_is_asked() -> None:
     with gpus(8, 7):
         assert capabilities(torch.device("cuda", 1))["bf16_supported"] is False
-
-
-@pytest.mark.parametrize("devices, precision", [([0, 0], "torch_autocast"), ([1, 1], "fp16")])
-def test_the_accelerator_is_told_what_its_gpu_can_do(
-    devices: List[int], precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params: Any = config("deepspeed", use_amp=True)
-    params["distributed"]["cuda_devices"] = devices
-    with gpus(8, 7):
-        partitioning = told(params, monkeypatch)
-    assert partitioning[precision]["enabled"] is True
 
 
 def test_deepspeed_follows_from_the_cpu_to_a_gpu_and_back() -> None:
