@@ -61,9 +61,6 @@ _MONITOR_SECONDS = 0.1
 # From the end of a worker that has failed to SIGTERM for the others, and from that to SIGKILL.
 _SECONDS_TO_END = 3
 
-# From the end of a node's workers to that of the last node's. The store of node 0 ends it before.
-_SECONDS_TO_ARCHIVE = 24 * 3_600
-
 # That the workers have to say what they know of when another node has ended the training.
 _SECONDS_AFTER_OTHERS = 15.0
 
@@ -243,9 +240,6 @@ class _Agent(LocalElasticAgent):
             spec,
             DefaultLogsSpecs(log_dir=logs),
             start_method=START_METHOD,
-            # Elastic gives the others of a node that is done five minutes, in which the first
-            # worker of a shared directory may still be writing `model.tar.gz`.
-            exit_barrier_timeout=_SECONDS_TO_ARCHIVE,
         )
         self._node = node
         self._args = args

@@ -94,6 +94,13 @@ class SerializationDirectory:
         """Around AllenNLP's `train_model`, which prepares the directory for its workers."""
         with ExitStack() as stack:
             patch = partial(_patch, stack)
+    def wait_for_all(self) -> None:
+        """
+        Waits until every worker has come to its end, the leaders with `model.tar.gz`. To be called
+        by every worker. An agent whose workers have left soon ends those that haven't.
+        """
+        dist.barrier(group=self._group)
+
             if not self.is_leader:
                 patch(common_logging, "prepare_global_logging", _do_nothing)
                 patch(training_util, "create_serialization_dir", self._wait_for_directory)

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.engine import agreement, worker_failure
+from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 from allennlp_deepspeed.engine.one_process import as_one_process
 from allennlp_deepspeed.engine.sequence_groups import read_by_groups
 from allennlp_deepspeed.fingerprints import differences
@@ -113,8 +114,6 @@ def run(
     except BaseException as error:
         worker_failure.report(error)
         sys.exit(1)
-    # This worker waits for the others now.
-    _end_by_signals()
 
 
 def begin(launched: Launched) -> None:
@@ -165,7 +164,16 @@ def train(
                 mock.patch.object(train_command, "mp", SimpleNamespace(spawn=become_worker))
             )
             stack.enter_context(directory.prepared_by_leader())
-        return train_model(**arguments)
+        try:
+            result = train_model(**arguments)
+        except TrainingInterrupted:
+            if directory is not None:
+                directory.wait_for_all()
+            raise
+        if directory is not None:
+            _end_by_signals()
+            directory.wait_for_all()
+        return result
 
 
 def _launched(node: Node, start: Start) -> Launched:

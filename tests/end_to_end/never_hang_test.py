@@ -175,6 +175,14 @@ def test_a_signal_leaves_an_archive_of_the_best_weights(
     )
 
 
+def test_a_worker_that_leaves_does_not_end_one_that_writes_the_archive(tmp_path: Path):
+    slowly = {"type": "archive_slowly", "point": "on_start"}
+    signal = {"type": "send_signal", "point": TRAINING, "signal_name": "SIGTERM", "rank": 1}
+    run = train(tagger(2, {"trainer.callbacks": [slowly, signal]}), tmp_path)
+    assert run.returncode != 0 and not run.processes
+    assert Result(tmp_path / "out").archive.exists()
+
+
 def test_ctrl_c_with_spawned_workers(tmp_path: Path):
     # As a user's are. Most of the time is for imports.
     signal = callback("send_signal", point=TRAINING, signal_name="SIGINT", to="session")
