@@ -1,0 +1,65 @@
+"""Validation batches for models whose metrics are those of the data of all ranks together."""
+
+from typing import Any, Dict, Iterator, List
+
+import torch
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.training.even_batches import whole_set
+from tests.support.workers import run_workers
+
+Batch = Dict[str, Any]
+CPU = torch.device("cpu")
+
+
+class Model:
+    validates_whole_set = True
+
+    def filler(self, batch: Batch) -> Batch:
+        return {**batch, "counts": False}
+
+
+class LazyLoader:
+    """Has no length, as AllenNLP's with `max_instances_in_memory`."""
+
+    def __init__(self, *values: int) -> None:
+        self._values = values
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter([{"value": value, "counts": True} for value in self._values])
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+def batches_of(*values: int) -> List[Batch]:
+    return list(whole_set(LazyLoader(*values), Model(), CPU))
+
+
+def test_a_loader_without_length_is_read() -> None:
+    assert [batch["value"] for batch in batches_of(1, 2)] == [1, 2]
+
+
+def test_a_loader_without_batches_gives_none() -> None:
+    assert batches_of() == []
+
+
+def test_no_loader_stays_none() -> None:
+    assert whole_set(None, Model(), CPU) is None
+    model = Model()
+    model.validates_whole_set = False
+    loader = LazyLoader(1)
+    assert whole_set(loader, model, CPU) is loader
+
+
+def test_ranks_with_fewer_batches_go_on_with_what_does_not_count() -> None:
+    def work(rank: int) -> Any:
+        batches = batches_of(*range(3 - 2 * rank))
+        try:
+            batches_of(*range(1 - rank))
+        except ConfigurationError as error:
+            return [batch["counts"] for batch in batches], str(error)
+
+    first, second = run_workers(2, work)
+    assert first[0] == [True, True, True] and second[0] == [True, False, False]
+    assert "A worker has no validation data" in first[1] and first[1] == second[1]
