@@ -45,8 +45,6 @@ class Launched:
         There, where the processes can meet.
     has_store : `bool`, optional (default = `False`)
         Whether the launcher has a store there already.
-    num_restarts : `int`, optional (default = `0`)
-        How often it has started the processes of this node again.
     """
 
     launcher: Optional[str]
@@ -57,7 +55,6 @@ class Launched:
     address: str
     port: int
     has_store: bool = False
-    num_restarts: int = 0
 
     def environment(self) -> Dict[str, str]:
         """As PyTorch reads it."""
@@ -142,7 +139,6 @@ def _torchrun(environ: Mapping[str, str]) -> Launched:
         address=environ["MASTER_ADDR"],
         port=_integer(environ, "MASTER_PORT"),
         has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        num_restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 

@@ -1,6 +1,5 @@
 """
-Prepares a serialization directory to be recovered by another number of workers. Nothing here needs
-a process group: it is done in the parent process, before there are workers.
+Prepares a serialization directory to be recovered by another number of workers.
 """
 
 import json
@@ -19,7 +18,7 @@ from allennlp_deepspeed.config.own_keys import may_change
 logger = logging.getLogger(__name__)
 
 
-def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_rank: int = 0) -> None:
+def prepare(params: Params, serialization_dir: Union[str, os.PathLike]) -> None:
     """
     Makes `allennlp train --recover` continue if `params` divides the work in another way than the
     training in `serialization_dir` did: the recorded config becomes `params`, which AllenNLP
@@ -30,8 +29,6 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
     params : `Params`, required.
         The whole config of a "deepspeed" trainer. It is not changed.
     serialization_dir : `Union[str, os.PathLike]`, required.
-    node_rank : `int`, optional (default = `0`)
-        Every node changes the config that it sees.
 
     # Raises
 
@@ -53,7 +50,7 @@ def prepare(params: Params, serialization_dir: Union[str, os.PathLike], node_ran
             + ". Write it as it was, or train into another directory."
         )
     if differing:
-        _replace_config(path, params, recorded, differing, node_rank)
+        _replace_config(path, params, recorded, differing)
 
 
 def number_of_workers(params: Params) -> int:
@@ -71,13 +68,10 @@ def _differing_keys(params: Params, recorded: Params) -> List[str]:
     return [key for key in keys if now.get(key, missing) != then.get(key, missing)]
 
 
-def _replace_config(
-    path: str, params: Params, recorded: Params, differing: List[str], node_rank: int
-) -> None:
+def _replace_config(path: str, params: Params, recorded: Params, differing: List[str]) -> None:
     changes = _changes(params, recorded, differing)
     announce(logger, "Continues with another config, which %s has now: %s", path, changes)
-    # Each node writes its own, if several see the same directory.
-    temporary_path = f"{path}.n{node_rank}.unfinished"
+    temporary_path = f"{path}.unfinished"
     files.write(json.dumps(params.as_dict(quiet=True), indent=4), temporary_path)
     files.flush(temporary_path)
     files.rename(temporary_path, path)

@@ -68,26 +68,33 @@ def has_training(serialization_dir: Union[str, os.PathLike], force: bool) -> boo
     return False
 
 
-def begin_anew(serialization_dir: Union[str, os.PathLike]) -> None:
+def begin_anew(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> None:
     """
     Removes what an earlier start has left that hadn't come to a checkpoint, on any node. To be
     called by the node that makes the directory.
 
+    # Parameters
+
+    serialization_dir : `Union[str, os.PathLike]`, required.
+    is_ours : `bool`, required.
+        Whether the same training has made the directory. What its callbacks have written stays.
+
     # Raises
 
     `ConfigurationError`
-        If the directory has something else in it.
+        If another one's directory has something else in it.
     """
     directory = Path(serialization_dir)
     # Also what processes have left that found out whether they share it.
     CheckpointDirectory(str(directory)).clean_up()
     names = os.listdir(directory) if directory.is_dir() else []
     others = [n for n in names if not any(fnmatch.fnmatch(n, p) for p in _OF_A_START)]
-    if others:
+    if others and not is_ours:
         raise ConfigurationError(
             f"{directory} has no training in it that could be continued, but {json.dumps(others)}: "
             "choose another directory with -s, or remove them."
         )
+    names = [name for name in names if name not in others]
     for name in names:
         path = directory / name
         if path.is_dir():

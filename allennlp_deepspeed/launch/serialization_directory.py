@@ -43,11 +43,16 @@ class SerializationDirectory:
 
     directory : `Union[str, os.PathLike]`, required.
         Isn't looked at by AllenNLP yet.
+    store : `dist.Store`, required.
+        One that a launcher keeps when it starts the workers again.
     """
 
-    def __init__(self, directory: Union[str, os.PathLike]) -> None:
+    def __init__(self, directory: Union[str, os.PathLike], store: dist.Store) -> None:
         self._directory = os.fspath(directory)
         self._directories = Directories.find(self._directory)
+        self._made_here = partial(store.set, f"directory/{dist.get_rank()}", "")
+        self.is_ours = store.check([f"directory/{dist.get_rank()}"])
+        """Whether this worker has made the directory, before a launcher started it again."""
         self._group: Any = dist.new_group(timeout=_NO_LIMIT)
         self._is_ready = False
         self._prepare_logging = common_logging.prepare_global_logging
@@ -89,11 +94,6 @@ class SerializationDirectory:
         if others and problem is None:
             raise PeerFailed(others[0])
 
-    @contextmanager
-    def prepared_by_leader(self) -> Iterator[None]:
-        """Around AllenNLP's `train_model`, which prepares the directory for its workers."""
-        with ExitStack() as stack:
-            patch = partial(_patch, stack)
     def wait_for_all(self) -> None:
         """
         Waits until every worker has come to its end, the leaders with `model.tar.gz`. To be called
@@ -101,7 +101,15 @@ class SerializationDirectory:
         """
         dist.barrier(group=self._group)
 
-            if not self.is_leader:
+    @contextmanager
+    def prepared_by_leader(self) -> Iterator[None]:
+        """Around AllenNLP's `train_model`, which prepares the directory for its workers."""
+        with ExitStack() as stack:
+            patch = partial(_patch, stack)
+            if self.is_leader:
+                create = training_util.create_serialization_dir
+                patch(training_util, "create_serialization_dir", partial(self._create, create))
+            else:
                 patch(common_logging, "prepare_global_logging", _do_nothing)
                 patch(training_util, "create_serialization_dir", self._wait_for_directory)
                 # What AllenNLP writes under these names in the directory.
@@ -126,6 +134,16 @@ class SerializationDirectory:
         named = partial(_prepare_logging, self._prepare_logging, log_file, name)
         with mock.patch.object(common_logging, "prepare_global_logging", named):
             yield
+
+    def _create(
+        self, create: Callable[..., None], params: Params, path: str, recover: bool, force: bool
+    ) -> None:
+        if self.is_ours and not recover:
+            # What others have written there since then is to stay, and is nothing to refuse.
+            os.makedirs(path, exist_ok=True)
+        else:
+            create(params, path, recover, force)
+        self._made_here()
 
     def _wait_for_directory(self, *args: Any, **kwargs: Any) -> None:
         """With `recover` AllenNLP reads the vocabulary next."""

@@ -92,7 +92,8 @@ def run(
     numpy.random.seed()
     launched = _launched(node, start)
     begin(launched)
-    if start.is_restart:
+    is_restarted = node.min_nodes is not None and start.is_restart
+    if is_restarted:
         # On every node, also on one that joins with the flag or without.
         arguments["recover"] = False
     if node.min_nodes is not None:
@@ -109,7 +110,7 @@ def run(
                 train_model,
                 arguments,
                 None if launched.world_size == 1 else launched,
-                start.is_restart,
+                is_restarted,
             )
     except BaseException as error:
         worker_failure.report(error)
@@ -140,7 +141,7 @@ def train(
     launched : `Optional[Launched]`, required.
         Which of several workers this process is. `None` if it is the only one.
     is_restarted : `bool`, optional (default = `False`)
-        Whether the training was started before, by the same agent or launcher on any node.
+        Whether elastic nodes have trained before, whose store may be lost with one of them.
     """
     params = arguments["params"]
     config = params.as_dict(quiet=True)
@@ -148,8 +149,7 @@ def train(
         directory = None
         if launched is not None:
             directory = _meet(config, arguments, launched)
-        is_restarted |= launched is not None and launched.num_restarts > 0
-        _continue_or_begin(arguments, launched, directory, is_restarted)
+        _continue_or_begin(arguments, directory, is_restarted)
         shows = launched is None or launched.rank == 0
         stack.enter_context(first_and_last_lines(arguments, shows))
         if launched is not None and directory is not None:
@@ -221,13 +221,13 @@ def _meet(
     """Starts the process group, and compares what has to be the same on all nodes."""
     os.register_at_fork(after_in_child=_end_with_worker)
     distributed = config["distributed"]
-    process_group.start(
+    store = process_group.start(
         distributed["cuda_devices"][launched.local_rank],
         nodes.setting(distributed, "rendezvous_timeout"),
         nodes.setting(distributed, "timeout"),
     )
     _compare(fingerprint.of_config(config, arguments))
-    directory = SerializationDirectory(arguments["serialization_dir"])
+    directory = SerializationDirectory(arguments["serialization_dir"], store)
     if distributed.get("min_nodes") is not None and not directory.is_shared:
         raise ConfigurationError(
             f"'distributed.min_nodes' is {distributed['min_nodes']}, for which the nodes have to "
@@ -264,32 +264,31 @@ def _compare(own: Dict[str, Any]) -> None:
 
 
 def _continue_or_begin(
-    arguments: Dict[str, Any],
-    launched: Optional[Launched],
-    directory: Optional[SerializationDirectory],
-    is_restarted: bool,
+    arguments: Dict[str, Any], directory: Optional[SerializationDirectory], is_restarted: bool
 ) -> None:
     """Decides whether the training is continued, and prepares its directory for that."""
     params, path = arguments["params"], arguments["serialization_dir"]
     is_leader = directory is None or directory.is_leader
     is_asked_for = resumption.is_asked_for(params.as_dict(quiet=True))
-    # Nodes count restarts each for itself: one whose own workers had to follow counts none.
-    is_restarted = any(agreement.of_all(is_restarted))
-    if is_asked_for or (is_restarted and not arguments.get("recover")):
-        continues = False
-        with _agreed_problems():
-            if is_leader:
-                # What --force was to remove is gone since the first start.
-                force = bool(arguments.get("force")) and not is_restarted
-                continues = resumption.has_training(path, force)
-        continues = any(agreement.of_all(continues))
-        with _agreed_problems():
-            if is_leader and not continues:
-                resumption.begin_anew(path)
+    # What --force was to remove is gone since the start that has made the directory.
+    if is_restarted and directory is not None:
+        directory.is_ours = is_leader
+    is_ours = is_restarted if directory is None else directory.is_ours
+    looks = is_leader and (is_asked_for or (is_ours and not arguments.get("recover")))
+    continues = False
+    with _agreed_problems():
+        if looks:
+            force = bool(arguments.get("force")) and not is_ours
+            continues = resumption.has_training(path, force)
+    continues = any(agreement.of_all(continues))
+    with _agreed_problems():
+        if looks and not continues:
+            resumption.begin_anew(path, is_ours)
+    if is_asked_for or continues:
         arguments.update(recover=continues, force=False)
     with _agreed_problems():
         if is_leader and arguments.get("recover"):
-            recovery.prepare(params, path, 0 if launched is None else launched.rank)
+            recovery.prepare(params, path)
 
 
 @contextmanager

@@ -28,8 +28,8 @@ def training(experiments: Experiments, tmp_path: Path) -> Path:
     return directory
 
 
-def prepare(directory: Path, config: Config, node_rank: int = 0) -> None:
-    recovery.prepare(Params(json.loads(json.dumps(config))), directory, node_rank)
+def prepare(directory: Path, config: Config) -> None:
+    recovery.prepare(Params(json.loads(json.dumps(config))), directory)
 
 
 def contents(directory: Path) -> Dict[str, Any]:
@@ -56,10 +56,10 @@ def test_recovery_with_the_same_number_of_workers_changes_nothing(training: Path
     assert contents(training) == before
 
 
-def test_each_node_replaces_the_config_that_it_sees(training: Path):
+def test_the_config_is_replaced_for_several_nodes(training: Path):
     config = deepspeed(resizable(2), 2)
     config["distributed"] = {"cuda_devices": [-1, -1], "num_nodes": 2}
-    prepare(training, config, node_rank=1)
+    prepare(training, config)
     assert json.loads((training / "config.json").read_text()) == config
 
 

@@ -56,8 +56,11 @@ def test_a_killed_worker_is_replaced(experiments: Experiments, tmp_path: Path, s
 
 
 def test_workers_begin_again_where_there_is_no_checkpoint(experiments: Experiments, tmp_path: Path):
-    run = train(config(2, 1, {**KILL, "point": "step 3 of epoch 0"}), tmp_path).check()
+    notes = {"type": "take_notes", "point": "on_start"}
+    run = train(config(2, 1, notes, {**KILL, "point": "step 3 of epoch 0"}), tmp_path).check()
     assert "Restarts left after this one: 0" in run.output
+    # What is of the training is removed, and nothing else.
+    assert (tmp_path / "out" / "notes.txt").read_text() == "on_start\non_start\n"
     weights = experiments.run(config(2, 0)).weights()
     assert_same_weights(Result(tmp_path / "out").weights(), weights, tolerance=0)
 

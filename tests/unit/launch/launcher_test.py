@@ -59,7 +59,7 @@ SRUN = {
     [
         (
             TORCHRUN,
-            Launched("torchrun", 3, 1, 4, 2, "node-0", 29400, has_store=True, num_restarts=1),
+            Launched("torchrun", 3, 1, 4, 2, "node-0", 29400, has_store=True),
         ),
         (DEEPSPEED, Launched("deepspeed", 2, 0, 4, 2, "10.0.0.1", 29500)),
         (
@@ -71,7 +71,7 @@ SRUN = {
         # The innermost counts.
         (
             {**SRUN, **TORCHRUN},
-            Launched("torchrun", 3, 1, 4, 2, "node-0", 29400, has_store=True, num_restarts=1),
+            Launched("torchrun", 3, 1, 4, 2, "node-0", 29400, has_store=True),
         ),
         # A batch script by itself is no step: this is the only process.
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
