@@ -15,7 +15,6 @@ from typing import Any, Dict, Optional, Type
 import torch
 import torch.distributed as dist
 from allennlp.common.util import SigTermReceived
-from overrides import overrides
 
 from allennlp_deepspeed.engine import agreement
 
@@ -36,54 +35,15 @@ class TrainingInterrupted(SigTermReceived):
         self.signal_number = signal_number
 
 
-class Interruption:
+class TrainingInterruption:
     """
     A context in which SIGTERM and SIGINT don't end the process where it happens to be. They are
-    counted, and remembered until the process asks for them. The handlers that were there before are
-    restored at its end.
+    counted and remembered, so that a training ends where all ranks agree to and not in front of a
+    collective that others have already entered. The handlers that were there before are restored at
+    its end.
 
     Signals that the process ignores it goes on to ignore. Outside the main thread, where Python
     handles no signals, the context does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._previous_handlers: Dict[int, Any] = {}
-        self.count = 0
-        """How many signals have come."""
-        self.signal_number = 0
-        """The signal that has come; the greater if both have, which is SIGTERM; 0 if none has."""
-
-    def __enter__(self) -> "Interruption":
-        self.count = 0
-        self.signal_number = 0
-        if threading.current_thread() is threading.main_thread():
-            for signal_number in _SIGNALS:
-                handler = signal.getsignal(signal_number)
-                if handler not in (None, signal.SIG_IGN):
-                    self._previous_handlers[signal_number] = handler
-                    signal.signal(signal_number, self._handle)
-        return self
-
-    def __exit__(
-        self,
-        error_type: Optional[Type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
-        for signal_number, handler in self._previous_handlers.items():
-            signal.signal(signal_number, handler)
-        self._previous_handlers.clear()
-
-    def _handle(self, signal_number: int, frame: Optional[FrameType]) -> None:
-        # No logging: what the signal has interrupted may be writing to the same stream.
-        self.count += 1
-        self.signal_number = max(self.signal_number, signal_number)
-
-
-class TrainingInterruption(Interruption):
-    """
-    The interruption of a training, which ends where all ranks agree to and not in front of a
-    collective that others have already entered.
 
     What `multiprocessing` forks in the meantime, such as the processes of a data loader, leaves
     both signals to this process, which may need one more batch. Any other child has them as if it
@@ -99,17 +59,26 @@ class TrainingInterruption(Interruption):
     """
 
     def __init__(self, is_worker: bool) -> None:
-        super().__init__()
         self._is_worker = is_worker
+        self._previous_handlers: Dict[int, Any] = {}
+        self.count = 0
+        """How many signals have come."""
+        self.signal_number = 0
+        """The signal that has come; the greater if both have, which is SIGTERM; 0 if none has."""
 
-    @overrides
     def __enter__(self) -> "TrainingInterruption":
         global _handlers_before_training
-        super().__enter__()
+        self.count = 0
+        self.signal_number = 0
+        if threading.current_thread() is threading.main_thread():
+            for signal_number in _SIGNALS:
+                handler = signal.getsignal(signal_number)
+                if handler not in (None, signal.SIG_IGN):
+                    self._previous_handlers[signal_number] = handler
+                    signal.signal(signal_number, self._handle)
         _handlers_before_training = dict(self._previous_handlers)
         return self
 
-    @overrides
     def __exit__(
         self,
         error_type: Optional[Type[BaseException]],
@@ -120,14 +89,17 @@ class TrainingInterruption(Interruption):
         _handlers_before_training = None
         if self._is_worker and isinstance(error, TrainingInterrupted):
             return
-        super().__exit__(error_type, error, traceback)
+        for signal_number, handler in self._previous_handlers.items():
+            signal.signal(signal_number, handler)
+        self._previous_handlers.clear()
         if error is None and self.signal_number and not self._is_worker:
             # It came too late for anyone in here to ask for it.
             os.kill(os.getpid(), self.signal_number)
 
-    @overrides
     def _handle(self, signal_number: int, frame: Optional[FrameType]) -> None:
-        super()._handle(signal_number, frame)
+        # No logging: what the signal has interrupted may be writing to the same stream.
+        self.count += 1
+        self.signal_number = max(self.signal_number, signal_number)
         if self.count > 1 and not self._is_worker:
             raise KeyboardInterrupt if signal_number == signal.SIGINT else SigTermReceived
 
