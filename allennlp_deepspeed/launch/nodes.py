@@ -58,10 +58,17 @@ def setting(distributed: Dict[str, Any], name: str) -> Any:
     return distributed.get(name, DISTRIBUTED_KEYS[name].default)
 
 
+def num_workers(config: Dict[str, Any]) -> int:
+    """The number of workers on all nodes."""
+    distributed = config.get("distributed")
+    if not distributed:
+        return 1
+    return len(distributed.get("cuda_devices") or []) * distributed.get("num_nodes", 1)
+
+
 def has_workers(config: Dict[str, Any]) -> bool:
     """Whether several workers train. Of a single one AllenNLP says what is wrong."""
-    distributed = config.get("distributed") or {}
-    return len(distributed.get("cuda_devices") or []) * distributed.get("num_nodes", 1) > 1
+    return num_workers(config) > 1
 
 
 def node(config: Dict[str, Any], node_rank: int) -> Node:

@@ -22,7 +22,7 @@ from allennlp_deepspeed.announcements import wants_whole_log
 from allennlp_deepspeed.config.global_batch import fill_batch_size, finds_micro_batch_size
 from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.engine import worker_failure
-from allennlp_deepspeed.launch import failures, launcher, nodes, recovery, worker
+from allennlp_deepspeed.launch import failures, launcher, nodes, worker
 from allennlp_deepspeed.launch import launched as launching
 from allennlp_deepspeed.launch.agent import run_workers
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, worker_devices
@@ -143,7 +143,7 @@ def fill_in(params: Params) -> None:
     has_workers = isinstance(devices, list) and devices and is_integer(num_nodes) and num_nodes > 0
     # Anything else the check refuses.
     if not distributed or has_workers:
-        fill_batch_size(params.params, recovery.number_of_workers(params))
+        fill_batch_size(params.params, nodes.num_workers(config))
 
 
 def _console_settings(

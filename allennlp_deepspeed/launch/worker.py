@@ -38,7 +38,6 @@ from allennlp_deepspeed.launch import (
     fingerprint,
     nodes,
     process_group,
-    recovery,
     resumption,
 )
 from allennlp_deepspeed.launch.agent import Node
@@ -288,7 +287,7 @@ def _continue_or_begin(
         arguments.update(recover=continues, force=False)
     with _agreed_problems():
         if is_leader and arguments.get("recover"):
-            recovery.prepare(params, path)
+            resumption.accept_changes(params, path)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.util import create_serialization_dir
 
-from allennlp_deepspeed.launch import recovery
+from allennlp_deepspeed.launch import resumption
 from tests.end_to_end.resize_test import on, resizable
 from tests.support.experiment import Config, Experiments, deepspeed
 
@@ -29,7 +29,7 @@ def training(experiments: Experiments, tmp_path: Path) -> Path:
 
 
 def prepare(directory: Path, config: Config) -> None:
-    recovery.prepare(Params(json.loads(json.dumps(config))), directory)
+    resumption.accept_changes(Params(json.loads(json.dumps(config))), directory)
 
 
 def contents(directory: Path) -> Dict[str, Any]:
@@ -86,7 +86,7 @@ def test_any_other_difference_is_refused_by_name(training: Path, change: Config)
     before = contents(training)
     config = Params.from_file(training / "config.json", {**change, **on(4)})
     with pytest.raises(ConfigurationError) as refused:
-        recovery.prepare(config, training)
+        resumption.accept_changes(config, training)
     [key] = change
     assert f"Of this one differs: {key} was " in str(refused.value)
     assert "cuda_devices" not in str(refused.value)

@@ -1,9 +1,10 @@
-"""What `"resume": "auto"` finds in a serialization directory."""
+"""What of a serialization directory is continued, and which changes of its config are accepted."""
 
 from pathlib import Path
-from typing import List
+from typing import Any, List
 
 import pytest
+from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.launch import resumption
@@ -67,3 +68,19 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_force_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--force removes"):
         resumption.has_training(tmp_path, force=True)
+
+
+def test_what_cannot_change_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    def params(**trainer: Any) -> Params:
+        return Params({"trainer": {"type": "deepspeed", **trainer}})
+
+    recorded = tmp_path / "config.json"
+    params(grad_norm=1.5, num_epochs=8).to_file(str(recorded))
+    before = recorded.read_text()
+    with pytest.raises(ConfigurationError) as refused:
+        resumption.accept_changes(params(grad_norm=2.0, num_epochs=9), tmp_path)
+    assert "trainer.grad_norm was 1.5 and is 2.0" in str(refused.value)
+    assert "num_epochs" not in str(refused.value)
+    assert recorded.read_text() == before
+    resumption.accept_changes(params(grad_norm=1.5, num_epochs=9), tmp_path)
+    assert Params.from_file(recorded)["trainer"]["num_epochs"] == 9
