@@ -895,31 +895,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         return self._gradient_step.group_size
 
-    def go_backward(self, batch: TensorDict) -> float:
-        """
-        Goes forward and backward through a batch that is an optimizer step by itself, for loops
-        other than `train`; `step_optimizer` is next. To be called by every rank, in a `session`.
-        Returns this rank's loss.
-        """
-        self._ddp_wrapped_model.check_optimizer_states()
-        batches, size, num_fillers = self._extensions.divide(BatchGroup([batch], 1))
-        with self._gradient_step.accumulate(batches, size, num_fillers):
-            losses = [
-                float(self._gradient_step.micro_batch(batch, is_last=i == size)["loss"])
-                for i, batch in enumerate(batches, start=1)
-            ]
-        return sum(losses) / size
-
-    def step_optimizer(self) -> None:
-        """Makes the optimizer step after `go_backward`. To be called by every rank."""
-        self._gradient_step.step()
-
     @overrides
     def rescale_gradients(self) -> Optional[float]:
         """Is called by AllenNLP's loops, which can't step the optimizer."""
         raise RuntimeError(
             "This loop is AllenNLP's own, and only the engine can make a step of the 'deepspeed' "
-            "trainer. For `search_learning_rate`, import it after `allennlp_deepspeed`."
+            "trainer: use its `train`."
         )
 
     # For reports

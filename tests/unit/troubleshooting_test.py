@@ -31,6 +31,10 @@ OF_OTHERS = {
         deepspeed,
         "ops/op_builder/builder.py",
     ),
+    "currently find-learning-rate only works with the GradientDescentTrainer": (
+        allennlp,
+        "commands/find_learning_rate.py",
+    ),
     "OVERFLOW! … Skipping step": (deepspeed, "runtime/fp16/loss_scaler.py"),
 }
 

@@ -9,7 +9,6 @@ from typing import Any, Callable, List
 
 import numpy as np
 import torch
-from allennlp.commands import find_learning_rate
 from allennlp.commands import train as train_command
 from allennlp.common import cached_transformers
 from allennlp.common import tqdm as allennlp_tqdm
@@ -134,13 +133,6 @@ def test_a_training_that_is_continued_gathers_layers_forever() -> bool:
     callback.on_start(trainer)
     callback.on_batch(trainer, [], [], {}, epoch=1, batch_number=1, is_training=True)
     return len(model._forward_hooks) > 0
-
-
-@mended_by("launch.find_learning_rate")
-def test_find_lr_refuses_other_trainers() -> bool:
-    """By its source, because it reads data before."""
-    source = inspect.getsource(find_learning_rate.find_learning_rate_model)
-    return 'trainer_choice != "gradient_descent"' in source
 
 
 @mended_by("training.train_model.DeepSpeedTrainModel")

@@ -6,7 +6,9 @@ from typing import Any, Callable, Dict, List
 import pytest
 from allennlp.common import Params, Registrable
 from allennlp.common.checks import ConfigurationError
+from allennlp.training.trainer import Trainer
 
+from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.launch import preflight
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import TWO_WORKERS, load_config
@@ -270,3 +272,13 @@ def test_what_allennlp_takes_is_taken(changes: Dict[str, Any]) -> None:
     before = {cls: dict(names) for cls, names in Registrable._registry.items()}
     preflight.check(Params(changed(changes)))
     assert {cls: dict(names) for cls, names in Registrable._registry.items()} == before
+
+
+@Trainer.register("own_deepspeed", constructor="from_partial_objects")
+class OwnTrainer(DeepSpeedTrainer):
+    """A user's."""
+
+
+def test_a_subclass_is_checked_like_the_trainer_that_it_extends() -> None:
+    (line,) = findings({**experiment(), "trainer": {"type": "own_deepspeed", "num_epoch": 3}})
+    assert 'did you mean "num_epochs"' in line
