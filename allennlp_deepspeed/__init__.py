@@ -35,13 +35,11 @@ from allennlp_deepspeed.engine.sequence_groups import reading_by_groups
 from allennlp_deepspeed.language_modeling import causal_lm_predictor
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.lora import LoraEmbedder
-from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
 from allennlp_deepspeed.reports.profiler_callback import ProfilerCallback
 from allennlp_deepspeed.training.train_model import DeepSpeedTrainModel
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 __all__ = [
-    "CommunicationCallback",
     "DeepSpeed",
     "DeepSpeedCheckpointWrapper",
     "DeepSpeedCheckpointer",

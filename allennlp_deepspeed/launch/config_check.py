@@ -140,10 +140,9 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
         if finds_micro_batch_size(config["trainer"]):
             _check_divisible(model, config.get("data_loader"))
     callbacks = config["trainer"].get("callbacks")
-    if isinstance(callbacks, list) and "mixed_precision_backward" in map(
-        registered_name, callbacks
-    ):
-        findings.add(NO_SCALING_CALLBACK)
+    for callback in callbacks if isinstance(callbacks, list) else []:
+        if registered_name(callback) in _REFUSED_CALLBACKS:
+            findings.add(_REFUSED_CALLBACKS[registered_name(callback)])
     accelerator = accelerator_of(config)
     if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch"):
         findings.add(
@@ -187,6 +186,15 @@ def _check_elastic_nodes(config: Dict[str, Any], findings: Findings) -> None:
             f"{name}, for which workers save before a node is taken in: remove "
             "'trainer.checkpointer.save_on_preemption', or 'trainer.checkpointer' if it is null."
         )
+
+
+_REFUSED_CALLBACKS = {
+    "mixed_precision_backward": NO_SCALING_CALLBACK,
+    "deepspeed_communication": (
+        "'trainer.callbacks' has \"deepspeed_communication\", which is no longer there: leave it "
+        'out, and write "comms_logger": {"enabled": true} in \'trainer.deepspeed_config\''
+    ),
+}
 
 
 def _model_class(model: Any) -> Optional[Type[Model]]:

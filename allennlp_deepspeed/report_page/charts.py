@@ -23,10 +23,9 @@ _OF_STEPS = {
     "Samples a second": "samples_per_second",
     "Tokens a second": "tokens_per_second",
     "Memory of a worker": "memory_bytes",
-    "Sent by a worker each step": "communication_bytes_per_step",
 }
 # Parts of the names of epoch metrics that aren't the model's.
-_NOT_OF_MODEL = ("_memory_MB", "communication", "_profile_", "_duration", "_epochs")
+_NOT_OF_MODEL = ("_memory_MB", "_profile_", "_duration", "_epochs")
 
 _WITHIN_EPOCHS, _TRAINING, _VALIDATION = "within epochs", "training", "validation"
 

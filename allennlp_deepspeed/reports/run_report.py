@@ -12,7 +12,6 @@ from overrides import overrides
 from allennlp_deepspeed import fingerprints
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.worker_device import memory_in_use
-from allennlp_deepspeed.reports.communication_callback import CommunicationCallback
 from allennlp_deepspeed.reports.console import is_routine
 from allennlp_deepspeed.reports.console_report import ConsoleReport, EpochProgress
 from allennlp_deepspeed.reports.metrics_file import MetricsFile
@@ -97,7 +96,6 @@ class RunReport(TrainerCallback):
             "samples_per_second": instances / seconds if instances else None,
             "tokens_per_second": None if tokens is None else tokens / seconds,
             "memory_bytes": memory_in_use(trainer.cuda_device),
-            "communication_bytes_per_step": _bytes_per_step(trainer),
             "metrics": reading.metrics,
         }
         if self._shown is not None:
@@ -208,10 +206,3 @@ def _environment(trainer: Any) -> Dict[str, Any]:
         "config": "config.json",
         "deepspeed_config": config.engine_config,
     }
-
-
-def _bytes_per_step(trainer: Any) -> Optional[float]:
-    for callback in trainer.callbacks:
-        if isinstance(callback, CommunicationCallback):
-            return callback.bytes_per_step
-    return None

@@ -21,9 +21,6 @@ class StepObserver(TrainerCallback):
             Whether it is the first call of an epoch.
         """
 
-    def on_step_start(self) -> None:
-        """Called before the first micro-batch of an optimizer step."""
-
     def finish_epoch(self) -> Dict[str, float]:
         """Called after the last step of an epoch. Returns metrics of this rank."""
         return {}

@@ -445,9 +445,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if getattr(self.model, "has_loss_of_all_ranks", False):
             group_size = len(batches)
         self._readings.start_step(group_size, group.batches)
-        for callback in self._observers:
-            callback.on_step_start()
-
         self._extensions.start_step(batches)
         outputs = []
         with self._gradient_step.accumulate(batches, group_size, num_fillers):

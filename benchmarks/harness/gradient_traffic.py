@@ -8,7 +8,7 @@ from typing import Any, List
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.reports.communication import num_bytes, process_groups
+from tests.support.communication import num_bytes, process_groups
 
 _HOOK_IDS = itertools.count(2**33)
 _REDUCTIONS = {"ALLREDUCE", "REDUCE", "REDUCE_SCATTER", "_REDUCE_SCATTER_BASE"}

@@ -9,9 +9,9 @@ from typing import Dict, List, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.reports.communication import CommunicationCounter, Traffic
 from benchmarks.harness.gradient_traffic import GradientTraffic
 from benchmarks.harness.memory import PeakMemory
+from tests.support.communication import CommunicationCounter, Traffic
 
 # Before 2.14 PyTorch's process groups have no hooks: the columns of what crosses the network stay
 # empty.

@@ -1,11 +1,11 @@
 """Which ranks parameters are gathered from, and how often, changes nothing else."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any, Dict
 
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, assert_ends_alike, recover
-from tests.end_to_end.communication_test import COUNTED, MODEL_BYTES, communication
 from tests.support.experiment import (
     Config,
     Experiments,
@@ -15,6 +15,14 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
+
+COUNTED: Config = {
+    "trainer.callbacks": ["count_communication", "record_steps"],
+    # Otherwise the ranks agree on their losses about once a second.
+    "trainer.log_every_num_steps": 1,
+}
+# The tagger's, in fp32, none of which ZeRO pads.
+MODEL_BYTES = 4 * 2604
 
 FOUR_WORKERS: Config = {"distributed": {"cuda_devices": [-1, -1, -1, -1]}}
 # As with a model of more parameters than DeepSpeed keeps whole from the forward pass to the
@@ -33,9 +41,13 @@ def sharded(
     return config
 
 
-def metrics(result: Result) -> Dict[str, Any]:
-    """All but those of communication."""
-    return {key: value for key, value in result.metrics().items() if "communication" not in key}
+def communication(result: Result) -> Dict[str, int]:
+    """
+    The bytes of each collective of rank 0 in the last step: in the first epoch DeepSpeed records
+    the order of the parameters, and "auto" decides.
+    """
+    report = json.loads((result.serialization_dir / "communication_0.json").read_text())
+    return {name: num_bytes for name, (_, num_bytes) in report[-1].items()}
 
 
 # As many as DeepSpeed keeps by itself until the backward pass, if nothing is said.
@@ -47,31 +59,30 @@ def test_training_is_that_of_gradient_descent(experiments: Experiments):
     reference = experiments.run(load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES))
     config = load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES, COUNTED)
     result = experiments.run(sharded(config, within=2))
-    assert_same_metrics(metrics(result), metrics(reference))
+    assert_same_metrics(result.metrics(), reference.metrics())
     assert_same_weights(result.weights(), reference.weights())
 
 
 def test_parameters_come_from_all_ranks_once_a_step(experiments: Experiments):
     config = load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES, COUNTED)
-    # After the first epoch, in which DeepSpeed records the order of the parameters.
-    over_all = communication(experiments.run(sharded(config)), 1)
-    within_two = communication(experiments.run(sharded(config, within=2)), 1)
+    over_all = communication(experiments.run(sharded(config)))
+    within_two = communication(experiments.run(sharded(config, within=2)))
     # The forward and the backward pass of each micro-batch gather them.
-    assert over_all["all_gather_bytes_per_step"] == 4 * MODEL_BYTES
-    assert within_two["all_gather_bytes_per_step"] == MODEL_BYTES
-    assert within_two["all_gather_2_ranks_bytes_per_step"] == 3 * MODEL_BYTES
+    assert over_all["all_gather"] == 4 * MODEL_BYTES
+    assert within_two["all_gather"] == MODEL_BYTES
+    assert within_two["all_gather_2_ranks"] == 3 * MODEL_BYTES
     # Gradients go where they always go.
-    assert within_two["reduce_scatter_bytes"] == over_all["reduce_scatter_bytes"]
+    assert within_two["reduce_scatter"] == over_all["reduce_scatter"]
 
 
 def test_parameters_stay_gathered_until_the_step_ends(experiments: Experiments):
     config = load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES, COUNTED)
     result = experiments.run(sharded(config, reshard_after_micro_batch=False))
-    counts = communication(result, 1)
-    assert counts["all_gather_bytes_per_step"] == MODEL_BYTES
+    counts = communication(result)
+    assert counts["all_gather"] == MODEL_BYTES
     reference = experiments.run(sharded(config))
-    assert counts["reduce_scatter_bytes"] == communication(reference, 1)["reduce_scatter_bytes"]
-    assert metrics(result) == metrics(reference)
+    assert counts["reduce_scatter"] == communication(reference)["reduce_scatter"]
+    assert result.metrics() == reference.metrics()
     assert_same_weights(result.weights(), reference.weights(), tolerance=0)
 
 
@@ -79,14 +90,13 @@ def test_by_itself_parameters_stay_gathered_if_there_is_room(experiments: Experi
     config = load_config("tagger", FOUR_WORKERS, COUNTED, TWO_MICRO_BATCHES)
     result = experiments.run(sharded(config, reshard_after_micro_batch="auto", **ROOM))
     gathered_again = experiments.run(sharded(config, **ROOM))
-    # The second epoch is after the two steps that show how much memory they need.
-    bytes_of = [communication(r, 1) for r in (result, gathered_again)]
-    gathered = [counts["all_gather_bytes_per_step"] for counts in bytes_of]
+    bytes_of = [communication(r) for r in (result, gathered_again)]
+    gathered = [counts["all_gather"] for counts in bytes_of]
     assert gathered == [MODEL_BYTES, 2 * MODEL_BYTES]
-    assert bytes_of[0]["reduce_scatter_bytes"] == bytes_of[1]["reduce_scatter_bytes"]
+    assert bytes_of[0]["reduce_scatter"] == bytes_of[1]["reduce_scatter"]
     log = (result.serialization_dir / "out_worker0.log").read_text()
     assert "Parameters stay gathered until each step ends from here on" in log
-    assert metrics(result) == metrics(gathered_again)
+    assert result.metrics() == gathered_again.metrics()
     assert_same_weights(result.weights(), gathered_again.weights(), tolerance=0)
 
 
@@ -97,7 +107,7 @@ def test_that_there_is_no_room_is_said(experiments: Experiments):
     result = experiments.run(little)
     log = (result.serialization_dir / "out_worker0.log").read_text()
     assert "Parameters are resharded after each micro-batch from here on" in log
-    assert communication(result, 1) == communication(experiments.run(sharded(config)), 1)
+    assert communication(result, 1) == communication(experiments.run(sharded(config)))
 
 
 def test_parameters_stay_gathered_in_a_recovered_run(experiments: Experiments, tmp_path: Path):

@@ -13,8 +13,8 @@ from allennlp.training.callbacks import TrainerCallback
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
-from allennlp_deepspeed.reports.communication import CommunicationCounter, Traffic
 from tests.support.collectives import needs_counting
+from tests.support.communication import CommunicationCounter, Traffic
 from tests.support.side_by_side import Side, numbers
 
 DIM = 8

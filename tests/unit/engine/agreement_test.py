@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.engine import agreement
-from allennlp_deepspeed.reports.communication import CommunicationCounter
 from tests.support.collectives import needs_counting
+from tests.support.communication import CommunicationCounter
 from tests.support.workers import run_workers
 
 CPU = torch.device("cpu")
