@@ -1,11 +1,13 @@
 """
-What of an optimizer step this process is at, for those that measure it. While nobody does, a phase
-is nothing.
+Names the phases of an optimizer step for `torch.profiler`, whose traces and tables have them.
 """
 
 import functools
-from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, ContextManager, Iterator, Optional, TypeVar
+from typing import Any, Callable, TypeVar
+
+from torch.profiler import record_function
+
+PREFIX = "allennlp_deepspeed: "
 
 DATA = "data loading"
 FORWARD = "forward"
@@ -15,53 +17,23 @@ HOST_WAITS = "host waits"
 CALLBACKS = "callbacks"
 SAVING = "saving"
 
-PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, HOST_WAITS, CALLBACKS, SAVING)
-"""In their order in a step."""
-
-Mark = Callable[[str], ContextManager[Any]]
 Function = TypeVar("Function", bound=Callable)
 
-_NOTHING: ContextManager[Any] = nullcontext()
-_mark: Optional[Mark] = None
 
-
-def phase(name: str) -> ContextManager[Any]:
-    """
-    # Parameters
-
-    name : `str`, required.
-        One of `PHASES`.
-    """
-    return _NOTHING if _mark is None else _mark(name)
+def phase(name: str) -> record_function:
+    """Context manager that marks what runs in it as a phase. Phases may be within others."""
+    return record_function(PREFIX + name)
 
 
 def during(name: str) -> Callable[[Function], Function]:
-    """For a function that is a phase as a whole."""
+    """Marks each call of a function as a phase."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if _mark is None:
-                return function(*args, **kwargs)
-            with _mark(name):
+            with record_function(PREFIX + name):
                 return function(*args, **kwargs)
 
         return run  # type: ignore[return-value]
 
     return decorate
-
-
-@contextmanager
-def marked_by(mark: Mark) -> Iterator[None]:
-    """
-    # Parameters
-
-    mark : `Callable[[str], ContextManager[Any]]`, required.
-        Surrounds each phase, given its name. Phases may be within others.
-    """
-    global _mark
-    before, _mark = _mark, mark
-    try:
-        yield
-    finally:
-        _mark = before

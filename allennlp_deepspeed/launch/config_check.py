@@ -141,8 +141,8 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
             _check_divisible(model, config.get("data_loader"))
     callbacks = config["trainer"].get("callbacks")
     for callback in callbacks if isinstance(callbacks, list) else []:
-        if registered_name(callback) in _REFUSED_CALLBACKS:
-            findings.add(_REFUSED_CALLBACKS[registered_name(callback)])
+        if refusal := _REFUSED_CALLBACKS.get(registered_name(callback) or ""):
+            findings.add(refusal)
     accelerator = accelerator_of(config)
     if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch"):
         findings.add(

@@ -25,7 +25,7 @@ _OF_STEPS = {
     "Memory of a worker": "memory_bytes",
 }
 # Parts of the names of epoch metrics that aren't the model's.
-_NOT_OF_MODEL = ("_memory_MB", "_profile_", "_duration", "_epochs")
+_NOT_OF_MODEL = ("_memory_MB", "_duration", "_epochs")
 
 _WITHIN_EPOCHS, _TRAINING, _VALIDATION = "within epochs", "training", "validation"
 

@@ -44,7 +44,7 @@ _VALUES = {
 }
 
 # Metrics that are in the metrics files only.
-_LEFT_OUT = re.compile(r"(gpu|worker)_\d+_memory_MB$|profile_")
+_LEFT_OUT = re.compile(r"(gpu|worker)_\d+_memory_MB$")
 
 _DRAWING_INTERVAL = 0.5  # seconds
 

@@ -59,7 +59,6 @@ from allennlp_deepspeed.engine.weight_watch import WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.run_report import RunReport
-from allennlp_deepspeed.reports.step_observer import StepObserver
 from allennlp_deepspeed.training import callbacks as callback_kinds
 from allennlp_deepspeed.training.backward_and_update import GradientStep, clip_values
 from allennlp_deepspeed.training.batch_groups import BatchGroup, BatchGroups, micro_batch_size
@@ -228,7 +227,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             report = RunReport(arguments)
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
             self._callbacks += self._own_callbacks(report)
-            self._observers = [c for c in self._callbacks if isinstance(c, StepObserver)]
             # The last worker of elastic nodes is one, too.
             is_worker = distributed or worker_failure.has_error_file()
             self._interruption = TrainingInterruption(is_worker)
@@ -413,7 +411,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
         )
         with self._readings.start_steps(groups.expected_length, self._primary) as progress_bar:
-            self._between_steps(is_first=True)
             for group in groups:
                 if self._progress.is_replaying:
                     self._leave_if_interrupted("before it has caught up with the checkpoint")
@@ -421,23 +418,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 else:
                     self._train_step(group, epoch)
                 progress_bar.update()
-                self._between_steps()
 
             self._readings.finish_batch_metrics()
             if self._readings.pace.num_unread > 0:
                 self._leave_if_agreed(self._agree(epoch), epoch)
         self._replay.finish_steps()
         self._weight_watch.raise_if_changed()
-        metrics = self._readings.epoch_metrics()
-        if not self._progress.is_replaying_epoch:
-            for callback in self._observers:
-                metrics.update(callback.finish_epoch())
-        return self._replay.finish_epoch(metrics)
-
-    def _between_steps(self, is_first: bool = False) -> None:
-        for observer in self._observers:
-            if not self._progress.is_replaying:
-                observer.between_steps(self._progress.total_batches_completed, is_first)
+        return self._replay.finish_epoch(self._readings.epoch_metrics())
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""

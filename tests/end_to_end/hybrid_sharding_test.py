@@ -107,7 +107,7 @@ def test_that_there_is_no_room_is_said(experiments: Experiments):
     result = experiments.run(little)
     log = (result.serialization_dir / "out_worker0.log").read_text()
     assert "Parameters are resharded after each micro-batch from here on" in log
-    assert communication(result, 1) == communication(experiments.run(sharded(config)))
+    assert communication(result) == communication(experiments.run(sharded(config)))
 
 
 def test_parameters_stay_gathered_in_a_recovered_run(experiments: Experiments, tmp_path: Path):

@@ -7,7 +7,6 @@ from typing import Any, Dict, List
 
 import pytest
 
-from tests.end_to_end.checkpoint_test import recover
 from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
@@ -21,16 +20,6 @@ from tests.support.experiment import (
     refusal,
 )
 
-PARTS = [
-    "data_loading",
-    "forward",
-    "backward",
-    "optimizer",
-    "host_waits",
-    "callbacks",
-    "saving",
-    "other",
-]
 STEPS = 7  # in an epoch of the tagger with two workers
 
 
@@ -42,19 +31,9 @@ def profiled(config: Config, stage: int, **arguments: Any) -> Config:
     return config
 
 
-def profile(result: Result, epoch: int) -> Dict[str, float]:
-    prefix = f"metrics_epoch_{epoch}.json: training_profile_"
-    metrics = result.metrics_of_epochs()
-    return {key[len(prefix) :]: metrics[key] for key in metrics if key.startswith(prefix)}
-
-
 def trace(result: Result, name: str) -> List[Dict[str, Any]]:
     with gzip.open(result.serialization_dir / "profile" / f"{name}.json.gz", "rt") as file:
         return json.load(file)["traceEvents"]
-
-
-def without_profile(metrics: Dict[str, Any]) -> Dict[str, Any]:
-    return {key: value for key, value in metrics.items() if "profile" not in key}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -62,7 +41,7 @@ def test_steps_are_recorded_on_each_rank(experiments: Experiments, stage: int):
     config = load_config("tagger", TWO_WORKERS, {"trainer.num_gradient_accumulation_steps": 2})
     result = experiments.run(profiled(config, stage, steps=[2, 3]))
     expected = experiments.run(config)
-    assert_same_metrics(without_profile(result.metrics()), expected.metrics())
+    assert_same_metrics(result.metrics(), expected.metrics())
     assert_same_weights(result.weights(), expected.weights())
     for rank in range(2):
         names = [str(event.get("name")) for event in trace(result, f"steps_2-3_rank_{rank}")]
@@ -71,34 +50,20 @@ def test_steps_are_recorded_on_each_rank(experiments: Experiments, stage: int):
         assert counts == [2 * 2, 2]  # micro-batches and steps
         assert any(name.startswith("gloo:") for name in names)
         log = (result.serialization_dir / f"out_worker{rank}.log").read_text()
-        assert "Steps 2 to 3:" in log and "communication" in log
-    shares = profile(result, 0)
-    assert sum(shares[part] for part in PARTS) == pytest.approx(1, abs=1e-6)
-    assert all(shares[part] > 0 for part in ("forward", "backward", "optimizer", "host_waits"))
-    assert 0 < shares["communication"] <= 1 and shares["seconds_per_step"] > 0
-    # Until another is recorded.
-    assert profile(result, 1) == shares
-    assert result.final_metrics()["training_profile_forward"] == shares["forward"]
+        assert "Steps 2 to 3:" in log and "allennlp_deepspeed: forward" in log
 
 
-def test_what_is_between_epochs_is_in_no_step(experiments: Experiments, tmp_path: Path):
+def test_a_recording_goes_on_over_epochs_and_says_what_it_lacks(experiments: Experiments):
     """Of an epoch the last two steps are recorded, and the first of the next."""
-    checkpoints = {"save_every_num_batches": 2, "keep_most_recent_by_count": None}
-    config = load_config("tagger", TWO_WORKERS, {"trainer.checkpointer": checkpoints})
-    config = profiled(config, 2, steps=[STEPS - 1, STEPS, STEPS + 1, 100])
-    result = experiments.run(config)
+    config = load_config("tagger", TWO_WORKERS)
+    result = experiments.run(profiled(config, 2, steps=[STEPS - 1, STEPS, STEPS + 1, 100]))
     names = {path.name for path in (result.serialization_dir / "profile").iterdir()}
     assert names == {f"steps_{STEPS - 1}-{STEPS + 1}_rank_{rank}.json.gz" for rank in range(2)}
     events = trace(result, f"steps_{STEPS - 1}-{STEPS + 1}_rank_0")
     steps = [event for event in events if event.get("name") == "allennlp_deepspeed: optimizer"]
     assert len(steps) == 3
-    # Validation and saving between the epochs take most of the time from the first to the last.
-    seconds = (steps[-1]["ts"] - steps[0]["ts"]) / 1e6
-    assert 2 * profile(result, 1)["seconds_per_step"] < seconds
     log = (result.serialization_dir / "out_worker0.log").read_text()
     assert "was to record step 100, but the training has ended after 14." in log
-    recovered = recover(result, tmp_path, config, "checkpoint_e1_b2")
-    assert profile(recovered, 1) == profile(result, 1)
 
 
 def test_the_callback_needs_the_deepspeed_trainer(tmp_path: Path):

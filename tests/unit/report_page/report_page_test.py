@@ -44,7 +44,6 @@ def write_run(directory: Path, num_steps: int = 8, lr: float = 0.5) -> Path:
         if step in (num_steps // 2, num_steps):
             metrics = {
                 "training_loss": 5 / step,
-                "training_profile_forward": 0.5,
                 "validation_loss": 6 / step,
                 "validation_accuracy": step / num_steps,
                 "best_validation_accuracy": step / num_steps,

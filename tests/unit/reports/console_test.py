@@ -236,7 +236,6 @@ def test_a_table_has_the_change_against_the_best() -> None:
         "epoch": 3,
         "training_accuracy": 0.5,
         "training_worker_0_memory_MB": 1000.0,
-        "training_profile_forward": 0.25,
         "training_duration": "0:01:00",
         "validation_accuracy": 0.625,
         "validation_loss": 1.5,
