@@ -290,10 +290,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             self.is_in_use = False
             self.destroy()
 
-    def accept_loaded_states(self) -> None:
-        """To be called when a checkpoint's optimizer states have been loaded."""
-        self._must_resume = False
-
     def check_optimizer_states(self) -> None:
         """
         To be called before training that doesn't resume from a checkpoint.

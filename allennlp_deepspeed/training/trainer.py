@@ -649,7 +649,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if state is None:
             self._ddp_wrapped_model.check_optimizer_states()
             return
-        self._ddp_wrapped_model.accept_loaded_states()
         self._weight_watch.snapshot()
         parts = self.parts()
         lacking = [name for name in parts if name not in state.trainer_state]

@@ -92,11 +92,7 @@ def test_an_optimizer_with_sharded_states_only_resumes(tmp_path: Path, config: D
             task.optimizer.step()
         with pytest.raises(ConfigurationError, match="made steps before"):
             train(task, tmp_path / "new", DeepSpeedTrainer, deepspeed_config=config)
-    trainer = DeepSpeedTrainer(**{**arguments, "num_epochs": 2})
-    with trainer.session():
-        trainer.train()
-        # The checkpoint had the states.
-        trainer.go_backward(next(iter(task.data_loader)))
+    DeepSpeedTrainer(**{**arguments, "num_epochs": 2}).train()
     assert_same_weights(task.model.state_dict(), expected.model.state_dict(), tolerance=1e-6)
 
 
