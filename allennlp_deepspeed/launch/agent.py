@@ -144,12 +144,12 @@ class Node:
 
     @property
     def how_many(self) -> str:
-        """Of the nodes have to be there."""
+        """The number of nodes that have to be there, for a message."""
         return f"all {self.num_nodes}" if self.min_nodes is None else f"{self.min_nodes}"
 
     @property
     def key(self) -> str:
-        """Of `where`, in the config."""
+        """The keys of `where`, with a verb, for a message."""
         if self.is_store_elsewhere:
             return "'distributed.rendezvous_endpoint' is"
         return "'distributed.primary_address' and 'primary_port' are"
@@ -384,7 +384,7 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _have_all_succeeded(self, worker_group: WorkerGroup) -> bool:
-        """Whether the workers of no node are needed any more, to be restarted with others."""
+        """Whether the workers of all nodes have, so that none is restarted with others any more."""
         store: Any = worker_group.store
         try:
             store.set(f"done/{worker_group.group_rank}", "")
@@ -401,7 +401,7 @@ class _Agent(LocalElasticAgent):
 
     def _num_changes(self, num_nodes_waiting: Callable[[], int]) -> int:
         """
-        How many nodes have to be taken in or out: a worker doesn't notice a host without power.
+        Returns the number of nodes to take in or out. No worker notices a host without power.
         """
         waiting = num_nodes_waiting()
         handler: Any = self._rdzv_handler
@@ -412,7 +412,7 @@ class _Agent(LocalElasticAgent):
             self._seconds_to_stop = _SECONDS_AFTER_OTHERS if waiting else _SECONDS_TO_END
         elif waiting and self._result is None:
             self._seconds_to_stop = self._node.shutdown_timeout
-            logger.warning("A node has come: all workers leave after the same step, and save.")
+            logger.warning("A node joins: all workers leave after the same step, and save.")
             return waiting
         return missing
 

@@ -95,6 +95,9 @@ def test_the_others_train_as_if_they_had_been_resized_by_hand(
         command.wait_until_it_prints("Training with 3 workers on 3 of up to 3 nodes")
     commands[0].wait_until_it_prints("step 4 of epoch 1", TIME_LIMIT)
     lose(hosts[1], commands[1])
+    commands[0].wait_until_it_prints("Node 1 (host-1) is lost", TIME_LIMIT)
+    # Without its link it would be there for a minute more.
+    commands[1].signal(signal.SIGKILL)
     first, _, third = wait(commands)
     for run in (first, third):
         run.check()

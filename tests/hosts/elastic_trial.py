@@ -25,6 +25,8 @@ from tests.support.hosts import Hosts, write_config
 NUM_NODES, NUM_EPOCHS, STEPS_IN_EPOCH = 3, 4, 7
 PAUSE = 0.3
 
+SHARED_MEMORY = Path("/dev/shm")
+
 # Seconds, for a training with a fault.
 TIME_LIMIT = 180
 
@@ -80,7 +82,9 @@ def one_host(stage: int) -> Config:
 
 def run_elastic_trial(trial: ElasticTrial, expected: Result, directory: Path) -> Outcome:
     """Arguments are those of `run_trial`."""
-    hosts = Hosts(NUM_NODES + 1, directory)
+    # Its own for the trial, unless it is where the trial's files are.
+    is_seen = SHARED_MEMORY not in directory.parents
+    hosts = Hosts(NUM_NODES + 1, directory, {SHARED_MEMORY: 2**28} if is_seen else {})
     try:
         store_host = hosts[NUM_NODES]
         store = subprocess.Popen(store_host.command(sys.executable, "-c", STORE))
@@ -94,7 +98,11 @@ def run_elastic_trial(trial: ElasticTrial, expected: Result, directory: Path) ->
                 "rendezvous_endpoint": f"{store_host.address}:{STORE_PORT}",
             }
             config = experiment(trial.stage, distributed, PLAIN)
-            return _run(trial, hosts, config, expected, directory)
+            outcome = _run(trial, hosts, config, expected, directory)
+            left = list(hosts.seen(SHARED_MEMORY).iterdir()) if is_seen else []
+            if left:
+                outcome.problems.append(f"Shared memory is left: {left}")
+            return outcome
         finally:
             store.kill()
             store.wait()

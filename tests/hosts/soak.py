@@ -97,8 +97,8 @@ def run_elastic(arguments: argparse.Namespace) -> bool:
         "`max_restarts` 3, a shared directory and the store on a fourth host. In each a worker, "
         f"an agent or a node is killed at a moment drawn at random. {good} of them ended on the "
         "other nodes by themselves with the weights of one host without a fault, to float "
-        "tolerance, and left no process, no open port and no temporary file of those that weren't "
-        "killed.",
+        "tolerance, and left no process, no open port, no shared memory and no temporary file of "
+        "those that weren't killed.",
         report.table(["Trial", "seconds from the fault to the end", "as it should be"], rows),
         f"{report.describe(heading)} Seed {arguments.seed}; {(time.time() - start) / 60:.1f} "
         "minutes. `make soak` runs it again.",
