@@ -245,7 +245,6 @@ class _Agent(LocalElasticAgent):
         self._args = args
         self._id = uuid.uuid4().hex
         self._start: Optional[Start] = None
-        self._num_starts = 0
         self._members: List[Member] = []
         # Whether the workers have ended only because those of other nodes had, so that it counts as
         # a restart only if no node is lost.
@@ -272,8 +271,10 @@ class _Agent(LocalElasticAgent):
         Works around torch 2.14.1: in later rounds nodes get the address of the store that workers
         had in the first one, whose node may be lost. Gone when `next_rendezvous` reads it again.
         """
-        handler: Any = self._rdzv_handler
-        handler._bootstrap_store_info = None
+        # If all nodes are needed, the one of the store is there, and keeps it.
+        if self._node.min_nodes is not None:
+            handler: Any = self._rdzv_handler
+            handler._bootstrap_store_info = None
         super()._rendezvous(worker_group)
 
     @overrides
@@ -289,7 +290,6 @@ class _Agent(LocalElasticAgent):
     @overrides
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
         self._start = self._meet(worker_group)
-        self._num_starts += 1
         self._is_following, self._result = False, None
         self._seconds_to_stop = _SECONDS_TO_END
         worker_group.spec.args = (self._start, self._node, *self._args)
@@ -311,7 +311,7 @@ class _Agent(LocalElasticAgent):
             node.num_workers,
             socket.gethostname(),
             self._id,
-            self._num_starts,
+            self._start and self._start.training,
             self._remaining_restarts,
             self._is_following,
         )
@@ -334,7 +334,8 @@ class _Agent(LocalElasticAgent):
             )
         if node.min_nodes is not None:
             self._compare(members)
-        return Start(members.index(own), count, any(m.num_starts for m in members))
+        training = next((m.training for m in members if m.training), members[0].agent)
+        return Start(members.index(own), count, training)
 
     def _compare(self, members: List[Member]) -> None:
         """Compares the nodes with those of the last start."""

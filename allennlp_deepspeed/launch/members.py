@@ -3,7 +3,7 @@ The nodes that are in a training at one start of its workers, which their agents
 """
 
 import json
-from typing import Any, List, NamedTuple, Sequence
+from typing import Any, List, NamedTuple, Optional, Sequence
 
 
 class Start(NamedTuple):
@@ -16,13 +16,13 @@ class Start(NamedTuple):
         Of this node, among those that are there.
     num_nodes : `int`
         That are there.
-    is_restart : `bool`
-        Whether any of them has started workers before.
+    training : `str`
+        The same for all starts of a training, and another for each training.
     """
 
     node_rank: int
     num_nodes: int
-    is_restart: bool
+    training: str
 
 
 class Member(NamedTuple):
@@ -37,8 +37,8 @@ class Member(NamedTuple):
     host : `str`
     agent : `str`
         Another for each process.
-    num_starts : `int`
-        How often this agent has started workers.
+    training : `Optional[str]`
+        That of its former start. `None` at the first.
     remaining_restarts : `int`
     is_following : `bool`
         Whether its workers have ended only because those of other nodes had.
@@ -48,7 +48,7 @@ class Member(NamedTuple):
     num_workers: int
     host: str
     agent: str
-    num_starts: int
+    training: Optional[str]
     remaining_restarts: int
     is_following: bool
 

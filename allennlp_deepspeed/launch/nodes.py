@@ -38,10 +38,11 @@ def check(distributed: Any, findings: Findings) -> None:
     check_values("distributed", keys, {"cuda_devices": None, **distributed}, findings)
     num_nodes = distributed.get("num_nodes", 1)
     min_nodes = distributed.get("min_nodes")
-    if is_integer(min_nodes) and is_integer(num_nodes) and min_nodes > num_nodes:
+    is_valid = is_integer(min_nodes) and is_integer(num_nodes)
+    if is_valid and (num_nodes == 1 or min_nodes > num_nodes):
         findings.add(
             f"'distributed.min_nodes' is {min_nodes}, but 'distributed.num_nodes' is {num_nodes}, "
-            "which is the most that there can be: write fewer."
+            "which is the most that there can be: write fewer, or remove it."
         )
     for key in ("primary_address", "primary_port"):
         is_needed = num_nodes != 1 and distributed.get("rendezvous_endpoint") is None

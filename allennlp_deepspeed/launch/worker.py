@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
@@ -24,6 +25,7 @@ from allennlp.commands import train as train_command
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.plugins import import_plugins
 from allennlp.common.util import import_module_and_submodules
+from allennlp.training import util as training_util
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from tqdm import tqdm
 
@@ -56,6 +58,9 @@ logger = logging.getLogger(__name__)
 _SET_BY_ELASTIC = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 )
+
+# To the store in which elastic nodes meet.
+_TIME_TO_CONNECT = timedelta(seconds=60)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -91,14 +96,18 @@ def run(
     numpy.random.seed()
     launched = _launched(node, start)
     begin(launched)
-    is_restarted = node.min_nodes is not None and start.is_restart
-    if is_restarted:
-        # On every node, also on one that joins with the flag or without.
-        arguments["recover"] = False
-    if node.min_nodes is not None:
-        _resize(arguments, launched)
     try:
-        with shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0)):
+        with ExitStack() as stack:
+            stack.enter_context(
+                shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0))
+            )
+            is_restarted = False
+            if node.min_nodes is not None:
+                store = _store_of_training(node, start)
+                is_restarted = stack.enter_context(_knowing_own_directory(store))
+                _resize(arguments, launched)
+                # Whether the command of a node that joins has the flag doesn't matter.
+                arguments["recover"] = bool(arguments.get("recover")) and not is_restarted
             if settings is not None:
                 disable_progress_bars_of_transformers()
             import_plugins()
@@ -140,7 +149,7 @@ def train(
     launched : `Optional[Launched]`, required.
         Which of several workers this process is. `None` if it is the only one.
     is_restarted : `bool`, optional (default = `False`)
-        Whether elastic nodes have trained before, whose store may be lost with one of them.
+        Whether elastic nodes have made the directory, whose store may be lost with one of them.
     """
     params = arguments["params"]
     config = params.as_dict(quiet=True)
@@ -189,6 +198,28 @@ def _launched(node: Node, start: Start) -> Launched:
         port=int(os.environ["MASTER_PORT"]),
         has_store=True,
     )
+
+
+def _store_of_training(node: Node, start: Start) -> dist.Store:
+    """That in which the nodes meet, which outlives starts, with keys of this training only."""
+    store = dist.TCPStore(node.address, node.port, timeout=_TIME_TO_CONNECT)
+    return dist.PrefixStore(f"allennlp_deepspeed/{start.training}", store)
+
+
+@contextmanager
+def _knowing_own_directory(store: dist.Store) -> Iterator[bool]:
+    """
+    Context manager in which AllenNLP's `create_serialization_dir` marks the training as one that
+    has made its directory. Yields whether it had the mark before, the same on every rank.
+    """
+    create = training_util.create_serialization_dir
+
+    def create_and_mark(*args: Any, **kwargs: Any) -> None:
+        create(*args, **kwargs)
+        store.set("directory", "")
+
+    with mock.patch.object(training_util, "create_serialization_dir", create_and_mark):
+        yield store.check(["directory"])
 
 
 def _resize(arguments: Dict[str, Any], launched: Launched) -> None:
