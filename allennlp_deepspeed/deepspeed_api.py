@@ -36,7 +36,6 @@ from deepspeed.utils import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from deepspeed.utils.timer import ThroughputTimer
 from deepspeed.utils.torch import is_functorch_transforming
 
 __all__ = [
@@ -59,7 +58,6 @@ __all__ = [
     "GatheredParameters",
     "OffloadDeviceEnum",
     "PartitionedParameterCoordinator",
-    "ThroughputTimer",
     "ZERO_OPTIMIZATION",
     "get_accelerator",
     "get_comm_dtype",

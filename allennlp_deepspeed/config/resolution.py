@@ -346,10 +346,13 @@ def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings
         config.pop("comms_logger", None)  # DeepSpeed turns it on where the section is there at all
     if said(config, "dump_state") and said(config, "log_level") is None:
         fill(config, "log_level", "info", "to log what dump_state asks for")
-    if said(config, "timers.throughput.enabled") is None:
-        # Nothing else reports it, and DeepSpeed waits for the device to time it.
-        reports = said(config, "steps_per_print") is not None
-        fill(config, "timers.throughput.enabled", reports, "from steps_per_print")
+    if said(config, "timers.throughput.enabled"):
+        findings.add(
+            f"{ROOT}.timers.throughput.enabled is true, but DeepSpeed's timer takes a micro-batch "
+            "for a step: remove the key; the console and metrics.jsonl have samples per second"
+        )
+    # DeepSpeed waits for the device to time it.
+    fill(config, "timers.throughput.enabled", False, "default of this trainer")
 
 
 def _check_scheduler_type(config: Dict[str, Any], findings: Findings) -> None:

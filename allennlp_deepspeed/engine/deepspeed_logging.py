@@ -16,8 +16,7 @@ import torch
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, ThroughputTimer
-from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +41,8 @@ def logged_by_allennlp() -> Iterator[None]:
 
 
 @contextmanager
-def mended_reports(engine: DeepSpeedEngine, is_step_one_batch: bool) -> Iterator[None]:
-    """
-    Has the engine's reports logged, and makes them true where the trainer says what an optimizer
-    step is, and not the engine.
-
-    # Parameters
-
-    engine : `DeepSpeedEngine`, required.
-    is_step_one_batch : `bool`, required.
-        Whether what the engine takes for a micro-batch is a whole step.
-    """
-    if engine.tput_timer.config.enabled:
-        internals.set_throughput_timer(engine, _StepThroughputTimer(engine, is_step_one_batch))
+def reports_logged(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Has the engine's reports logged, without what it counts in validation."""
     if engine.log_level() is None and (
         engine.steps_per_print() is not None or deepspeed.comm.comm.comms_logger.verbose
     ):
@@ -64,44 +52,6 @@ def mended_reports(engine: DeepSpeedEngine, is_step_one_batch: bool) -> Iterator
         if engine.wall_clock_breakdown():
             undo.callback(engine.module.register_forward_hook(_forget_validation(engine)).remove)
         yield
-
-
-class _StepThroughputTimer(ThroughputTimer):
-    """
-    Times whole optimizer steps. DeepSpeed's would begin anew with each micro-batch, take a step for
-    one micro-batch, and begin in validation too.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine, is_step_one_batch: bool) -> None:
-        timer = engine.tput_timer
-        super().__init__(timer.config, timer.batch_size, steps_per_output=timer.steps_per_output)
-        self._module = engine.module
-        self._micro_batch_size = timer.batch_size  # of all ranks
-        self._is_step_one_batch = is_step_one_batch
-        self._micro_batches = 0
-        self._samples = 0  # in `total_elapsed_time`
-
-    @overrides
-    def start(self) -> None:
-        if not self._module.training:
-            return
-        self._micro_batches += 1
-        if not self.started:
-            super().start()
-
-    @overrides
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        micro_batches, self._micro_batches = self._micro_batches, 0
-        self.batch_size = self._micro_batch_size
-        if not self._is_step_one_batch:
-            self.batch_size *= micro_batches
-        if self.start_time > 0:
-            self._samples += self.batch_size
-        super().stop(global_step, report_speed)
-
-    @overrides
-    def avg_samples_per_sec(self) -> float:
-        return self._samples / self.total_elapsed_time
 
 
 def _forget_validation(engine: DeepSpeedEngine) -> Any:

@@ -248,11 +248,6 @@ def forget_modules(model: torch.nn.Module) -> None:
 # Reports and checkpoints.
 
 
-def set_throughput_timer(engine: DeepSpeedEngine, timer: Any) -> None:
-    """Has an engine report the throughput that another timer measures."""
-    _set(engine, "tput_timer", timer)
-
-
 def set_saves_model_states(engine: DeepSpeedEngine, is_saved: bool) -> None:
     """Says whether this rank saves the model states, at stages 0 to 2."""
     _set(engine, "save_non_zero_checkpoint", is_saved)

@@ -196,7 +196,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             config=config.engine_config,
         )
         before.find_added()
-        enter(deepspeed_logging.mended_reports(self.engine, config.finds_micro_batch_size))
+        enter(deepspeed_logging.reports_logged(self.engine))
         enter(activation_checkpointing.configured(model, config.engine_config, device))
         if config.zero_stage == 3:
             enter(module_hooks.only_with_graph(model))

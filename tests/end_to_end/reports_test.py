@@ -4,7 +4,7 @@ import csv
 import logging
 import re
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 import deepspeed
 import pytest
@@ -92,18 +92,6 @@ def test_samples_are_those_of_all_micro_batches(result: Result):
     assert [int(samples) for samples, _ in rows] == [
         24, 48, 72, 84, 108, 132, 156, 168,
     ]  # fmt: skip
-
-
-def test_throughput_is_that_of_whole_steps(result: Result):
-    rates: List[str] = re.findall(r"CurrSamplesPerSec=([\d.]+)", log(result))
-    assert len(rates) == 3  # the first two steps aren't timed
-    times = re.findall(r"fwd: ([\d.]+) \| bwd: ([\d.]+) .*\| step: ([\d.]+)", log(result))
-    steps = (4, 6, 8)
-    samples = [12 if step % STEPS == 0 else 24 for step in steps]
-    elapsed = sum(count / float(rate) for count, rate in zip(samples, rates, strict=True))
-    of_passes = sum(float(time) / 1000 for step in steps for time in times[step - 1])
-    # What is between the passes is in it too. Twice the samples would halve it.
-    assert elapsed > of_passes / 1.6
 
 
 def test_deepspeeds_logger_is_as_it_was_when_the_engine_is_gone(tmp_path: Path, caplog):
