@@ -2,26 +2,17 @@
 Parameters that ZeRO stage 3 shards, where one step makes several passes through the model.
 """
 
-from collections import OrderedDict
 from contextlib import contextmanager, nullcontext
-from typing import Any, ContextManager, Dict, Hashable, Iterable, Iterator, List, Tuple
-from unittest import mock
+from typing import Any, ContextManager, Dict, Hashable, Iterator, List, Tuple
 
 import torch
-from deepspeed.runtime.zero import parameter_offload
 
 from allennlp_deepspeed.deepspeed_api import (
     DeepSpeedEngine,
     GatheredParameters,
     PartitionedParameterCoordinator,
-    iter_params,
-    z3_leaf_module,
 )
 from allennlp_deepspeed.engine import internals
-from allennlp_deepspeed.engine.module_hooks import without_backward_functions
-
-# Of which a layer that is left out at random makes many.
-MAX_KINDS = 32
 
 
 class _Keeper:
@@ -42,11 +33,6 @@ class Passes:
     another with one and that of the loss follow one another in every step with gradient caching,
     and validation follows training.
 
-    Before and after each module DeepSpeed looks for what there is to gather and to release. A pass
-    leaves modules to themselves whose parameters, with those of the modules in them, are all whole:
-    they have none, small ones, or such that are `kept_gathered`. Until the pass ends they stay so.
-    For a small module it takes longer to look than to compute.
-
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
@@ -55,8 +41,7 @@ class Passes:
     def __init__(self, engine: DeepSpeedEngine) -> None:
         # Not what wraps it at other stages.
         self._offload = getattr(engine.optimizer, "parameter_offload", None)
-        self._modules: List[Any] = [m for m in engine.module.modules() if "ds_id" in vars(m)]
-        self._coordinators: OrderedDict[Hashable, PartitionedParameterCoordinator] = OrderedDict()
+        self._coordinators: Dict[Hashable, PartitionedParameterCoordinator] = {}
 
     def of(self, *kind: Hashable) -> ContextManager[None]:
         """
@@ -67,80 +52,14 @@ class Passes:
 
     @contextmanager
     def _of_sharded(self, kind: Tuple[Hashable, ...]) -> Iterator[None]:
-        whole = self._whole_modules()
-        parameters = {p: None for module in whole.values() for p in _parameters(module)}
-        with (
-            self._recorded_as((*kind, *whole)),
-            self._left_out(whole),
-            kept_gathered(list(parameters)),
-            kept_by_readers(),
-        ):
-            yield
-
-    def _whole_modules(self) -> Dict[int, torch.nn.Module]:
-        """
-        By DeepSpeed's numbers. One that has another in it is found by DeepSpeed in the backward
-        pass, when activations are computed again, to release what the other's gathers for that.
-        """
-        found: Dict[int, torch.nn.Module] = {}
-        for module in reversed(self._modules):  # so that those in it come before
-            inner = () if z3_leaf_module(module) else module.children()
-            if all(getattr(child, "ds_id", None) in found for child in inner) and all(
-                map(_stays_whole, _parameters(module))
-            ):
-                found[module.ds_id] = module
-        return found
-
-    @contextmanager
-    def _recorded_as(self, kind: Hashable) -> Iterator[None]:
         offload: Any = self._offload
         if kind not in self._coordinators:
             self._coordinators[kind] = internals.new_coordinator(offload)
-            if len(self._coordinators) > MAX_KINDS:
-                self._coordinators.popitem(last=False)
-        self._coordinators.move_to_end(kind)
         others, offload.param_coordinator = offload.param_coordinator, self._coordinators[kind]
         try:
             yield
         finally:
             offload.param_coordinator = others
-
-    @contextmanager
-    def _left_out(self, modules: Dict[int, torch.nn.Module]) -> Iterator[None]:
-        offload: Any = self._offload
-        gather: Any = offload.pre_sub_module_forward_function
-        release: Any = offload.post_sub_module_forward_function
-
-        def before(module: Any) -> None:
-            if module.ds_id in modules:
-                # From which DeepSpeed takes it afterwards.
-                parameter_offload.FWD_MODULE_STACK.append(module)
-            else:
-                gather(module)
-
-        def after(module: Any) -> None:
-            if module.ds_id not in modules:
-                release(module)
-
-        with (
-            mock.patch.object(offload, "pre_sub_module_forward_function", before),
-            mock.patch.object(offload, "post_sub_module_forward_function", after),
-            without_backward_functions(modules.values()),
-        ):
-            yield
-
-
-def _parameters(module: Any) -> Iterable[Any]:
-    """Those for which DeepSpeed looks at the module: its own, and what it reads of others."""
-    return iter_params(module, recurse=z3_leaf_module(module))
-
-
-def _stays_whole(parameter: Any) -> bool:
-    return (
-        internals.is_sharded(parameter)
-        and internals.is_gathered(parameter)
-        and (parameter.ds_persist or _is_kept(parameter))
-    )
 
 
 def _is_kept(parameter: Any) -> bool:

@@ -43,27 +43,6 @@ def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
             setattr(module, name, function)
 
 
-@contextmanager
-def without_backward_functions(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """
-    Within it DeepSpeed does nothing before and after the backward passes through these modules, as
-    far as they are called within it.
-
-    # Parameters
-
-    modules : `Iterable[torch.nn.Module]`, required.
-        With DeepSpeed's hooks for stage 3.
-    """
-    functions = _backward_functions(modules)
-    for module, name, _ in functions:
-        vars(module)[name] = _NOTHING
-    try:
-        yield
-    finally:
-        for module, name, function in functions:
-            vars(module)[name] = function
-
-
 def _backward_functions(modules: Iterable[torch.nn.Module]) -> List[Tuple[Any, str, Any]]:
     # A module inside one that is gathered as a whole, by DeepSpeed's "leaf_module", has none.
     return [
@@ -158,6 +137,3 @@ class _OnlyWithGraph:
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-_NOTHING = _OnlyWithGraph(_unchanged, _unchanged)

@@ -1,0 +1,151 @@
+"""
+Parameters that stay gathered at stage 3 are there for the backward pass, and can be read and changed.
+"""
+
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional
+
+import deepspeed
+import pytest
+import torch
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.experiment import assert_same_weights
+from tests.support.side_by_side import Side
+
+DIM = 8
+NUM_STEPS = 6  # of two epochs
+
+
+def numbers_of(rank: int) -> List[Dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"inputs": torch.randn(6, DIM, generator=generator)} for _ in range(NUM_STEPS // 2)]
+
+
+class Scale(nn.Module):
+    """One number, which is broadcast, so that an empty weight would not be an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.weight
+
+
+class LargeAndScale(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.large, self.weight = nn.Parameter(torch.ones(5 * DIM, 1)), weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(inputs, self.large) * self.weight
+
+
+class OneNumber(Model):
+    """Multiplies by the same number twice."""
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__(Vocabulary())
+        self.first, self.scale = nn.Linear(DIM, 1), Scale()
+        # Without these two reading it by its name, which DeepSpeed would see.
+        self.read = [self.scale.weight] if is_read else []
+        self.last = nn.Linear(1, 5 * DIM) if is_read else LargeAndScale(self.scale.weight)
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        states = self.scale(self.first(inputs))
+        with deepspeed.zero.GatheredParameters(self.read, enabled=len(self.read) > 0):
+            assert all(weight.shape == (1,) for weight in self.read)
+        return {"loss": self.last(states).square().mean()}
+
+
+class Adapted(Model):
+    """A frozen layer with an adapter in each block, whose activations are computed again."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(DIM),
+                nn.Linear(DIM, DIM, bias=False),
+                nn.Linear(DIM, 4 * DIM).requires_grad_(False),
+                nn.Tanh(),
+                nn.Linear(4 * DIM, DIM).requires_grad_(False),
+                nn.LayerNorm(DIM),  # small, and the first in the backward pass
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        for block in self.blocks:
+            inputs = inputs + checkpoint(block, inputs, use_reentrant=False)
+        return {"loss": inputs.square().mean()}
+
+
+@pytest.mark.parametrize(
+    "model, threshold",
+    [
+        pytest.param(partial(OneNumber, is_read=False), DIM, id="tied to one of a large layer"),
+        pytest.param(partial(OneNumber, is_read=True), DIM, id="read on the way"),
+        pytest.param(Adapted, 2 * DIM, id="frozen and computed again"),
+    ],
+)
+def test_what_is_whole_stays_so_for_the_backward_pass(
+    model: Callable[[], Model], threshold: int
+) -> None:
+    arguments: Any = {"world_size": 2, "num_gradient_accumulation_steps": 2}
+    zero = {"stage3_param_persistence_threshold": threshold}
+    sharded = Side(model, numbers_of, 3, zero=zero, **arguments).train()
+    assert_same_weights(sharded, Side(model, numbers_of, **arguments).train())
+
+
+class Momentum(Model):
+    """With a frozen layer that follows another one, but not in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.online = nn.Linear(DIM, DIM)
+        self.target = nn.Linear(DIM, DIM).requires_grad_(False)
+        # DeepSpeed gathers what it sees a forward pass take from a module.
+        self._weights = [self.online.weight, self.target.weight]
+        self.num_passes = 0
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        outputs = self.online(inputs)
+        if self.num_passes % 3 > 0:
+            self._follow()
+        self.num_passes += 1
+        return {"loss": (outputs - self.target(inputs).tanh()).square().mean()}
+
+    def _follow(self) -> None:
+        online, target = self._weights
+        is_sharded = hasattr(target, "ds_id")
+        gathered = deepspeed.zero.GatheredParameters
+        with (
+            gathered([target], modifier_rank=0, enabled=is_sharded),
+            gathered([online], enabled=is_sharded),
+            torch.no_grad(),
+        ):
+            target.lerp_(online, 0.5)
+
+
+@pytest.mark.parametrize("setting", [False, "auto", True])
+def test_what_stays_gathered_can_be_read_and_changed_on_the_way(setting: Any) -> None:
+    def side(stage: Optional[int], **arguments: Any) -> Side:
+        return Side(
+            Momentum,
+            lambda rank: numbers_of(rank) * 4,
+            stage,
+            world_size=2,
+            # What a model gathers by itself, DeepSpeed is not to gather at the same time.
+            zero={"stage3_prefetch_bucket_size": 0},
+            num_gradient_accumulation_steps=3,
+            **arguments,
+        )
+
+    weights = side(3, reshard_after_micro_batch=setting).train()
+    assert_same_weights(weights, side(None).train())
+    assert not torch.equal(weights["target.weight"], weights["online.weight"])
