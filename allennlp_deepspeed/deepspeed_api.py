@@ -28,7 +28,6 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
-    iter_params,
 )
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -62,7 +61,6 @@ __all__ = [
     "get_accelerator",
     "get_comm_dtype",
     "is_functorch_transforming",
-    "iter_params",
     "lr_schedules",
     "register_external_parameter",
     "safe_get_full_fp32_param",

@@ -1,5 +1,5 @@
 """
-Parameters that stay gathered at stage 3 are there for the backward pass, and can be read and changed.
+Parameters that stay gathered at stage 3 are there for the backward pass, to be read and changed.
 """
 
 from functools import partial
