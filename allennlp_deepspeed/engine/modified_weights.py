@@ -1,24 +1,20 @@
 import re
 from contextlib import contextmanager
-from typing import Callable, Dict, Iterable, Iterator, List, Union
+from typing import Iterable, Iterator, List, Union
 
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import agreement, weights
+from allennlp_deepspeed.engine import weights
 from allennlp_deepspeed.engine.shards import Shards
 
 Which = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]], None]
 
 
 @contextmanager
-def modified_weights(
-    engine: DeepSpeedEngine,
-    which: Which = None,
-    may_change: Callable[[torch.nn.Parameter], bool] = lambda parameter: True,
-) -> Iterator[None]:
+def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[None]:
     """
     Within it parameters are whole and have the values that the optimizer steps, in fp32, to be
     changed in place. When it ends without an error, what rank 0 has made of them is written to the
@@ -29,13 +25,11 @@ def modified_weights(
     engine : `DeepSpeedEngine`, required.
     which : `Union[str, Parameter, Iterable[Union[str, Parameter]]]`, optional (default = `None`)
         Parameters, or regular expressions that are searched in their names. `None` for all.
-    may_change : `Callable[[Parameter], bool]`, optional (default = all may)
-        Of others a moving average is kept as if they were constants.
 
     # Raises
 
     `ConfigurationError`
-        If a regular expression is found in no name, or a parameter has been changed that may not.
+        If a regular expression is found in no name.
     """
     shards = Shards(engine)
     parameters = list(engine.module.parameters()) if which is None else _chosen(engine, which)
@@ -49,14 +43,8 @@ def modified_weights(
                     if whole.is_floating_point():
                         dtype = torch.promote_types(dtype, torch.float32)
                     parameter.data = whole.to(engine.device, dtype, copy=True)
-            constants = {
-                parameter: parameter.data.clone()
-                for parameter in parameters
-                if not may_change(parameter)
-            }
             yield
             changed = [parameter.data for parameter in parameters]
-            _check_same(engine, constants)
         finally:
             for parameter, data in zip(parameters, computed_with):
                 parameter.data = data
@@ -65,18 +53,6 @@ def modified_weights(
             whole = weights.broadcast(source, parameter, engine.device)
             weights.set_full_parameter(parameter, whole, shards)
         shards.update_parameters()
-
-
-def _check_same(engine: DeepSpeedEngine, constants: Dict[torch.nn.Parameter, torch.Tensor]) -> None:
-    are_same = all(
-        torch.allclose(parameter, value, rtol=0, atol=0, equal_nan=True)
-        for parameter, value in constants.items()
-    )
-    if constants and agreement.any_of(not are_same, engine.device):
-        raise ConfigurationError(
-            "A frozen parameter has been changed, and 'trainer.moving_average', which was given "
-            "it, averages what the optimizer steps: give both the trained parameters only."
-        )
 
 
 def _chosen(

@@ -14,7 +14,6 @@ from overrides import overrides
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
-from allennlp_deepspeed.engine.model_check import has_max_norm
 from allennlp_deepspeed.engine.shards import Fragment, Shards, whole_shape
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 
@@ -34,27 +33,26 @@ class ShardedMovingAverage(MovingAverage):
     # Raises
 
     `ConfigurationError`
-        If it was given only some of the parameters that the optimizer steps.
+        If it was given others than the parameters that are trained.
     """
 
     def __init__(self, moving_average: MovingAverage, engine: DeepSpeedEngine) -> None:
-        self._given = {parameter for _, parameter in moving_average._parameters}
+        given = {parameter for _, parameter in moving_average._parameters}
         self._shards = Shards(engine)
         self._fragments: Dict[Any, Fragment] = self._shards.fragments  # type: ignore[assignment]
         super().__init__(
             (str(i), shard)
             for i, shard in enumerate(self._shards.masters)
             # At stage 0 the optimizer may have frozen parameters, as they are.
-            if not isinstance(shard, torch.nn.Parameter)
-            or shard.requires_grad
-            or shard in self._given
+            if not isinstance(shard, torch.nn.Parameter) or shard.requires_grad
         )
         self._whole_parameters = moving_average._parameters
         stepped = {p for group in self._shards.groups for p in group if p.requires_grad}
-        if not stepped <= self._given:
+        if stepped != given:
             raise ConfigurationError(
-                "'trainer.moving_average' was given only some of the parameters that are trained, "
-                "and averages all or none: construct it from `model.named_parameters()`."
+                "'trainer.moving_average' was given others than the parameters that are trained, "
+                "and averages all of these and no frozen ones: construct it from those of "
+                "`model.named_parameters()` whose `requires_grad` is true."
             )
         # Called before the averages take the place of the weights, by every rank.
         self.before_assigning: Callable[[], None] = lambda: None
@@ -85,12 +83,10 @@ class ShardedMovingAverage(MovingAverage):
         # Raises
 
         `ConfigurationError`
-            If it was given only some of the parameters that the optimizer steps, or averages frozen
-            weights that `max_norm` changes.
+            If it was given others than the parameters that are trained.
         """
         sharded = cls(moving_average, wrapped_model.engine)
         wrapped_model.before_destroying(sharded.release)
-        sharded.check(wrapped_model.engine.module)
         sharded.before_assigning = before_assigning
         return sharded
 
@@ -104,30 +100,6 @@ class ShardedMovingAverage(MovingAverage):
                 fragment = self._fragments[parameter]
                 shadow = self._shadows[names[fragment.master]]
                 fragment.write(shadow, shadows[name])
-
-    def may_change(self, parameter: torch.nn.Parameter) -> bool:
-        """
-        Whether something else than the optimizer may change a parameter. One that is frozen and
-        was to be averaged is, where the optimizer has it as it is; elsewhere it counts as constant.
-        """
-        return (
-            parameter.requires_grad or parameter not in self._given or parameter in self._fragments
-        )
-
-    def check(self, model: torch.nn.Module) -> None:
-        """
-        # Raises
-
-        `ConfigurationError`
-            If it averages frozen weights that `max_norm` changes.
-        """
-        for name, module in model.named_modules():
-            if has_max_norm(module) and not self.may_change(module.weight):
-                raise ConfigurationError(
-                    "'trainer.moving_average' averages what the optimizer updates, and not the "
-                    f"frozen weight of '{name}', which 'max_norm' changes: give both the trained "
-                    "parameters only."
-                )
 
     def release(self) -> None:
         """

@@ -835,16 +835,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         # Raises
 
-        `ConfigurationError`
-            If a frozen parameter has been changed that the trainer's moving average was given.
         `RuntimeError`
             If weights have been changed before.
         """
         self._weight_watch.raise_if_changed()
-        average = self._moving_average
-        may_change = (lambda _: True) if average is None else average.may_change
         try:
-            with modified_weights(self.engine, which, may_change):
+            with modified_weights(self.engine, which):
                 yield
         finally:
             # After an exception too: what was changed has been put back.
