@@ -22,10 +22,6 @@ logger = logging.getLogger(__name__)
 
 _POLLING_INTERVAL = 0.02  # seconds
 
-# After that a rank that has not confirmed is taken to be gone. Seconds; PyTorch's own for
-# collectives.
-_TIMEOUT = dist.default_pg_timeout.total_seconds()
-
 # Of all commits of this process: the store keeps the keys of earlier ones.
 _numbers = itertools.count()
 
@@ -46,6 +42,8 @@ class BackgroundCommit:
         they have written, when all directories are prepared (a two-phase commit).
     hosts : `Sequence[str]`, required.
         By rank.
+    timeout : `float`, required.
+        The seconds after which a rank that has not confirmed is taken to be gone.
     """
 
     def __init__(
@@ -54,11 +52,13 @@ class BackgroundCommit:
         rank: int,
         directories: Sequence[Sequence[int]],
         hosts: Sequence[str],
+        timeout: float,
     ) -> None:
         self._directory = directory
         self._rank = rank
         self._directories = directories
         self._hosts = hosts
+        self._timeout = timeout
         self._store = dist.distributed_c10d._get_default_store()
         self._thread: Optional[threading.Thread] = None
         self._error: Optional[BaseException] = None
@@ -178,12 +178,12 @@ class BackgroundCommit:
         who = f"rank {rank}"
         if len(set(self._hosts)) > 1:
             who += f" on {self._hosts[rank]}"
-        deadline = time.monotonic() + _TIMEOUT
+        deadline = time.monotonic() + self._timeout
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"A checkpoint was not completed, because {who} has not confirmed "
-                    f"within {_TIMEOUT:.0f} seconds that it has written its files."
+                    f"within {self._timeout:.0f} seconds that it has written its files."
                 )
             time.sleep(_POLLING_INTERVAL)
         told = json.loads(self._store.get(key))

@@ -17,7 +17,6 @@ _UNFINISHED = ".unfinished"
 _NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 _LEFTOVER = re.compile(
     r"checkpoint_e\d+_b\d+(\.replaced)?\.(unfinished|removed)$"
-    r"|checkpoint_e\d+_b\d+\.universal(\.unfinished)?$"  # of version 0.2
     r"|best\.th\.w\d+\.tmp$|config\.json\.unfinished$|mapped_\w+\.tmp$"
     r"|token_\w+\.tmp$"
 )

@@ -215,7 +215,11 @@ class DeepSpeedCheckpointer(Checkpointer):
         if self._commits is None:
             directories = trainer.directories
             self._commits = BackgroundCommit(
-                self._checkpoints, dist.get_rank(), directories.groups, directories.hosts
+                self._checkpoints,
+                dist.get_rank(),
+                directories.groups,
+                directories.hosts,
+                agreement.timeout(trainer.engine.device),
             )
         self._commits.wait()
         trainer.save_best_weights()

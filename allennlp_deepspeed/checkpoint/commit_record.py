@@ -16,9 +16,7 @@ from allennlp_deepspeed import files
 
 RECORD_NAME = "commit.json"
 FORMAT_VERSION = 3
-"""Versions 1 and 2 are those of 0.1 and 0.2. They are still read."""
-
-_READ_VERSIONS = (1, 2, FORMAT_VERSION)
+"""Versions 1 and 2 are those of 0.1 and 0.2."""
 
 
 class CheckpointError(ConfigurationError):
@@ -149,25 +147,16 @@ class CommitRecord:
         values = json.loads(text)
         checksum = values.pop("sha256", None)
         version = values.get("format_version")
-        if version not in _READ_VERSIONS:
+        if version != FORMAT_VERSION:
             raise _OtherVersionError(
                 f"format version {version}, and this version of allennlp-deepspeed reads "
-                f"{FORMAT_VERSION}: continue with the version that wrote it "
-                f"({values.get('versions')})."
+                f"{FORMAT_VERSION}: continue, or export its weights, with the version that wrote "
+                f"it ({values.get('versions')})."
             )
         if checksum != _checksum(values):
             raise ValueError("its SHA-256 is not the one that was recorded")
         values["files"] = {k: FileRecord(*v) for k, v in values["files"].items()}
-        values["frozen"] = {k: FrozenRecord(*v) for k, v in values.get("frozen", {}).items()}
-        for name in ("copies", "is_universal"):
-            values.pop(name, None)
-        if values.pop("directories", None):
-            raise _OtherVersionError(
-                "the files of several directories, as version 0.2 wrote them: put them together "
-                f"with `allennlp deepspeed gather` of the version that wrote it "
-                f"({values.get('versions')})."
-            )
-        values["format_version"] = FORMAT_VERSION
+        values["frozen"] = {k: FrozenRecord(*v) for k, v in values["frozen"].items()}
         return cls(**values)
 
     def verify(self, directory: str) -> None:

@@ -18,6 +18,20 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def timeout(device: torch.device) -> float:
+    """
+    Returns the seconds after which a collective fails, as `distributed.timeout` sets them. Not a
+    collective.
+
+    # Parameters
+
+    device : `torch.device`
+        Where the process group communicates.
+    """
+    group = dist.distributed_c10d._get_default_group()
+    return group._get_backend(device).options._timeout.total_seconds()
+
+
 # By default int32, which every backend's reductions support, unlike bool.
 def highest(
     value: Numbers,

@@ -26,7 +26,7 @@ class Nodes:
     def __init__(self, root: Path) -> None:
         self.directories = [CheckpointDirectory(str(root / host)) for host in HOSTS]
         self.commits = [
-            BackgroundCommit(directory, rank, [[0], [1]], HOSTS)
+            BackgroundCommit(directory, rank, [[0], [1]], HOSTS, timeout=30)
             for rank, directory in enumerate(self.directories)
         ]
         self.pruned: List[int] = []
