@@ -5,6 +5,7 @@ Constructs the model of a config without its weights.
 import logging
 import tempfile
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, Dict, Iterator, Optional
 from unittest import mock
 
@@ -16,9 +17,14 @@ from allennlp.models.model import Model, remove_weights_related_keys_from_params
 from allennlp.modules.transformer import TransformerModule
 from allennlp.training.util import make_vocab_from_params
 
-from allennlp_deepspeed.language_modeling import pretrained
-
 logger = logging.getLogger(__name__)
+
+_is_without_weights: ContextVar[bool] = ContextVar("is_without_weights", default=False)
+
+
+def is_without_weights() -> bool:
+    """Whether a model is being constructed whose pretrained weights aren't to be read."""
+    return _is_without_weights.get()
 
 
 def construct_without_weights(
@@ -109,7 +115,6 @@ def _without_pretrained_weights() -> Iterator[None]:
     """AllenNLP's own way, `load_weights=False`, for all pretrained transformers in a model."""
     get = cached_transformers.get
     from_pretrained = TransformerModule.from_pretrained_module.__func__  # type: ignore[attr-defined]
-    transformer = pretrained.transformer
 
     def get_without_weights(*args: Any, **kwargs: Any) -> Any:
         return get(*args, **_without_weights(kwargs))
@@ -128,13 +133,8 @@ def _without_pretrained_weights() -> Iterator[None]:
                 classmethod(from_pretrained_without_weights),
             )
         )
-        patches.enter_context(
-            mock.patch.object(
-                pretrained,
-                "transformer",
-                lambda *args, **kwargs: transformer(*args, **_without_weights(kwargs)),
-            )
-        )
+        token = _is_without_weights.set(True)
+        patches.callback(_is_without_weights.reset, token)
         yield
 
 

@@ -4,12 +4,30 @@ its part of every sequence.
 """
 
 from contextlib import contextmanager
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple, Type
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
 from allennlp.data.dataset_readers import dataset_reader
+from allennlp.models import Model
+
+
+def check_model(model: Type[Model]) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If models of a class have no `transformer_to_share`, whose attention is to go over the parts
+        of all workers.
+    """
+    if not hasattr(model, "transformer_to_share"):
+        raise ConfigurationError(
+            f"'trainer.sequence_parallel_size' is above 1, but the model is a {model.__name__}: "
+            'only "causal_lm" can have several workers share a sequence. Encoders and other models '
+            "that mask attention can't, because the mask would be dropped. Remove the key."
+        )
 
 
 class SequenceGroup(NamedTuple):

@@ -8,10 +8,9 @@ from allennlp.data.data_loaders import DataLoader, TensorDict
 from overrides import overrides
 
 from allennlp_deepspeed.engine import agreement
-from allennlp_deepspeed.engine.sequence_groups import SequenceGroup
+from allennlp_deepspeed.engine.sequence_groups import SequenceGroup, check_model
 from allennlp_deepspeed.engine.ulysses import UlyssesAttention
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.language_modeling import TokenLossModel, can_share, cant_share
 from allennlp_deepspeed.training.even_batches import EvenBatches
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 
@@ -40,8 +39,7 @@ class SequenceParallelism(StepExtension):
         self._model = context.model
         # Of all batches so far, on the device that the data loader has left them on.
         self._checksum = torch.tensor(0)
-        if not can_share(type(context.model)):
-            raise cant_share(type(context.model))
+        check_model(type(context.model))
         for data_loader in context.data_loaders:
             _check_reader(data_loader, value)
         self._attach(context.wrapped_model)
@@ -75,8 +73,7 @@ class SequenceParallelism(StepExtension):
 
     def _attach(self, wrapped_model: DeepSpeedWrappedModel) -> None:
         """Has attention go over the parts of all workers until the engine is destroyed."""
-        model = self._model
-        assert isinstance(model, TokenLossModel)
+        model: Any = self._model
         group = SequenceGroup.of_neighbours(self._size)
         attention = UlyssesAttention(model.transformer_to_share(), group)
         wrapped_model.before_destroying(attention.remove)

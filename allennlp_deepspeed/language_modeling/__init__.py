@@ -9,8 +9,6 @@ from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
 from allennlp_deepspeed.language_modeling.token_loss_model import (
     SequenceSharing,
     TokenLossModel,
-    can_share,
-    cant_share,
 )
 from allennlp_deepspeed.language_modeling.token_metrics import TokenMetrics
 
@@ -21,6 +19,4 @@ __all__ = [
     "SequenceSharing",
     "TokenLossModel",
     "TokenMetrics",
-    "can_share",
-    "cant_share",
 ]

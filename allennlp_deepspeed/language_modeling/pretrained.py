@@ -19,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase
 
 from allennlp_deepspeed.config.keys import did_you_mean
+from allennlp_deepspeed.meta_model import is_without_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,6 +83,7 @@ def transformer(
     """
     if config is not None:
         _check_model_type(config)
+    load_weights = load_weights and not is_without_weights()
     arguments = _with_dtype(arguments)
     saved = saved_files(serialization_dir, "config.json")
     try:

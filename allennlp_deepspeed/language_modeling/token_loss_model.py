@@ -1,11 +1,7 @@
-from typing import TYPE_CHECKING, Any, ContextManager, Optional, Protocol, Type, Union
+from typing import Any, ContextManager, Optional, Protocol, Union
 
 import torch
-from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class SequenceSharing(Protocol):
@@ -95,31 +91,3 @@ class TokenLossModel(Model):
     def num_loss_terms(self, **inputs: Any) -> Union[int, torch.Tensor]:
         """Tokens are what the loss is a mean over."""
         return self.num_loss_tokens(**inputs)
-
-    def transformer_to_share(self) -> "PreTrainedModel":
-        """
-        The transformer whose attention is to go over the parts of all workers.
-
-        # Raises
-
-        `ConfigurationError`
-            If the model can't do with a part of a sequence, as none can but those that say so.
-        """
-        raise cant_share(type(self))
-
-
-def can_share(model: Type[Model]) -> bool:
-    """Whether workers may share sequences of models of a class."""
-    return (
-        issubclass(model, TokenLossModel)
-        and model.transformer_to_share is not TokenLossModel.transformer_to_share
-    )
-
-
-def cant_share(model: Type[Model]) -> ConfigurationError:
-    """The error where workers are to share sequences of models of a class that can't."""
-    return ConfigurationError(
-        f"'trainer.sequence_parallel_size' is above 1, but the model is a {model.__name__}: "
-        'only "causal_lm" can have several workers share a sequence. Encoders and other models '
-        "that mask attention can't, because the mask would be dropped. Remove the key."
-    )

@@ -29,10 +29,11 @@ from allennlp_deepspeed.config.global_batch import (
 from allennlp_deepspeed.config.keys import check_names, check_values, did_you_mean
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.config.schema_validation import places_of
-from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
+from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
+from allennlp_deepspeed.deepspeed_api import get_accelerator
+from allennlp_deepspeed.engine import sequence_groups
 from allennlp_deepspeed.engine.optimizer_check import check_optimizer
-from allennlp_deepspeed.language_modeling import can_share, cant_share
 from allennlp_deepspeed.launch import nodes
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
@@ -133,8 +134,9 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
         )
     model = _model_class(config.get("model"))
     shares = config["trainer"].get("sequence_parallel_size", 1) != 1
-    if shares and model is not None and not can_share(model):
-        findings.add(str(cant_share(model)))
+    if shares and model is not None:
+        with findings.collect():
+            sequence_groups.check_model(model)
     with findings.collect():
         check_others(config["trainer"])
         if finds_micro_batch_size(config["trainer"]):
@@ -221,8 +223,20 @@ def _check_divisible(model: Optional[Type[Model]], data_loader: Any) -> None:
 def _check_deepspeed_config(config: Dict[str, Any], deepspeed_config: DeepSpeedConfig) -> None:
     settings = settings_of(config, deepspeed_config)
     resolved = deepspeed_config.resolve(settings)
+    _check_fp16(resolved, settings)
     check_transformer_kwargs(config.get("model"), resolved, settings.device_type)
     check_optimizer(config["trainer"].get("optimizer"), resolved, settings.device_type)
+
+
+def _check_fp16(resolved: ResolvedConfig, settings: TrainerSettings) -> None:
+    accelerator = get_accelerator()
+    is_on_cpu = settings.device_type == "cpu" and accelerator.device_name() == "cpu"
+    is_fp16 = resolved.precision == "fp16"
+    if is_fp16 and is_on_cpu and torch.float16 not in accelerator.supported_dtypes():
+        raise ConfigurationError(
+            'deepspeed_config.fp16.enabled is true, but this CPU has no fp16: write "bf16": '
+            '{"enabled": true}, or train on a GPU'
+        )
 
 
 def accelerator_of(config: Dict[str, Any]) -> Any:

@@ -4,9 +4,11 @@ import json
 from typing import Any, Callable, Dict, List
 
 import pytest
+import torch
 from allennlp.common import Params, Registrable
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.trainer import Trainer
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.launch import preflight
@@ -282,3 +284,9 @@ class OwnTrainer(DeepSpeedTrainer):
 def test_a_subclass_is_checked_like_the_trainer_that_it_extends() -> None:
     (line,) = findings({**experiment(), "trainer": {"type": "own_deepspeed", "num_epoch": 3}})
     assert 'did you mean "num_epochs"' in line
+
+
+def test_fp16_is_refused_on_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CPU_Accelerator, "supported_dtypes", lambda self: [torch.float32])
+    (line,) = findings(experiment(deepspeed_config={"fp16": {"enabled": True}}))
+    assert line.startswith("deepspeed_config.fp16.enabled is true, but this CPU has no fp16")
