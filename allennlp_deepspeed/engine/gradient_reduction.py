@@ -1,4 +1,6 @@
-from typing import Any, Dict, Iterable, List
+import zlib
+from array import array
+from typing import Any, Dict, List
 
 import torch
 
@@ -25,6 +27,9 @@ class GradientReducer:
         BF16_Optimizer's own buffers, where no gradient is ever missing.
     is_offloaded : `bool`
         Whether the optimizer steps on the CPU.
+    reduced : `array`
+        The indices in `parameters` of the gradients that the micro-batch has reduced, in that
+        order.
 
     Works around DeepSpeed 0.19.8: a parameter that isn't used in a step at stage 3 is stepped with
     its gradient of the step before, to which that of a later micro-batch is added at stage 3, and
@@ -41,6 +46,8 @@ class GradientReducer:
         self._group_indices = self._find_group_indices()
         places = {p: i for i, p in enumerate(engine.module.parameters())}
         self.parameters = sorted(self._group_indices, key=lambda p: -places.get(p, -1))
+        self.reduced = array("I")
+        self._checksum = 0
         internals.disable_gradient_hooks(engine, not self.reduces_all_at_once)
 
     def _find_group_indices(self) -> Dict[torch.nn.Parameter, int]:
@@ -78,9 +85,19 @@ class GradientReducer:
     def start_micro_batch(self, is_last: bool) -> None:
         if self._engine.is_gradient_accumulation_boundary() != is_last:
             self._engine.set_gradient_accumulation_boundary(is_last)
+        self._checksum = zlib.crc32(self.reduced, self._checksum)
+        del self.reduced[:]
 
-    def reduce(self, parameter: torch.nn.Parameter) -> None:
+    def take_checksum(self) -> int:
+        """A checksum of the gradients reduced since the last call, and of their order."""
+        checksum, self._checksum = zlib.crc32(self.reduced, self._checksum), 0
+        del self.reduced[:]
+        return checksum
+
+    def reduce(self, index: int) -> None:
         """Adds a gradient to DeepSpeed's bucket, which is reduced when it is full."""
+        self.reduced.append(index)
+        parameter = self.parameters[index]
         if self._stage == 3:
             self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter)
             return
@@ -107,15 +124,13 @@ class GradientReducer:
         """Reduces all gradients, where `reduces_all_at_once`."""
         self._engine.allreduce_gradients()
 
-    def finish(self, reduced: Iterable[torch.nn.Parameter], is_last: bool) -> None:
+    def finish(self, is_last: bool) -> None:
         """
         Reduces what is left in DeepSpeed's buckets, and shards the sums. To be called by every
         rank.
 
         # Parameters
 
-        reduced : `Iterable[torch.nn.Parameter]`, required.
-            The parameters whose gradients this micro-batch has reduced.
         is_last : `bool`, required.
             Whether the optimizer's step follows.
         """
@@ -123,14 +138,14 @@ class GradientReducer:
             self._optimizer.setup_buckets()  # also if nothing was reduced
             is_first = self._optimizer.micro_step_id == 0 and not is_last
             if self.is_offloaded and is_first:
-                self._clear_accumulated_on_cpu(reduced)
+                self._clear_accumulated_on_cpu()
         self._optimizer.overlapping_partition_gradients_reduce_epilogue()
 
-    def _clear_accumulated_on_cpu(self, replaced: Iterable[torch.nn.Parameter]) -> None:
+    def _clear_accumulated_on_cpu(self) -> None:
         """
         Clears the gradients of the step before that the first micro-batch has not replaced.
         """
-        replaced_ids = {self._optimizer.get_param_id(parameter) for parameter in replaced}
+        replaced_ids = {self._optimizer.get_param_id(self.parameters[i]) for i in self.reduced}
         for param_id, accumulated in self._optimizer.accumulated_grads_in_cpu.items():
             if param_id not in replaced_ids:
                 accumulated.zero_()

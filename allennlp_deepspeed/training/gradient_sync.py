@@ -2,8 +2,6 @@
 When gradients are reduced across ranks.
 """
 
-import zlib
-from array import array
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional
@@ -187,7 +185,7 @@ class GradientSynchronizer:
         it differs between the ranks, they are wrong. Always the same where that can't be, or where
         nothing could be said in time: at stage 3 such ranks wait for each other.
         """
-        return self._ordered.take_checksum()
+        return self._reducer.take_checksum()
 
     def _prepare_pass(self) -> None:
         """Decides whether the next backward pass reduces gradients from inside it."""
@@ -217,7 +215,7 @@ class GradientSynchronizer:
             return
         if self._accumulators is not None:
             self._accumulators.move_to_gradients()
-        is_reduced = set(self._ordered.reduced)
+        is_reduced = set(self._reducer.reduced)
         needs_all = self._waits_for_all or (self._reducer.is_offloaded and self._is_last)
         for i, parameter in enumerate(self._parameters):
             if i in is_reduced:
@@ -226,8 +224,8 @@ class GradientSynchronizer:
                 if not needs_all:
                     continue
                 self._reducer.set_zero_gradient(parameter)
-            self._ordered.reduce(i)
-        self._reducer.finish([self._parameters[i] for i in self._ordered.reduced], self._is_last)
+            self._reducer.reduce(i)
+        self._reducer.finish(self._is_last)
 
 
 def _only_sensible_mode(stage: int, num_micro_batches: int, average_each_pass: bool) -> str:
@@ -254,8 +252,6 @@ class OrderedReduction:
         self._parameters = reducer.parameters
         self.is_active = False
         """Whether gradients are reduced as soon as they are ready."""
-        self.reduced = array("I")
-        """The indices of the gradients that the micro-batch has reduced, in that order."""
         # Of the micro-batch: the backward pass of autograd that has computed each gradient, and for
         # each pass the index that is next.
         self._computed_in: List[Optional[int]] = []
@@ -264,13 +260,10 @@ class OrderedReduction:
         self._streams: Optional[Dict[int, Any]] = None
         if not get_accelerator().resolves_data_dependency():
             self._streams = {}
-        self._checksum = 0
 
     def start_micro_batch(self) -> None:
-        self._checksum = zlib.crc32(self.reduced, self._checksum)
         self._computed_in = [None] * len(self._parameters)
         self._next.clear()
-        del self.reduced[:]
 
     def gradient_ready(self, index: int, _: torch.nn.Parameter) -> None:
         """Hook that reduces the gradient that is ready, and those that have waited for it."""
@@ -293,21 +286,11 @@ class OrderedReduction:
             if self._computed_in[i] == backward_pass:
                 if self._streams is not None:
                     self._wait_for_gradient(i, self._streams[i])
-                self.reduce(i)
+                self._reducer.reduce(i)
             elif self._computed_in[i] is None and self._is_computed_by_this_pass(i):
                 break
             i += 1
         self._next[backward_pass] = i
-
-    def reduce(self, index: int) -> None:
-        self.reduced.append(index)
-        self._reducer.reduce(self._parameters[index])
-
-    def take_checksum(self) -> int:
-        """A checksum of the gradients reduced since the last call, and of their order."""
-        checksum, self._checksum = zlib.crc32(self.reduced, self._checksum), 0
-        del self.reduced[:]
-        return checksum
 
     def _is_computed_by_this_pass(self, index: int) -> bool:
         """Whether the backward pass that is running computes a gradient for the parameter."""
