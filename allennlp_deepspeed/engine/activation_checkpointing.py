@@ -122,15 +122,11 @@ def checkpoint_modules(model: torch.nn.Module, patterns: List[str]) -> Callable[
         return undo.pop_all().close
 
 
-# Of the engines that are up. DeepSpeed has one for the process.
-_configurations: List[Callable[[], None]] = []
-
-
-@contextmanager
-def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.device) -> Iterator:
+def configure(model: torch.nn.Module, config: Dict[str, Any], device: torch.device) -> None:
     """
-    Within it the modules of `model` that are to be computed again are, with DeepSpeed's settings.
-    To be entered by every rank, where DeepSpeed communicates already.
+    Has the modules of `model` that are to be computed again be, with DeepSpeed's settings, which
+    the process has until its `process_environment` ends. To be called by every rank, where
+    DeepSpeed communicates already.
 
     # Parameters
 
@@ -144,9 +140,6 @@ def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.dev
 
     `ConfigurationError`
         If activations are to be moved to the CPU, and are there already: DeepSpeed would lose them.
-
-    Works around DeepSpeed 0.19.8: `reset` leaves checkpointing on for the process. Gone when it
-    doesn't.
     """
     settings = config.get("activation_checkpointing", {})
     if not any(map(is_recomputed, model.modules())):
@@ -156,30 +149,18 @@ def configured(model: torch.nn.Module, config: Dict[str, Any], device: torch.dev
                 "in the model has its activations checkpointed: name its modules in '%s'.",
                 _TRAINER_KEY,
             )
-        yield
         return
     if settings.get("cpu_checkpointing") and device.type == "cpu":
         raise ConfigurationError(
             "deepspeed_config.activation_checkpointing.cpu_checkpointing is true, but the model "
             "trains on the CPU: remove the key."
         )
-    configure = partial(
-        checkpointing.configure,
+    checkpointing.configure(
         None,
         checkpoint_in_cpu=bool(settings.get("cpu_checkpointing")),
         synchronize=settings.get("synchronize_checkpoint_boundary"),
         profile=settings.get("profile"),
     )
-    configure()
-    _configurations.append(configure)
-    try:
-        yield
-    finally:
-        _configurations.remove(configure)
-        checkpointing.reset()
-        internals.disable_activation_checkpointing()
-        if _configurations:
-            _configurations[-1]()
 
 
 def _matching(model: torch.nn.Module, patterns: List[str]) -> Dict[str, torch.nn.Module]:
@@ -258,6 +239,13 @@ def _why_not(module: torch.nn.Module) -> Optional[str]:
 def _recomputed_forward(
     module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """
+    Works around DeepSpeed 0.19.8: its function for checkpointing computes again without the
+    autocast of the forward pass, lets go at stage 3 of what the backward pass of a module inside
+    needs, and with `cpu_checkpointing` empties the tensors of the caller. Gone when two linear
+    layers that are recomputed together train at stage 3 and in the precision of autocast, and their
+    inputs stay.
+    """
     if not torch.is_grad_enabled() or not checkpointing.is_configured():
         return forward(*args, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
@@ -291,9 +279,6 @@ def _recomputed_forward(
 def current_autocast() -> Callable[[], torch.autocast]:
     """
     What makes the autocast that there is now, for the backward pass, which is outside of it.
-
-    Works around DeepSpeed 0.19.8: what is computed again in a backward pass is computed without the
-    autocast of the forward pass. Gone when both compute in the same precision.
     """
     device = get_accelerator().device_name()
     return partial(
@@ -323,10 +308,7 @@ def _copied_buffers(module: torch.nn.Module) -> Iterator[None]:
 def _held_parameters(module: torch.nn.Module) -> Iterator[None]:
     """
     Within it the parameters stay whole that ZeRO stage 3 has gathered for the backward pass of a
-    module inside.
-
-    Works around DeepSpeed 0.19.8: at stage 3 the end of a module's second forward pass lets go of
-    what its backward pass needs. Gone when two linear layers that are recomputed together train.
+    module inside, which the end of that module's second forward pass would let go of.
     """
     parameters: Iterator[Any] = filter(internals.is_sharded, module.parameters())
     held = [p for p in parameters if internals.is_gathered(p)]
@@ -357,8 +339,5 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     A tensor for DeepSpeed to empty. The model may use the other one elsewhere, as it does with a
     mask for all layers.
-
-    Works around DeepSpeed 0.19.8: `cpu_checkpointing` empties the tensors that it moves to the CPU,
-    those of the caller. Gone when the inputs of a checkpointed function still have elements.
     """
     return _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()

@@ -107,9 +107,9 @@ def _global_state_restored() -> Iterator[None]:
     """
     Within it engines may change what DeepSpeed and PyTorch have once for the process.
 
-    Works around DeepSpeed 0.19.8: when an engine is destroyed its communication logger and autocast
-    stay on for the process, and the linear function of stage 3 stays in the place of PyTorch's.
-    Gone when all three are as before.
+    Works around DeepSpeed 0.19.8: when an engine is destroyed its communication logger, autocast
+    and activation checkpointing stay on for the process, the last also after `reset`, and the
+    linear function of stage 3 stays in the place of PyTorch's. Gone when all are as before.
     """
     try:
         with (
@@ -120,6 +120,9 @@ def _global_state_restored() -> Iterator[None]:
     finally:
         deepspeed.comm.configure(enabled=False)
         deepspeed.comm.reset_log()
+        if deepspeed.checkpointing.is_configured():
+            deepspeed.checkpointing.reset()
+            internals.disable_activation_checkpointing()
 
 
 def _skip_shared_memory_all_reduce() -> None:

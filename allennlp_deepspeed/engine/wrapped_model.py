@@ -197,7 +197,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         )
         before.find_added()
         enter(deepspeed_logging.reports_logged(self.engine))
-        enter(activation_checkpointing.configured(model, config.engine_config, device))
+        activation_checkpointing.configure(model, config.engine_config, device)
         if config.zero_stage == 3:
             enter(module_hooks.only_with_graph(model))
             enter(inner_gradients_refused(model))

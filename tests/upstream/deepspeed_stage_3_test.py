@@ -114,7 +114,7 @@ def test_a_leaf_module_cannot_be_called_twice() -> bool:
     return _fails(lambda: engine.backward(engine(torch.ones(1, 2))))
 
 
-@mended_by("engine.activation_checkpointing._held_parameters")
+@mended_by("engine.activation_checkpointing._recomputed_forward")
 def test_what_is_recomputed_lets_go_of_parameters() -> bool:
     class Recomputed(nn.Module):
         def __init__(self) -> None:

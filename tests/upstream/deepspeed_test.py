@@ -161,7 +161,7 @@ def test_the_communication_logger_stays_on() -> bool:
     return deepspeed.comm.comm.comms_logger.enabled
 
 
-@mended_by("engine.activation_checkpointing.configured")
+@mended_by("engine.activation_checkpointing._recomputed_forward")
 def test_checkpointing_on_the_cpu_loses_activations_that_are_there() -> bool:
     checkpointing.configure(None, checkpoint_in_cpu=True)
     x = torch.ones(2, requires_grad=True)
@@ -169,14 +169,14 @@ def test_checkpointing_on_the_cpu_loses_activations_that_are_there() -> bool:
     return _fails(lambda: output.sum().backward())
 
 
-@mended_by("engine.activation_checkpointing.configured")
+@mended_by("engine.process_environment._global_state_restored")
 def test_checkpointing_stays_on() -> bool:
     checkpointing.configure(None)
     checkpointing.reset()
     return checkpointing.is_configured()
 
 
-@mended_by("engine.activation_checkpointing._alias")
+@mended_by("engine.activation_checkpointing._recomputed_forward")
 def test_checkpointing_on_the_cpu_empties_inputs() -> bool:
     checkpointing.configure(None, checkpoint_in_cpu=True)
     x = torch.ones(2, requires_grad=True) * 1
@@ -184,7 +184,7 @@ def test_checkpointing_on_the_cpu_empties_inputs() -> bool:
     return x.numel() < 2
 
 
-@mended_by("engine.activation_checkpointing.current_autocast")
+@mended_by("engine.activation_checkpointing._recomputed_forward")
 def test_what_is_recomputed_is_so_without_autocast() -> bool:
     checkpointing.configure(None)
     layer, dtypes = linear(), []
