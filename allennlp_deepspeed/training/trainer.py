@@ -61,7 +61,12 @@ from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training import callbacks as callback_kinds
 from allennlp_deepspeed.training.backward_and_update import GradientStep, clip_values
-from allennlp_deepspeed.training.batch_groups import BatchGroup, BatchGroups, micro_batch_size
+from allennlp_deepspeed.training.batch_groups import (
+    BatchGroup,
+    BatchGroups,
+    micro_batch_size,
+    to_device,
+)
 from allennlp_deepspeed.training.callbacks import (
     EpochMetricsCallback,
     goes_backward,
@@ -75,7 +80,6 @@ from allennlp_deepspeed.training.construction import (
     find_directories,
     leave_batches_to_trainer,
 )
-from allennlp_deepspeed.training.device_transfer import to_device
 from allennlp_deepspeed.training.even_batches import whole_set
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
