@@ -144,7 +144,6 @@ class CausalLM(TokenLossModel):
     ) -> Union[int, torch.Tensor]:
         return 0 if labels is None else (self._targets(labels) != IGNORED).sum()
 
-    @overrides
     def transformer_to_share(self) -> "PreTrainedModel":
         return self.transformer
 
