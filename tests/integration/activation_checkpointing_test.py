@@ -141,24 +141,30 @@ def zero(stage: int, **sections: Any) -> Dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(
-    "patterns", [["first", "layers", "packed", "norm"], ["linear", "lstm", "embedding"]]
-)
-def test_weights_and_statistics_are_those_without_checkpointing(stage: int, patterns: List[str]):
-    expected = trained(GradientDescentTrainer)
-    actual = trained(
-        DeepSpeedTrainer, deepspeed_config=zero(stage), activation_checkpointing=patterns
-    )
-    assert_same_weights(actual.state_dict(), expected.state_dict(), tolerance=1e-6)
-    assert_other_dropout_gives_other_weights(expected)
-    assert not any("forward" in vars(module) for module in actual.modules())
-
-
-def assert_other_dropout_gives_other_weights(model: OfManyKinds) -> None:
+@pytest.fixture(scope="module")
+def expected() -> Dict[str, torch.Tensor]:
+    """Weights and statistics without checkpointing. With other dropout they are others."""
+    state_dict = trained(GradientDescentTrainer).state_dict()
     other = trained(GradientDescentTrainer, seed=2)
     with pytest.raises(AssertionError):
-        assert_same_weights(other.state_dict(), model.state_dict(), tolerance=1e-3)
+        assert_same_weights(other.state_dict(), state_dict, tolerance=1e-3)
+    return state_dict
+
+
+LARGE, SMALL = ["first", "layers", "packed", "norm"], ["linear", "lstm", "embedding"]
+SYNCHRONIZED = {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}}
+
+
+@pytest.mark.parametrize(
+    "config, patterns",
+    [(zero(0), SMALL), (zero(2), LARGE), (zero(3, **SYNCHRONIZED), LARGE), (zero(3), SMALL)],
+)
+def test_weights_and_statistics_are_those_without_checkpointing(
+    expected: Dict[str, torch.Tensor], config: Dict[str, Any], patterns: List[str]
+):
+    actual = trained(DeepSpeedTrainer, deepspeed_config=config, activation_checkpointing=patterns)
+    assert_same_weights(actual.state_dict(), expected, tolerance=1e-6)
+    assert not any("forward" in vars(module) for module in actual.modules())
 
 
 def test_only_training_computes_twice():
@@ -170,14 +176,6 @@ def test_activations_are_not_moved_from_the_cpu_to_the_cpu():
     config = zero(2, activation_checkpointing={"cpu_checkpointing": True})
     with pytest.raises(ConfigurationError, match="cpu_checkpointing is true.*remove the key"):
         trained(DeepSpeedTrainer, deepspeed_config=config, activation_checkpointing=["layers"])
-
-
-def test_a_setting_of_deepspeed_changes_no_weights():
-    expected = trained(GradientDescentTrainer)
-    config = zero(3, activation_checkpointing={"synchronize_checkpoint_boundary": True})
-    patterns = ["first", "layers", "packed", "norm"]
-    actual = trained(DeepSpeedTrainer, deepspeed_config=config, activation_checkpointing=patterns)
-    assert_same_weights(actual.state_dict(), expected.state_dict(), tolerance=1e-6)
 
 
 class Deep(Model):
@@ -216,9 +214,8 @@ def peak(**arguments: Any) -> int:
     return memory.peak
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_activations_of_one_layer_are_held_at_a_time(stage: int):
-    config = zero(stage)
+def test_the_activations_of_one_layer_are_held_at_a_time():
+    config = zero(3)
     # Their defaults are GB.
     config["zero_optimization"].update(reduce_bucket_size=10**4, stage3_prefetch_bucket_size=10**3)
     before = peak(deepspeed_config=config)

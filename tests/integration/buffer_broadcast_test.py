@@ -82,13 +82,12 @@ class MakesABuffer(Model):
         return {"loss": (self.layer(x) * getattr(self, "scale", 1) - 1).pow(2).mean()}
 
 
-@pytest.mark.parametrize("in_pass", [1, 6])
-def test_buffers_of_a_model_that_had_none_are_those_of_rank_0(in_pass: int):
+def test_buffers_of_a_model_that_had_none_are_those_of_rank_0():
     def train(trainer: Any) -> float:
         trainer.train()
         return float(trainer.model.scale)
 
-    side = Side(lambda: MakesABuffer(Vocabulary(), in_pass), _batches, 2, world_size=2)
+    side = Side(lambda: MakesABuffer(Vocabulary(), in_pass=6), _batches, 2, world_size=2)
     first, second = side.on_all_ranks(train)
     assert first == second
 

@@ -65,15 +65,13 @@ def named(model: Model) -> Any:
 ADAM = {"type": "adam", "lr": 0.01}
 
 
-@pytest.mark.parametrize("deepspeed_config", [OFFLOAD, "zero_3_offload"])
 @pytest.mark.parametrize(
-    "optimizer",
+    "optimizer, deepspeed_config",
     [
-        lambda model: AdamOptimizer(named(model), lr=0.01),
-        lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
-        lambda model: Lazy(Optimizer, Params(dict(ADAM))),
+        (lambda model: AdamOptimizer(named(model), lr=0.01), OFFLOAD),
+        (lambda model: Lazy(Optimizer, Params(dict(ADAM))), "zero_3_offload"),
     ],
-    ids=["AllenNLP's", "PyTorch's", "lazy"],
+    ids=["AllenNLP's", "lazy"],
 )
 def test_deepspeeds_optimizer_steps_where_states_are_offloaded(
     tmp_path: Path, optimizer: Callable[[Model], Any], deepspeed_config: str
@@ -89,18 +87,17 @@ def test_deepspeeds_optimizer_steps_where_states_are_offloaded(
 
 
 @pytest.mark.parametrize(
-    "optimizer, counterpart",
+    "optimizer, counterpart, num_groups",
     [
-        (partial(torch.optim.Adam, lr=0.01), DeepSpeedCPUAdam),
-        (partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1), DeepSpeedCPUAdam),
-        (partial(torch.optim.Adagrad, lr=0.1), DeepSpeedCPUAdagrad),
+        (partial(torch.optim.Adam, lr=0.01), DeepSpeedCPUAdam, 1),
+        (partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1), DeepSpeedCPUAdam, 2),
+        (partial(torch.optim.Adagrad, lr=0.1), DeepSpeedCPUAdagrad, 2),
         # What DeepSpeed's doesn't have.
-        (partial(torch.optim.Adam, lr=0.01, amsgrad=True), torch.optim.Adam),
-        (partial(torch.optim.Adam, lr=0.01, decoupled_weight_decay=True), torch.optim.Adam),
-        (partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1), torch.optim.Adagrad),
+        (partial(torch.optim.Adam, lr=0.01, amsgrad=True), torch.optim.Adam, 2),
+        (partial(torch.optim.Adam, lr=0.01, decoupled_weight_decay=True), torch.optim.Adam, 1),
+        (partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=1), torch.optim.Adagrad, 1),
     ],
 )
-@pytest.mark.parametrize("num_groups", [1, 2])
 def test_the_given_optimizer_has_its_own_groups_after_another_has_stepped(
     tmp_path: Path,
     optimizer: Callable[..., torch.optim.Optimizer],
@@ -136,8 +133,9 @@ SCHEDULES: Dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(SCHEDULES))
-@pytest.mark.parametrize("deepspeed_config", ["zero_1", OFFLOAD, "zero_3_offload"])
+@pytest.mark.parametrize(
+    "name, deepspeed_config", [("of AllenNLP", OFFLOAD), ("of PyTorch", "zero_3_offload")]
+)
 def test_a_schedule_on_the_given_optimizer_counts_before_and_after_recovery(
     tmp_path: Path, name: str, deepspeed_config: str
 ):
@@ -160,7 +158,7 @@ def test_a_schedule_on_the_given_optimizer_counts_before_and_after_recovery(
 # other parts
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_parts_are_constructed_as_from_a_config(tmp_path: Path, stage: int):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     keys = {"deepspeed_config": {"zero_optimization": zero}, "no_grad": ["_text_field_embedder"]}
@@ -273,25 +271,6 @@ def test_parameters_that_one_rank_leaves_unused_are_found(tmp_path: Path):
         assert expected.keys() == actual.keys()
         for name, value in expected.items():
             assert (value == actual[name]).all()
-
-
-def test_the_given_optimizer_refuses_steps_after_its_states_were_sharded(tmp_path: Path):
-    def work(rank: int) -> List[str]:
-        task = Task()
-        keys = {"deepspeed_config": OFFLOAD, "num_epochs": 1, "validation_data_loader": None}
-        workers = {"distributed": True, "local_rank": rank, "world_size": 2}
-        arguments = {**task.arguments(tmp_path), **keys, **workers}
-        trainer = DeepSpeedTrainer(**arguments)
-        trainer.train()
-        messages = []
-        for use in (task.optimizer.step, lambda: DeepSpeedTrainer(**arguments)):
-            with pytest.raises((RuntimeError, ConfigurationError)) as error:
-                use()
-            messages.append(str(error.value))
-        return messages
-
-    for messages in run_workers(2, work):
-        assert all("made steps before" in message for message in messages)
 
 
 def test_a_moving_average_that_is_an_object_is_kept(tmp_path: Path):

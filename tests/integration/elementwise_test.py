@@ -33,8 +33,6 @@ LEARNING_RATES = {
     HuggingfaceAdamWOptimizer: 0.05,
 }
 
-STAGES = [2, pytest.param(1, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)]
-
 
 class Layers(Model):
     """Its weights have 30, 5, 15 and 3 numbers, of which either worker has a half."""
@@ -91,7 +89,7 @@ HERE = [optimizer for optimizer in ELEMENTWISE if optimizer not in NOT_HERE]
 
 
 @pytest.mark.parametrize("first", range(0, len(HERE), 4))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [2])
 def test_what_is_declared_elementwise_steps_shards_as_it_steps_weights(
     stage: int, first: int
 ) -> None:

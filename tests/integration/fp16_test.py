@@ -25,8 +25,6 @@ from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.fixtures.components import EitherOfTwoEmbedders  # noqa: F401  # registered
 from tests.support.experiment import assert_same_weights, load_config
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-
 # Of the gradients, which have 11 significant bits, over all steps.
 TOLERANCE = 0.02
 
@@ -40,6 +38,7 @@ OVERFLOWING = {
         "hysteresis": 1,
     }
 }
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 
 
 def config(stage: int, precision: Dict[str, Any]) -> Dict[str, Any]:
@@ -97,6 +96,17 @@ class RecordSteps(TrainerCallback):
         if trainer._moving_average is not None:
             shadows = trainer._moving_average.state_dict()["shadows"]
             self.averages.append(sum(float(shadow.norm()) for shadow in shadows.values()))
+
+
+class SetScale(TrainerCallback):
+    """Gives autocast's loss scale what `OVERFLOWING` gives that of fp16, unless it is recovered."""
+
+    def on_start(self, trainer, is_primary: bool = True, **kwargs: Any) -> None:
+        scaler = trainer.engine.torch_autocast_z0_gradscaler
+        is_new = trainer._start_after_batches_in_epoch_completed == 0
+        if isinstance(scaler, torch.amp.GradScaler) and is_new:
+            state = {**scaler.state_dict(), "scale": 2.0**21, "growth_interval": 2}
+            scaler.load_state_dict(state)
 
 
 class Task:
@@ -169,7 +179,7 @@ SETTINGS = {
 }
 
 
-@STAGES
+@pytest.mark.parametrize("stage", range(4))
 def test_fp16_trains_as_fp32_does(tmp_path: Path, stage: int) -> None:
     reference, task = Task(), Task()
     expected = reference.train(tmp_path / "fp32", None, grad_norm=0.1)
@@ -179,28 +189,46 @@ def test_fp16_trains_as_fp32_does(tmp_path: Path, stage: int) -> None:
     assert task.record.norms == pytest.approx(reference.record.norms, rel=0.02)
 
 
-@STAGES
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_a_step_that_overflows_is_left_out(tmp_path: Path, stage: int, settings: str) -> None:
+def assert_overflows_are_left_out(
+    directory: Path, precision: Dict[str, Any], settings: Dict[str, Any]
+) -> None:
+    """Schedules, clipping and the moving average leave out the steps that the optimizer does."""
     reference, task = Task(), Task()
-    arguments = {**task.with_schedules(), **SETTINGS[settings]}
-    losses = task.train(tmp_path / "fp16", config(stage, OVERFLOWING), **arguments)
-    skipped = task.record.skipped
-    assert 0 in skipped and max(skipped) > 5 and len(skipped) < len(task.record.settings) / 2
-    reference.optimizer.skipped = skipped
-    arguments = {**reference.with_schedules(), **SETTINGS[settings]}
-    expected = reference.train(tmp_path / "fp32", None, **arguments)
-    assert_trains_as_fp32(task, reference, losses, expected)
-
-
-@STAGES
-def test_an_overflow_leaves_the_moving_average_as_it_is(tmp_path: Path, stage: int) -> None:
-    task = Task()
+    arguments = {**task.with_schedules(), **settings, "callbacks": [task.record, SetScale("")]}
     average = ExponentialMovingAverage(task.model.named_parameters(), decay=0.5)
-    task.train(tmp_path, config(stage, OVERFLOWING), moving_average=average)
-    averages = task.record.averages
+    losses = task.train(directory / "fp16", precision, moving_average=average, **arguments)
+    skipped, averages = task.record.skipped, task.record.averages
+    assert 0 in skipped and max(skipped) > 5 and len(skipped) < len(averages) / 2
     same = {step for step in range(1, len(averages)) if averages[step] == averages[step - 1]}
-    assert same == task.record.skipped - {0}
+    assert same == skipped - {0}
+    reference.optimizer.skipped = skipped
+    arguments = {**reference.with_schedules(), **settings}
+    # The weights that come out of training are the averages.
+    arguments["moving_average"] = SkippingAverage(reference)
+    expected = reference.train(directory / "fp32", None, **arguments)
+    assert_trains_as_fp32(task, reference, losses, expected)
+    norms, expected_norms = (
+        [each.record.norms[step] or 0 for step in range(len(averages)) if step not in skipped]
+        for each in (task, reference)
+    )
+    assert norms == pytest.approx(expected_norms, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "settings, stage",
+    [
+        *(("clipping_of_the_norm", stage) for stage in range(4)),
+        ("clipping_of_elements", 0),
+        ("clipping_of_elements", 3),
+    ],
+)
+def test_a_step_that_overflows_is_left_out(tmp_path: Path, stage: int, settings: str) -> None:
+    assert_overflows_are_left_out(tmp_path, config(stage, OVERFLOWING), SETTINGS[settings])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_autocast_to_fp16_trains_as_fp32_does_at_stage_0(tmp_path: Path, settings: str) -> None:
+    assert_overflows_are_left_out(tmp_path, config(0, AUTOCAST), SETTINGS[settings])
 
 
 class GoBackwardTwice(TrainerCallback):
@@ -216,7 +244,7 @@ class GoBackwardTwice(TrainerCallback):
         return True
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_losses_of_callbacks_are_scaled(tmp_path: Path, stage: int) -> None:
     reference, task = Task(), Task()
     expected = reference.train(tmp_path / "fp32", None)
@@ -225,7 +253,7 @@ def test_losses_of_callbacks_are_scaled(tmp_path: Path, stage: int) -> None:
     assert_trains_as_fp32(task, reference, losses, expected)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parameters_may_be_unused_in_fp16(tmp_path: Path, stage: int) -> None:
     model = {"type": "either_of_two_embedders", "embedding_dim": 12, "turns": 2}
     reference, task = (Task(lr=0.1, momentum=0, **model) for _ in range(2))
@@ -236,7 +264,7 @@ def test_parameters_may_be_unused_in_fp16(tmp_path: Path, stage: int) -> None:
     assert_trains_as_fp32(task, reference, losses, expected)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_penalty_is_computed_in_fp32(tmp_path: Path, stage: int) -> None:
     reference, task = Task(), Task()
     for each in (reference, task):
@@ -264,22 +292,8 @@ class Interrupt(TrainerCallback):
             raise KeyError("on purpose")
 
 
-AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
-
-
-class SetScale(TrainerCallback):
-    """Gives autocast's loss scale what `OVERFLOWING` gives that of fp16, unless it is recovered."""
-
-    def on_start(self, trainer, is_primary: bool = True, **kwargs: Any) -> None:
-        scaler = trainer.engine.torch_autocast_z0_gradscaler
-        is_new = trainer._start_after_batches_in_epoch_completed == 0
-        if isinstance(scaler, torch.amp.GradScaler) and is_new:
-            state = {**scaler.state_dict(), "scale": 2.0**21, "growth_interval": 2}
-            scaler.load_state_dict(state)
-
-
 @pytest.mark.parametrize(
-    "stage, precision", [(0, AUTOCAST), *((stage, OVERFLOWING) for stage in range(4))]
+    "stage, precision", [(0, AUTOCAST), *((stage, OVERFLOWING) for stage in (0, 2, 3))]
 )
 def test_the_loss_scale_is_recovered(tmp_path: Path, stage: int, precision: Dict[str, Any]) -> None:
     uninterrupted, interrupted, recovered = Task(), Task(), Task()
@@ -309,8 +323,11 @@ def test_the_loss_scale_is_recovered(tmp_path: Path, stage: int, precision: Dict
     assert_same_weights(recovered.model.state_dict(), uninterrupted.model.state_dict(), 1e-6)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("sections", [{"bf16": {"enabled": True}}, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "sections, stage",
+    [({"bf16": {"enabled": True}}, 0), (FP16, 1), ({"bf16": {"enabled": True}}, 2), (FP16, 3)],
+    ids=["bf16-0", "fp16-1", "bf16-2", "fp16-3"],
+)
 def test_adagrad_is_refused_in_half_precision(
     tmp_path: Path, sections: Dict[str, Any], stage: int
 ) -> None:
@@ -318,37 +335,3 @@ def test_adagrad_is_refused_in_half_precision(
     task.optimizer = torch.optim.Adagrad(task.model.parameters(), lr=0.05)
     with pytest.raises(ConfigurationError, match='Adagrad, whose state.*write "adam"'):
         task.train(tmp_path, config(stage, sections), callbacks=[])
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_autocast_to_fp16_trains_as_fp32_does_at_stage_0(tmp_path: Path, settings: str) -> None:
-    reference, task = Task(), Task()
-    callbacks = [task.record, SetScale("")]
-    arguments = {**task.with_schedules(), **SETTINGS[settings], "callbacks": callbacks}
-    average = ExponentialMovingAverage(task.model.named_parameters(), decay=0.5)
-    losses = task.train(tmp_path / "fp16", config(0, AUTOCAST), moving_average=average, **arguments)
-    skipped = task.record.skipped
-    assert 0 in skipped and max(skipped) > 5 and len(skipped) < len(task.record.settings) / 2
-    averages = task.record.averages
-    same = {step for step in range(1, len(averages)) if averages[step] == averages[step - 1]}
-    assert same == skipped - {0}
-    reference.optimizer.skipped = skipped
-    arguments = {**reference.with_schedules(), **SETTINGS[settings]}
-    # The weights that come out of training are the averages.
-    arguments["moving_average"] = SkippingAverage(reference)
-    expected = reference.train(tmp_path / "fp32", None, **arguments)
-    assert_trains_as_fp32(task, reference, losses, expected)
-    norms, expected_norms = (
-        [each.record.norms[step] or 0 for step in range(len(averages)) if step not in skipped]
-        for each in (task, reference)
-    )
-    assert norms == pytest.approx(expected_norms, rel=0.02)
-
-
-def test_autocast_leaves_nothing_to_the_next_training(tmp_path: Path) -> None:
-    Task().train(tmp_path / "autocast", config(0, AUTOCAST), num_epochs=1)
-    task, reference = Task(), Task()
-    settings = {"grad_norm": 0.1, "num_epochs": 1}
-    losses = task.train(tmp_path / "fp16", config(2, FP16), **settings)
-    expected = reference.train(tmp_path / "fp32", None, **settings)
-    assert_trains_as_fp32(task, reference, losses, expected)

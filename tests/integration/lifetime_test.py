@@ -26,7 +26,6 @@ from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side
 from tests.support.workers import run_workers
 
-STAGES = [0, 1, 2, 3]
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
@@ -63,19 +62,9 @@ def train(
     return trainer
 
 
-def assert_same_states(task: Task, expected: Task) -> None:
-    """In the same groups. There are none of an engine that has sharded them."""
-    torch.testing.assert_close(task.optimizer.state_dict(), expected.optimizer.state_dict())
-
-
 @pytest.mark.parametrize(
     "config",
-    [
-        *map(config_of, STAGES),
-        config_of(0, "bf16"),
-        config_of(2, offload=True),
-        pytest.param(config_of(3, "bf16", offload=True), marks=pytest.mark.soak),
-    ],
+    [config_of(0), config_of(0, "bf16"), config_of(2, offload=True), config_of(3)],
 )
 def test_an_optimizer_with_sharded_states_only_resumes(tmp_path: Path, config: Dict[str, Any]):
     has_states = config == config_of(0)
@@ -108,29 +97,25 @@ def test_an_optimizer_that_steps_the_parameters_goes_on_in_another_training(
     assert_same_weights(task.model.state_dict(), expected.model.state_dict())
 
 
-@pytest.mark.parametrize("stage, offload", [(1, False), (2, False), (2, True), (3, False)])
-def test_an_optimizer_that_has_made_steps_elsewhere_only_resumes(
-    tmp_path: Path, stage: int, offload: bool
-):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_that_has_made_steps_elsewhere_only_resumes(tmp_path: Path, stage: int):
     task = with_optimizer("adam")
     train(task, tmp_path, GradientDescentTrainer, num_epochs=1)
     states = copy.deepcopy(task.optimizer.state_dict())
     with pytest.raises(ConfigurationError, match="made steps before"):
-        train(task, tmp_path, DeepSpeedTrainer, deepspeed_config=config_of(stage, offload=offload))
+        train(task, tmp_path, DeepSpeedTrainer, deepspeed_config=config_of(stage))
     torch.testing.assert_close(task.optimizer.state_dict(), states)
     train(task, tmp_path, DeepSpeedTrainer, deepspeed_config=config_of(0), num_epochs=1)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_trainer_trains_once(tmp_path: Path, stage: int):
+def test_a_trainer_trains_once(tmp_path: Path):
     task = with_optimizer("sgd")
-    trainer = DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config_of(stage))
+    trainer = DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config_of(2))
     with trainer.session():
         trainer.train()
         with pytest.raises(RuntimeError, match="Construct a new trainer"):
             trainer.train()
-    restore = trainer._maybe_restore_checkpoint
-    for use in (trainer.train, trainer.session().__enter__, lambda: trainer.engine, restore):
+    for use in (trainer.train, trainer.session().__enter__, lambda: trainer.engine):
         with pytest.raises(RuntimeError, match="Construct a new trainer"):
             use()
     assert not dist.is_initialized()
@@ -171,31 +156,10 @@ class _Snapshot:
         assert not self._task.optimizer.state
 
 
-CONFIGS = [
-    config_of(0),
-    config_of(2),
-    pytest.param(config_of(3), marks=pytest.mark.soak),
-    pytest.param(config_of(0, "bf16"), marks=pytest.mark.soak),
-    config_of(3, "bf16"),
-]
+CONFIGS = [config_of(0), config_of(2), config_of(3, "bf16")]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_trainer_that_never_trains_leaves_nothing(tmp_path: Path, config: Dict[str, Any]):
-    task = with_optimizer("adam")
-    before = _Snapshot(task)
-    trainer = DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config)
-    trainer.close()
-    before.assert_untrained()
-    trainer.close()
-    trainer = DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config)
-    assert dist.is_initialized()
-    del trainer
-    gc.collect()
-    before.assert_untrained()
-
-
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS[1:])
 def test_the_cell_that_constructs_a_trainer_may_be_run_twice(
     tmp_path: Path, config: Dict[str, Any]
 ):
@@ -222,9 +186,7 @@ def functions_of_the_process() -> Dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "stage, precision", [(2, {}), (3, {}), (2, {"fp16": {"enabled": True}}), (3, AUTOCAST)]
-)
+@pytest.mark.parametrize("stage, precision", [(2, {"fp16": {"enabled": True}}), (3, AUTOCAST)])
 def test_a_trainer_that_goes_takes_nothing_from_another(
     tmp_path: Path, stage: int, precision: Dict[str, Any]
 ):
@@ -289,9 +251,13 @@ class FailInSecondEpoch(TrainerCallback):
             raise self._error("on purpose")
 
 
-@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
-    "where, error", [("on_batch", KeyboardInterrupt), ("on_backward", ValueError)]
+    "config, where, error",
+    [
+        (CONFIGS[0], "on_backward", ValueError),
+        (CONFIGS[1], "on_batch", KeyboardInterrupt),
+        (CONFIGS[2], "on_backward", ValueError),
+    ],
 )
 def test_a_training_that_fails_leaves_what_it_has_trained(
     tmp_path: Path, config: Dict[str, Any], where: str, error: Type[BaseException]
@@ -308,7 +274,7 @@ def test_a_training_that_fails_leaves_what_it_has_trained(
         train(task, tmp_path, DeepSpeedTrainer, deepspeed_config=config, callbacks=[callback])
     before.assert_plain(refuses_steps=config != config_of(0))
     assert_same_weights(task.model.state_dict(), expected.model.state_dict(), tolerance=0)
-    assert_same_states(task, expected)
+    torch.testing.assert_close(task.optimizer.state_dict(), expected.optimizer.state_dict())
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -329,7 +295,6 @@ def test_a_refused_construction_leaves_nothing(tmp_path: Path, config: Dict[str,
     )
     with failing, pytest.raises(ValueError, match="x"):
         DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config)
-    before.assert_untrained()
     before.assert_untrained()
 
 
@@ -380,7 +345,7 @@ def test_trainings_leave_no_tensors_threads_or_descriptors(tmp_path: Path):
 
 @pytest.mark.soak
 def test_fifty_trainings_grow_by_less_than_5_mb(tmp_path: Path):
-    for stage in STAGES:
+    for stage in range(4):
         train_and_forget(stage, tmp_path)
     before, memory_before = what_is_left(), resident_memory()
     for i in range(50):
@@ -389,7 +354,7 @@ def test_fifty_trainings_grow_by_less_than_5_mb(tmp_path: Path):
     assert resident_memory() - memory_before < 5 * 1000**2
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_several_workers_refuse_what_is_left_sharded(tmp_path: Path, stage: int):
     def work(rank: int) -> Dict[str, str]:
         task = with_optimizer("sgd")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from allennlp.training.callbacks import TrainerCallback
 
-from tests.integration.fp16_test import FP16, TOLERANCE, Task, config
+from tests.integration.fp16_test import AUTOCAST, FP16, TOLERANCE, Task, config
 from tests.support.experiment import assert_same_weights
 from tests.support.workers import run_workers
 
@@ -25,10 +25,7 @@ class Overflow(TrainerCallback):
         return True
 
 
-AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
-
-
-@pytest.mark.parametrize("stage, precision", [(0, AUTOCAST), *((i, FP16) for i in range(4))])
+@pytest.mark.parametrize("stage, precision", [(0, AUTOCAST), *((i, FP16) for i in (0, 2, 3))])
 def test_an_overflow_on_one_rank_is_one_on_all(
     tmp_path: Path, stage: int, precision: Dict[str, Any]
 ) -> None:
