@@ -179,8 +179,7 @@ def flat(value: Any) -> Any:
     return {"": float(value)}
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_two_workers_measure_what_one_does(name: str) -> None:
+def measured_alone(name: str) -> List[Dict[str, float]]:
     steps = inputs(name)
     alone = construct(name)
     expected = []
@@ -193,17 +192,31 @@ def test_two_workers_measure_what_one_does(name: str) -> None:
     alone(*steps[0][1])
     expected.append(flat(alone.get_metric()))
 
-    def measure(rank: int) -> List[Dict[str, float]]:
-        metric = construct(name)
-        found = []
+    return expected
+
+
+def measured_by(rank: int) -> Dict[str, List[Dict[str, float]]]:
+    found: Dict[str, List[Dict[str, float]]] = {}
+    for name in METRICS:
+        metric, steps, found[name] = construct(name), inputs(name), []
         for step in steps:
             metric(*step[rank])
             # Of which a rank may ask alone, or often.
-            found += [flat(metric.get_metric()) for _ in range(1 + rank)][-1:]
+            found[name] += [flat(metric.get_metric()) for _ in range(1 + rank)][-1:]
         metric.get_metric(reset=True)
         metric(*steps[0][rank])
-        return [*found, flat(metric.get_metric())]
+        found[name].append(flat(metric.get_metric()))
+    return found
 
-    for measured in run_workers(2, measure):
-        for actual, wanted in zip(measured, expected):
+
+@pytest.fixture(scope="module")
+def by_two_workers() -> List[Dict[str, List[Dict[str, float]]]]:
+    return run_workers(2, measured_by)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_two_workers_measure_what_one_does(by_two_workers: Any, name: str) -> None:
+    expected = measured_alone(name)
+    for measured in by_two_workers:
+        for actual, wanted in zip(measured[name], expected, strict=True):
             assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-6, nan_ok=True)

@@ -121,11 +121,3 @@ def test_a_recovered_training_has_the_lines_of_one_that_was_never_interrupted(
             else:
                 key = "validation_loss"
                 assert line["metrics"].get(key) == expected["metrics"].get(key)
-
-
-def test_more_epochs_go_on_with_the_file(tmp_path: Path, uninterrupted: Lines) -> None:
-    train(tmp_path, num_epochs=1)
-    lines = train(tmp_path, num_epochs=2)
-    assert [line["epoch"] for line in of_kind(lines, "epoch")] == [0, 1]
-    steps = [line["step"] for line in of_kind(lines, "step")]
-    assert steps == [line["step"] for line in of_kind(uninterrupted, "step")]

@@ -99,8 +99,8 @@ def test_momenta_are_those_of_gradient_descent(tmp_path: Path) -> None:
     check({"momentum_scheduler": momentum}, 2, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["polynomial_decay", "slanted_triangular"])
-def test_more_epochs_have_the_schedule_of_all_of_them(tmp_path: Path, name: str) -> None:
+def test_more_epochs_have_the_schedule_of_all_of_them(tmp_path: Path) -> None:
+    name = "slanted_triangular"
     trainer = {
         "type": "deepspeed",
         "checkpointer": {"type": "deepspeed"},
