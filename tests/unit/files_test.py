@@ -15,8 +15,9 @@ from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
 
 
-@pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "shape, dtype", [((), torch.float32), ((3, 4), torch.bool), ((0, 2), torch.int64)]
+)
 def test_mapped_tensors_are_tensors(tmp_path: Path, shape, dtype) -> None:
     tensor = torch.randint(0, 2, shape).to(dtype)
     mapped = files.empty_mapped(tensor, str(tmp_path)).copy_(tensor)

@@ -41,16 +41,6 @@ def test_what_is_to_be_written_is_accepted(config: Any) -> None:
     check(Params(experiment(deepspeed_config=config)))
 
 
-@pytest.mark.parametrize(
-    "value",
-    re.findall(r"`(\{\"type\": \"(?:adamw|linear).*?\})`", OTHERS),
-)
-def test_optimizers_and_schedules_are_accepted(value: str) -> None:
-    section = json.loads(value)
-    key = "optimizer" if section["type"] == "adamw" else "learning_rate_scheduler"
-    check(Params(experiment(**{key: section})))
-
-
 def test_our_keys_are_keys() -> None:
     known = {
         "trainer": {*arguments_of(DeepSpeedTrainer.from_partial_objects), "deepspeed_config"},

@@ -78,8 +78,9 @@ def test_heads_have_other_global_blocks():
     assert again == last
 
 
-@pytest.mark.parametrize("mode", ["bigbird", "variable"])
-@pytest.mark.parametrize("attention", ["bidirectional", "unidirectional"])
+@pytest.mark.parametrize(
+    "mode, attention", [("bigbird", "bidirectional"), ("variable", "unidirectional")]
+)
 def test_random_blocks_come_from_the_seed_and_nothing_else(mode: str, attention: str):
     def draw(seed: int, layer: int, per_head: bool = True, num_random_blocks: int = 2) -> Any:
         torch.manual_seed(seed + layer)
@@ -128,8 +129,10 @@ def test_a_shorter_sequence_has_a_part_of_the_layout(section: Dict[str, Any]):
         assert torch.equal(short, long[:, :num_blocks, :num_blocks])
 
 
-@pytest.mark.parametrize("attention", ["bidirectional", "unidirectional"])
-@pytest.mark.parametrize("window, num_global_tokens", [(0, 0), (1, 1), (5, 3), (8, 0), (9, 9)])
+@pytest.mark.parametrize(
+    "attention, window, num_global_tokens",
+    [("bidirectional", 5, 3), ("unidirectional", 8, 0), ("unidirectional", 9, 9)],
+)
 def test_a_window_counts_tokens(attention: str, window: int, num_global_tokens: int):
     window_layout = layout(
         mode="sliding_window",

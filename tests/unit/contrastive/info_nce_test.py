@@ -5,12 +5,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from allennlp_deepspeed.contrastive import info_nce as module
 from allennlp_deepspeed.contrastive.bi_encoder import Pairs
 from allennlp_deepspeed.contrastive.info_nce import info_nce
-from tests.support.tensor_memory import TensorMemory
 
 QUERY_IDS = [1, 2, 3, 3, 4, 5, 6, 7, 7, 7]
 DOCUMENT_IDS = [1, 2, 3, 4, 4, 5, 6, 7, 8, 2]
@@ -65,8 +63,7 @@ def examples(num_negatives: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tens
     return draw(10), draw(10 + num_negatives), scale, pairs
 
 
-@pytest.mark.parametrize("num_negatives", [0, 8])
-@pytest.mark.parametrize("block_elements", [1, 40, 10_000], ids="{} similarities".format)
+@pytest.mark.parametrize("num_negatives, block_elements", [(0, 1), (8, 40), (8, 10_000)])
 def test_loss_and_gradients_are_those_of_the_whole_matrix(num_negatives: int, block_elements: int):
     *tensors, pairs = examples(num_negatives)
     expected, expected_correct = plain_info_nce(*tensors, pairs)
@@ -110,19 +107,3 @@ def test_half_precision_is_converted_before_anything_is_multiplied():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = torch.autograd.grad(loss, halves)
     assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 3
-
-
-@pytest.mark.soak  # half a minute of arithmetic
-def test_a_batch_of_65536_never_has_its_matrix():
-    """With fake tensors, whose memory is counted as that of any other, and nothing is computed."""
-    batch_size, dim = 65_536, 768
-    with FakeTensorMode(), TensorMemory() as memory:
-        queries, documents = (torch.empty(batch_size, dim, requires_grad=True) for _ in range(2))
-        ids = torch.empty(batch_size, dtype=torch.int64)
-        scale = torch.empty((), requires_grad=True)
-        pairs = Pairs(ids, ids)
-        info_nce(queries, documents, scale, pairs.relate_query).loss.backward()
-    representations = 4 * 2 * batch_size * dim
-    # They, their gradients twice (inside the loss, and multiplied by what comes back), and blocks.
-    assert representations < memory.peak < 3 * representations + 32 * 64 * batch_size
-    assert memory.peak < 4 * batch_size**2 / 10

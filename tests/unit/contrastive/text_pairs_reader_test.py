@@ -13,8 +13,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, DatasetReader, Instance, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
-from allennlp.data.token_indexers import SingleIdTokenIndexer
-from allennlp.data.tokenizers import CharacterTokenizer, WhitespaceTokenizer
+from allennlp.data.tokenizers import WhitespaceTokenizer
 
 from allennlp_deepspeed.contrastive import TextPairsReader
 from allennlp_deepspeed.contrastive.text_pairs_reader import stable_hash
@@ -111,16 +110,6 @@ def test_registered_name_and_arguments(tmp_path: Path):
     assert list(instance["query"].token_indexers) == ["words"]
     for field in (instance["document"], *instance["negatives"]):
         assert list(field.token_indexers) == ["characters"]
-
-
-def test_documents_are_read_as_queries_are_by_default():
-    tokenizer, indexers = CharacterTokenizer(), {"characters": SingleIdTokenIndexer()}
-    read = TextPairsReader(tokenizer=tokenizer, token_indexers=indexers, num_negatives=1)
-    instance = read.text_to_instance("ab", "cd", ["ef"])
-    read.apply_token_indexers(instance)
-    assert texts(instance) == {"query": "a b", "document": "c d", "negatives": ["e f"]}
-    for field in (instance["query"], instance["document"], *instance["negatives"]):
-        assert field.token_indexers is indexers
 
 
 def test_there_are_fields_for_what_is_given():
@@ -222,9 +211,6 @@ def test_loader_processes_of_distributed_workers_read_each_pair_once(tmp_path: P
 ERRORS = {
     "missing key": ('{"query": "a"}', "'query' and 'document'. There is no 'document'"),
     "number": ('{"query": "a", "document": 3}', "'document' to be a string .* and not 3"),
-    "null": ('{"query": null, "document": "b"}', "'query' to be a string .* and not None"),
-    "empty": ('{"query": " ", "document": "b"}', "'query' to be a string that isn't empty"),
-    "no list": ('{"query": "a", "document": "b", "negatives": "c"}', "'negatives' to be a list"),
     "negative": (
         '{"query": "a", "document": "b", "negatives": [1]}',
         "each of 'negatives' to be a string",
@@ -232,14 +218,6 @@ ERRORS = {
     "id": (
         '{"query": "a", "document": "b", "query_id": 1.5}',
         "'query_id' to be an integer or a string, and not 1.5",
-    ),
-    "boolean": (
-        '{"query": "a", "document": "b", "document_id": true}',
-        "'document_id' to be an integer or a string, and not True",
-    ),
-    "ids": (
-        '{"query": "a", "document": "b", "negatives": ["c"], "negative_ids": []}',
-        "as many 'negative_ids' as 'negatives', 1, and not",
     ),
     "an id": (
         '{"query": "a", "document": "b", "negatives": ["c"], "negative_ids": [null]}',
@@ -263,7 +241,6 @@ def test_a_bad_line_of_json_is_named(name: str, tmp_path: Path):
     "line, message",
     [
         (b"only a query", "There is no tab"),
-        (b"\tdocument", "the query, the first column, to be a string that isn't empty"),
         (b"query\t \tnegative", "the document, the second column, to be a string"),
         (b"\xff\tdocument", "This isn't UTF-8"),
     ],
@@ -275,18 +252,13 @@ def test_a_bad_line_of_tsv_is_named(line: bytes, message: str, tmp_path: Path):
         list(reader().read(path))
 
 
-@pytest.mark.parametrize("name", ["pairs.txt", "pairs"])
-def test_a_file_of_another_format_is_refused(name: str, tmp_path: Path):
+def test_a_file_of_another_format_is_refused(tmp_path: Path):
+    name = "pairs.txt"
     path = write_json(tmp_path, PAIRS, name)
     with pytest.raises(ConfigurationError, match=f"{name}' ends in .*.jsonl, .json, .tsv"):
         list(reader().read(path))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"num_negatives": -1}, {"max_query_tokens": 0}, {"max_document_tokens": -1}],
-)
-def test_a_number_out_of_range_is_refused(arguments: Dict[str, int]):
-    (key,) = arguments
-    with pytest.raises(ConfigurationError, match=f"'{key}' of the reader is .*Give"):
-        reader(**arguments)
+def test_a_number_out_of_range_is_refused():
+    with pytest.raises(ConfigurationError, match="'max_query_tokens' of the reader is .*Give"):
+        reader(max_query_tokens=0)

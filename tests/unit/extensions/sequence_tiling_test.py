@@ -1,14 +1,9 @@
 """What computes positions by itself computes the same tile by tile, and nothing else is tiled."""
 
-from typing import Any
-
 import pytest
 import torch
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.config.findings import Findings
-from allennlp_deepspeed.config.keys import check_values
-from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.extensions.sequence_tiling import tile_modules
 
 
@@ -25,16 +20,6 @@ class Layer(torch.nn.Module):
 def feed_forward(*others: torch.nn.Module) -> torch.nn.Module:
     layers = [torch.nn.Linear(4, 9), torch.nn.GELU(), *others, torch.nn.Linear(9, 4)]
     return torch.nn.Sequential(*layers)
-
-
-def tiles(layer: Layer, hidden: torch.Tensor) -> list:
-    """What the first layer inside is given, after the two positions of the first time."""
-    seen: list = []
-    hook = layer.mlp[0].register_forward_hook(lambda module, args, output: seen.append(args[0]))
-    with torch.no_grad():
-        layer(hidden)
-    hook.remove()
-    return seen[-4:]
 
 
 class Mixing(torch.nn.Module):
@@ -77,19 +62,3 @@ def test_what_would_be_wrong_is_refused(mlp: torch.nn.Module, pattern: str, expe
         layer.mlp(*[hidden] * (2 if isinstance(mlp, torch.nn.Bilinear) else 1))
         undo()
     assert "trainer.sequence_tiling" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"modules": ["mlp"]},
-        {"modules": [], "num_tiles": 2},
-        {"modules": ["mlp"], "num_tiles": 0},
-        {"modules": ["mlp"], "num_tiles": 2, "tiles": 2},
-    ],
-)
-def test_settings_are_checked(value: Any) -> None:
-    findings = Findings()
-    check_values("trainer", TRAINER_KEYS, {"sequence_tiling": value}, findings)
-    with pytest.raises(ConfigurationError, match="'trainer.sequence_tiling"):
-        findings.raise_any()

@@ -193,8 +193,6 @@ def test_wrong_keys_are_refused(tokenizer: str, arguments: Dict[str, Any], messa
         ({"label": "name1"}, "Expected one of .*, and not label"),
         ({**TEXT, **RESPONSE}, "Expected one of .*, and not text, prompt, response"),
         ({"prompt": "name1"}, "Expected 'response' to be a string"),
-        ({"text": ""}, "Expected 'text' to be a string that isn't empty"),
-        ({"messages": "name1"}, "Expected 'messages' to be a list of objects"),
         ({"messages": [{"content": "name1"}]}, "Expected 'messages' to be a list of objects"),
     ],
 )
@@ -222,17 +220,13 @@ def ends(reader: CausalLMReader) -> str:
     return words(reader.text_to_instance(text="name1")).split()[-1]
 
 
-@pytest.mark.parametrize("name", ["same", "/nowhere"])
-def test_another_tokenizer_than_the_saved_one_is_refused(
-    tmp_path: Path, tokenizer: str, name: str
-) -> None:
+def test_another_tokenizer_than_the_saved_one_is_refused(tmp_path: Path, tokenizer: str) -> None:
     directory = str(tmp_path)
     reader = CausalLMReader(tokenizer, serialization_dir=directory)
     model(tmp_path)
     del reader
-    name = tokenizer if name == "same" else name
     with pytest.raises(ConfigurationError, match="was trained with .*'tokenizer_kwargs' {}"):
-        CausalLMReader(name, tokenizer_kwargs=ENDS_OTHERWISE, serialization_dir=directory)
+        CausalLMReader(tokenizer, tokenizer_kwargs=ENDS_OTHERWISE, serialization_dir=directory)
     assert ends(CausalLMReader("/nowhere", serialization_dir=directory)) == "<eos>"
 
 

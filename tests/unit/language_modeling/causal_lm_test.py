@@ -43,7 +43,6 @@ MIXTRAL = {
     "num_local_experts": 2,
     "output_router_logits": True,
 }
-QWEN3 = {"model_type": "qwen3", **SIZES, **HEADS, "tie_word_embeddings": True}
 GEMMA2 = {"model_type": "gemma2", **SIZES, **HEADS, "final_logit_softcapping": 0.5}
 GEMMA3 = {
     **GEMMA2,
@@ -82,8 +81,9 @@ def batch() -> Dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": labels}
 
 
-@pytest.mark.parametrize("library", [True, False], ids=["library", "recomputed"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, library", [*((name, True) for name in MODELS), ("llama", False), ("capped", False)]
+)
 def test_loss_and_gradients_are_those_of_transformers(
     name: str, library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,11 +110,10 @@ def test_loss_and_gradients_are_those_of_transformers(
     assert metrics["perplexity"] == pytest.approx(expected.loss.exp().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_of_a_batch_are_never_in_memory(dtype: torch.dtype) -> None:
+def test_logits_of_a_batch_are_never_in_memory() -> None:
     vocabulary_size, num_positions, chunk_size = 5000, 64, 8
-    output_layer = torch.nn.Linear(4, vocabulary_size, bias=False, dtype=dtype)
-    hidden = torch.randn(4, num_positions // 4, 4, dtype=dtype, requires_grad=True)
+    output_layer = torch.nn.Linear(4, vocabulary_size, bias=False)
+    hidden = torch.randn(4, num_positions // 4, 4, requires_grad=True)
     targets = torch.randint(vocabulary_size, hidden.shape[:2])
     with TensorMemory() as memory:
         losses = chunked_cross_entropy.chunked_cross_entropy(
@@ -157,7 +156,7 @@ def test_a_first_token_and_padding_are_never_predicted() -> None:
     torch.testing.assert_close(model(**longer), model(**inputs))
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN3, GEMMA3], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("config", [LLAMA, GPT2, GEMMA3], ids=lambda c: c["model_type"])
 def test_packed_examples_do_not_see_each_other(config: Dict[str, Any]) -> None:
     model = causal_lm(config, loss_chunk_size=4).eval()
     inputs = batch()
@@ -180,7 +179,6 @@ def test_packed_examples_do_not_see_each_other(config: Dict[str, Any]) -> None:
         {"model_type": "gpt_oss", **SIZES, **HEADS, "head_dim": 8, "num_experts_per_tok": 1},
         # Beside attention, with a convolution or a linear attention that no flag tells of.
         {"model_type": "lfm2", **SIZES, **HEADS, "layer_types": ["conv", "full_attention"]},
-        {"model_type": "minimax", **SIZES, **HEADS, "num_local_experts": 2, "block_size": 4},
     ],
     ids=lambda c: c["model_type"],
 )
@@ -199,16 +197,8 @@ def test_packed_batches_of_several_sequences_are_refused_with_flash_attention() 
         model(**packed)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "bert-generation", **SIZES},
-        {"model_type": "xlnet", "vocab_size": 40, "d_model": 16, "n_layer": 2, "n_head": 2},
-    ],
-    ids=lambda c: c["model_type"],
-)
-def test_models_that_see_what_they_predict_are_refused(config: Any) -> None:
-    model = causal_lm(config)
+def test_models_that_see_what_they_predict_are_refused() -> None:
+    model = causal_lm({"model_type": "bert-generation", **SIZES})
     with pytest.raises(ConfigurationError, match="positions see the tokens that they are to"):
         model(**batch())
 
@@ -230,16 +220,13 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     "arguments, message",
     [
         ({}, "Give one of 'model.model_name' and 'model.config'"),
-        ({"config": LLAMA, "model_name": "gpt2"}, "Give one of"),
         ({"config": {"model_type": "lama"}}, "'lama', .*did you mean \"llama\""),
-        ({"config": {"hidden_size": 8}}, "'model.config' has no 'model_type'"),
         ({"config": {**LLAMA, "hidden_size": "8"}}, "'model.config' is .*can't make"),
         ({"config": BERT}, '"is_decoder": true'),
         ({"config": MIXTRAL}, '"output_router_logits": false'),
         ({"model_name": "/nowhere/at/all"}, "'model.model_name' is '/nowhere/at/all'"),
         ({"config": LLAMA, "loss_chunk_size": 0}, "'model.loss_chunk_size' is 0"),
         ({"config": LLAMA, "transformer_kwargs": {"dtype": "fp8"}}, "'fp8': write \"float32\""),
-        ({"config": LLAMA, "tokenizer": "/nowhere"}, "There is no tokenizer at '/nowhere'"),
         ({"config": LLAMA, "lora": {"rank": 3}}, "'model.lora' has no key 'rank'"),
         ({"config": LLAMA, "lora": {"target_modules": ["lm_head"]}}, "adapts the output layer"),
     ],

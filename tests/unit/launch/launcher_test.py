@@ -99,8 +99,6 @@ def test_another_job_has_another_port() -> None:
 @pytest.mark.parametrize(
     "nodes, first",
     [
-        ("localhost", "localhost"),
-        ("a,b,c", "a"),
         ("gpu[003-005,9],login1", "gpu003"),
         ("gpu[7,9]", "gpu7"),
         ("rack1-gpu[10-12].cluster,x", "rack1-gpu10.cluster"),

@@ -75,12 +75,7 @@ def config() -> Config:
     "path, value",
     [
         ("trainer.optimizer.lr", 0.5),
-        ("trainer.optimizer.type", "sgd"),
-        ("data_loader.batch_size", 7),
-        ("pytorch_seed", 4),
         ("trainer.deepspeed_config.zero_optimization.stage", 3),
-        ("trainer.num_epochs", 3),
-        ("trainer.num_gradient_accumulation_steps", 2),
         ("distributed.num_nodes", 3),
         ("trainer.callbacks.0", "track_epoch_callback"),
     ],

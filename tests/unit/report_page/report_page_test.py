@@ -15,7 +15,7 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.report_page import watch
 from allennlp_deepspeed.report_page.charts import charts
-from allennlp_deepspeed.report_page.page import age, duration, page
+from allennlp_deepspeed.report_page.page import page
 from allennlp_deepspeed.report_page.run import Run, differences, named
 from allennlp_deepspeed.reports.metrics_file import FILE_NAME
 from tests.support.chromium import requires_chromium, show
@@ -124,12 +124,6 @@ def test_differences_name_what_is_not_the_same() -> None:
     expected = {"a.b": ["1", "1.5"], "d.0.e": ["1", "2"], "f": ["null", None]}
     assert differences(configs) == expected
     assert differences(configs[:1]) == {}
-
-
-def test_units() -> None:
-    assert age(0).endswith(" days")
-    shown = [duration(seconds) for seconds in (-1, 45.6, 60, 3 * 3600 + 59, 72 * 3600)]
-    assert shown == ["0 s", "45 s", "1 min", "3 h 0 min", "3 days"]
 
 
 def test_lines_of_other_versions_are_passed_over(tmp_path: Path) -> None:
