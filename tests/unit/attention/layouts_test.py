@@ -24,10 +24,6 @@ def picture(blocks: torch.Tensor) -> List[str]:
             ["##.#.", "##.#.", ".###.", ".###.", ".#.##"],
         ),
         (
-            {"mode": "fixed", "num_local_blocks": 2, "horizontal_global_attention": True},
-            ["##.#.", "#####", ".###.", "#####", ".#.##"],
-        ),
-        (
             {"mode": "fixed", "num_local_blocks": 2, "attention": "unidirectional"},
             ["#....", "##...", ".##..", ".###.", ".#.##"],
         ),
@@ -48,10 +44,6 @@ def picture(blocks: torch.Tensor) -> List[str]:
         (
             {"mode": "bigbird", "num_random_blocks": 0},
             ["#####", "###..", "####.", "#.###", "#..##"],
-        ),
-        (
-            {"mode": "bigbird", "num_random_blocks": 0, "attention": "unidirectional"},
-            ["#....", "##...", "###..", "#.##.", "#..##"],
         ),
         (
             {"mode": "bslongformer", "global_block_indices": [4]},

@@ -65,17 +65,6 @@ def test_secrets_and_home_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("without_commands")
-def test_a_section_that_fails_has_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_driver() -> str:
-        raise RuntimeError("the driver is too old")
-
-    monkeypatch.setattr(collect_env, "get_pretty_env_info", no_driver)
-    text = report()
-    assert "RuntimeError: the driver is too old" in text
-    assert text.endswith("[OKAY]")
-
-
-@pytest.mark.usefixtures("without_commands")
 def test_plugin_files_that_name_the_package_are_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
 """What the trainer's "torch_compile" may be, and with which of DeepSpeed's keys."""
 
-import inspect
 from typing import Any, Dict, Optional
 
 import pytest
@@ -18,22 +17,9 @@ LEAVES = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["BertLay
         (None, None),
         (False, None),
         (True, {"backend": "inductor"}),
-        ({}, {"backend": "inductor"}),
         ({"dynamic": False, "fullgraph": False}, {"backend": "inductor", "dynamic": False}),
         ({"backend": "eager", "fullgraph": True}, {"backend": "eager", "fullgraph": True}),
         ({"mode": "max-autotune"}, {"backend": "inductor", "mode": "max-autotune"}),
-        (
-            {"options": {"epilogue_fusion": True}},
-            {"backend": "inductor", "options": {"epilogue_fusion": True}},
-        ),
-        pytest.param(
-            {"recompile_limit": 20},
-            {"backend": "inductor", "recompile_limit": 20},
-            marks=pytest.mark.skipif(
-                "recompile_limit" not in inspect.signature(torch.compile).parameters,
-                reason="this PyTorch's `torch.compile` doesn't take it",
-            ),
-        ),
     ],
     ids=str,
 )

@@ -186,18 +186,6 @@ def test_a_batch_without_any_negatives_has_the_fields_too(tmp_path: Path):
     assert tensors["negatives"]["tokens"]["tokens"].tolist() == [[[0]]]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_distributed_workers_read_each_pair_once(world_size: int, tmp_path: Path):
-    path = numbered_pairs(tmp_path, 10)
-
-    def read(rank: int) -> List[str]:
-        return [text(instance["query"]) for instance in reader().read(path)]
-
-    shares = run_workers(world_size, read)
-    assert sorted(sum(shares, [])) == sorted(f"q{i}" for i in range(10))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
 def test_loader_processes_of_distributed_workers_read_each_pair_once(tmp_path: Path):
     path = numbered_pairs(tmp_path, 11)
 

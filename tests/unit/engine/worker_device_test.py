@@ -99,7 +99,6 @@ def test_deepspeed_follows_from_the_cpu_to_a_gpu_and_back() -> None:
             150,
             id="version 1, in a container",
         ),
-        pytest.param("3:cpu:/job\n", {}, 10**6, id="no group"),
         pytest.param("0::/job\n", {"job/memory.max": "max"}, 10**6, id="no limit"),
     ],
 )

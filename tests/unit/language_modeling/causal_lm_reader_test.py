@@ -202,13 +202,6 @@ def test_a_wrong_line_is_named(tmp_path: Path, tokenizer: str, record: Any, mess
         list(CausalLMReader(tokenizer).read(path))
 
 
-def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: str) -> None:
-    reader = CausalLMReader(tokenizer)
-    reader.tokenizer.chat_template = None
-    with pytest.raises(ConfigurationError, match="line 1: .* has no chat template"):
-        list(reader.read(write(tmp_path, {"messages": MESSAGES})))
-
-
 ENDS_OTHERWISE = {"eos_token": "<unk>"}
 
 

@@ -89,25 +89,6 @@ CONFIGS: Dict[str, Tuple[Config, List[List[Tuple[str, Any]]]]] = {
         },
         [[("optimizer", None), ("scheduler.params.warmup_num_steps", 10)]],
     ),
-    "hugging face, stage 3 without optimizer": (
-        {
-            "bf16": {"enabled": "auto"},
-            "zero_optimization": {
-                "stage": 3,
-                "overlap_comm": True,
-                "contiguous_gradients": True,
-                "sub_group_size": 1e9,
-                "reduce_bucket_size": "auto",
-                "stage3_prefetch_bucket_size": "auto",
-                "stage3_param_persistence_threshold": "auto",
-                "stage3_max_live_parameters": 1e9,
-                "stage3_max_reuse_distance": 1e9,
-                "stage3_gather_16bit_weights_on_model_save": True,
-            },
-            **AUTO_SIZES,
-        },
-        [],
-    ),
     "hugging face, the optimizer of the file": (
         {
             "bf16": {"enabled": True},

@@ -140,14 +140,6 @@ def test_lines_of_other_versions_are_passed_over(tmp_path: Path) -> None:
     assert "<td>8</td>" in page([str(directory)])
 
 
-@pytest.mark.parametrize("content", [None, "", "not JSON\n"])
-def test_a_directory_without_metrics_is_refused(tmp_path: Path, content: str) -> None:
-    if content is not None:
-        (tmp_path / FILE_NAME).write_text(content)
-    with pytest.raises(ConfigurationError, match=re.escape(FILE_NAME)):
-        page([str(tmp_path)])
-
-
 def test_what_runs_have_written_is_text(tmp_path: Path) -> None:
     runs = [str(write_run(tmp_path / EVIL.replace("/", "_"))), str(write_run(tmp_path / "run"))]
     html = page(runs)
