@@ -10,7 +10,6 @@ import torch.distributed as dist
 from allennlp.common import Lazy, Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
-from allennlp.nn.parallel import TorchDdpAccelerator
 from allennlp.training import GradientDescentTrainer, Trainer
 from allennlp.training.learning_rate_schedulers import (
     LearningRateScheduler,
@@ -19,17 +18,14 @@ from allennlp.training.learning_rate_schedulers import (
     SlantedTriangular,
 )
 from allennlp.training.momentum_schedulers import MomentumScheduler
-from allennlp.training.moving_average import ExponentialMovingAverage, MovingAverage
+from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import AdamOptimizer, Optimizer
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.integration.trainer_test import Task
-from tests.integration.unused_parameters_test import TwoHeads, batches_of
 from tests.support.experiment import StateDict, assert_same_weights
-from tests.support.side_by_side import Batches, numbers
-from tests.support.workers import run_workers
 
 OFFLOAD = "zero_2_offload"
 
@@ -235,50 +231,3 @@ def test_what_it_cannot_take_is_refused(tmp_path: Path, arguments: Dict[str, Any
 
 
 # several workers
-
-
-def test_parameters_that_one_rank_leaves_unused_are_found(tmp_path: Path):
-    def work(rank: int) -> List[Any]:
-        weights = []
-        for kind in ("config", "python"):
-            torch.manual_seed(2)
-            model = TwoHeads()
-            (first, second) = batches_of("0011", 2), batches_of("0101", 2)
-            arguments: Dict[str, Any] = {
-                "model": model,
-                "data_loader": Batches((first if rank == 0 else second)[rank]),
-                "serialization_dir": str(tmp_path / kind),
-                "distributed": True,
-                "local_rank": rank,
-                "world_size": 2,
-                "ddp_accelerator": TorchDdpAccelerator(
-                    find_unused_parameters=True, local_rank=rank, world_size=2, cuda_device=-1
-                ),
-            }
-            keys = {"num_epochs": 2, "cuda_device": -1, "run_confidence_checks": False}
-            if kind == "config":
-                params = {"type": "deepspeed", **keys, "optimizer": {"type": "sgd", "lr": 0.2}}
-                trainer = Trainer.from_params(Params({**params, "checkpointer": None}), **arguments)
-            else:
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-                trainer = DeepSpeedTrainer(optimizer=optimizer, **arguments, **keys)
-            with trainer.session():  # type: ignore[attr-defined]
-                trainer.train()
-                weights.append(numbers(trainer))
-        return weights
-
-    for expected, actual in run_workers(2, work):
-        assert expected.keys() == actual.keys()
-        for name, value in expected.items():
-            assert (value == actual[name]).all()
-
-
-def test_a_moving_average_that_is_an_object_is_kept(tmp_path: Path):
-    weights = []
-    for kind in (GradientDescentTrainer, DeepSpeedTrainer):
-        task = Task()
-        average = ExponentialMovingAverage(task.model.named_parameters(), decay=0.5)
-        arguments = task.arguments(tmp_path / kind.__name__)
-        kind(**arguments, moving_average=average).train()
-        weights.append(average._shadows)
-    assert_same_weights(weights[1], weights[0])

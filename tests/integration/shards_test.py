@@ -24,16 +24,13 @@ BF16 = {"bf16": {"enabled": True}}
 CASES: Dict[str, Dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 0 in bf16": {"stage": 0, "deepspeed_config": BF16},
-    "stage 1": {"stage": 1},
     "stage 1 in bf16 with fp32 gradients": {
         "stage": 1,
         "deepspeed_config": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}},
     },
-    "stage 2 in bf16": {"stage": 2, "deepspeed_config": BF16},
     "stage 2 with offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
     "stage 3": {"stage": 3},
     "stage 3 in sub-groups": {"stage": 3, "zero": {"sub_group_size": 4}},
-    "stage 3 in bf16": {"stage": 3, "deepspeed_config": BF16},
 }
 
 # Of the optimizer; another order than that of the model.

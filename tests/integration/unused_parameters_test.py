@@ -99,6 +99,7 @@ def test_offload_to_nvme(tmp_path: Path) -> None:
     actual = trained(model, batches, 3, nvme, pattern)
     steps = PATTERNS[pattern][1]
     assert_same_weights(actual, train_in_a_plain_loop(model, batches, SGD, steps, max_norm=0.5))
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))  # swap files
 
 
 def trained(

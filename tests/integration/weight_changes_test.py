@@ -149,19 +149,6 @@ def test_the_changes_of_rank_0_count():
     assert side.train()["online.bias"].tolist() == [0, 0, 0]
 
 
-def test_a_change_that_is_given_up_is_none():
-    class GiveUp(TrainerCallback):
-        def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
-            with pytest.raises(KeyError), trainer.modified_weights():
-                trainer.model.online.weight.zero_()
-                raise KeyError("on purpose")
-
-    def trained(callbacks: Callable[[], List[Any]]) -> Dict[str, torch.Tensor]:
-        return Side(_target_network, _vectors, 2, callbacks=callbacks).train()
-
-    assert_same_weights(trained(lambda: [GiveUp("")]), trained(list))
-
-
 def _clamp(model: Any) -> None:
     model.online.weight.clamp_(-0.1, 0.1)
 
