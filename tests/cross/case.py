@@ -238,6 +238,14 @@ def chosen() -> List[Case]:
         "validation": True,
         **two,
     }
+    in_some_micro_batches: Config = {
+        "heads": "not_last",
+        "accumulation": 3,
+        "synchronization": "micro_batch",
+        "clipping": "norm",
+        **two,
+    }
+    layouts = ["channels_last", "scalar", "transposed"]
     stages_and_settings: List[Any] = [
         *(
             (stage, {"contrastive": True, "chunk_size": 2, "parts": ["batch_norm"]})
@@ -252,15 +260,17 @@ def chosen() -> List[Case]:
         (0, {"parts": ["lstm"], **two}),
         (1, everything),
         (2, everything),
-        (
-            1,
-            {
-                "optimizer": "rmsprop",
-                "parts": ["channels_last", "empty", "scalar", "transposed"],
-                **two,
-            },
-        ),
+        (1, {"optimizer": "rmsprop", "parts": [*layouts, "empty"], **two}),
         (1, {"optimizer": "adagrad", "contrastive": True, "chunk_size": 2, **two}),
+        *(
+            (stage, {"offload": "optimizer", "optimizer": "adam", "heads": "in_turn", **two})
+            for stage in (2, 3)
+        ),
+        *((stage, {"offload": "optimizer", **in_some_micro_batches}) for stage in (2, 3)),
+        *(
+            (stage, {"optimizer": "rmsprop", "parts": [*layouts, *empty], **two})
+            for stage, empty in ((0, ["empty"]), (2, ["empty"]), (3, []))
+        ),
     ]
     return [
         Case(1000 + i, stage, **settings) for i, (stage, settings) in enumerate(stages_and_settings)

@@ -131,6 +131,24 @@ def trained(trainer: Any) -> Tuple[Dict[str, Any], Dict[str, Any], Any]:
     return numbers(trainer), metrics, part
 
 
+def in_micro_batches(
+    model: Model,
+    stage: int,
+    world_size: int = 2,
+    batches: Callable[[], List[Batch]] = global_batches,
+    **arguments: Any,
+) -> Side:
+    return Side(
+        lambda: copy.deepcopy(model),
+        shares(world_size, batches),
+        stage,
+        world_size,
+        num_gradient_accumulation_steps="auto",
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        **arguments,
+    )
+
+
 @pytest.fixture(scope="module")
 def model() -> Model:
     torch.manual_seed(2)
@@ -144,14 +162,22 @@ def expected(model: Model) -> Any:
     return side.on_all_ranks(trained)[0]
 
 
+_OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+_OFFLOAD_ALL = {**_OFFLOAD, "offload_param": {"device": "cpu"}}
+
+
 @pytest.mark.parametrize(
-    "world_size, stage, num_bytes, size",
+    "world_size, stage, num_bytes, size, arguments",
     [
-        (1, 0, 5000, 4),
-        (1, 2, None, 12),
-        (2, 0, 3000, 2),
-        (2, 2, 4200, 4),
-        (2, 3, 1, 1),
+        (1, 0, 5000, 4, {}),
+        (1, 2, None, 12, {}),
+        (2, 0, 3000, 2, {}),
+        (2, 2, 4200, 4, {}),
+        (2, 3, 1, 1, {}),
+        (2, 2, 1, 1, {"gradient_synchronization": "step"}),
+        (2, 2, 1, 1, {"gradient_synchronization": "micro_batch", "zero": _OFFLOAD}),
+        (2, 3, 1, 1, {"zero": _OFFLOAD_ALL}),
+        (2, 2, 1, 1, {"torch_compile": {"backend": "eager"}}),
     ],
 )
 def test_numbers_are_those_of_the_global_batch(
@@ -161,16 +187,9 @@ def test_numbers_are_those_of_the_global_batch(
     stage: int,
     num_bytes: Optional[int],
     size: int,
+    arguments: Dict[str, Any],
 ) -> None:
-    side = Side(
-        lambda: copy.deepcopy(model),
-        shares(world_size),
-        stage,
-        world_size,
-        num_gradient_accumulation_steps="auto",
-        global_batch_size=GLOBAL_BATCH_SIZE,
-        grad_norm=0.5,
-    )
+    side = in_micro_batches(model, stage, world_size, grad_norm=0.5, **arguments)
     results = with_memory(num_bytes, lambda: side.on_all_ranks(trained))
     arrays, metrics, _ = expected
     weights = {name: torch.tensor(array) for name, array in arrays.items() if name != "num_seen"}
@@ -188,57 +207,6 @@ def test_numbers_are_those_of_the_global_batch(
         assert part["found"][0][0] == size
 
 
-class Scaled(MeanOverTokens):
-    """Has a parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(0.9))
-        self.output.register_forward_hook(lambda module, inputs, scores: self.scale * scores)
-
-
-_OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-
-
-@pytest.mark.parametrize(
-    "stage, arguments",
-    [
-        (2, {"gradient_synchronization": "step"}),
-        (2, {"zero": _OFFLOAD, "gradient_synchronization": "micro_batch"}),
-        (3, {"zero": {**_OFFLOAD, "offload_param": {"device": "cpu"}}}),
-        (2, {"torch_compile": {"backend": "eager"}}),
-    ],
-)
-def test_so_they_are_with_what_else_changes_gradients(
-    stage: int, arguments: Dict[str, Any]
-) -> None:
-    def construct() -> Model:
-        torch.manual_seed(2)
-        return Scaled()
-
-    plain = Side(construct, shares(1))
-    plain.arguments["grad_norm"] = 0.5
-    expected, expected_metrics, _ = plain.on_all_ranks(trained)[0]
-    side = Side(
-        construct,
-        shares(2),
-        stage,
-        2,
-        num_gradient_accumulation_steps="auto",
-        global_batch_size=GLOBAL_BATCH_SIZE,
-        grad_norm=0.5,
-        **arguments,
-    )
-    weights = {name: torch.tensor(value) for name, value in expected.items()}
-    del weights["num_seen"]
-    for arrays, metrics, part in with_memory(1, lambda: side.on_all_ranks(trained)):
-        del arrays["num_seen"]
-        assert_same_weights({name: torch.tensor(value) for name, value in arrays.items()}, weights)
-        loss = expected_metrics["training_loss"]
-        assert metrics["training_loss"] == pytest.approx(loss, rel=1e-5)
-        assert part["found"][0][0] == 1
-
-
 @pytest.mark.parametrize(
     "stage, precision, num_bytes",
     [
@@ -250,16 +218,7 @@ def test_so_they_are_with_what_else_changes_gradients(
 def test_half_precision_is_near_the_global_batch(
     model: Model, expected: Any, stage: int, precision: Dict[str, Any], num_bytes: Optional[int]
 ) -> None:
-    side = Side(
-        lambda: copy.deepcopy(model),
-        shares(2),
-        stage,
-        2,
-        deepspeed_config=precision,
-        num_gradient_accumulation_steps="auto",
-        global_batch_size=GLOBAL_BATCH_SIZE,
-        grad_norm=0.5,
-    )
+    side = in_micro_batches(model, stage, deepspeed_config=precision, grad_norm=0.5)
     before = {name: p.detach() for name, p in model.named_parameters()}
     for arrays, _, _ in with_memory(num_bytes, lambda: side.on_all_ranks(trained)):
         for name, start in before.items():
@@ -306,14 +265,7 @@ def test_parts_may_weigh_fractions_and_nothing(
     torch.manual_seed(2)
     model = construct()
     plain = Side(lambda: copy.deepcopy(model), shares(1, batches))
-    side = Side(
-        lambda: copy.deepcopy(model),
-        shares(2, batches),
-        stage,
-        2,
-        num_gradient_accumulation_steps="auto",
-        global_batch_size=GLOBAL_BATCH_SIZE,
-    )
+    side = in_micro_batches(model, stage, batches=batches)
     expected = plain.on_all_ranks(trained)[0]
     for actual in with_memory(1, lambda: side.on_all_ranks(trained)):
         assert actual[1]["training_loss"] == pytest.approx(expected[1]["training_loss"], rel=1e-5)

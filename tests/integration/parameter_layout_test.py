@@ -69,27 +69,11 @@ def reference() -> Dict[str, torch.Tensor]:
     return Side(_model, _batches, world_size=2).train()
 
 
-@pytest.mark.parametrize(
-    "stage, is_constructed_partitioned", [(0, False), (2, False), (3, False), (3, True)]
-)
-def test_parameters_of_any_shape_and_layout_train_like_gradient_descent(
-    reference: Dict[str, torch.Tensor], stage: int, is_constructed_partitioned: bool
+def test_parameters_of_any_shape_and_layout_train_as_they_are_constructed_partitioned(
+    reference: Dict[str, torch.Tensor],
 ):
-    side = Side(
-        _model,
-        _batches,
-        stage,
-        world_size=2,
-        is_constructed_partitioned=is_constructed_partitioned,
-        grad_norm=100.0,
-    )
+    side = Side(_model, _batches, 3, 2, is_constructed_partitioned=True, grad_norm=100.0)
     assert_same_weights(side.train(), reference)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_parameters_without_elements_train_below_stage_3(stage: int):
-    sides = [Side(lambda: WithEmpty(Vocabulary()), _batches, each) for each in (stage, None)]
-    assert_same_weights(*(side.train() for side in sides))
 
 
 @pytest.mark.parametrize("is_constructed_partitioned", [False, True])

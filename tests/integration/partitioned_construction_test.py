@@ -12,7 +12,6 @@ from allennlp.common import Params, cached_transformers
 from allennlp.data import Vocabulary
 from allennlp.modules import Embedding, Highway, TokenEmbedder
 from allennlp.modules.seq2seq_encoders import PytorchTransformer
-from allennlp.modules.stacked_bidirectional_lstm import StackedBidirectionalLstm
 from allennlp.modules.token_embedders import PretrainedTransformerEmbedder
 from allennlp.nn import InitializerApplicator
 from deepspeed import zero
@@ -62,19 +61,6 @@ class LateComer(nn.Module):
             module.bias.data.add_(torch.rand(1))
 
 
-class Lister(nn.Module):
-    """Goes through its parameters after it has made a list of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(20)])
-        for parameter in list(self.parameters()):
-            nn.init.uniform_(parameter, 1, 2)
-        for name, parameter in dict(self.named_parameters()).items():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-
 class Siamese(nn.Module):
     """Two layers that begin with the same weights."""
 
@@ -102,14 +88,6 @@ def _initialized() -> nn.Module:
     return module
 
 
-def _loaded_from_state_dict() -> nn.Module:
-    module = LateComer()
-    state_dict = {name: torch.rand(p.shape) for name, p in LateComer().named_parameters()}
-    del state_dict["layers.3.weight"]
-    module.load_state_dict(state_dict, strict=False)
-    return module
-
-
 def _extended_vocabulary() -> nn.Module:
     vocab = Vocabulary()
     vocab.add_tokens_to_namespace(["a", "b"], "tokens")
@@ -121,16 +99,13 @@ def _extended_vocabulary() -> nn.Module:
 
 CONSTRUCTORS: Dict[str, Callable[[], nn.Module]] = {
     "biases that a module sets in its layers": lambda: Highway(6, num_layers=3),
-    "weights that a module initializes in its layers": lambda: StackedBidirectionalLstm(5, 4, 2),
     "deep copies of a layer": lambda: PytorchTransformer(
         8, 3, 12, 2, positional_encoding="embedding"
     ),
     "tied weights and a buffer": Tied,
     "parameters that come late": LateComer,
-    "a list of parameters": Lister,
     "the state dict of another module": Siamese,
     "initializers of AllenNLP": _initialized,
-    "a state dict": _loaded_from_state_dict,
     "an embedding that grows with the vocabulary": _extended_vocabulary,
     "a deep copy of everything": lambda: deepcopy(nn.ModuleList([Tied(), Highway(4)])),
 }

@@ -30,7 +30,6 @@ ITS_OWN: Dict[str, Dict[str, Any]] = {
 # What rotary embeddings have in a config.
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-SLIDING = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
 SCALED: Dict[str, Dict[str, Any]] = {
     "llama3": {
         "factor": 2.0,
@@ -166,11 +165,6 @@ def test_rotary_embeddings_of_any_length(rope_type: str) -> None:
             "has layers of chunked_attention",
         ),
         (tiny("llama", rope_parameters=DYNAMIC), 2, "in the model's rope_parameters is 'dynamic'"),
-        (
-            tiny("gemma3_text", rope_parameters={"full_attention": DYNAMIC, **SLIDING}),
-            2,
-            "in the model's rope_parameters is 'dynamic'",
-        ),
         (
             tiny("phi3", original_max_position_embeddings=8, rope_scaling=LONGROPE),
             2,

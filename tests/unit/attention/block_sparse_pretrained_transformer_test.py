@@ -142,27 +142,6 @@ def test_embeddings_and_gradients_are_those_of_dense_attention(
             assert difference <= 1e-3 * parameter.grad.norm() + 1e-4, name
 
 
-def test_long_texts_in_pieces(bert: str) -> None:
-    whole = embedder(bert, section()).eval()
-    folding = embedder(bert, section(), max_length=8).eval()
-    token_ids, mask = torch.randint(5, 50, (2, 16)), torch.ones(2, 16, dtype=torch.bool)
-    pieces = whole(token_ids.view(4, 8), mask.view(4, 8))
-    # What AllenNLP puts together again has the special tokens of the first and last piece only.
-    result = folding(token_ids, mask[:, :14], segment_concat_mask=mask)
-    torch.testing.assert_close(result[:, 1:7], pieces[::2, 1:7], rtol=1e-5, atol=1e-5)
-
-
-def test_the_layout_is_in_the_config_that_is_saved(bert: str, tmp_path: Path) -> None:
-    sparse = embedder(bert, section())
-    sparse.transformer_model.save_pretrained(tmp_path)
-    saved = AutoConfig.from_pretrained(tmp_path).block_sparse_attention
-    assert (
-        BlockSparseAttention.from_section(saved).layout
-        == BlockSparseAttention.from_section(section()).layout
-    )
-    assert isinstance(AutoModel.from_pretrained(tmp_path), type(sparse.transformer_model))
-
-
 def refused(*arguments: Any, **more: Any) -> str:
     with pytest.raises(ConfigurationError) as refusal:
         transformer = embedder(*arguments, **more)

@@ -105,23 +105,6 @@ def test_the_random_blocks_of_a_seed_never_change():
 
 
 @pytest.mark.parametrize(
-    "section",
-    [
-        {"mode": "fixed"},
-        {"mode": "variable", "local_window_blocks": [2, 3], "num_random_blocks": 3},
-        {"mode": "bigbird", "different_layout_per_head": True},
-        {"mode": "bslongformer", "global_block_indices": [0, 6]},
-        {"mode": "sliding_window", "window": 20, "num_global_tokens": 1},
-    ],
-)
-def test_a_shorter_sequence_has_a_part_of_the_layout(section: Dict[str, Any]):
-    long = layout(**section).blocks(11, num_heads=2)
-    for num_blocks in range(1, 11):
-        short = layout(**section).blocks(num_blocks, num_heads=2)
-        assert torch.equal(short, long[:, :num_blocks, :num_blocks])
-
-
-@pytest.mark.parametrize(
     "attention, window, num_global_tokens",
     [("bidirectional", 5, 3), ("unidirectional", 8, 0), ("unidirectional", 9, 9)],
 )

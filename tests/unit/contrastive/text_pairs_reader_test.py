@@ -112,30 +112,6 @@ def test_registered_name_and_arguments(tmp_path: Path):
         assert list(field.token_indexers) == ["characters"]
 
 
-def test_there_are_fields_for_what_is_given():
-    read = reader(num_negatives=1)
-    assert read.text_to_instance(query="a").fields.keys() == {"query", "query_id"}
-    assert read.text_to_instance(document="a").fields.keys() == {"document", "document_id"}
-    pair = {"query", "query_id", "document", "document_id"}
-    assert read.text_to_instance("a", "b").fields.keys() == pair
-    negatives = {"negatives", "negative_ids"}
-    assert read.text_to_instance("a", "b", []).fields.keys() == pair | negatives
-    assert reader().text_to_instance("a", "b", ["c"]).fields.keys() == pair
-
-
-def test_ids_are_equal_where_texts_are(tmp_path: Path):
-    pairs = [
-        {"query": "a", "document": "b", "negatives": ["c", "d"]},
-        {"query": "a", "document": "c"},
-        {"query": "d", "document": "d"},
-    ]
-    tensors = batch(list(reader(num_negatives=2).read(write_json(tmp_path, pairs))))
-    a, b, c, d = map(stable_hash, "abcd")
-    assert torch.equal(tensors["query_id"], torch.tensor([a, a, d]))
-    assert torch.equal(tensors["document_id"], torch.tensor([b, c, d]))
-    assert torch.equal(tensors["negative_ids"], torch.tensor([[c, d], [0, 0], [0, 0]]))
-
-
 def test_ids_are_made_of_those_in_the_file(tmp_path: Path):
     pairs = [
         {
@@ -178,12 +154,6 @@ def test_negatives_are_padded_to_the_most_of_the_batch(tmp_path: Path):
     }
     assert (tokens["negatives"] > 0).sum(-1).tolist() == [[4, 1], [0, 0]]
     assert (tensors["negative_ids"] != 0).tolist() == [[True, True], [False, False]]
-
-
-def test_a_batch_without_any_negatives_has_the_fields_too(tmp_path: Path):
-    tensors = batch(list(reader(num_negatives=3).read(write_json(tmp_path, PAIRS[2:]))))
-    assert tensors["negative_ids"].tolist() == [[0]]
-    assert tensors["negatives"]["tokens"]["tokens"].tolist() == [[[0]]]
 
 
 def test_loader_processes_of_distributed_workers_read_each_pair_once(tmp_path: Path):

@@ -69,14 +69,6 @@ def test_it_stops(learnt: Dict[str, Any]) -> None:
     ]
 
 
-def test_it_stops_at_a_special_token(learnt: Dict[str, Any]) -> None:
-    # It is in no text.
-    expected = {"response": "noun1 rest1", "finish_reason": "stop"}
-    assert predictor(learnt).predict("verb1") == expected
-    stopped = predictor(learnt, stop=["<user>", "xyz"]).predict("verb1")
-    assert stopped == {"response": "noun1", "finish_reason": "stop"}
-
-
 def test_what_is_drawn_depends_on_the_seed_alone(learnt: Dict[str, Any]) -> None:
     def draw(seed: int, **arguments: Any) -> str:
         hot = predictor(learnt, sample=True, temperature=3.0, seed=seed, **arguments)

@@ -66,11 +66,6 @@ def test_nothing_comes_next_after_a_dry_run_or_on_another_node(
             "allennlp train 'a b.jsonnet' -s out --recover",
         ),
         (
-            ["/bin/allennlp", "train", "c.jsonnet", "-s", "out", "--recover"],
-            {},
-            "allennlp train c.jsonnet -s out --recover",
-        ),
-        (
             ["/lib/allennlp/__main__.py", "train", "c.jsonnet", "-s", "out", "-r"],
             {},
             "python -m allennlp train c.jsonnet -s out --recover",

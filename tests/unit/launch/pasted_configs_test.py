@@ -19,10 +19,6 @@ Config = Dict[str, Any]
 Expect = Callable[[str], None]
 
 
-# Of the AllenNLP config: two workers, batches of 6, "adam" in 'trainer.optimizer'.
-NO_OPTIMIZER = ("trainer.optimizer", None)
-
-
 def pasted(config: Config, *changes: Tuple[str, Any]) -> Params:
     """The experiment with `config`, and values at dotted paths. `None` removes."""
     experiment = load_config("classifier", TWO_WORKERS)
@@ -89,27 +85,6 @@ CONFIGS: Dict[str, Tuple[Config, List[List[Tuple[str, Any]]]]] = {
         },
         [[("optimizer", None), ("scheduler.params.warmup_num_steps", 10)]],
     ),
-    "hugging face, the optimizer of the file": (
-        {
-            "bf16": {"enabled": True},
-            "optimizer": AUTO_ADAMW,
-            "scheduler": {
-                "type": "WarmupDecayLR",
-                "params": {**AUTO_WARMUP["params"], "total_num_steps": "auto"},
-            },
-            "zero_optimization": {"stage": 1},
-            **AUTO_SIZES,
-            "train_batch_size": 64,
-        },
-        [
-            [
-                NO_OPTIMIZER,
-                ("optimizer.params.lr", 3e-5),
-                ("scheduler.params.warmup_num_steps", 10),
-                ("train_batch_size", None),
-            ]
-        ],
-    ),
     "axolotl, with compilation": (
         {
             "compile": {"disable": False, "backend": "inductor"},
@@ -146,25 +121,6 @@ CONFIGS: Dict[str, Tuple[Config, List[List[Tuple[str, Any]]]]] = {
             },
         },
         [[("optimizer", None), ("zero_optimization.offload_optimizer", {"device": "none"})]],
-    ),
-    "deepspeed, BingBertSquad": (
-        {
-            "train_batch_size": 24,
-            "train_micro_batch_size_per_gpu": 3,
-            "steps_per_print": 10,
-            "optimizer": {
-                "type": "Adam",
-                "params": {"lr": 3e-5, "weight_decay": 0.0, "bias_correction": False},
-            },
-            "gradient_clipping": 1.0,
-            "prescale_gradients": True,
-            "sparse_attention": {"mode": "fixed"},
-            "fp16": {"enabled": False},
-        },
-        [
-            [("prescale_gradients", None), ("sparse_attention", None)],
-            [("train_micro_batch_size_per_gpu", 6), ("train_batch_size", None), NO_OPTIMIZER],
-        ],
     ),
     "deepspeed, an early file": (
         {

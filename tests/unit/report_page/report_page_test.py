@@ -16,7 +16,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.report_page import watch
 from allennlp_deepspeed.report_page.charts import charts
 from allennlp_deepspeed.report_page.page import page
-from allennlp_deepspeed.report_page.run import Run, differences, named
+from allennlp_deepspeed.report_page.run import Run, differences
 from allennlp_deepspeed.reports.metrics_file import FILE_NAME
 from tests.support.chromium import requires_chromium, show
 
@@ -106,14 +106,6 @@ def test_long_runs_are_thinned(tmp_path: Path) -> None:
     first = curve.steps[0]
     assert curve.values[0] == pytest.approx(sum(4 / step for step in range(1, first + 1)) / first)
     assert len(page([str(tmp_path / "run")])) < 2_000_000
-
-
-def test_runs_have_names_of_their_own(tmp_path: Path) -> None:
-    same = [str(write_run(tmp_path / parent / "run")) for parent in "ab"]
-    other = str(write_run(tmp_path / "other"))
-    assert [run.name for run in named([*same, other])] == [*same, "other"]
-    with pytest.raises(ConfigurationError, match="given twice"):
-        named([other, f"{other}/../other"])
 
 
 def test_differences_name_what_is_not_the_same() -> None:
