@@ -338,11 +338,12 @@ def test_a_crash_before_any_file_operation_leaves_a_whole_checkpoint(
         crash_before(number)
         with pytest.raises(Crash):
             life(directory)
-        for _ in range(2):
-            assert directory.find()
-            assert all(is_whole(directory.path(point)) for point in directory.find())
-            crash_before(len(operations))
-            directory.clean_up()
+        assert directory.find() or life is replace  # of which cleaning up puts the former back
+        assert all(is_whole(directory.path(point)) for point in directory.find())
+        crash_before(len(operations))
+        directory.clean_up()
+        assert directory.find()
+        assert all(is_whole(directory.path(point)) for point in directory.find())
         left = os.listdir(tmp_path / str(number))
         assert {name.partition(".")[2] for name in left} <= suffixes
         assert life is live or len(left) == 1
