@@ -1,6 +1,6 @@
 """Which batches an epoch has, on one worker and on several."""
 
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional
 
 import pytest
 import torch
@@ -10,8 +10,11 @@ from allennlp.data import Instance, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader, SimpleDataLoader
 from allennlp.data.dataset_readers import DatasetReader
 from allennlp.data.fields import MetadataField
+from allennlp.models import Model
 
 from allennlp_deepspeed.training.batch_groups import BatchGroups
+from tests.support.experiment import assert_same_weights
+from tests.support.side_by_side import Side
 from tests.support.workers import run_workers
 
 CPU = torch.device("cpu")
@@ -64,6 +67,37 @@ def test_batches_per_epoch_go_on_where_the_last_epoch_ended(group_size: int, num
     assert len({number for epoch in of_20 for number in epoch}) == 20
     expected = [[of_20, of_20], [of_20, of_16]][:num_workers]
     assert run_workers(num_workers, work) == expected
+
+
+class Parabola(Model):
+    """Fits a line to it."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.line = torch.nn.Linear(1, 1)
+
+    def forward(self, number: List[int]) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        x = torch.tensor(number).unsqueeze(1) / 20
+        return {"loss": (self.line(x) - x.pow(2)).pow(2).mean()}
+
+
+@pytest.fixture(scope="module")
+def line() -> Dict[str, torch.Tensor]:
+    return line_after_batches_per_epoch(stage=None)
+
+
+def line_after_batches_per_epoch(stage: Optional[int]) -> Dict[str, torch.Tensor]:
+    def batches_of(rank: int) -> MultiProcessDataLoader:
+        return numbers(20 - 4 * rank, batches_per_epoch=4)
+
+    return Side(Parabola, batches_of, stage, world_size=2, num_epochs=NUM_EPOCHS).train()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_batches_per_epoch_train_as_with_gradient_descent(
+    line: Dict[str, torch.Tensor], stage: int
+):
+    assert_same_weights(line_after_batches_per_epoch(stage), line)
 
 
 @pytest.mark.parametrize("group_size, is_length_known", [(2, True), (3, False)])

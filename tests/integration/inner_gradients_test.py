@@ -114,7 +114,9 @@ def assert_same(actual: Result, expected: Result, tolerance: float = 2e-5) -> No
     assert actual.validation_loss == pytest.approx(expected.validation_loss, rel=tolerance)
 
 
-@pytest.mark.parametrize("name, stage", [("GradientPenalty", 0), ("FunctionalJvp", 2)])
+@pytest.mark.parametrize(
+    "name, stage", [("GradientPenalty", 0), ("FunctionalJvp", 1), ("GradientPenalty", 2)]
+)
 def test_gradients_taken_in_the_forward_pass_are_those_of_gradient_descent(name: str, stage: int):
     assert_same(train_in_two_workers(name, stage), trained(name))
 
@@ -163,7 +165,7 @@ def test_a_callback_takes_gradients_and_goes_backward_twice():
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("name, stage", [("Scripted", 0), ("Traced", 2)])
+@pytest.mark.parametrize("name, stage", [("Scripted", 0), ("Traced", 1), ("Scripted", 2)])
 def test_torchscript_trains_below_stage_3(name: str, stage: int):
     config = {"zero_optimization": {"stage": stage}}
     assert_same(trained(name, DeepSpeedTrainer, deepspeed_config=config), trained(name))

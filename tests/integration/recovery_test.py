@@ -1,5 +1,6 @@
 """What training takes from a checkpoint, and what it leaves as it is now, in one process."""
 
+import json
 import os
 import shutil
 import traceback
@@ -8,6 +9,9 @@ from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
+from allennlp.common import Params
+from allennlp.data import DatasetReader
+from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.models import BasicClassifier
 
 from allennlp_deepspeed import DeepSpeedTrainer
@@ -16,6 +20,7 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.integration.trainer_test import Task
+from tests.support.experiment import StateDict, assert_same_weights, load_config
 
 
 class Counting(BasicClassifier):
@@ -42,13 +47,50 @@ def train(directory: Path, num_epochs: int, scale: float = 1.0, **changes: Any) 
     return task.model
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", range(4))
 def test_recovery_keeps_a_constant_that_was_changed(tmp_path: Path, stage: int):
     config = {"deepspeed_config": {"zero_optimization": {"stage": stage}}}
     num_passes = train(tmp_path, num_epochs=1, **config).num_passes
     model = train(tmp_path, num_epochs=2, scale=0.5, **config)
     assert model.scale == 0.5
     assert model.num_passes == 2 * num_passes > 0
+
+
+def train_in_turn(directory: Path, num_epochs: int, stage: int) -> StateDict:
+    """On parts of the data that go on where those of the epoch before have ended."""
+    task = Task()
+    config = load_config("classifier")
+    reader = DatasetReader.from_params(Params(config["dataset_reader"]))
+    loaders = [
+        MultiProcessDataLoader(
+            reader, config[path], batch_size=4, shuffle=True, batches_per_epoch=3
+        )
+        for path in ("train_data_path", "validation_data_path")
+    ]
+    for loader in loaders:
+        loader.index_with(task.model.vocab)
+    task.data_loader, task.validation_data_loader = loaders
+    arguments = {**task.arguments(directory), "num_epochs": num_epochs}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    DeepSpeedTrainer(
+        **arguments,
+        checkpointer=DeepSpeedCheckpointer(directory),
+        deepspeed_config={"zero_optimization": zero},
+    ).train()
+    return task.model.state_dict()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_data_that_keep_their_place_are_at_it_after_recovery(tmp_path: Path, stage: int):
+    expected = train_in_turn(tmp_path / "uninterrupted", 3, stage)
+    train_in_turn(tmp_path / "recovered", 1, stage)
+    assert_same_weights(train_in_turn(tmp_path / "recovered", 3, stage), expected, tolerance=0)
+    losses = [
+        json.loads((tmp_path / name / f"metrics_epoch_{epoch}.json").read_text())["validation_loss"]
+        for name in ("recovered", "uninterrupted")
+        for epoch in range(3)
+    ]
+    assert losses[:3] == losses[3:]
 
 
 def test_a_training_state_of_another_version_is_refused(
