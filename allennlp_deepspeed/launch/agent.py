@@ -410,6 +410,7 @@ class _Agent(LocalElasticAgent):
         missing = max(0, (self._worker_group.group_world_size or 1) - present)
         if missing:
             # Some wait already, whose workers have left: these have to say what they know of.
+            self._is_following = True
             self._seconds_to_stop = _SECONDS_AFTER_OTHERS if waiting else _SECONDS_TO_END
         elif waiting and self._result is None:
             self._seconds_to_stop = self._node.shutdown_timeout
