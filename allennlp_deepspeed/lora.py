@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
 from allennlp.common import Params
@@ -17,39 +17,10 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.modules import TokenEmbedder
 from overrides import overrides
 
-from allennlp_deepspeed.config.keys import did_you_mean
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-# What `peft` fills in itself, or what means another kind of adapter or of model.
-_NOT_SETTINGS = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "eva_config",
-    "inference_mode",
-    "kasa_config",
-    "layer_replication",
-    "loftq_config",
-    "lora_ga_config",
-    "megatron_config",
-    "megatron_core",
-    "monteclora_config",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
-)
 
 _INITIALIZATIONS = (True, False, "gaussian")
 
@@ -108,13 +79,11 @@ class LoraEmbedder(TokenEmbedder):
     ) -> TokenEmbedder:
         embedder = TokenEmbedder.from_params(params.pop("embedder"), **extras)
         settings = params.as_dict(quiet=True)
-        add_adapters(embedder, settings, "A token embedder of type 'lora'", ["embedder"])
+        add_adapters(embedder, settings, "A token embedder of type 'lora'")
         return embedder
 
 
-def add_adapters(
-    module: torch.nn.Module, settings: Dict[str, Any], where: str, own_keys: Sequence[str] = ()
-) -> None:
+def add_adapters(module: torch.nn.Module, settings: Dict[str, Any], where: str) -> None:
     """
     Gives the one transformer in a module adapters to train, and freezes all its own weights.
 
@@ -126,8 +95,6 @@ def add_adapters(
         Arguments of `peft`'s `LoraConfig`.
     where : `str`, required.
         Where these are in a config file, for messages.
-    own_keys : `Sequence[str]`, optional (default = `()`)
-        Keys that there are beside those of `peft`, for messages.
 
     # Raises
 
@@ -135,7 +102,12 @@ def add_adapters(
         If a key is unknown, or the transformer can't have such adapters.
     """
     peft = _import_peft()
-    _check_settings(settings, peft, where, own_keys)
+    initialization = settings.get("init_lora_weights", True)
+    if initialization not in _INITIALIZATIONS:
+        raise ConfigurationError(
+            f"{where} has an 'init_lora_weights' of {json.dumps(initialization)}, which changes "
+            'the weights of the transformer itself or needs data: write true, false or "gaussian".'
+        )
     transformers = transformers_in(module)
     if len(transformers) != 1:
         raise ConfigurationError(
@@ -222,31 +194,6 @@ def save_adapters(transformer: "PreTrainedModel", directory: str) -> None:
         task_type="CAUSAL_LM" if _is_causal_lm(transformer) else "FEATURE_EXTRACTION",
     )
     config.save_pretrained(directory)
-
-
-def warn_of_base(transformer: "PreTrainedModel", directory: str) -> None:
-    """
-    Says how to load adapters if their configuration can't say where the transformer is. Arguments
-    are those of `save_adapters`.
-    """
-    name = transformer.config.name_or_path
-    how = f"peft.PeftModel.from_pretrained(transformer, {directory!r})"
-    if not name:
-        logger.warning(
-            "The adapters' transformer has no name, because it wasn't loaded: construct it as it "
-            "was for training, and load them with %s.",
-            how,
-        )
-    elif os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        found = sorted(file for file in os.listdir(name) if file.endswith(".gguf"))
-        logger.warning(
-            "The adapters' transformer is a GGUF file, which peft can't load by itself: load it "
-            "with transformers.%s.from_pretrained(%r, gguf_file=%r), and them with %s.",
-            "AutoModelForCausalLM" if _is_causal_lm(transformer) else "AutoModel",
-            name,
-            found[0] if len(found) == 1 else "...",
-            how,
-        )
 
 
 def _is_causal_lm(transformer: "PreTrainedModel") -> bool:
@@ -340,27 +287,6 @@ def _import_peft() -> ModuleType:
             "`pip install --no-deps peft==0.21.2 accelerate==1.15.0`."
         ) from error
     return peft
-
-
-def _check_settings(
-    settings: Dict[str, Any], peft: ModuleType, where: str, own_keys: Sequence[str]
-) -> None:
-    known = [
-        field.name
-        for field in dataclasses.fields(peft.LoraConfig)
-        if field.name not in _NOT_SETTINGS
-    ]
-    for key in settings:
-        if key not in known:
-            raise ConfigurationError(
-                f"{where} has no key '{key}': {did_you_mean(key, [*own_keys, *known])}"
-            )
-    initialization = settings.get("init_lora_weights", True)
-    if initialization not in _INITIALIZATIONS:
-        raise ConfigurationError(
-            f"{where} has an 'init_lora_weights' of {json.dumps(initialization)}, which changes "
-            'the weights of the transformer itself or needs data: write true, false or "gaussian".'
-        )
 
 
 def _outermost(

@@ -2,12 +2,11 @@
 Makes of what training leaves a directory that transformers load without AllenNLP.
 """
 
-import json
 import logging
 import os
 import tarfile
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional
 
 import torch
 from allennlp.common import Params
@@ -141,8 +140,6 @@ def export_huggingface(
         files.flush(os.path.join(unfinished, name))
     files.rename(unfinished, output_dir)
     files.flush(os.path.dirname(output_dir))
-    if adapters_only:
-        lora.warn_of_base(transformer, output_dir)
     warn_of_dense_attention(transformer)
     return output_dir
 
@@ -310,45 +307,21 @@ def _tokenizer(
 
 
 def _tokenizer_kwargs(config: Dict[str, Any], model_name: str) -> Dict[str, Any]:
-    """
-    Those with which the training loads the tokenizer of this pretrained model.
-
-    # Raises
-
-    `ConfigurationError`
-        If it loads several that are not alike.
-    """
-    found: Dict[str, Dict[str, Any]] = {}
-    for section in ("dataset_reader", "model"):
-        for path, parameters in _parameters_with(model_name, config.get(section), section):
-            # What cuts texts into tokens does so with none where none are written. Other indexers
-            # take its ids, and embedders ask for the size of the vocabulary.
-            kind = parameters.get("type")
-            makes_tokens = section == "dataset_reader" and (
-                kind == "pretrained_transformer_mismatched"
-                or (kind == "pretrained_transformer" and "indexer" not in path)
-            )
-            if makes_tokens or parameters.get("tokenizer_kwargs"):
-                found[f"{path}.tokenizer_kwargs"] = parameters.get("tokenizer_kwargs") or {}
-    for path, kwargs in found.items():
-        first = next(iter(found))
-        # AllenNLP writes this default out.
-        if {"use_fast": True, **kwargs} != {"use_fast": True, **found[first]}:
-            raise ConfigurationError(
-                f"'{first}' is {json.dumps(found[first])}, but '{path}' is {json.dumps(kwargs)}, "
-                f"so that it isn't clear which tokenizer of {model_name} to write: write the same "
-                f"for both, in the {CONFIG_NAME} of the serialization directory."
-            )
-    return next(iter(found.values()), {})
+    """Those with which the training's reader loads the tokenizer of this pretrained model."""
+    found = (
+        parameters["tokenizer_kwargs"]
+        for parameters in _parameters_with(model_name, config.get("dataset_reader"))
+        if parameters.get("tokenizer_kwargs")
+    )
+    return next(found, {})
 
 
-def _parameters_with(model_name: str, config: Any, path: str) -> Iterator[Tuple[str, Any]]:
-    """Those in a config that name this pretrained model, with their paths."""
+def _parameters_with(model_name: str, config: Any) -> Iterator[Dict[str, Any]]:
+    """Those in a config that name this pretrained model."""
     if isinstance(config, dict):
         if config.get("model_name") == model_name:
-            yield path, config
-        for key, value in config.items():
-            yield from _parameters_with(model_name, value, f"{path}.{key}")
-    elif isinstance(config, list):
-        for i, value in enumerate(config):
-            yield from _parameters_with(model_name, value, f"{path}.{i}")
+            yield config
+        config = list(config.values())
+    if isinstance(config, list):
+        for value in config:
+            yield from _parameters_with(model_name, value)

@@ -201,18 +201,6 @@ def test_the_tokenizer_is_that_of_the_reader(
     assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] == expected
     assert AutoTokenizer.from_pretrained(bert)(text)["input_ids"] != expected
 
-    changed = json.loads((result.serialization_dir / "config.json").read_text())
-    embedder = changed["model"]["text_field_embedder"]["token_embedders"]["tokens"]
-    embedder["tokenizer_kwargs"] = {"do_lower_case": True}
-    directory = tmp_path / "copy"
-    shutil.copytree(result.serialization_dir, directory)
-    (directory / "config.json").write_text(json.dumps(changed))
-    path = r"model.text_field_embedder.token_embedders.tokens.tokenizer_kwargs' is {.*: true}"
-    both = rf"'dataset_reader.tokenizer.tokenizer_kwargs' is {{.*: false}}, but '{path}"
-    with pytest.raises(ConfigurationError, match=both):
-        export_huggingface(str(directory), str(tmp_path / "refused"), best=True)
-    assert not list(tmp_path.glob("refused*"))
-
 
 def test_one_of_several_encoders_is_chosen_by_name(
     experiments: Experiments, bert: str, tmp_path: Path
