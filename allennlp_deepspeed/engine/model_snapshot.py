@@ -38,7 +38,7 @@ class ModelSnapshot:
 
     def __init__(self, model: torch.nn.Module, optimizer: Optional[torch.optim.Optimizer]) -> None:
         self._model = model
-        self._optimizer = getattr(optimizer, "stands_in_for", optimizer)
+        self._optimizer = optimizer
         self._device: Optional[torch.device] = None
         # The values are kept until the engine has its own.
         self._values: Dict[torch.nn.Parameter, torch.Tensor] = {}

@@ -4,8 +4,7 @@ for the CPU instead of AllenNLP's.
 """
 
 import logging
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Type
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 from allennlp.training.optimizers import (
@@ -67,15 +66,8 @@ COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
 }
 """By the class that is registered with AllenNLP."""
 
-# What the registered classes are made of, which is what is constructed in Python.
-_OF_TORCH: Dict[Type[torch.optim.Optimizer], Type[torch.optim.Optimizer]] = {
-    torch.optim.Adam: AdamOptimizer,
-    torch.optim.AdamW: AdamWOptimizer,
-    torch.optim.Adagrad: AdagradOptimizer,
-}
-
 # PyTorch counts steps in a tensor, the others in an `int`.
-_TORCH_OPTIMIZERS = tuple(_OF_TORCH)
+_TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _WITH_INT_STEPS = (
     HuggingfaceAdamWOptimizer,
     DeepSpeedCPUAdam,
@@ -121,41 +113,6 @@ def for_offload(
     return offloaded
 
 
-@contextmanager
-def standing_in(optimizer: torch.optim.Optimizer, given: torch.optim.Optimizer) -> Iterator[None]:
-    """
-    Context manager within which an optimizer steps the groups of another, which schedules and users
-    continue to hold: what they write there counts.
-
-    # Parameters
-
-    optimizer : `torch.optim.Optimizer`, required.
-        What `for_offload` has returned.
-    given : `torch.optim.Optimizer`, required.
-        What it was given.
-    """
-    optimizer.stands_in_for = given  # type: ignore[attr-defined]
-    settings = [
-        {name: value for name, value in group.items() if name not in theirs}
-        for group, theirs in zip(optimizer.param_groups, given.param_groups)
-    ]
-    for group, added in zip(given.param_groups, settings):
-        group.update(added)
-    optimizer.param_groups = given.param_groups
-    # Of the trainer and of others.
-    optimizer._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
-    optimizer._optimizer_step_post_hooks = given._optimizer_step_post_hooks
-    # A schedule of torch's asks for it, and warns.
-    given._opt_called = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = [dict(group) for group in given.param_groups]
-        for group, added in zip(given.param_groups, settings):
-            for name in added:
-                group.pop(name, None)
-
-
 def counterpart_of(
     optimizer: Type[torch.optim.Optimizer],
     settings: List[Dict[str, Any]],
@@ -171,7 +128,7 @@ def counterpart_of(
         Those of each of its groups.
     config : `ResolvedConfig`, required.
     """
-    counterpart = COUNTERPARTS.get(_OF_TORCH.get(optimizer, optimizer))
+    counterpart = COUNTERPARTS.get(optimizer)
     if config.offload_device == "none" or counterpart is None:
         return None
     if config.forces_cpu_optimizer is False:
@@ -200,7 +157,7 @@ def lacking(
     The name and the value of a setting that keeps the counterpart of an optimizer from taking its
     place, `None` if there is none. Arguments are those of `counterpart_of`.
     """
-    counterpart = COUNTERPARTS.get(_OF_TORCH.get(optimizer, optimizer))
+    counterpart = COUNTERPARTS.get(optimizer)
     lacks = {} if counterpart is None else counterpart.lacks
     for group in settings:
         for name, value in lacks.items():
@@ -226,9 +183,6 @@ def adapt_loaded_states(optimizer: torch.optim.Optimizer) -> None:
     """
     if not isinstance(optimizer, _TORCH_OPTIMIZERS + _WITH_INT_STEPS):
         return
-    stands_in_for = getattr(optimizer, "stands_in_for", None)
-    if stands_in_for is not None:  # see `standing_in`; PyTorch has put new ones in place
-        stands_in_for.param_groups = optimizer.param_groups
     for group in optimizer.param_groups:
         for name, value in optimizer.defaults.items():
             # PyTorch adds this one to all defaults when it loads states, for its own optimizers.

@@ -27,10 +27,8 @@ def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError(LOST_STATES)
 
-    held = _held(optimizer)
-    if held not in _refusals:
-        # A stand-in has the same hooks.
-        _refusals[held] = held.register_step_pre_hook(refuse)
+    if optimizer not in _refusals:
+        _refusals[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
 @contextmanager
@@ -39,10 +37,10 @@ def steps_allowed(optimizer: Optional[torch.optim.Optimizer]) -> Iterator[bool]:
     Context manager within which an optimizer may make steps. Yields whether its states are lost,
     so that only a checkpoint can replace them.
     """
-    if optimizer is None or _held(optimizer) not in _refusals:
+    if optimizer is None or optimizer not in _refusals:
         yield False
         return
-    _refusals.pop(_held(optimizer)).remove()
+    _refusals.pop(optimizer).remove()
     try:
         yield True
     finally:
@@ -51,7 +49,7 @@ def steps_allowed(optimizer: Optional[torch.optim.Optimizer]) -> Iterator[bool]:
 
 def has_stepped(optimizer: Optional[torch.optim.Optimizer]) -> bool:
     """Return whether an optimizer has states of steps. Adagrad has others from the beginning."""
-    states = () if optimizer is None else _held(optimizer).state.values()
+    states = () if optimizer is None else optimizer.state.values()
     return any(state and state.get("step", 1) != 0 for state in states)
 
 
@@ -64,7 +62,7 @@ def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         several workers.
     """
     is_distributed = dist.is_initialized() and dist.get_world_size() > 1
-    if is_distributed and _held(optimizer) in _refusals:
+    if is_distributed and optimizer in _refusals:
         raise ConfigurationError(LOST_STATES)
     own = set(model.parameters())
     for group in optimizer.param_groups:
@@ -76,8 +74,3 @@ def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     "something else. Construct it from the parameters of this model, after "
                     "anything that gives the model new ones."
                 )
-
-
-def _held(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that the user holds, where another one stands in for it."""
-    return getattr(optimizer, "stands_in_for", optimizer)

@@ -6,10 +6,10 @@ calls `deepspeed.initialize`.
 import gc
 import logging
 import weakref
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, Callable, ContextManager, Iterator, List, Optional
+from typing import Any, Callable, Iterator, List, Optional
 from unittest import mock
 
 import deepspeed
@@ -94,8 +94,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     wrap : `Callable[[Model, int], Callable[[], None]]`, optional
         Wraps modules of the model before the engine is brought up, given its ZeRO stage. Returns
         what undoes it.
-    around : `ContextManager[None]`, optional (default = `None`)
-        Entered before the engine is brought up, and left after it has been destroyed.
 
     # Raises
 
@@ -113,7 +111,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         find_unused_parameters: bool = False,
         checkpointed_modules: Optional[List[str]] = None,
         wrap: Callable[[Model, int], Callable[[], None]] = _wrap_nothing,
-        around: Optional[ContextManager[None]] = None,
     ) -> None:
         use_accelerator(device)
         check_loaded_weights(model, config)
@@ -143,7 +140,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         _check_autocast(config)
         with ExitStack() as undo_if_failed:
             undo_if_failed.callback(self.destroy)
-            self._undo.enter_context(around or nullcontext())
             if optimizer is not None:
                 used_optimizers.check(model, optimizer)
             self._undo.callback(wrap(model, self.config.zero_stage))

@@ -129,16 +129,13 @@ def construct(
     config = deepspeed_config.resolve(
         _settings(arguments, optimizer, data_loader, batches_per_epoch, device)
     )
-    steps_with = offloaded_optimizers.for_offload(optimizer, config)
-    around = None
-    if given is not None and steps_with is not None and steps_with is not given:
-        around = offloaded_optimizers.standing_in(steps_with, given)
+    # An object updates the weights itself, wherever they are.
+    steps_with = given or offloaded_optimizers.for_offload(optimizer, config)
     empty_groups = _empty_groups(steps_with)
     wrapped_model = wrap_model(
         model,
         config,
         steps_with,
-        around=around,
         device=device,
         local_rank=arguments["local_rank"],
         find_unused_parameters=find_unused_parameters,
