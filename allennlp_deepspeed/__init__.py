@@ -32,7 +32,6 @@ from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.engine.activation_checkpointing import DeepSpeedCheckpointWrapper
 from allennlp_deepspeed.engine.sequence_groups import reading_by_groups
-from allennlp_deepspeed.language_modeling import causal_lm_predictor
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.lora import LoraEmbedder
 from allennlp_deepspeed.reports.profiler_callback import ProfilerCallback
@@ -57,4 +56,3 @@ __all__ = [
 compat.apply()
 distributed_metrics.apply()
 preflight.install()
-causal_lm_predictor.install()

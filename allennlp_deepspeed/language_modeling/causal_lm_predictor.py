@@ -1,17 +1,14 @@
-import argparse
-import functools
 import json
 from typing import Any, Callable, Dict, List, Optional
 
 import torch
-from allennlp.commands import predict as predict_command
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import JsonDict
 from allennlp.data import DatasetReader, Instance
 from allennlp.models import Model
 from allennlp.predictors import Predictor
 from overrides import overrides
-from transformers import GenerationConfig, StoppingCriteria, TextStreamer
+from transformers import GenerationConfig, StoppingCriteria
 
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
 from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
@@ -26,9 +23,6 @@ class CausalLMPredictor(Predictor):
     `{"messages": [...]}`, such as the "causal_lm" reader does, whose responses it passes over, and
     gives `{"response": ..., "finish_reason": ...}`, where the latter is "stop", or "length" after
     `max_new_tokens`.
-
-    `allennlp predict` prints a response as it comes, unless it is `--silent` or has batches of
-    several.
 
     Registered as a `Predictor` with name "causal_lm".
 
@@ -53,8 +47,6 @@ class CausalLMPredictor(Predictor):
     stop : `List[str]`, optional (default = `None`)
         Strings at which a response ends, which may be special tokens of the tokenizer. They are no
         part of it.
-    stream : `bool`, optional (default = `False`)
-        Whether a response is printed as it comes.
     """
 
     def __init__(
@@ -68,7 +60,6 @@ class CausalLMPredictor(Predictor):
         top_p: Optional[float] = None,
         seed: int = 0,
         stop: Optional[List[str]] = None,
-        stream: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, dataset_reader, **kwargs)
@@ -92,7 +83,6 @@ class CausalLMPredictor(Predictor):
                 "The predictor is given 'temperature', 'top_k' or 'top_p', which only mean "
                 'something where tokens are drawn: write "sample": true, or leave them out.'
             )
-        self.stream = stream
         self._seed = seed
         self._tokenizer = dataset_reader.tokenizer
         # A response has none of them in its text.
@@ -141,10 +131,6 @@ class CausalLMPredictor(Predictor):
         arguments: Dict[str, Any] = {}
         if self._stop:
             arguments["stopping_criteria"] = [_StopStrings(self._stop, self._text, length)]
-        if self.stream and len(inputs) == 1:
-            arguments["streamer"] = TextStreamer(
-                self._tokenizer, skip_prompt=True, skip_special_tokens=True
-            )
         devices = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(self._seed)
@@ -234,17 +220,3 @@ class _StopStrings(StoppingCriteria):
         texts = [self._text(tokens) for tokens in input_ids[:, self._prompt_length :].tolist()]
         are_stopped = [any(stop in text for stop in self._stop) for text in texts]
         return torch.tensor(are_stopped, device=input_ids.device)
-
-
-def install() -> None:
-    """Has `allennlp predict` print responses as they come where it prints predictions."""
-    get_predictor = predict_command._get_predictor
-
-    @functools.wraps(get_predictor)
-    def get_streaming_predictor(args: argparse.Namespace) -> Predictor:
-        predictor = get_predictor(args)
-        if isinstance(predictor, CausalLMPredictor):
-            predictor.stream = not args.silent
-        return predictor
-
-    predict_command._get_predictor = get_streaming_predictor

@@ -84,15 +84,6 @@ def test_what_is_drawn_depends_on_the_seed_alone(learnt: Dict[str, Any]) -> None
     assert {draw(seed, top_p=1e-6) for seed in range(4)} == {"noun2 rest3 verb4"}
 
 
-def test_it_prints_a_response_as_it_comes(
-    learnt: Dict[str, Any], capsys: pytest.CaptureFixture
-) -> None:
-    predictor(learnt).predict("name1")
-    assert capsys.readouterr().out == ""
-    predictor(learnt, stream=True).predict("name1")
-    assert capsys.readouterr().out.strip() == "noun2 rest3 verb4"
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
