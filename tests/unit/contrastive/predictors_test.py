@@ -80,16 +80,6 @@ def test_a_text_is_embedded_on_its_side(side: str, inputs: Dict[str, str], embed
     json.dumps(output)
 
 
-def test_a_batch_of_queries_and_documents_keeps_its_order():
-    inputs = [{"text": "apple"}, {"document": "pear"}, {"document": "plum"}, {"query": "plum plum"}]
-    assert embedder().predict_batch_json(inputs) == [
-        {"embedding": [1, 0, 0], "text": "apple"},
-        {"embedding": [0, 2, 0], "text": "pear"},
-        {"embedding": [0, 0, 2], "text": "plum"},
-        {"embedding": [0, 0, 2], "text": "plum plum"},
-    ]
-
-
 @pytest.mark.parametrize("inputs", [{}, {"text": 3}, {"query": ""}, {"document": None}])
 def test_an_input_without_a_text_is_refused(inputs: Dict[str, Any]):
     with pytest.raises(ConfigurationError, match='Give an object such as {".*": "some text"}'):
