@@ -42,7 +42,6 @@ from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import agreement, internals, phases
-from allennlp_deepspeed.engine.node_local import write_model_states
 from allennlp_deepspeed.engine.offloaded_optimizers import adapt_loaded_states
 
 logger = logging.getLogger(__name__)
@@ -239,7 +238,9 @@ class DeepSpeedCheckpointer(Checkpointer):
                 trainer.best_weights.link_into(unfinished, self._files.left_out)
         dist.barrier()
         internals.set_checkpoint_engine(trainer.engine, self._files)
-        write_model_states(trainer.engine, trainer.directories.is_first_here)
+        if not trainer.engine.zero_optimization_partition_weights():
+            # Instead of rank 0 alone. At stage 3 each rank has model states of its own.
+            internals.set_saves_model_states(trainer.engine, trainer.directories.is_first_here)
         trainer.engine.save_checkpoint(
             unfinished,
             tag=ENGINE_TAG,

@@ -25,7 +25,6 @@ from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
-    bias_correction,
     deepspeed_logging,
     loss_scaling,
     module_hooks,
@@ -34,13 +33,13 @@ from allennlp_deepspeed.engine import (
 from allennlp_deepspeed.engine.compilation import Compiler
 from allennlp_deepspeed.engine.engine_mends import (
     allow_plain_backward,
+    corrected_by_step_count,
     destroy,
     keep_adagrad,
     undo_first_step,
 )
 from allennlp_deepspeed.engine.inner_gradients import inner_gradients_refused
-from allennlp_deepspeed.engine.loaded_weights import check_loaded_weights
-from allennlp_deepspeed.engine.model_check import check_model
+from allennlp_deepspeed.engine.model_check import check_loaded_weights, check_model
 from allennlp_deepspeed.engine.model_snapshot import ModelSnapshot
 from allennlp_deepspeed.engine.process_environment import (
     device_index,
@@ -204,7 +203,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             undo_first_step(self.engine)
         if isinstance(self.optimizer, torch.optim.Adagrad):
             keep_adagrad(self.engine)
-        self._undo.callback(bias_correction.corrected_by_step_count(self.optimizer))
+        self._undo.callback(corrected_by_step_count(self.optimizer))
         if config.precision == "fp16":
             enter(loss_scaling.mended_loss_scale(self.engine))
         if self._compiler is not None:

@@ -26,10 +26,10 @@ from allennlp_deepspeed.checkpoint.module_states import (
 from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.engine.phases import HOST_WAITS, during
 from allennlp_deepspeed.engine.random_states import random_states, set_random_states
+from allennlp_deepspeed.extensions.chunk_size import find_chunk_size, left_for_activations
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.batch_groups import BatchGroup
 from allennlp_deepspeed.training.callbacks import refuse_going_backward
-from allennlp_deepspeed.training.chunk_size import find_chunk_size, left_for_activations
 from allennlp_deepspeed.training.chunking import even_bounds, indivisible, num_examples, rows_of
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 

@@ -9,8 +9,8 @@ from overrides import overrides
 
 from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.engine.sequence_groups import SequenceGroup, check_model
-from allennlp_deepspeed.engine.ulysses import UlyssesAttention
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.extensions.ulysses import UlyssesAttention
 from allennlp_deepspeed.training.even_batches import EvenBatches
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 

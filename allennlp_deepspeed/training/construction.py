@@ -41,7 +41,7 @@ from allennlp_deepspeed.config.global_batch import (
 )
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
-from allennlp_deepspeed.engine import elementwise, offloaded_optimizers
+from allennlp_deepspeed.engine import offloaded_optimizers, optimizer_check
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
@@ -231,13 +231,13 @@ def wrap_model(
         If DeepSpeed can't shard the optimizer, or can't do with this model what `config` asks for.
     """
     if optimizer is None:
-        elementwise.check_section(config.engine_config["optimizer"], config)
+        optimizer_check.check_section(config.engine_config["optimizer"], config)
     else:
         name = type(optimizer).__name__
-        elementwise.check_elementwise(f"The optimizer is {name}", name, type(optimizer), config)
+        optimizer_check.check_elementwise(f"The optimizer is {name}", name, type(optimizer), config)
     wrapped_model = DeepSpeedWrappedModel(model, config, optimizer=optimizer, **kwargs)
     if optimizer is not None and dist.get_rank() == 0:
-        elementwise.warn_if_unknown(type(optimizer), config)
+        optimizer_check.warn_if_unknown(type(optimizer), config)
     return wrapped_model
 
 

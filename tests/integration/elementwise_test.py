@@ -15,7 +15,7 @@ from allennlp.training.optimizers import DenseSparseAdam, HuggingfaceAdamWOptimi
 from deepspeed.ops.lion import FusedLion
 from torch import nn
 
-from allennlp_deepspeed.engine.elementwise import ELEMENTWISE, is_elementwise
+from allennlp_deepspeed.engine.optimizer_check import ELEMENTWISE, is_elementwise
 from allennlp_deepspeed.engine.optimizers import LionOptimizer
 from allennlp_deepspeed.engine.process_environment import process_environment
 from allennlp_deepspeed.launch import preflight

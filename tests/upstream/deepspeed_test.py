@@ -56,7 +56,7 @@ def test_zero_replaces_adagrad() -> bool:
     return engine_of(model, 2, adagrad).optimizer.optimizer is not adagrad
 
 
-@mended_by("engine.bias_correction.corrected_by_step_count")
+@mended_by("engine.engine_mends.corrected_by_step_count")
 def test_adam_on_the_cpu_rounds_in_another_way_after_an_interruption() -> bool:
     def weights_after_steps(interrupted_before: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)

@@ -10,8 +10,10 @@ from allennlp.modules import Seq2SeqEncoder
 from torch.utils.checkpoint import checkpoint
 
 from allennlp_deepspeed.attention import BlockSparseAttention
-from allennlp_deepspeed.attention.block_sparse_attention import SparseAttention
-from allennlp_deepspeed.attention.flex_kernel import attend_with_flex_attention
+from allennlp_deepspeed.attention.block_sparse_attention import (
+    SparseAttention,
+    attend_with_flex_attention,
+)
 
 LAYOUTS: Dict[str, Dict[str, Any]] = {
     "fixed": {"mode": "fixed", "num_local_blocks": 2},
