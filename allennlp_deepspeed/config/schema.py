@@ -13,9 +13,6 @@ from typing import Annotated, Any, Callable, Dict, List, Optional
 import torch
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime import config as ds_config
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -58,17 +55,6 @@ del _SCHEDULERS["ReduceLROnPlateau"]
 # What DeepSpeed used to have, and what does the same without compressing what it communicates.
 _FORMER_OPTIMIZERS = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
-# By DeepSpeed's name of an optimizer, which it takes in any case.
-_OPTIMIZERS: Dict[str, List[type]] = {
-    "adam": [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW],
-    "adamw": [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW],
-    "lion": [FusedLion, DeepSpeedCPULion],
-    "lamb": [FusedLamb],
-    "adagrad": [torch.optim.Adagrad],
-}
-# In addition to the arguments of its classes, what DeepSpeed's engine takes out itself.
-_OF_ENGINE = ("torch_adam", "adam_w_mode", "adamw_mode", "fp32_optimizer_states", "foreach")
-
 
 def _check_optimizer_type(name: str) -> str:
     known = [*ds_config.DEEPSPEED_OPTIMIZERS, *_TORCH_OPTIMIZERS]
@@ -87,17 +73,6 @@ def _check_scheduler_type(name: str) -> str:
         hint = did_you_mean(name, list(_SCHEDULERS))
         raise ValueError(f"must be a learning rate scheduler of DeepSpeed's or torch's; {hint}")
     return name
-
-
-def optimizer_parameters(name: str) -> List[str]:
-    """Returns what `optimizer.params` can hold for a type, nothing if that isn't known."""
-    classes = _OPTIMIZERS.get(name.lower(), [])
-    # DeepSpeed's own names come first: its Muon isn't torch's.
-    if name.lower() not in ds_config.DEEPSPEED_OPTIMIZERS and name in _TORCH_OPTIMIZERS:
-        classes = [_TORCH_OPTIMIZERS[name]]
-    names = [key for each in classes for key in inspect.signature(each).parameters]
-    known = dict.fromkeys([*names, *_OF_ENGINE] if names else [])
-    return [key for key in known if key not in ("params", "model_params")]
 
 
 def scheduler_parameters(name: str) -> Dict[str, inspect.Parameter]:

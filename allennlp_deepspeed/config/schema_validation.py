@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import did_you_mean, explain
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
-from allennlp_deepspeed.config.schema import Schema, optimizer_parameters, scheduler_parameters
+from allennlp_deepspeed.config.schema import Schema
 from allennlp_deepspeed.config.support import UNSUPPORTED
 from allennlp_deepspeed.config.values import as_json, unquoted
 from allennlp_deepspeed.deepspeed_api import ZERO_OPTIMIZATION
@@ -44,10 +44,6 @@ _KEYS_OF_TRAINER = {*TRAINER_KEYS, *inspect.signature(GradientDescentTrainer.__i
 # For keys whose nearest known name isn't what is meant.
 _INSTEAD = {
     "aio.thread_count": '"intra_op_parallelism"',
-    "optimizer.params.max_grad_norm": '"grad_norm" in the trainer',
-    "scheduler.params.warmup_max_lr": "the learning rate to rise to as that of the optimizer",
-    "scheduler.params.warmup_min_lr": '"warmup_min_ratio", a share of the optimizer\'s',
-    "scheduler.params.warmup_ratio": '"warmup_num_steps", in optimizer steps',
     "sparse_attention": 'its keys into the "attention" of an encoder',
 }
 
@@ -65,7 +61,7 @@ def validate(config: Dict[str, Any], findings: Findings) -> None:
         Gets a line for each key that is unknown, removed or unsupported, or whose value is wrong.
     """
     found: Dict[str, str] = {}
-    for check in (_unsupported, _wrong_keys, _wrong_params, _wrong_values):
+    for check in (_unsupported, _wrong_keys, _wrong_values):
         for path, text in check(config):
             if not any(_is_within(path, other) or _is_within(other, path) for other in found):
                 found[path] = text
@@ -111,24 +107,6 @@ def _wrong_keys(
             isinstance(value, bool) or (isinstance(value, str) and value != AUTO)
         ):
             yield path, f" is {as_json(value)}: must be a number{unquoted(value)}"
-
-
-def _wrong_params(config: Dict[str, Any]) -> _Problems:
-    """Yields the `params` of a section that aren't arguments of the class that it names."""
-    for section, parameters in (
-        ("optimizer", optimizer_parameters),
-        ("scheduler", scheduler_parameters),
-    ):
-        name, params = lookup(config, f"{section}.type"), lookup(config, f"{section}.params")
-        known = list(parameters(name)) if isinstance(name, str) else []
-        for key, value in params.items() if known and isinstance(params, dict) else ():
-            path = f"{section}.params.{key}"
-            if key not in known:
-                instead = _INSTEAD.get(path)
-                hint = f"write {instead}" if instead else did_you_mean(key, known)
-                yield path, f" is no parameter of {name}: {hint}"
-            elif unquoted(value):
-                yield path, f" is {as_json(value)}: must be a number{unquoted(value)}"
 
 
 def _wrong_values(config: Dict[str, Any]) -> _Problems:

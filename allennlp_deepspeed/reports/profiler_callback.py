@@ -91,7 +91,7 @@ class ProfilerCallback(TrainerCallback):
                 "The callback 'profiler' needs the 'deepspeed' trainer: write "
                 '"type": "deepspeed" in the trainer, or leave out the callback.'
             )
-        self._start_or_stop(trainer.steps_completed_at_start, is_primary)
+        self._start_or_stop(trainer.progress.total_batches_completed_at_start, is_primary)
 
     @overrides
     def on_batch(

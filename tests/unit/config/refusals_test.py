@@ -24,7 +24,6 @@ WRONG = [
     {"aio": {"thread_count": 1}},
     {"checkpoint": {"writer": {"typ": "FAST"}}},
     {"optimizer": {"type": "AdamW", "parms": {}}},
-    {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
     {"elasticity": {"enabled": True}},
     {"amp": {"enabled": True}},
     {"sparse_attention": {}},
@@ -45,7 +44,6 @@ WRONG = [
     {"checkpoint": {"tag_validation": "no"}},
     {"optimizer": {"params": {"lr": 1}}},
     {"optimizer": {"type": "AdmW"}},
-    {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}},
     {"scheduler": {"type": "ReduceLROnPlateau"}},
     {"scheduler": {"type": "OneCycle"}},
     {
@@ -89,9 +87,6 @@ WRONG = [
     {"num_epochs": 3},
     {"zero_optimization.stage": 2},
     {"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}},
-    {"optimizer": {"type": "AdamW", "params": {"lr": "0.1"}}},
-    {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "wd": 1}}},
-    {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_max_lr": 0.1}}},
     {"gradient_clipping": "1.0", "zero_optimization": {"stage": "3"}},
     # Several at once
     {"zero_optimization": {"stge": 1, "offload_optimzer": {}}, "fp61": {}},
