@@ -15,11 +15,8 @@ from allennlp_deepspeed.reports.run_report import RunReport
 
 class EpochMetricsCallback(TrainerCallback):
     """
-    Remembers the metrics of the last epoch. Not registered: each `DeepSpeedTrainer` has one.
-
-    Works around AllenNLP 2.10.1: the metrics of the last epoch are in no checkpoint, so that a
-    training that is continued at its end doesn't return them. Gone when `_try_train` doesn't begin
-    with empty ones.
+    Remembers the metrics of the last epoch, which AllenNLP has in no checkpoint, for a training
+    that is continued at its end. Not registered: each `DeepSpeedTrainer` has one.
     """
 
     def __init__(self, serialization_dir: str) -> None:

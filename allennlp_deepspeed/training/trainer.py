@@ -645,8 +645,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         Continues from the newest checkpoint, if there is one. To be called by every rank.
 
-        Works around AllenNLP 2.10.1: a training that has stopped early trains one more epoch when
-        it is continued. Gone when `_try_train` asks whether to stop before it trains.
+        Works around AllenNLP 2.10.1: a training that is continued at its end trains one more epoch
+        if it had stopped early, and else returns no metrics. Gone when `_try_train` asks whether to
+        stop before it trains, and doesn't begin with empty metrics.
         """
         self._ddp_wrapped_model.check_is_up()
         state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
