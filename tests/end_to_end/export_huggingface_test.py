@@ -279,7 +279,7 @@ def test_weights_of_another_model_are_refused(
 
 
 def test_models_without_a_transformer_are_refused(experiments: Experiments, tmp_path: Path) -> None:
-    result = experiments.run(load_config("classifier", {"trainer.num_epochs": 1}))
+    result = experiments.run(load_config("classifier", TWO_WORKERS))
     with pytest.raises(ConfigurationError, match="none of transformers' models inside"):
         export_huggingface(str(result.archive), str(tmp_path / "out"))
 
