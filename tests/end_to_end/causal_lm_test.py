@@ -214,7 +214,7 @@ def test_pretrained_weights_with_adapters(
     torch.testing.assert_close(result.weights()[f"transformer.{name}"], frozen[name])
 
     assert result.final_metrics()["best_epoch"] == 1, "Else another checkpoint is exported."
-    weights = exported(result, tmp_path / "merged", "--merge-adapters")
+    weights = exported(result, tmp_path / "merged", merge_adapters=True)
     assert not any("lora" in name or "base_layer" in name for name in weights)
     inputs = batch(LLAMA["vocab_size"])
     models = [

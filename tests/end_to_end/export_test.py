@@ -8,6 +8,7 @@ from typing import Any, Dict, List
 
 import pytest
 import torch
+from allennlp.common.util import import_module_and_submodules
 
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.checkpoint.export import export
@@ -16,6 +17,7 @@ from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, dumped, resizable
 from tests.support.command import REPOSITORY, allennlp, subprocess_allennlp
 from tests.support.experiment import (
+    INCLUDED,
     Config,
     Experiments,
     Result,
@@ -24,12 +26,10 @@ from tests.support.experiment import (
 from tests.support.tensor_memory import TensorMemory
 
 
-def exported(result: Result, output: Path, *arguments: Any) -> Dict[str, torch.Tensor]:
-    """What `allennlp deepspeed export` writes to `weights.th`."""
-    run = allennlp(
-        "deepspeed", "export", result.serialization_dir, "--output", output, *arguments
-    ).check()
-    assert run.output.endswith(f"{output}\n")
+def exported(result: Result, output: Path, **arguments: Any) -> Dict[str, torch.Tensor]:
+    """What is in `weights.th`, and in the archive too."""
+    import_module_and_submodules(INCLUDED)
+    assert export(str(result.serialization_dir), output_dir=str(output), **arguments) == str(output)
     assert sorted(path.name for path in output.iterdir()) == ["model.tar.gz", "weights.th"]
     weights = torch.load(output / "weights.th", weights_only=True)
     with tarfile.open(output / "model.tar.gz") as archive:
@@ -63,7 +63,7 @@ def test_exported_weights_are_those_of_training(
     result = experiments.run(deepspeed(resizable(4), stage, **sections))
     weights = exported(result, tmp_path / "newest")
     assert_identical(weights, dumped(result, "e1_b4")["weights"])
-    weights = exported(result, tmp_path / "first", "--epoch", 1)
+    weights = exported(result, tmp_path / "first", epoch=1)
     assert_identical(weights, dumped(result, "e0_b4")["weights"])
 
 
@@ -106,10 +106,15 @@ def test_the_installed_command_finds_the_commands_of_this_package(
     experiments: Experiments, tmp_path: Path
 ):
     result = experiments.run(deepspeed(resizable(4), 3))
-    command = ("deepspeed", "export", result.serialization_dir, "--output", tmp_path / "export")
+    output = tmp_path / "export"
+    arguments = (result.serialization_dir, "--output", output, "--epoch", 1)
     environment = {**os.environ, "HOME": str(tmp_path)}
-    subprocess_allennlp(*command, cwd=REPOSITORY, env=environment).check()
-    assert (tmp_path / "export" / "model.tar.gz").exists()
+    run = subprocess_allennlp(
+        "deepspeed", "export", *arguments, cwd=REPOSITORY, env=environment
+    ).check()
+    assert run.output.endswith(f"{output}\n")
+    weights = torch.load(output / "weights.th", weights_only=True)
+    assert_identical(weights, dumped(result, "e0_b4")["weights"])
 
 
 def test_by_default_the_files_are_beside_the_checkpoint(experiments: Experiments, tmp_path: Path):

@@ -18,7 +18,6 @@ from tests.end_to_end.export_test import assert_identical, exported
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.command import allennlp
 from tests.support.experiment import (
-    INCLUDED,
     TWO_WORKERS,
     Config,
     Experiments,
@@ -147,7 +146,7 @@ def test_tied_frozen_parameters_are_left_out_and_found_by_another_number_of_work
     tied = {"_embedding.weight", "_same_embedding.weight", "_decoder.weight"}
     left = serialization.load(result.serialization_dir / "checkpoint_e1_b0" / "best.th")
     assert left.keys() == result.weights().keys() - tied
-    weights = exported(result, tmp_path / "export", "--include-package", INCLUDED)
+    weights = exported(result, tmp_path / "export")
     assert_identical(weights, result.weights())
     config["distributed"] = {"cuda_devices": [-1, -1, -1]}
     recovered = recover(result, tmp_path, config, "checkpoint_e1_b0")
@@ -187,7 +186,9 @@ def test_a_model_with_merged_adapters_needs_nothing_but_allennlp(
 ) -> None:
     config = checkpointed(bert, 3)
     result = experiments.run(config)
-    weights = exported(result, tmp_path / "merged", "--merge-adapters")
+    arguments = (result.serialization_dir, "--output", tmp_path / "merged", "--merge-adapters")
+    allennlp("deepspeed", "export", *arguments).check()
+    weights = torch.load(tmp_path / "merged" / "weights.th", weights_only=True)
     assert not any(re.search("lora|base_layer", name) for name in weights)
     data = config["validation_data_path"]
     archives = {"merged": tmp_path / "merged" / "model.tar.gz", "adapted": result.archive}
