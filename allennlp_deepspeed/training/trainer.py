@@ -384,7 +384,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._checkpointer is not None:
             self._checkpointer.check_state(self)
         is_compiled = self.resolved_config.torch_compile is not None
-        if is_compiled or (self._progress.start > PointInTime(0, 0) and self._primary):
+        if self._primary and (is_compiled or self._progress.start > PointInTime(0, 0)):
             for callback in self._callbacks:
                 if isinstance(callback, ConfidenceChecksCallback):
                     callback._verification.destroy_hooks()
