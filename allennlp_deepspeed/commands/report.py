@@ -1,6 +1,5 @@
 import argparse
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from allennlp.common.checks import ConfigurationError
@@ -30,15 +29,6 @@ class Report:
             type=str,
             help="the file to write (default: report.html in the first directory)",
         )
-        subparser.add_argument(
-            "--watch",
-            action="store_true",
-            help="instead of writing a file, serve the page to this machine, and keep it up while "
-            "a run trains, until Ctrl-C",
-        )
-        subparser.add_argument(
-            "--port", type=int, default=0, help="with --watch (default: one that is free)"
-        )
         subparser.set_defaults(func=self.run)
         return subparser
 
@@ -50,18 +40,9 @@ class Report:
 
     def _run(self, args: argparse.Namespace) -> None:
         # Optional, unlike this command.
-        from allennlp_deepspeed.report_page import watch
         from allennlp_deepspeed.report_page.page import page
 
         directories = args.serialization_dirs
-        if not args.watch:
-            html = page(directories)
-            path = args.output or str(Path(directories[0]) / "report.html")
-            files.write(html, path)
-            print(path)
-            return
-        page(directories)  # says what is wrong before there is a server
-        with watch.server(directories, args.port) as server:
-            print(f"http://localhost:{server.server_port}/", flush=True)
-            with suppress(KeyboardInterrupt):
-                server.serve_forever()
+        path = args.output or str(Path(directories[0]) / "report.html")
+        files.write(page(directories), path)
+        print(path)

@@ -74,8 +74,7 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
     settings = _console_settings(arguments, launched)
     with ExitStack() as stack:
         if launched is None or launched.local_rank == 0:
-            started_by = None if launched is None else launched.launcher
-            stack.enter_context(ends_with_how_to_continue(arguments, started_by))
+            stack.enter_context(ends_with_how_to_continue(arguments))
         with shown_on_console(settings):
             config = _checked(arguments, launched)
             if not nodes.has_workers(config):

@@ -1,6 +1,6 @@
 import json
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List
 
 from rich.filesize import decimal
 
@@ -8,14 +8,12 @@ from allennlp_deepspeed.report_page.charts import draw, is_finite
 from allennlp_deepspeed.report_page.run import Run, differences, named
 
 
-def page(directories: List[str], refresh: Optional[int] = None) -> str:
+def page(directories: List[str]) -> str:
     """
     # Parameters
 
     directories : `List[str]`, required.
         Serialization directories.
-    refresh : `int`, optional (default = `None`)
-        Seconds after which a browser reloads the page.
 
     # Returns
 
@@ -47,7 +45,6 @@ def page(directories: List[str], refresh: Optional[int] = None) -> str:
         drawing=drawing,
         differences=differences([run.config for run in runs]),
         environments=_table([_environment(run) for run in runs]),
-        refresh=refresh,
     )
 
 

@@ -114,7 +114,7 @@ def test_an_interrupted_launch_says_how_to_continue(
     environment = {"ALLENNLP_LOG_LEVEL": ""}
     run = launched.run([*torchrun, *train(config, tmp_path, "--force")], environment=environment)
     assert run.returncode != 0
-    how = "start it by torchrun as before, with --recover instead of --force"
+    how = "start it as before, with --recover and without --force"
     (line,) = [line for line in launched.output().splitlines() if "The newest checkpoint" in line]
     assert line.endswith(f"To continue from it: {how}")
 

@@ -4,16 +4,11 @@ The page of `allennlp deepspeed report`, of runs whose metrics are written here.
 
 import json
 import re
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
-from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.report_page import watch
 from allennlp_deepspeed.report_page.charts import charts
 from allennlp_deepspeed.report_page.page import page
 from allennlp_deepspeed.report_page.run import Run, differences
@@ -151,30 +146,3 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     assert [message for message in shown.messages if "[bokeh" not in message] == []
     assert shown.num_pixels(BLUE) > 300
     assert shown.num_pixels(ORANGE) > 300
-
-
-def test_a_page_is_served_as_the_run_is(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    with watch.server([str(run)], 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            address = f"http://localhost:{server.server_port}"
-
-            def get(path: str, **headers: str) -> str:
-                request = urllib.request.Request(address + path, headers=headers)
-                with urllib.request.urlopen(request, timeout=30) as answer:
-                    return answer.read().decode()
-
-            assert 'http-equiv="refresh"' in get("/")
-            with open(run / FILE_NAME, "a") as file:
-                line = {"kind": "step", "time": 2e6, "step": 9, "epoch": 1, "loss": 0.123456}
-                file.write(json.dumps(line) + "\n")
-            assert "0.123456" in get("/")
-            for path, headers, status in (("/config.json", {}, 404), ("/", {"Host": "a.b"}, 403)):
-                with pytest.raises(urllib.error.HTTPError) as raised:
-                    get(path, **headers)
-                assert raised.value.code == status
-            with pytest.raises(ConfigurationError, match=f"--port {server.server_port}"):
-                watch.server([str(run)], server.server_port)
-        finally:
-            server.shutdown()
