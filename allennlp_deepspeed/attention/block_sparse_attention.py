@@ -207,7 +207,7 @@ def _explanations(errors: ValidationError, section: Dict[str, Any]) -> List[str]
         # The first is the mode, by which the layout is chosen.
         path = ".".join(["attention", *map(str, error["loc"][1:])])
         if error["type"].startswith("union_tag"):
-            modes = "'bigbird', 'bslongformer', 'dense', 'fixed', 'sliding_window' or 'variable'"
+            modes = "'bigbird', 'bslongformer', 'dense', 'fixed' or 'sliding_window'"
             lines.append(f"'attention.mode' is {section.get('mode')!r}: write {modes}.")
         elif error["type"] == "extra_forbidden":
             lines.append(f"'{path}': the mode '{section['mode']}' has no such key; remove it.")

@@ -7,7 +7,7 @@ that of a longer one, so that what is computed for a text doesn't depend on how 
 padded.
 """
 
-from typing import Annotated, ClassVar, Iterator, List, Literal, Optional, Tuple
+from typing import Annotated, ClassVar, Iterator, Literal, Optional, Tuple
 
 import numpy
 import torch
@@ -140,101 +140,7 @@ class DenseLayout(Layout):
         return torch.ones(num_blocks, num_blocks, dtype=torch.bool)
 
 
-class _HasRandomBlocks(Layout):
-    """
-    # Parameters
-
-    num_random_blocks : `int`
-        How many blocks of keys are drawn for each block of queries.
-    seed : `int`, optional (default = `0`)
-        Of the drawing. From the same seed come the same blocks, in each process and each time.
-    max_length : `int`, optional (default = `2048`)
-        The tokens of the longest sequence: blocks are drawn from that many, so that shorter
-        sequences have fewer. It is in use only with random blocks.
-    """
-
-    depends_on_head: ClassVar[bool] = True
-
-    num_random_blocks: NonNegative = 0
-    seed: Annotated[StrictInt, Field(ge=0, lt=2**32)] = 0
-    max_length: Positive = 2048
-
-    @property
-    def length_limit(self) -> Optional[int]:
-        return self.max_length if self.num_random_blocks > 0 else None
-
-    def _random_blocks(self, num_blocks: int, num_layouts: int, layer: int) -> torch.Tensor:
-        if self.num_random_blocks == 0:
-            return super()._random_blocks(num_blocks, num_layouts, layer)
-        size = -(-self.max_length // self.block)
-        # The stream of this generator is the same in all versions of NumPy.
-        drawn = numpy.random.RandomState([self.seed, layer]).random_sample(
-            (num_layouts, size, size)
-        )
-        if self.is_unidirectional:
-            rows, later = numpy.triu_indices(size, 1)
-            drawn[:, rows, later] = numpy.inf
-        columns = torch.from_numpy(drawn).argsort(dim=-1)[..., : self.num_random_blocks]
-        # Blocks of padding may come after those of the longest sequence.
-        size = max(size, num_blocks)
-        layout = torch.zeros(num_layouts, size, size, dtype=torch.bool)
-        layout[:, : columns.size(1)].scatter_(-1, columns, True)
-        return layout[:, :num_blocks, :num_blocks]
-
-
-class _HasGlobalIndices(Layout):
-    """
-    # Parameters
-
-    global_block_indices : `List[int]`, optional (default = `[0]`)
-        The blocks that are global, or where ranges of global blocks begin.
-    global_block_end_indices : `List[int]`, optional (default = `None`)
-        Where these ranges end: the first block that isn't global any more.
-    """
-
-    global_block_indices: Tuple[NonNegative, ...] = (0,)
-    global_block_end_indices: Optional[Tuple[NonNegative, ...]] = None
-
-    @model_validator(mode="after")
-    def _check_global_indices(self) -> "_HasGlobalIndices":
-        ends = self.global_block_end_indices
-        if ends is not None and (
-            len(ends) != len(self.global_block_indices)
-            or any(start >= end for start, end in self._global_ranges())
-        ):
-            raise ValueError(
-                "global_block_end_indices must have a larger number for each of "
-                "global_block_indices"
-            )
-        return self
-
-    def _global_ranges(self) -> Iterator[Tuple[int, int]]:
-        starts = self.global_block_indices
-        ends = self.global_block_end_indices
-        return zip(starts, [start + 1 for start in starts] if ends is None else ends)
-
-
-class _HasHorizontal(Layout):
-    """
-    # Parameters
-
-    horizontal_global_attention : `bool`, optional (default = `False`)
-        Whether global blocks attend to all too, and aren't only attended to.
-    """
-
-    horizontal_global_attention: StrictBool = False
-
-    @model_validator(mode="after")
-    def _check_horizontal(self) -> "_HasHorizontal":
-        if self.horizontal_global_attention and self.is_unidirectional:
-            raise ValueError(
-                'horizontal_global_attention needs "attention": "bidirectional": a token can\'t '
-                "attend to all and to no later one"
-            )
-        return self
-
-
-class FixedLayout(_HasHorizontal):
+class FixedLayout(Layout):
     """
     DeepSpeed's "fixed", after "Generating Long Sequences with Sparse Transformers" (Child et al.,
     2019, https://arxiv.org/abs/1904.10509, section 4.2): windows beside each other, whose blocks
@@ -249,6 +155,8 @@ class FixedLayout(_HasHorizontal):
     num_different_global_patterns : `int`, optional (default = `1`)
         How many heads in a row have other global blocks: the last ones of a window, those before
         them, and so on. More than 1 needs `different_layout_per_head`.
+    horizontal_global_attention : `bool`, optional (default = `False`)
+        Whether global blocks attend to all too, and aren't only attended to.
     """
 
     depends_on_head: ClassVar[bool] = True
@@ -257,9 +165,15 @@ class FixedLayout(_HasHorizontal):
     num_local_blocks: Positive = 4
     num_global_blocks: Positive = 1
     num_different_global_patterns: Positive = 1
+    horizontal_global_attention: StrictBool = False
 
     @model_validator(mode="after")
     def _check_patterns(self) -> "FixedLayout":
+        if self.horizontal_global_attention and self.is_unidirectional:
+            raise ValueError(
+                'horizontal_global_attention needs "attention": "bidirectional": a token can\'t '
+                "attend to all and to no later one"
+            )
         if self.num_local_blocks % self.num_global_blocks != 0:
             raise ValueError("num_local_blocks must be a multiple of num_global_blocks")
         if self.num_different_global_patterns > 1 and not self.different_layout_per_head:
@@ -283,34 +197,7 @@ class FixedLayout(_HasHorizontal):
         return layout
 
 
-class VariableLayout(_HasRandomBlocks, _HasGlobalIndices, _HasHorizontal):
-    """
-    DeepSpeed's "variable": windows beside each other that may be of different sizes, global blocks
-    by their indices, and random ones.
-
-    # Parameters
-
-    local_window_blocks : `List[int]`, optional (default = `[4]`)
-        The blocks of the first windows. The last number is that of all that follow, too.
-    """
-
-    mode: Literal["variable"]
-    local_window_blocks: Annotated[Tuple[Positive, ...], Field(min_length=1)] = (4,)
-
-    def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
-        windows: List[int] = []
-        while len(windows) < num_blocks:
-            number = windows[-1] + 1 if windows else 0
-            size = self.local_window_blocks[min(number, len(self.local_window_blocks) - 1)]
-            windows += [number] * size
-        window = torch.tensor(windows[:num_blocks])
-        layout = window[:, None] == window
-        for start, end in self._global_ranges():
-            _make_global(layout, start, end, self.horizontal_global_attention)
-        return layout
-
-
-class BigBirdLayout(_HasRandomBlocks):
+class BigBirdLayout(Layout):
     """
     DeepSpeed's "bigbird", after "Big Bird: Transformers for Longer Sequences" (Zaheer et al., 2020,
     https://arxiv.org/abs/2007.14062, section 2): neighbouring blocks, first blocks that attend to
@@ -322,12 +209,45 @@ class BigBirdLayout(_HasRandomBlocks):
         The block itself and its neighbours, half on either side.
     num_global_blocks : `int`, optional (default = `1`)
         The first ones.
+    num_random_blocks : `int`, optional (default = `1`)
+        How many blocks of keys are drawn for each block of queries.
+    seed : `int`, optional (default = `0`)
+        Of the drawing. From the same seed come the same blocks, in each process and each time.
+    max_length : `int`, optional (default = `2048`)
+        The tokens of the longest sequence: blocks are drawn from that many, so that shorter
+        sequences have fewer. It is in use only with random blocks.
     """
+
+    depends_on_head: ClassVar[bool] = True
 
     mode: Literal["bigbird"]
     num_random_blocks: NonNegative = 1
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**32)] = 0
+    max_length: Positive = 2048
     num_sliding_window_blocks: Positive = 3
     num_global_blocks: NonNegative = 1
+
+    @property
+    def length_limit(self) -> Optional[int]:
+        return self.max_length if self.num_random_blocks > 0 else None
+
+    def _random_blocks(self, num_blocks: int, num_layouts: int, layer: int) -> torch.Tensor:
+        if self.num_random_blocks == 0:
+            return super()._random_blocks(num_blocks, num_layouts, layer)
+        size = -(-self.max_length // self.block)
+        # The stream of this generator is the same in all versions of NumPy.
+        drawn = numpy.random.RandomState([self.seed, layer]).random_sample(
+            (num_layouts, size, size)
+        )
+        if self.is_unidirectional:
+            rows, later = numpy.triu_indices(size, 1)
+            drawn[:, rows, later] = numpy.inf
+        columns = torch.from_numpy(drawn).argsort(dim=-1)[..., : self.num_random_blocks]
+        # Blocks of padding may come after those of the longest sequence.
+        size = max(size, num_blocks)
+        layout = torch.zeros(num_layouts, size, size, dtype=torch.bool)
+        layout[:, : columns.size(1)].scatter_(-1, columns, True)
+        return layout[:, :num_blocks, :num_blocks]
 
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
         layout = _near(num_blocks, self.num_sliding_window_blocks // 2)
@@ -335,7 +255,7 @@ class BigBirdLayout(_HasRandomBlocks):
         return layout
 
 
-class BSLongformerLayout(_HasGlobalIndices):
+class BSLongformerLayout(Layout):
     """
     DeepSpeed's "bslongformer", the Longformer's in blocks: neighbouring blocks, and global blocks
     by their indices.
@@ -344,10 +264,34 @@ class BSLongformerLayout(_HasGlobalIndices):
 
     num_sliding_window_blocks : `int`, optional (default = `3`)
         The block itself and its neighbours, half on either side.
+    global_block_indices : `List[int]`, optional (default = `[0]`)
+        The blocks that are global, or where ranges of global blocks begin.
+    global_block_end_indices : `List[int]`, optional (default = `None`)
+        Where these ranges end: the first block that isn't global any more.
     """
 
     mode: Literal["bslongformer"]
     num_sliding_window_blocks: Positive = 3
+    global_block_indices: Tuple[NonNegative, ...] = (0,)
+    global_block_end_indices: Optional[Tuple[NonNegative, ...]] = None
+
+    @model_validator(mode="after")
+    def _check_global_indices(self) -> "BSLongformerLayout":
+        ends = self.global_block_end_indices
+        if ends is not None and (
+            len(ends) != len(self.global_block_indices)
+            or any(start >= end for start, end in self._global_ranges())
+        ):
+            raise ValueError(
+                "global_block_end_indices must have a larger number for each of "
+                "global_block_indices"
+            )
+        return self
+
+    def _global_ranges(self) -> Iterator[Tuple[int, int]]:
+        starts = self.global_block_indices
+        ends = self.global_block_end_indices
+        return zip(starts, [start + 1 for start in starts] if ends is None else ends)
 
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
         layout = _near(num_blocks, self.num_sliding_window_blocks // 2)
@@ -362,7 +306,6 @@ LAYOUTS = (
     DenseLayout,
     FixedLayout,
     SlidingWindowLayout,
-    VariableLayout,
 )
 
 

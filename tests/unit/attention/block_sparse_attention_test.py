@@ -24,7 +24,6 @@ LAYOUTS: Dict[str, Dict[str, Any]] = {
         "different_layout_per_head": True,
     },
     "unidirectional": {"mode": "fixed", "attention": "unidirectional"},
-    "variable": {"mode": "variable", "num_random_blocks": 1, "local_window_blocks": [1, 2]},
     "bigbird": {"mode": "bigbird", "different_layout_per_head": True, "max_length": 64},
     "bslongformer": {"mode": "bslongformer", "global_block_indices": [2]},
     "sliding_window": {"mode": "sliding_window", "window": 5, "num_global_tokens": 1},

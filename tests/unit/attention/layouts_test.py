@@ -28,18 +28,8 @@ def picture(blocks: torch.Tensor) -> List[str]:
             ["#....", "##...", ".##..", ".###.", ".#.##"],
         ),
         (
-            {"mode": "variable", "local_window_blocks": [1, 2], "global_block_indices": [3]},
-            ["#..#.", ".###.", ".###.", "...##", "...##"],
-        ),
-        (
-            {
-                "mode": "variable",
-                "local_window_blocks": [1],
-                "global_block_indices": [1],
-                "global_block_end_indices": [3],
-                "horizontal_global_attention": True,
-            },
-            ["###..", "#####", "#####", ".###.", ".##.#"],
+            {"mode": "fixed", "num_local_blocks": 2, "horizontal_global_attention": True},
+            ["##.#.", "#####", ".###.", "#####", ".#.##"],
         ),
         (
             {"mode": "bigbird", "num_random_blocks": 0},
@@ -48,6 +38,15 @@ def picture(blocks: torch.Tensor) -> List[str]:
         (
             {"mode": "bslongformer", "global_block_indices": [4]},
             ["##..#", "###.#", ".####", "..###", "#####"],
+        ),
+        (
+            {
+                "mode": "bslongformer",
+                "num_sliding_window_blocks": 1,
+                "global_block_indices": [1],
+                "global_block_end_indices": [3],
+            },
+            ["###..", "#####", "#####", ".###.", ".##.#"],
         ),
         ({"mode": "dense"}, ["#####"] * 5),
     ],
@@ -71,7 +70,7 @@ def test_heads_have_other_global_blocks():
 
 
 @pytest.mark.parametrize(
-    "mode, attention", [("bigbird", "bidirectional"), ("variable", "unidirectional")]
+    "mode, attention", [("bigbird", "bidirectional"), ("bigbird", "unidirectional")]
 )
 def test_random_blocks_come_from_the_seed_and_nothing_else(mode: str, attention: str):
     def draw(seed: int, layer: int, per_head: bool = True, num_random_blocks: int = 2) -> Any:
