@@ -46,7 +46,7 @@ _CONNECTION_LOST = (
 
 
 class ConstructionFailure(ConfigurationError):
-    """Of a worker that couldn't construct a section of the config. Names the section."""
+    """Error of a worker that could not construct a section of the config."""
 
 
 class PeerFailed(RuntimeError):
