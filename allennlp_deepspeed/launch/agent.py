@@ -61,6 +61,9 @@ _MONITOR_SECONDS = 0.1
 # From the end of a worker that has failed to SIGTERM for the others, and from that to SIGKILL.
 _SECONDS_TO_END = 3
 
+# From the end of a node's workers to that of the last node's. They leave together.
+_SECONDS_TO_EXIT = 60.0
+
 # That the workers have to say what they know of when another node has ended the training.
 _SECONDS_AFTER_OTHERS = 15.0
 
@@ -183,7 +186,6 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
     directory = tempfile.TemporaryDirectory(prefix="allennlp_deepspeed_")
     silent = silenced("torch.distributed.elastic", "torch.multiprocessing")
     with silent, directory as logs, _signals_end_workers():
-        agent: Optional[_Agent] = None
         try:
             handler = _rendezvous(node)
             agent = _Agent(node, handler, function, args, logs)
@@ -197,8 +199,6 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
                 "every node, each with its own --node-rank."
             ) from error
         except (RendezvousClosedError, RendezvousConnectionError) as error:
-            if agent is not None and agent.has_succeeded:
-                return
             raise WorkerFailed(
                 f"Node {node.rank} ({socket.gethostname()}) has lost the others at {node.where}: "
                 f"{node.host_of_store} is gone, or another node "
@@ -240,6 +240,7 @@ class _Agent(LocalElasticAgent):
             spec,
             DefaultLogsSpecs(log_dir=logs),
             start_method=START_METHOD,
+            exit_barrier_timeout=_SECONDS_TO_EXIT,
         )
         self._node = node
         self._args = args
@@ -250,7 +251,6 @@ class _Agent(LocalElasticAgent):
         # a restart only if no node is lost.
         self._is_following = False
         self._seconds_to_stop: float = _SECONDS_TO_END
-        self._result: Optional[RunResult] = None
         self._last_step: Optional[int] = None
         self._closed_since: Optional[float] = None
         self.last_failure: Optional[BaseException] = None
@@ -259,11 +259,6 @@ class _Agent(LocalElasticAgent):
             watched.num_nodes_waiting = functools.partial(
                 self._num_changes, handler.num_nodes_waiting
             )
-
-    @property
-    def has_succeeded(self) -> bool:
-        """Whether all workers of this node have."""
-        return self._result is not None
 
     @overrides
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -290,7 +285,7 @@ class _Agent(LocalElasticAgent):
     @overrides
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
         self._start = self._meet(worker_group)
-        self._is_following, self._result = False, None
+        self._is_following = False
         self._seconds_to_stop = _SECONDS_TO_END
         worker_group.spec.args = (self._start, self._node, *self._args)
         started = super()._start_workers(worker_group)
@@ -360,11 +355,7 @@ class _Agent(LocalElasticAgent):
 
     @overrides
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = self._result or super()._monitor_workers(worker_group)
-        if self._node.min_nodes is not None and result.state == WorkerState.SUCCEEDED:
-            self._result = result
-            if not self._have_all_succeeded(worker_group):
-                result = RunResult(state=WorkerState.HEALTHY)
+        result = super()._monitor_workers(worker_group)
         if self._node.num_nodes > 1 and result.state == WorkerState.HEALTHY:
             self._end_after_others()
         if result.is_failed():
@@ -384,22 +375,6 @@ class _Agent(LocalElasticAgent):
                 )
         return result
 
-    def _have_all_succeeded(self, worker_group: WorkerGroup) -> bool:
-        """Whether the workers of all nodes have, so that none is restarted with others any more."""
-        store: Any = worker_group.store
-        try:
-            store.set(f"done/{worker_group.group_rank}", "")
-            return bool(
-                store.check([f"done/{i}" for i in range(worker_group.group_world_size or 1)])
-            )
-        except dist.DistError:
-            return True  # the node of the store, which was the last one, has ended
-
-    @overrides
-    def _exit_barrier(self) -> None:
-        if self._node.min_nodes is None:
-            super()._exit_barrier()
-
     def _num_changes(self, num_nodes_waiting: Callable[[], int]) -> int:
         """
         Returns the number of nodes to take in or out. No worker notices a host without power.
@@ -412,7 +387,7 @@ class _Agent(LocalElasticAgent):
             # Some wait already, whose workers have left: these have to say what they know of.
             self._is_following = True
             self._seconds_to_stop = _SECONDS_AFTER_OTHERS if waiting else _SECONDS_TO_END
-        elif waiting and self._result is None:
+        elif waiting:
             self._seconds_to_stop = self._node.shutdown_timeout
             logger.warning("A node joins: all workers leave after the same step, and save.")
             return waiting
