@@ -35,6 +35,40 @@ _FORMAT = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
 _NO_LIMIT = timedelta(days=30)
 
 
+def is_made(store: dist.Store, leader: int) -> bool:
+    """Whether a rank has made a serialization directory, in this start of the workers or before."""
+    return store.check([f"directory/{leader}"])
+
+
+@contextmanager
+def made_once(store: Optional[dist.Store]) -> Iterator[bool]:
+    """
+    Context manager in which AllenNLP's `create_serialization_dir` tells the store that this rank
+    has made the directory. Yields whether it had before a launcher started it again: then it makes
+    none, because what others have written there since then is to stay, and is nothing to refuse.
+
+    # Parameters
+
+    store : `Optional[dist.Store]`, required.
+        Outlives the workers. `None` if nothing restarts them.
+    """
+    if store is None:
+        yield False
+        return
+    rank, create = int(os.environ["RANK"]), training_util.create_serialization_dir
+    is_ours = is_made(store, rank)
+
+    def create_once(params: Params, path: str, recover: bool, force: bool) -> None:
+        if is_ours and not recover:
+            os.makedirs(path, exist_ok=True)
+        else:
+            create(params, path, recover, force)
+        store.set(f"directory/{rank}", "")
+
+    with mock.patch.object(training_util, "create_serialization_dir", create_once):
+        yield is_ours
+
+
 class SerializationDirectory:
     """
     To be constructed by every worker.
@@ -43,16 +77,11 @@ class SerializationDirectory:
 
     directory : `Union[str, os.PathLike]`, required.
         Isn't looked at by AllenNLP yet.
-    store : `dist.Store`, required.
-        One that a launcher keeps when it starts the workers again.
     """
 
-    def __init__(self, directory: Union[str, os.PathLike], store: dist.Store) -> None:
+    def __init__(self, directory: Union[str, os.PathLike]) -> None:
         self._directory = os.fspath(directory)
         self._directories = Directories.find(self._directory)
-        self._made_here = partial(store.set, f"directory/{dist.get_rank()}", "")
-        self.is_ours = store.check([f"directory/{dist.get_rank()}"])
-        """Whether this worker has made the directory, before a launcher started it again."""
         self._group: Any = dist.new_group(timeout=_NO_LIMIT)
         self._is_ready = False
         self._prepare_logging = common_logging.prepare_global_logging
@@ -106,10 +135,7 @@ class SerializationDirectory:
         """Around AllenNLP's `train_model`, which prepares the directory for its workers."""
         with ExitStack() as stack:
             patch = partial(_patch, stack)
-            if self.is_leader:
-                create = training_util.create_serialization_dir
-                patch(training_util, "create_serialization_dir", partial(self._create, create))
-            else:
+            if not self.is_leader:
                 patch(common_logging, "prepare_global_logging", _do_nothing)
                 patch(training_util, "create_serialization_dir", self._wait_for_directory)
                 # What AllenNLP writes under these names in the directory.
@@ -134,16 +160,6 @@ class SerializationDirectory:
         named = partial(_prepare_logging, self._prepare_logging, log_file, name)
         with mock.patch.object(common_logging, "prepare_global_logging", named):
             yield
-
-    def _create(
-        self, create: Callable[..., None], params: Params, path: str, recover: bool, force: bool
-    ) -> None:
-        if self.is_ours and not recover:
-            # What others have written there since then is to stay, and is nothing to refuse.
-            os.makedirs(path, exist_ok=True)
-        else:
-            create(params, path, recover, force)
-        self._made_here()
 
     def _wait_for_directory(self, *args: Any, **kwargs: Any) -> None:
         """With `recover` AllenNLP reads the vocabulary next."""

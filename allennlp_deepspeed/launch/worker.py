@@ -25,7 +25,6 @@ from allennlp.commands import train as train_command
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.plugins import import_plugins
 from allennlp.common.util import import_module_and_submodules
-from allennlp.training import util as training_util
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from tqdm import tqdm
 
@@ -46,7 +45,11 @@ from allennlp_deepspeed.launch.agent import Node
 from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
 from allennlp_deepspeed.launch.launcher import Launched
 from allennlp_deepspeed.launch.members import Start
-from allennlp_deepspeed.launch.serialization_directory import SerializationDirectory
+from allennlp_deepspeed.launch.serialization_directory import (
+    SerializationDirectory,
+    is_made,
+    made_once,
+)
 from allennlp_deepspeed.reports.console import (
     ConsoleSettings,
     disable_progress_bars_of_transformers,
@@ -101,13 +104,13 @@ def run(
             stack.enter_context(
                 shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0))
             )
-            is_restarted = False
+            store = None
             if node.min_nodes is not None:
                 store = _store_of_training(node, start)
-                is_restarted = stack.enter_context(_knowing_own_directory(store))
                 _resize(arguments, launched)
                 # Whether the command of a node that joins has the flag doesn't matter.
-                arguments["recover"] = bool(arguments.get("recover")) and not is_restarted
+                if is_made(store, leader=0):
+                    arguments["recover"] = False
             if settings is not None:
                 disable_progress_bars_of_transformers()
             import_plugins()
@@ -118,7 +121,7 @@ def run(
                 train_model,
                 arguments,
                 None if launched.world_size == 1 else launched,
-                is_restarted,
+                store,
             )
     except BaseException as error:
         worker_failure.report(error)
@@ -135,7 +138,7 @@ def train(
     train_model: Callable[..., Any],
     arguments: Dict[str, Any],
     launched: Optional[Launched],
-    is_restarted: bool = False,
+    store: Optional[dist.Store] = None,
 ) -> Any:
     """
     Trains with a config that has been checked, in this process.
@@ -148,16 +151,18 @@ def train(
         Its arguments.
     launched : `Optional[Launched]`, required.
         Which of several workers this process is. `None` if it is the only one.
-    is_restarted : `bool`, optional (default = `False`)
-        Whether elastic nodes have made the directory, whose store may be lost with one of them.
+    store : `dist.Store`, optional (default = `None`)
+        One that outlives the workers, if that of the process group may be lost with a node.
     """
     params = arguments["params"]
     config = params.as_dict(quiet=True)
     with ExitStack() as stack:
         directory = None
         if launched is not None:
-            directory = _meet(config, arguments, launched)
-        _continue_or_begin(arguments, directory, is_restarted)
+            store_of_workers, directory = _meet(config, arguments, launched)
+            store = store_of_workers if store is None else store
+        is_ours = stack.enter_context(made_once(store))
+        _continue_or_begin(arguments, directory is None or directory.is_leader, is_ours)
         shows = launched is None or launched.rank == 0
         stack.enter_context(first_and_last_lines(arguments, shows))
         if launched is not None and directory is not None:
@@ -206,22 +211,6 @@ def _store_of_training(node: Node, start: Start) -> dist.Store:
     return dist.PrefixStore(f"allennlp_deepspeed/{start.training}", store)
 
 
-@contextmanager
-def _knowing_own_directory(store: dist.Store) -> Iterator[bool]:
-    """
-    Context manager in which AllenNLP's `create_serialization_dir` marks the training as one that
-    has made its directory. Yields whether it had the mark before, the same on every rank.
-    """
-    create = training_util.create_serialization_dir
-
-    def create_and_mark(*args: Any, **kwargs: Any) -> None:
-        create(*args, **kwargs)
-        store.set("directory", "")
-
-    with mock.patch.object(training_util, "create_serialization_dir", create_and_mark):
-        yield store.check(["directory"])
-
-
 def _resize(arguments: Dict[str, Any], launched: Launched) -> None:
     """Has the config be that of the nodes that are there."""
     params = arguments["params"]
@@ -247,7 +236,7 @@ def _end_by_signals() -> None:
 
 def _meet(
     config: Dict[str, Any], arguments: Dict[str, Any], launched: Launched
-) -> SerializationDirectory:
+) -> Tuple[dist.Store, SerializationDirectory]:
     """Starts the process group, and compares what has to be the same on all nodes."""
     os.register_at_fork(after_in_child=_end_with_worker)
     distributed = config["distributed"]
@@ -257,7 +246,7 @@ def _meet(
         nodes.setting(distributed, "timeout"),
     )
     _compare(fingerprint.of_config(config, arguments))
-    directory = SerializationDirectory(arguments["serialization_dir"], store)
+    directory = SerializationDirectory(arguments["serialization_dir"])
     if distributed.get("min_nodes") is not None and not directory.is_shared:
         raise ConfigurationError(
             f"'distributed.min_nodes' is {distributed['min_nodes']}, for which the nodes have to "
@@ -265,7 +254,7 @@ def _meet(
             f"it. {arguments['serialization_dir']} is a directory of its own on some nodes: give "
             "one that all see, on NFS for example, or remove 'min_nodes'."
         )
-    return directory
+    return store, directory
 
 
 def _end_with_worker() -> None:
@@ -293,17 +282,11 @@ def _compare(own: Dict[str, Any]) -> None:
         )
 
 
-def _continue_or_begin(
-    arguments: Dict[str, Any], directory: Optional[SerializationDirectory], is_restarted: bool
-) -> None:
+def _continue_or_begin(arguments: Dict[str, Any], is_leader: bool, is_ours: bool) -> None:
     """Decides whether the training is continued, and prepares its directory for that."""
     params, path = arguments["params"], arguments["serialization_dir"]
-    is_leader = directory is None or directory.is_leader
     is_asked_for = resumption.is_asked_for(params.as_dict(quiet=True))
     # What --force was to remove is gone since the start that has made the directory.
-    if is_restarted and directory is not None:
-        directory.is_ours = is_leader
-    is_ours = is_restarted if directory is None else directory.is_ours
     looks = is_leader and (is_asked_for or (is_ours and not arguments.get("recover")))
     continues = False
     with _agreed_problems():
