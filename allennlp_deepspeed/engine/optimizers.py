@@ -90,6 +90,8 @@ class FusedAdamOptimizer(FusedOptimizer, FusedAdam):
     """
 
     instead_on_cpu: ClassVar[str] = "cpu_adam"
+    is_adamw: ClassVar[bool] = False
+    default_weight_decay: ClassVar[float] = 0.0
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class FusedAdamOptimizer(FusedOptimizer, FusedAdam):
         lr: float = 0.001,
         betas: Tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-08,
-        weight_decay: float = 0.0,
+        weight_decay: Optional[float] = None,
         bias_correction: bool = True,
     ) -> None:
         FusedAdam.__init__(
@@ -107,14 +109,14 @@ class FusedAdamOptimizer(FusedOptimizer, FusedAdam):
             lr=lr,
             betas=betas,
             eps=eps,
-            weight_decay=weight_decay,
+            weight_decay=self.default_weight_decay if weight_decay is None else weight_decay,
             bias_correction=bias_correction,
-            adam_w_mode=False,
+            adam_w_mode=self.is_adamw,
         )
 
 
 @Optimizer.register("fused_adamw")
-class FusedAdamWOptimizer(FusedOptimizer, FusedAdam):
+class FusedAdamWOptimizer(FusedAdamOptimizer):
     """
     AdamW with one kernel for many tensors, on GPUs and on the CPU. The numbers, and the default
     weight decay, are those of "adamw".
@@ -123,27 +125,8 @@ class FusedAdamWOptimizer(FusedOptimizer, FusedAdam):
     """
 
     instead_on_cpu: ClassVar[str] = "cpu_adamw"
-
-    def __init__(
-        self,
-        model_parameters: List[Tuple[str, torch.nn.Parameter]],
-        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
-        lr: float = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.01,
-        bias_correction: bool = True,
-    ) -> None:
-        FusedAdam.__init__(
-            self,
-            params=make_parameter_groups(model_parameters, parameter_groups),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            adam_w_mode=True,
-        )
+    is_adamw: ClassVar[bool] = True
+    default_weight_decay: ClassVar[float] = 0.01
 
 
 @Optimizer.register("cpu_adam")
@@ -156,6 +139,8 @@ class CPUAdamOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
     """
 
     instead_on_gpu: ClassVar[str] = "fused_adam"
+    is_adamw: ClassVar[bool] = False
+    default_weight_decay: ClassVar[float] = 0.0
 
     def __init__(
         self,
@@ -164,7 +149,7 @@ class CPUAdamOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
         lr: float = 0.001,
         betas: Tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-08,
-        weight_decay: float = 0.0,
+        weight_decay: Optional[float] = None,
         bias_correction: bool = True,
     ) -> None:
         DeepSpeedCPUAdam.__init__(
@@ -173,14 +158,14 @@ class CPUAdamOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
             lr=lr,
             betas=betas,
             eps=eps,
-            weight_decay=weight_decay,
+            weight_decay=self.default_weight_decay if weight_decay is None else weight_decay,
             bias_correction=bias_correction,
-            adamw_mode=False,
+            adamw_mode=self.is_adamw,
         )
 
 
 @Optimizer.register("cpu_adamw")
-class CPUAdamWOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
+class CPUAdamWOptimizer(CPUAdamOptimizer):
     """
     AdamW with vector instructions and all cores, for weights in CPU memory. The numbers, and the
     default weight decay, are those of "adamw", in whose place it comes by itself where optimizer
@@ -190,27 +175,8 @@ class CPUAdamWOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
     """
 
     instead_on_gpu: ClassVar[str] = "fused_adamw"
-
-    def __init__(
-        self,
-        model_parameters: List[Tuple[str, torch.nn.Parameter]],
-        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
-        lr: float = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.01,
-        bias_correction: bool = True,
-    ) -> None:
-        DeepSpeedCPUAdam.__init__(
-            self,
-            model_params=make_parameter_groups(model_parameters, parameter_groups),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            adamw_mode=True,
-        )
+    is_adamw: ClassVar[bool] = True
+    default_weight_decay: ClassVar[float] = 0.01
 
 
 @Optimizer.register("lion")
