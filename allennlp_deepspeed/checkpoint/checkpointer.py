@@ -29,13 +29,13 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import (
 )
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord, FrozenRecord
-from allennlp_deepspeed.checkpoint.compatibility import (
+from allennlp_deepspeed.checkpoint.selection import (
     check_model,
     check_version,
+    newest_intact,
     parameter_shapes,
     refuse_allennlp_checkpoints,
 )
-from allennlp_deepspeed.checkpoint.selection import newest_intact
 from allennlp_deepspeed.checkpoint.trainer_protocol import Training
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_values

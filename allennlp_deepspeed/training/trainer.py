@@ -53,9 +53,9 @@ from allennlp_deepspeed.engine.interruption import (
     TrainingInterruption,
     interrupted,
 )
-from allennlp_deepspeed.engine.modified_weights import Which, modified_weights
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_watch import WeightWatch
+from allennlp_deepspeed.engine.weights import Which, modified_weights
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.run_report import RunReport
