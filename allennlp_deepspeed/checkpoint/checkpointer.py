@@ -13,7 +13,7 @@ from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.trainer import TrainerCheckpoint
 from overrides import overrides
 
-from allennlp_deepspeed import fingerprints
+from allennlp_deepspeed import versions
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint import (
     frozen_parameters,
@@ -293,7 +293,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             zero_stage=trainer.engine.zero_optimization_stage(),
             parameters=parameter_shapes(trainer.model),
             versions={
-                "allennlp-deepspeed": fingerprints.own_version(),
+                "allennlp-deepspeed": versions.own_version(),
                 "deepspeed": deepspeed.__version__,
                 "torch": torch.__version__,
             },

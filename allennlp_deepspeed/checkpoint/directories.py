@@ -3,7 +3,7 @@ from typing import List, NamedTuple, Optional, Sequence
 
 import torch.distributed as dist
 
-from allennlp_deepspeed.checkpoint import tokens
+from allennlp_deepspeed.checkpoint import shared_directory
 from allennlp_deepspeed.engine import agreement
 
 
@@ -41,17 +41,17 @@ class Directories(NamedTuple):
         hosts = agreement.of_all(socket.gethostname())
         if len(hosts) == 1 or serialization_dir is None:
             return cls([list(range(len(hosts)))], hosts)
-        rank, key = _rank(), agreement.of_rank_0(tokens.new_key())
+        rank, key = _rank(), agreement.of_rank_0(shared_directory.new_key())
         problem = None
         try:
-            tokens.put(serialization_dir, key, rank)
+            shared_directory.put(serialization_dir, key, rank)
         except OSError as error:
             problem = f"rank {rank} on {hosts[rank]} can't write to {serialization_dir}: {error}"
         problems = [p for p in agreement.of_all(problem) if p is not None]
-        seen = [] if problem else tokens.seen(serialization_dir, key)
-        found = cls(tokens.groups(agreement.of_all(seen)), hosts)
+        seen = [] if problem else shared_directory.seen(serialization_dir, key)
+        found = cls(shared_directory.groups(agreement.of_all(seen)), hosts)
         if problem is None:
-            tokens.remove(serialization_dir, key, rank)
+            shared_directory.remove(serialization_dir, key, rank)
         if problems:
             raise RuntimeError("; ".join(problems))
         return found

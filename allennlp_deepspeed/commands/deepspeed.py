@@ -9,7 +9,7 @@ from allennlp_deepspeed.commands.estimate import EstimateMemory
 from allennlp_deepspeed.commands.export import Export
 from allennlp_deepspeed.commands.gather import Gather
 from allennlp_deepspeed.commands.report import Report
-from allennlp_deepspeed.fingerprints import own_version
+from allennlp_deepspeed.versions import own_version
 
 
 @Subcommand.register("deepspeed")

@@ -12,7 +12,7 @@ from deepspeed import env_report
 from torch.utils import collect_env
 
 import allennlp_deepspeed_import_hook
-from allennlp_deepspeed.fingerprints import own_version
+from allennlp_deepspeed.versions import own_version
 
 # Packages that neither PyTorch's report nor DeepSpeed's lists.
 _PACKAGES = (

@@ -31,11 +31,11 @@ from allennlp_deepspeed.config.open_values import (
     is_enabled,
     said,
 )
-from allennlp_deepspeed.config.precision import resolve_precision
-from allennlp_deepspeed.config.resharding import (
+from allennlp_deepspeed.config.parameter_resharding import (
     check_partition_size,
     resolve_reshard_after_micro_batch,
 )
+from allennlp_deepspeed.config.precision import resolve_precision
 from allennlp_deepspeed.config.schema import scheduler_parameters
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings

@@ -31,7 +31,7 @@ from allennlp_deepspeed.engine import (
     used_optimizers,
 )
 from allennlp_deepspeed.engine.compilation import Compiler
-from allennlp_deepspeed.engine.engine_mends import (
+from allennlp_deepspeed.engine.engine_workarounds import (
     allow_plain_backward,
     corrected_by_step_count,
     destroy,

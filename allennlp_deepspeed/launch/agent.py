@@ -47,7 +47,7 @@ from allennlp_deepspeed.announcements import silenced
 from allennlp_deepspeed.engine import worker_failure
 from allennlp_deepspeed.engine.worker_failure import ConstructionFailure, Failure
 from allennlp_deepspeed.launch import fork_server
-from allennlp_deepspeed.launch.members import Member, Start, changes, exchange
+from allennlp_deepspeed.launch.rendezvous_members import Member, Start, changes, exchange
 
 logger = logging.getLogger(__name__)
 

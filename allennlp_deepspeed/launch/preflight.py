@@ -23,10 +23,10 @@ from allennlp_deepspeed.config.global_batch import fill_batch_size, finds_micro_
 from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.engine import worker_failure
 from allennlp_deepspeed.launch import failures, launcher, nodes, worker
-from allennlp_deepspeed.launch import launched as launching
+from allennlp_deepspeed.launch import launcher_config as launching
 from allennlp_deepspeed.launch.agent import run_workers
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, worker_devices
-from allennlp_deepspeed.launch.first_and_last_lines import ends_with_how_to_continue
+from allennlp_deepspeed.launch.console_lines import ends_with_how_to_continue
 from allennlp_deepspeed.launch.launcher import Launched
 from allennlp_deepspeed.reports.console import ConsoleSettings, shown_on_console
 

@@ -23,7 +23,7 @@ from allennlp.common import logging as common_logging
 from allennlp.data import Vocabulary
 from allennlp.training import util as training_util
 
-from allennlp_deepspeed.checkpoint import tokens
+from allennlp_deepspeed.checkpoint import shared_directory
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.engine.worker_failure import PeerFailed
 
@@ -87,7 +87,7 @@ class SerializationDirectory:
         self._prepare_logging = common_logging.prepare_global_logging
         if self.is_leader:
             # What workers of a former training have left, and AllenNLP would take for a training.
-            tokens.remove_left(self._directory)
+            shared_directory.remove_left(self._directory)
 
     @property
     def is_leader(self) -> bool:

@@ -33,18 +33,17 @@ from allennlp_deepspeed.engine import agreement, worker_failure
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 from allennlp_deepspeed.engine.one_process import as_one_process
 from allennlp_deepspeed.engine.sequence_groups import read_by_groups
-from allennlp_deepspeed.fingerprints import differences
 from allennlp_deepspeed.launch import (
     failures,
-    fingerprint,
+    node_comparison,
     nodes,
     process_group,
     resumption,
 )
 from allennlp_deepspeed.launch.agent import Node
-from allennlp_deepspeed.launch.first_and_last_lines import first_and_last_lines
+from allennlp_deepspeed.launch.console_lines import first_and_last_lines
 from allennlp_deepspeed.launch.launcher import Launched
-from allennlp_deepspeed.launch.members import Start
+from allennlp_deepspeed.launch.rendezvous_members import Start
 from allennlp_deepspeed.launch.serialization_directory import (
     SerializationDirectory,
     is_made,
@@ -55,6 +54,7 @@ from allennlp_deepspeed.reports.console import (
     disable_progress_bars_of_transformers,
     shown_on_console,
 )
+from allennlp_deepspeed.versions import differences
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def _meet(
         nodes.setting(distributed, "rendezvous_timeout"),
         nodes.setting(distributed, "timeout"),
     )
-    _compare(fingerprint.of_config(config, arguments))
+    _compare(node_comparison.of_config(config, arguments))
     directory = SerializationDirectory(arguments["serialization_dir"])
     if distributed.get("min_nodes") is not None and not directory.is_shared:
         raise ConfigurationError(

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from allennlp_deepspeed import fingerprints
+from allennlp_deepspeed import versions
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.config.values import is_number
 from allennlp_deepspeed.reports import console as consoles
@@ -76,7 +76,7 @@ class ConsoleReport:
         if dist.get_rank() != 0:
             announce(logger, "Rank 0, on %s, shows the training.", trainer.directories.hosts[0])
             return
-        version = fingerprints.versions().get("version of allennlp-deepspeed", "")
+        version = versions.versions().get("version of allennlp-deepspeed", "")
         lines = overview.overview(trainer, keys, serialization_dir or "nowhere")
         _announce_table(overview.as_table(f"allennlp-deepspeed {version}", lines))
         num_steps = trainer.progress.total_batches_completed_at_start

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
-from allennlp_deepspeed import fingerprints
+from allennlp_deepspeed import versions
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.worker_device import memory_in_use
 from allennlp_deepspeed.reports.console import is_routine
 from allennlp_deepspeed.reports.console_report import ConsoleReport, EpochProgress
 from allennlp_deepspeed.reports.metrics_file import MetricsFile
-from allennlp_deepspeed.reports.reading import Reading, StepFigures
+from allennlp_deepspeed.reports.step_figures import Reading, StepFigures
 
 # Of the trainer's arguments, those that are told.
 _KEYS = (
@@ -195,7 +195,7 @@ def _environment(trainer: Any) -> Dict[str, Any]:
     return {
         "versions": {
             name.removeprefix("version of "): version
-            for name, version in fingerprints.versions().items()
+            for name, version in versions.versions().items()
         },
         "world_size": dist.get_world_size(),
         "hosts": list(trainer.directories.hosts),

@@ -12,7 +12,7 @@ from allennlp.data import DatasetReader, Vocabulary
 from allennlp.data.data_loaders import DataLoader, MultiProcessDataLoader
 
 from allennlp_deepspeed.engine import agreement
-from allennlp_deepspeed.fingerprints import differences, versions
+from allennlp_deepspeed.versions import differences, versions
 
 
 class _Setup(NamedTuple):

@@ -81,16 +81,16 @@ from allennlp_deepspeed.training.construction import (
     leave_batches_to_trainer,
 )
 from allennlp_deepspeed.training.even_batches import whole_set
+from allennlp_deepspeed.training.fast_forward import Replay
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
-from allennlp_deepspeed.training.readings import Readings
-from allennlp_deepspeed.training.replay import Replay
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
 from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions, find_extensions
+from allennlp_deepspeed.training.step_metrics import Readings
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 from allennlp_deepspeed.training.validation_loss import ValidationLoss
 

@@ -27,8 +27,8 @@ from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.training.backward_and_update import GradientStep
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
+from allennlp_deepspeed.training.fast_forward import Replay
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
-from allennlp_deepspeed.training.replay import Replay
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_TEST_FAULT"

@@ -40,7 +40,7 @@ def test_autocast_of_an_engine_is_that_of_the_process() -> bool:
     return torch_autocast.TORCH_AUTOCAST_INITIALIZED
 
 
-@mended_by("engine.engine_mends.undo_first_step")
+@mended_by("engine.engine_workarounds.undo_first_step")
 def test_half_precision_at_stage_0_begins_with_a_step() -> bool:
     model = linear()
     engine = engine_of(
@@ -49,14 +49,14 @@ def test_half_precision_at_stage_0_begins_with_a_step() -> bool:
     return any(state["step"] == 1 for state in engine.basic_optimizer.state.values())
 
 
-@mended_by("engine.engine_mends.keep_adagrad")
+@mended_by("engine.engine_workarounds.keep_adagrad")
 def test_zero_replaces_adagrad() -> bool:
     model = linear()
     adagrad = torch.optim.Adagrad(model.parameters())
     return engine_of(model, 2, adagrad).optimizer.optimizer is not adagrad
 
 
-@mended_by("engine.engine_mends.corrected_by_step_count")
+@mended_by("engine.engine_workarounds.corrected_by_step_count")
 def test_adam_on_the_cpu_rounds_in_another_way_after_an_interruption() -> bool:
     def weights_after_steps(interrupted_before: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -74,7 +74,7 @@ def test_adam_on_the_cpu_rounds_in_another_way_after_an_interruption() -> bool:
     return not torch.equal(weights_after_steps(30), weights_after_steps(0))
 
 
-@mended_by("engine.engine_mends.allow_plain_backward")
+@mended_by("engine.engine_workarounds.allow_plain_backward")
 def test_stage_0_refuses_backward_of_a_loss() -> bool:
     engine = engine_of(linear())
     return _fails(lambda: engine(torch.ones(1, 1)).sum().backward())

@@ -7,7 +7,7 @@ from allennlp.common import Params
 from allennlp.training.optimizers import Optimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from allennlp_deepspeed.engine.engine_mends import corrected_by_step_count
+from allennlp_deepspeed.engine.engine_workarounds import corrected_by_step_count
 
 NUM_STEPS = 60
 

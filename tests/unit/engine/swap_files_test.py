@@ -6,7 +6,7 @@ from typing import Any, List
 
 import torch
 
-from allennlp_deepspeed.engine import engine_mends
+from allennlp_deepspeed.engine import engine_workarounds
 
 
 def engine(path: Path, rank: int) -> Any:
@@ -29,15 +29,15 @@ def test_each_rank_removes_its_own_swap_files(tmp_path: Path):
     def left() -> List[str]:
         return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
 
-    engine_mends.remove_swap_files(engine_mends.swap_folders(engines[0]))
+    engine_workarounds.remove_swap_files(engine_workarounds.swap_folders(engines[0]))
     assert [path for path in left() if path.endswith(".swp")] == [
         "zero_stage_3/optimizer/rank1/0.tensor.swp",
         "zero_stage_3/params/rank1/0.tensor.swp",
     ]
-    engine_mends.remove_swap_files(engine_mends.swap_folders(engines[1]))
+    engine_workarounds.remove_swap_files(engine_workarounds.swap_folders(engines[1]))
     assert left() == ["notes"]
 
 
 def test_a_training_without_nvme_has_none():
     plain = SimpleNamespace(module=torch.nn.Linear(1, 1), optimizer=None)
-    assert engine_mends.swap_folders(plain) == set()  # type: ignore[arg-type]
+    assert engine_workarounds.swap_folders(plain) == set()  # type: ignore[arg-type]

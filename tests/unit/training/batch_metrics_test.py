@@ -5,7 +5,7 @@ from typing import Any, Callable
 
 import pytest
 
-from allennlp_deepspeed.training.readings import BatchMetrics
+from allennlp_deepspeed.training.step_metrics import BatchMetrics
 
 METRICS = {"loss": 0.5, "batch_loss": 0.25}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from allennlp_deepspeed.training.readings import ReadingPace
+from allennlp_deepspeed.training.step_metrics import ReadingPace
 
 
 def test_a_fixed_pace_reads_after_so_many_steps() -> None:

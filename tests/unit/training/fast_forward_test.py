@@ -7,8 +7,8 @@ from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
+from allennlp_deepspeed.training.fast_forward import Replay
 from allennlp_deepspeed.training.progress import Progress
-from allennlp_deepspeed.training.replay import Replay
 from allennlp_deepspeed.training.running_loss import RunningLoss
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 

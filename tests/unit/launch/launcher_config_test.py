@@ -9,8 +9,8 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.launch import nodes
 from allennlp_deepspeed.launch.agent import Node
-from allennlp_deepspeed.launch.launched import into_config, is_worker
 from allennlp_deepspeed.launch.launcher import Launched
+from allennlp_deepspeed.launch.launcher_config import into_config, is_worker
 
 # The third of four processes on two nodes.
 LAUNCHED = Launched("srun", 2, 0, 4, 2, "node-0", 23456)

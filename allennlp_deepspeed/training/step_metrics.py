@@ -13,8 +13,8 @@ from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
 from allennlp_deepspeed.engine import agreement
-from allennlp_deepspeed.reports.reading import Reading, StepFigures, num_instances
 from allennlp_deepspeed.reports.run_report import RunReport
+from allennlp_deepspeed.reports.step_figures import Reading, StepFigures, num_instances
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.running_loss import RunningLoss

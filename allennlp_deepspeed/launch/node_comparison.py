@@ -6,7 +6,7 @@ each other for ever.
 import re
 from typing import Any, Dict, Iterator, List, Tuple
 
-from allennlp_deepspeed.fingerprints import versions
+from allennlp_deepspeed.versions import versions
 
 # Of keys whose value says where something is on a node.
 _PLACES = r"(?:.*_)?(?:path|paths|dir|directory|file|files|folder|address|port|endpoint)"

@@ -10,7 +10,7 @@ from allennlp.common import Params
 from allennlp.common.util import SigTermReceived
 
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.launch.first_and_last_lines import (
+from allennlp_deepspeed.launch.console_lines import (
     ends_with_how_to_continue,
     first_and_last_lines,
 )
