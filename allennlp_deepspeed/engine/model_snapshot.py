@@ -139,7 +139,9 @@ class ModelSnapshot:
         To be called when the engine has been destroyed.
         """
         for module in self._model.modules():
-            module._parameters = dict(module._parameters)  # ZeRO-3 put one of its own in place
+            # ZeRO-3 put a dictionary of its own in place, which gathers what is looked up in it, if
+            # a forward pass has not come to its end.
+            module._parameters = dict(module._parameters.items())
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     dtype = self._buffer_types.get((module, name))
