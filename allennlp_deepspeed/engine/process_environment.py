@@ -1,6 +1,6 @@
 """
-What DeepSpeed needs of a process besides an engine. No other module touches the environment
-variables that DeepSpeed reads, or makes a process group.
+Prepares a process for DeepSpeed: the environment variables that it reads, and the process group of a
+training in a single process. (`launch/process_group.py` makes that of several workers.)
 """
 
 import importlib

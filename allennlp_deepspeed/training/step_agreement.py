@@ -18,7 +18,7 @@ class StepAgreement(NamedTuple):
     signal_number : `int`
         The greatest of all ranks, 0 if none has received a signal.
     is_time_to_save : `bool`
-        Whether it is on any rank.
+        Whether it is by the clock of rank 0.
     has_changed_weights : `bool`
         Whether weights have been changed outside the optimizer on any rank.
     seconds_per_step : `float`
