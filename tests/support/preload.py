@@ -6,6 +6,8 @@ that fork workers: imports take longer than most of the trainings.
 import contextlib
 import functools
 import os
+import sys
+from typing import Optional, Set
 
 # A process that has initialized CUDA can't fork others that use it.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -23,13 +25,27 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import torch  # noqa: E402
 import torch._subclasses.schema_check_mode  # noqa: E402, F401
 import torch.utils.serialization.config  # noqa: E402, F401
-from allennlp.common.util import import_module_and_submodules  # noqa: E402
+from allennlp.common import util  # noqa: E402
 
 with contextlib.suppress(ImportError):
     import peft  # noqa: F401
 
-for package in ("allennlp", "allennlp_deepspeed", "tests.fixtures"):
-    import_module_and_submodules(package, exclude={"allennlp.sanity_checks", "allennlp.tools"})
+PACKAGES = ("allennlp", "allennlp_deepspeed", "tests.fixtures")
+import_package = util.import_module_and_submodules
+for package in PACKAGES:
+    import_package(package, exclude={"allennlp.sanity_checks", "allennlp.tools"})
+
+
+def import_new_package(package_name: str, exclude: Optional[Set[str]] = None) -> None:
+    if package_name not in PACKAGES:
+        import_package(package_name, exclude)
+
+
+# Looking for the modules of what is imported already is half of what a training of the tests takes
+# of a processor.
+for module in list(sys.modules.values()):
+    if vars(module).get("import_module_and_submodules") is import_package:
+        vars(module)["import_module_and_submodules"] = import_new_package
 
 torch.set_num_threads(1)
 # A forked process creates PyTorch's thread pool again when it is first needed, and aborts if the
