@@ -9,7 +9,6 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -52,7 +51,6 @@ __all__ = [
     "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
     "FusedAdam",
-    "FusedLamb",
     "FusedLion",
     "GatheredParameters",
     "OffloadDeviceEnum",

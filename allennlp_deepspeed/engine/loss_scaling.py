@@ -111,6 +111,22 @@ def _scale_of(engine: DeepSpeedEngine) -> Any:
     return getattr(optimizer, "loss_scaler", SimpleNamespace())
 
 
+def refuse_other_steps(engine: DeepSpeedEngine) -> None:
+    """
+    Has `engine.step()` raise. Gradients are reduced by the trainer and not by DeepSpeed's hooks, so
+    that a step of anybody else's would be with those of this rank, or of the step before.
+    """
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "The trainer steps its engine, after it has reduced the gradients. Add what is to be "
+            "trained to the model's loss, or have a callback's 'on_backward' go backward by "
+            "`trainer.engine.backward`, and leave the step to the trainer."
+        )
+
+    engine.step = refused  # type: ignore[method-assign]
+
+
 def step(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> bool:
     """
     Steps the optimizer, unless the gradient has overflowed. To be called by every rank.
@@ -127,8 +143,8 @@ def step(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> boo
         Whether it has.
     """
     if scaler is None:
-        engine.step()
+        DeepSpeedEngine.step(engine)
         return engine.was_step_applied()
     scale = scaler.get_scale()
-    engine.step()
+    DeepSpeedEngine.step(engine)
     return scaler.get_scale() >= scale

@@ -22,6 +22,7 @@ from allennlp_deepspeed.deepspeed_api import (
     DeepSpeedCPUAdagrad,
     DeepSpeedZeroConfig,
     DtypeEnum,
+    FusedLion,
 )
 from allennlp_deepspeed.engine.optimizers import LionOptimizer
 from allennlp_deepspeed.engine.shards import whole_shape
@@ -78,9 +79,8 @@ def elements_of_modules(model: torch.nn.Module) -> Dict[str, int]:
     }
 
 
-# Optimizers that keep one number for each of a weight's, of which DeepSpeed's own Lion isn't one
-# where it is offloaded.
-_KEEP_ONE = (torch.optim.Adagrad, torch.optim.ASGD, DeepSpeedCPUAdagrad, LionOptimizer)
+# Optimizers that keep one number for each weight. DeepSpeed's Lion for the CPU keeps two.
+_KEEP_ONE = (torch.optim.Adagrad, torch.optim.ASGD, DeepSpeedCPUAdagrad, FusedLion, LionOptimizer)
 
 
 def optimizer_bytes(

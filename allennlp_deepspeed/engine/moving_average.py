@@ -4,7 +4,7 @@ Moving averages of weights that are sharded over the ranks.
 
 import sys
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, Optional, Set
+from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class ShardedMovingAverage(MovingAverage):
     """
 
     def __init__(self, moving_average: MovingAverage, engine: DeepSpeedEngine) -> None:
-        given = (parameter for _, parameter in moving_average._parameters)
+        given = {parameter for _, parameter in moving_average._parameters}
         self._shards = Shards(engine)
         self._fragments: Dict[Any, Fragment] = self._shards.fragments  # type: ignore[assignment]
         super().__init__(
@@ -47,8 +47,10 @@ class ShardedMovingAverage(MovingAverage):
             if not isinstance(shard, torch.nn.Parameter) or shard.requires_grad
         )
         self._whole_parameters = moving_average._parameters
-        stepped = (p for group in self._shards.groups for p in group if p.requires_grad)
-        if _with_elements(stepped) != _with_elements(given):
+        stepped = {p for group in self._shards.groups for p in group if p.requires_grad}
+        # ZeRO leaves parameters without elements out of its groups.
+        trained = {p for p in given if p.requires_grad or whole_shape(p).numel() == 0}
+        if stepped - trained or given - trained:
             raise ConfigurationError(
                 "'trainer.moving_average' was given others than the parameters that are trained, "
                 "and averages all of these and no frozen ones: construct it from those of "
@@ -169,8 +171,3 @@ class ShardedMovingAverage(MovingAverage):
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         for name, shadow in state_dict["shadows"].items():
             self._shadows[name].copy_(shadow)
-
-
-def _with_elements(parameters: Iterable[torch.nn.Parameter]) -> Set[torch.nn.Parameter]:
-    # ZeRO leaves those without elements out of its groups.
-    return {parameter for parameter in parameters if whole_shape(parameter).numel() > 0}

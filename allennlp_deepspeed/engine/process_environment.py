@@ -1,6 +1,6 @@
 """
-Prepares a process for DeepSpeed: the environment variables that it reads, and the process group of a
-training in a single process. (`launch/process_group.py` makes that of several workers.)
+Prepares a process for DeepSpeed: the environment variables that it reads, and the process group of
+a training in a single process. (`launch/process_group.py` makes that of several workers.)
 """
 
 import importlib

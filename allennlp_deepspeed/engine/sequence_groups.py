@@ -20,9 +20,10 @@ def check_model(model: Type[Model]) -> None:
 
     `ConfigurationError`
         If models of a class have no `transformer_to_share`, whose attention is to go over the parts
-        of all workers.
+        of all workers, or a loss that isn't a mean over tokens, by which parts are weighted.
     """
-    if not hasattr(model, "transformer_to_share"):
+    averages_over_tokens = getattr(model, "averages_loss_over_tokens", False)
+    if not (hasattr(model, "transformer_to_share") and averages_over_tokens):
         raise ConfigurationError(
             f"'trainer.sequence_parallel_size' is above 1, but the model is a {model.__name__}: "
             'only "causal_lm" can have several workers share a sequence. Encoders and other models '

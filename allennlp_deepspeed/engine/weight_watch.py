@@ -64,8 +64,9 @@ class WeightWatch:
         Looks for parameters whose changes PyTorch has counted since the last snapshot, or that have
         elements where stage 3 has left none. To be called before a forward pass gathers them.
         """
-        for (name, parameter), before in zip(self._named_parameters, self._versions):
-            version, version_of_partition = self._versions_of(parameter)
+        for i, (name, parameter) in enumerate(self._named_parameters):
+            before, self._versions[i] = self._versions[i], self._versions_of(parameter)
+            version, version_of_partition = self._versions[i]
             if version == before[0] and not _is_replaced(parameter):
                 continue
             # A frozen one can be written through DeepSpeed's `GatheredParameters`.

@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 _DOWN = (
     "This trainer's engine has been destroyed, and a trainer trains once. Construct a new trainer, "
-    "with a new optimizer or to resume from a checkpoint. To use the engine after `train()`, put "
-    "both into one `with trainer.session():`."
+    "with a new optimizer or to resume from a checkpoint. To use the engine's forward pass after "
+    "`train()`, put both into one `with trainer.session():`."
 )
 
 _HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -191,6 +191,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             config=config.engine_config,
         )
         before.find_added()
+        loss_scaling.refuse_other_steps(self.engine)
         enter(deepspeed_logging.reports_logged(self.engine))
         activation_checkpointing.configure(model, config.engine_config, device)
         if config.zero_stage == 3:
@@ -391,6 +392,9 @@ def _check_autocast(config: ResolvedConfig) -> None:
     `ConfigurationError`
         If an engine that is up has another.
     """
+    if all(_autocast_of(other.config) == _autocast_of(config) for other in _up):
+        return
+    gc.collect()  # a trainer that has been dropped refers to itself
     for other in _up:
         if _autocast_of(other.config) != _autocast_of(config):
             raise ConfigurationError(

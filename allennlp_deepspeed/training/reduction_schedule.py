@@ -42,7 +42,7 @@ class ReductionSchedule:
 
     def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
         """Takes over the decision of the interrupted training, if the work is divided equally."""
-        if self.is_known or state is None or "is_once_a_step" not in state:  # of former versions
+        if self.is_known or state is None:
             return
         if state["where"] == self._where():
             self._decide(state["is_once_a_step"])

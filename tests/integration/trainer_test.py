@@ -114,6 +114,9 @@ def test_an_engine_in_a_session_outlives_training(tmp_path: Path):
         assert dist.is_initialized()
         batch = next(iter(task.data_loader))
         assert trainer.engine(**batch)["logits"].shape == (6, 3)
+        # Nobody would have reduced the gradients.
+        with pytest.raises(RuntimeError):
+            trainer.engine.step()
         # This metric refuses to work where AllenNLP believes that there are several processes.
         metric = PearsonCorrelation()
         metric(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2.0, 4.0, 8.0]))
