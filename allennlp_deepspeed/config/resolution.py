@@ -22,6 +22,7 @@ from allennlp_deepspeed.config.contradictions import (
 )
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import check_whether_given, resolve_share
+from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.config.open_values import (
     STAGE,
     agreed,
@@ -234,7 +235,27 @@ def _resolve_optimizer(
             fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
     for name in [name for name, value in params.items() if value == AUTO]:
         del params[name]
-        logger.info("%s.optimizer.params.%s is the optimizer's default", ROOT, name)
+        if name in _AUTO_OF_OPTIMIZERS:
+            logger.info("%s.optimizer.params.%s is the optimizer's default", ROOT, name)
+        else:
+            advice = _INSTEAD_OF_AUTO.get(name, "write a value, or remove the key")
+            findings.add(
+                f'{ROOT}.optimizer.params.{name} is "auto", which only '
+                f"{', '.join(_AUTO_OF_OPTIMIZERS)} can be: {advice}"
+            )
+
+
+# Keys of `optimizer.params` whose "auto" is filled or the optimizer's default.
+_AUTO_OF_OPTIMIZERS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "bias_correction",
+    "amsgrad",
+)
+_INSTEAD_OF_AUTO = {"max_grad_norm": 'remove it, and write "grad_norm" in the trainer'}
 
 
 def _resolve_muon(config: Dict[str, Any], settings: TrainerSettings) -> None:
@@ -266,7 +287,13 @@ def _resolve_scheduler(
         "warmup_max_lr": (learning_rate, "from the optimizer's learning rate"),
         "warmup_min_lr": (0.0, "default of this trainer"),
     }
-    for name, parameter in scheduler_parameters(scheduler["type"]).items():
+    parameters = scheduler_parameters(scheduler["type"])
+    for name in [name for name in params if name not in parameters]:
+        findings.add(
+            f"{ROOT}.scheduler.params.{name} is unknown: {did_you_mean(name, list(parameters))}"
+        )
+        del params[name]
+    for name, parameter in parameters.items():
         is_required = (
             parameter.default is parameter.empty
             and parameter.kind is not parameter.VAR_KEYWORD
