@@ -72,12 +72,17 @@ _ELEMENTWISE_OF_DEEPSPEED = ("adagrad", "adam", "adamw", "lion")
 # What DeepSpeed takes for its own optimizers for the CPU where it is to insist on one.
 _FORCED = (DeepSpeedCPUAdam, DeepSpeedCPULion)
 
+_LAMB = '"deepspeed_config": {"optimizer": {"type": "Lamb", ...}} without an optimizer'
+
 # What to write instead of names that are no longer registered.
 _FORMER_NAMES = {
     "cpu_adagrad": '"adagrad"',
     "cpu_lion": '"lion"',
-    "fused_lamb": '"deepspeed_config": {"optimizer": {"type": "Lamb", ...}} without an optimizer',
+    "fused_lamb": _LAMB,
     "fused_lion": '"lion"',
+    "onebit_adam": '"fused_adam"',
+    "onebit_lamb": _LAMB,
+    "zero_one_adam": '"fused_adam"',
 }
 
 

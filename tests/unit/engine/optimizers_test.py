@@ -207,7 +207,16 @@ STAGE_0 = {"zero_optimization": {"stage": 0}}
 
 
 class TestBeforehand:
-    @pytest.mark.parametrize("name, instead", [("fused_lion", "lion"), ("fused_lamb", "Lamb")])
+    @pytest.mark.parametrize(
+        "name, instead",
+        [
+            ("fused_lion", "lion"),
+            ("fused_lamb", "Lamb"),
+            ("onebit_adam", "fused_adam"),
+            ("onebit_lamb", "Lamb"),
+            ("zero_one_adam", "fused_adam"),
+        ],
+    )
     def test_a_former_name_is_refused(self, name: str, instead: str):
         message = refusal({"type": name})
         assert f'"{name}", which is no longer there: write ' in message and instead in message
