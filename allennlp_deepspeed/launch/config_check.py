@@ -143,8 +143,10 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
             _check_divisible(model, config.get("data_loader"))
     callbacks = config["trainer"].get("callbacks")
     for callback in callbacks if isinstance(callbacks, list) else []:
-        if refusal := _REFUSED_CALLBACKS.get(registered_name(callback) or ""):
-            findings.add(refusal)
+        name = registered_name(callback)
+        # AllenNLP refuses anything that isn't a name.
+        if isinstance(name, str) and name in _REFUSED_CALLBACKS:
+            findings.add(_REFUSED_CALLBACKS[name])
     accelerator = accelerator_of(config)
     if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch"):
         findings.add(
@@ -156,7 +158,11 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
 
 def _check_elastic_nodes(config: Dict[str, Any], findings: Findings) -> None:
     """Checks whether the training is the same with any number of nodes, and loses no step."""
-    distributed, trainer, loader = config["distributed"], config["trainer"], config["data_loader"]
+    distributed, trainer, loader = (
+        config["distributed"],
+        config["trainer"],
+        config.get("data_loader"),
+    )
     name = f"'distributed.min_nodes' is {distributed['min_nodes']}"
     size, num_workers = trainer.get("global_batch_size"), len(distributed["cuda_devices"])
     if size is None or not finds_micro_batch_size(trainer):

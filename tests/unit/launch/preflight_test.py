@@ -58,6 +58,12 @@ def test_what_elastic_nodes_cannot_train(changes: Dict[str, Any], start: str) ->
     assert line.lstrip("- ").startswith("'distributed.min_nodes' is 2") and start in line
 
 
+def test_a_missing_data_loader_of_elastic_nodes_is_left_to_allennlp() -> None:
+    config = {**experiment(**AUTO), "distributed": ELASTIC}
+    del config["data_loader"]
+    preflight.check(Params(config))
+
+
 def test_elastic_nodes_are_checked_with_the_batch_size_of_all() -> None:
     config = {**experiment(**AUTO), "distributed": ELASTIC, "data_loader": {}}
     preflight.check(Params(config))
@@ -208,6 +214,7 @@ def changed(changes: Dict[str, Any]) -> Dict[str, Any]:
         {"model.regularizer": {"regexes": [[".*", "l2"], ["bias", {"type": "l1", "alpha": 1}]]}},
         {"model.feedforward": {"_pretrained": {"archive_file": "x.tar.gz#", "module_path": "y"}}},
         {"trainer.callbacks": ["tensorboard", {"type": "wandb", "project": "p"}]},
+        {"trainer.callbacks": [["tensorboard"]]},  # which AllenNLP refuses
         {"trainer.optimizer": {"type": "sgd", "lr": 1, "parameter_groups": [[["a"], {"lr": 2}]]}},
     ],
     ids=json.dumps,
