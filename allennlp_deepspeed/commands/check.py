@@ -9,6 +9,7 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.commands.estimate import add_config, only_warnings
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
+from allennlp_deepspeed.config.open_values import said
 from allennlp_deepspeed.config.schema_validation import AUTO, lookup
 from allennlp_deepspeed.launch import failures
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, settings_of
@@ -85,6 +86,7 @@ def _resolved(params: Params, filled: _FilledValues) -> Dict[str, Any]:
     engine_config["train_batch_size"] *= steps
     if resolved.finds_micro_batch_size:
         engine_config.update(gradient_accumulation_steps=AUTO, train_micro_batch_size_per_gpu=AUTO)
-    if lookup(engine_config, _NUM_STEPS) is not None:
+    is_filled = said(deepspeed_config.config, _NUM_STEPS) is None
+    if is_filled and lookup(engine_config, _NUM_STEPS) is not None:
         engine_config["scheduler"]["params"]["total_num_steps"] = "known when the data are read"
     return engine_config

@@ -111,6 +111,10 @@ def test_a_sound_config_is_printed_with_where_its_values_are_from(tmp_path: Path
                 "allgather_bucket_size": "auto",
                 "offload_optimizer": {"device": "cpu"},
             },
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {"total_num_steps": 50, "warmup_num_steps": 5},
+            },
         },
     }
     config = classifier(TWO_WORKERS, changes)
@@ -121,6 +125,7 @@ def test_a_sound_config_is_printed_with_where_its_values_are_from(tmp_path: Path
     # A batch of 6 instances for each of 2 workers, twice.
     assert (resolved["gradient_accumulation_steps"], resolved["train_batch_size"]) == (2, 24)
     assert resolved["gradient_clipping"] == 0.5
+    assert resolved["scheduler"]["params"]["total_num_steps"] == 50
     zero = resolved["zero_optimization"]
     assert (zero["stage"], zero["reduce_bucket_size"]) == (2, 9000)
     assert "allgather_bucket_size" not in zero
