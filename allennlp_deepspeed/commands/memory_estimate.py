@@ -15,6 +15,7 @@ from allennlp.models.model import Model
 from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
+from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.engine.model_check import check_model
 from allennlp_deepspeed.engine.model_states import (
@@ -164,6 +165,9 @@ class Estimator:
         self._settings = _settings(config, self._config, workers)
         self._precision = self._config.resolve(self._settings).precision
         self._names_cpu = _names_cpu(config)
+        # Data loaders, which need a batch size, are constructed with the model.
+        params = params.duplicate()
+        fill_batch_size(params.params, num_workers=1)
         self._model = construct_without_weights(params)
         freeze(self._model, self._trainer.get("no_grad") or [])
         self._size, self._largest_parameter, self._largest_module = measure(self._model)

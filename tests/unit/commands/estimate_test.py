@@ -296,6 +296,15 @@ class TestModel:
         size, largest_parameter, _ = measure(model)  # type: ignore[arg-type]
         assert (size, largest_parameter) == (replace(size, trainable=[15]), "one.weight")
 
+    @pytest.mark.parametrize("workers", [None, 5])
+    def test_of_a_global_batch_needs_no_batch_size(self, workers: Optional[int]) -> None:
+        batch = {"num_gradient_accumulation_steps": "auto", "global_batch_size": 12}
+        config = {**load_config("classifier", TWO_WORKERS), "data_loader": {}}
+        config["trainer"].update(type="deepspeed", callbacks=[], **batch)
+        estimate = Estimator(Params(config), workers).estimate(None, cpu_memory=0, nvme_memory=0)
+        assert estimate.workers == (workers or 2)
+        assert config["data_loader"] == {}
+
     def test_without_anything_to_train_is_refused(self) -> None:
         config = load_config("classifier", {"trainer.no_grad": [".*"]})
         with pytest.raises(ConfigurationError, match="no parameter to train"):
