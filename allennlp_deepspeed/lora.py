@@ -24,6 +24,21 @@ logger = logging.getLogger(__name__)
 
 _INITIALIZATIONS = (True, False, "gaussian")
 
+# Arguments of peft's LoraConfig that have no effect here, or another than they have with peft.
+_REFUSED = {
+    "inference_mode": "freezes the adapters",
+    "alora_invocation_tokens": "has an effect in a PeftModel only",
+    "arrow_config": "needs several adapters",
+    "kasa_config": "changes the weights of the transformer itself",
+    "layer_replication": "changes the layers of the transformer itself",
+    "monteclora_config": "needs another loss",
+    "use_qalora": "has an effect on quantized layers only",
+    **dict.fromkeys(
+        ("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
+        "is for a value of 'init_lora_weights' that needs data or quantized layers",
+    ),
+}
+
 
 @TokenEmbedder.register("lora")
 class LoraEmbedder(TokenEmbedder):
@@ -99,9 +114,12 @@ def add_adapters(module: torch.nn.Module, settings: Dict[str, Any], where: str) 
     # Raises
 
     `ConfigurationError`
-        If a key is unknown, or the transformer can't have such adapters.
+        If a key is unknown or refused, or the transformer can't have such adapters.
     """
     peft = _import_peft()
+    # Files of peft's have all keys, most of them null.
+    for name in filter(settings.get, _REFUSED):
+        raise ConfigurationError(f"{where} has a key '{name}', which {_REFUSED[name]}: remove it.")
     initialization = settings.get("init_lora_weights", True)
     if initialization not in _INITIALIZATIONS:
         raise ConfigurationError(

@@ -127,6 +127,9 @@ def test_a_config_without_adapters():
         ({"r": 0}, "refused by peft: .*r.*positive"),
         ({"target_modules": ["keys"]}, "refused by peft: Target modules .*keys.* not found"),
         ({"init_lora_weights": "pissa"}, "changes the weights of the transformer itself"),
+        ({"inference_mode": True}, "has a key 'inference_mode', which freezes the adapters: rem"),
+        ({"alora_invocation_tokens": [3]}, "'alora_invocation_tokens', which has an effect in"),
+        ({"eva_config": {"rho": 2.0}}, "'eva_config', which is for a value of 'init_lora_weights'"),
     ],
 )
 def test_wrong_settings_are_refused(bert: str, settings: Dict[str, Any], message: str):
