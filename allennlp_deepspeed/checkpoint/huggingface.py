@@ -307,10 +307,16 @@ def _tokenizer(
 
 
 def _tokenizer_kwargs(config: Dict[str, Any], model_name: str) -> Dict[str, Any]:
-    """Those with which the training's reader loads the tokenizer of this pretrained model."""
+    """
+    Returns the arguments with which the training's reader loads the tokenizer of this pretrained
+    model: those of its `tokenizer`, or of an indexer if the tokenizer is of another model.
+    """
+    reader = config.get("dataset_reader") or {}
+    for tokenizer in _parameters_with(model_name, reader.get("tokenizer")):
+        return tokenizer.get("tokenizer_kwargs") or {}
     found = (
         parameters["tokenizer_kwargs"]
-        for parameters in _parameters_with(model_name, config.get("dataset_reader"))
+        for parameters in _parameters_with(model_name, reader)
         if parameters.get("tokenizer_kwargs")
     )
     return next(found, {})

@@ -183,11 +183,12 @@ def test_the_tokenizer_is_that_of_the_reader(
 ) -> None:
     transformer = {"type": "pretrained_transformer", "model_name": bert}
     cased = {**transformer, "tokenizer_kwargs": {"do_lower_case": False}}
+    indexer = {**transformer, "tokenizer_kwargs": {"do_lower_case": True}}
     config = load_config(
         "classifier",
         {
+            "dataset_reader.token_indexers": {"tokens": indexer},
             "dataset_reader.tokenizer": cased,
-            "dataset_reader.token_indexers": {"tokens": transformer},
             "model.text_field_embedder.token_embedders.tokens": transformer,
             "model.seq2vec_encoder": {"type": "bert_pooler", "pretrained_model": bert},
             "trainer.num_epochs": 1,
