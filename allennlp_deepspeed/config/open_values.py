@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 STAGE = "zero_optimization.stage"
 
+DEFAULT = "default of this trainer"
+"""The source of a value that neither side sets."""
+
 
 def said(config: Dict[str, Any], path: str) -> Any:
     """What the DeepSpeed side says at a path, `None` if it leaves it open."""
@@ -28,13 +31,18 @@ def fill(config: Dict[str, Any], path: str, value: Any, source: str) -> None:
     for section in sections:
         config = config.setdefault(section, {})
     config[key] = value
+    log_value(path, value, source)
+
+
+def log_value(path: str, value: Any, source: str) -> None:
+    """Logs the value at a path, and where it comes from."""
     logger.info("%s.%s is %s (%s)", ROOT, path, json.dumps(value), source)
 
 
 def fill_if_open(config: Dict[str, Any], path: str, value: Any) -> None:
     """Writes a default of this trainer where the DeepSpeed side leaves a path open."""
     if said(config, path) is None:
-        fill(config, path, value, "default of this trainer")
+        fill(config, path, value, DEFAULT)
 
 
 def agreed(
@@ -50,7 +58,7 @@ def agreed(
     if value is None:
         return deepspeed_value
     if deepspeed_value is None:
-        logger.info("%s.%s is %s (from %s)", ROOT, path, json.dumps(value), key)
+        log_value(path, value, f"from {key}")
     elif deepspeed_value != value:
         findings.add(
             f"{key} is {json.dumps(value)}, but {ROOT}.{path} is {json.dumps(deepspeed_value)}: "
@@ -65,7 +73,7 @@ def cannot_fill(path: str, hint: str) -> str:
 
 
 def is_enabled(config: Dict[str, Any], section: str) -> Optional[bool]:
-    """Whether a precision is turned on, `None` if the config leaves it open."""
+    """Whether a section's feature is turned on, `None` if the config leaves it unset."""
     value = said(config, f"{section}.enabled")
     # DeepSpeed's models take "true" for true.
     return None if value is None else TypeAdapter(bool).validate_python(value)

@@ -24,12 +24,14 @@ from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import check_whether_given, resolve_share
 from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.config.open_values import (
+    DEFAULT,
     STAGE,
     agreed,
     cannot_fill,
     fill,
     fill_if_open,
     is_enabled,
+    log_value,
     said,
 )
 from allennlp_deepspeed.config.parameter_resharding import (
@@ -170,6 +172,8 @@ def _resolve_batch_sizes(
     )
     batch_size = said(config, "train_batch_size")
     if batch_size is None:
+        if steps is None:
+            log_value("gradient_accumulation_steps", 1, DEFAULT)
         return micro_batch_size or 1, steps or 1
 
     if len(findings.lines) > num_lines:
@@ -216,8 +220,11 @@ def _resolve_grad_norm(
                 "reported then too), or gradient_clipping to report only"
             )
         return True
+    clipping = agreed("grad_norm", norm, config, "gradient_clipping", findings)
+    if clipping is None:
+        log_value("gradient_clipping", 0.0, DEFAULT)
     # AllenNLP takes 0 for false.
-    return agreed("grad_norm", norm, config, "gradient_clipping", findings) or False
+    return clipping or False
 
 
 def _resolve_optimizer(
@@ -285,7 +292,7 @@ def _resolve_scheduler(
     known = {
         "total_num_steps": (steps, "from trainer.num_epochs and the data"),
         "warmup_max_lr": (learning_rate, "from the optimizer's learning rate"),
-        "warmup_min_lr": (0.0, "default of this trainer"),
+        "warmup_min_lr": (0.0, DEFAULT),
     }
     parameters = scheduler_parameters(scheduler["type"])
     for name in [name for name in params if name not in parameters]:
@@ -373,13 +380,13 @@ def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings
         config.pop("comms_logger", None)  # DeepSpeed turns it on where the section is there at all
     if said(config, "dump_state") and said(config, "log_level") is None:
         fill(config, "log_level", "info", "to log what dump_state asks for")
-    if said(config, "timers.throughput.enabled"):
+    if is_enabled(config, "timers.throughput"):
         findings.add(
             f"{ROOT}.timers.throughput.enabled is true, but DeepSpeed's timer takes a micro-batch "
             "for a step: remove the key; the console and metrics.jsonl have samples per second"
         )
     # DeepSpeed waits for the device to time it.
-    fill(config, "timers.throughput.enabled", False, "default of this trainer")
+    fill(config, "timers.throughput.enabled", False, DEFAULT)
 
 
 def _check_scheduler_type(config: Dict[str, Any], findings: Findings) -> None:

@@ -20,6 +20,7 @@ _TO_REMOVE: Dict[str, Tuple[Any, ...]] = {
     "seq_parallel_communication_data_type": (),
     "use_data_before_expert_parallelism": (False,),
     "weight_quantization": ({}, {"enabled": False}),
+    "timers.throughput.synchronized": (True,),
     "checkpoint.load_universal": (False,),
     "checkpoint.writer.decoupled": (False,),
     "activation_checkpointing.partition_activations": (False,),

@@ -480,8 +480,10 @@ class TestReports:
 
     def test_deepspeeds_throughput_timer_is_off(self):
         assert not resolve({}).engine_config["timers"]["throughput"]["enabled"]
-        enabled = {"timers": {"throughput": {"enabled": True}}}
-        assert "timers.throughput.enabled is true" in refusal(enabled)
+        for value in (True, "true"):
+            enabled = {"timers": {"throughput": {"enabled": value}}}
+            assert "timers.throughput.enabled is true" in refusal(enabled)
+        assert resolve({"timers": {"throughput": {"enabled": "false"}}})
 
 
 class TestAPastedConfiguration:

@@ -17,6 +17,15 @@ def test_params_may_be_left_open_as_a_whole(section: str) -> None:
     assert resolve(config, learning_rate=0.1).has_optimizer
 
 
+def test_a_default_is_logged_where_neither_side_sets_a_value(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    resolve({})
+    for line in ("gradient_clipping is 0.0", "gradient_accumulation_steps is 1"):
+        assert f"deepspeed_config.{line} (default of this trainer)" in caplog.text
+
+
 def test_what_nothing_turns_on_is_not_said_to_be_from_use_amp(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -54,6 +54,7 @@ WRONG = [
     },
     {"zero_optimization": {"leaf_module": 3}},
     {"flops_profiler": {"enabled": True}},
+    {"timers": {"throughput": {"synchronized": False}}},
     {"gradient_allreduce_op": "sum"},
     {
         "zero_optimization": {"stage": 0},
