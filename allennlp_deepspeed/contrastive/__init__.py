@@ -2,7 +2,7 @@
 Contrastive training: a model with its reader, metrics and predictors.
 """
 
-from allennlp_deepspeed.contrastive.bi_encoder import BiEncoder
+from allennlp_deepspeed.contrastive.bi_encoder import BiEncoder, TextEncoder
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.contrastive.in_batch_accuracy import InBatchAccuracy
 from allennlp_deepspeed.contrastive.retrieval_metric import RetrievalMetric
@@ -15,5 +15,6 @@ __all__ = [
     "InBatchAccuracy",
     "RetrievalMetric",
     "TextEmbedderPredictor",
+    "TextEncoder",
     "TextPairsReader",
 ]
