@@ -22,9 +22,11 @@ PATH = Path(__file__).with_suffix(".md")
 _HEAD = """# Keys
 
 Written by `make reference` from `allennlp_deepspeed/config/own_keys.py`, and those of
-[language models](#language-models) from the docstrings of their classes. A key that isn't known is
-refused before data are read, with the nearest that is. [configuration.md](configuration.md) has the
-presets, and which of DeepSpeed's keys these fill.
+[language models](#language-models) from the docstrings of their classes. An unknown key of
+`trainer`, `checkpointer`, `distributed` or `deepspeed_config` is refused before data are read, with
+the nearest known one; one of AllenNLP's other sections when that object is constructed, after the
+data are read. [configuration.md](configuration.md) has the presets, and which of DeepSpeed's keys
+these fill.
 
 ## `trainer`
 
