@@ -43,6 +43,10 @@ class WeightWatch:
         # None on NVMe.
         has_fragments = self._named_parameters and not engine.zero_nvme_offload_optimizer()
         self._fragments = shards.fragments if has_fragments else {}
+        # The flat buffer of a group with a single parameter is a view of it, so that PyTorch counts
+        # the optimizer's own writes as changes of the parameter.
+        self.is_due_each_step = not is_partitioned and any(len(g) == 1 for g in shards.groups)
+        """Whether each step is to call `snapshot` when it ends."""
         self.is_due = True
         """Whether the next step is to call `check` and `compare_before_step`."""
         self._is_first_in_epoch = True
@@ -76,7 +80,7 @@ class WeightWatch:
     def compare_before_step(self) -> None:
         """Compares weights before the optimizer steps. Doesn't wait for the device."""
         self._compare(over_the_bus=self._is_first_in_epoch)
-        self.is_due = self._is_first_in_epoch = False
+        self.is_due, self._is_first_in_epoch = self.is_due_each_step, False
 
     def _compare(self, over_the_bus: bool) -> None:
         for name, parameter in self._named_parameters:

@@ -155,6 +155,8 @@ class GradientStep:
         if self._weight_watch.is_due:
             self._weight_watch.compare_before_step()
         has_stepped, norm = self.step()
+        if self._weight_watch.is_due_each_step:
+            self._weight_watch.snapshot()
         if self._moving_average is not None and has_stepped:
             self._moving_average.apply(num_steps)
         self._gradients.finish_step()

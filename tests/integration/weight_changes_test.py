@@ -372,3 +372,29 @@ def test_a_moving_average_of_others_than_the_trained_weights_is_refused(which: s
             Side(_target_network, _vectors, 2, moving_average=average).construct(rank, None)
 
     run_workers(1, construct)
+
+
+class OneWeight(Model):
+    """Has a single parameter, as an embedding alone, of which ZeRO's flat buffer is a view."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.weight = nn.Parameter(torch.ones(8, 5))
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": (x @ self.weight.t() - 1).square().mean()}
+
+
+def _clamp_weight(model: Any) -> None:
+    model.weight.clamp_(-0.1, 0.1)
+
+
+def test_a_single_parameter_trains_and_a_change_of_it_is_an_error():
+    def side(stage: Optional[int], **arguments: Any) -> Side:
+        model = lambda: OneWeight(Vocabulary())  # noqa: E731
+        return Side(model, _vectors, stage, world_size=2, log_every_num_steps=3, **arguments)
+
+    assert_same_weights(side(2).train(), side(None).train())
+    changing = side(2, callbacks=lambda: [ChangeOutside(_clamp_weight)])
+    first, second = changing.on_all_ranks(_error_of_training)
+    assert "'weight'" in first and "'weight'" in second
