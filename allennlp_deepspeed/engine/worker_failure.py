@@ -169,6 +169,9 @@ def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure
     if _log_to_files is None or (_reported is not None and not _reported.is_agreed):
         return _reported
     failure = _describe(error, step)
+    if _reported is not None and failure.is_consequence:
+        # Of ranks that have left first.
+        return _reported
     if _reported is None or not failure.is_agreed:
         _reported = failure
     if not failure.is_agreed:
