@@ -120,7 +120,7 @@ def interrupted(signal_number: int, where: str) -> BaseException:
     The exception to raise for a signal that the ranks have agreed on. A single process gets what
     Ctrl-C raises everywhere else.
     """
-    message = f"{signal.Signals(signal_number).name} received: training ends {where}."
+    message = f"{signal.Signals(signal_number).name} received: leaving {where}."
     logger.warning(message)
     if signal_number == signal.SIGINT and dist.get_world_size() == 1:
         return KeyboardInterrupt(message)

@@ -281,7 +281,7 @@ def test_ctrl_c_ends_without_a_traceback_and_says_how_to_continue(
 ) -> None:
     printed, last = interrupted.printed, interrupted.last_line
     assert interrupted.run.returncode == 128 + signal.SIGINT
-    assert "SIGINT received: training ends " in printed
+    assert "SIGINT received: leaving " in printed
     for text in ("Traceback", "KeyboardInterrupt", "KeyError"):
         assert text not in printed, printed
     assert re.match(r"\r?The newest checkpoint is checkpoint_e\d+_b\d+\. To continue", last), last
