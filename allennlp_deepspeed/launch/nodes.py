@@ -46,7 +46,7 @@ def check(distributed: Any, findings: Findings) -> None:
         )
     for key in ("primary_address", "primary_port"):
         is_needed = num_nodes != 1 and distributed.get("rendezvous_endpoint") is None
-        if is_needed and distributed.get(key) is None:
+        if is_needed and not distributed.get(key):
             findings.add(
                 f"'distributed.num_nodes' is {num_nodes}, but there is no 'distributed.{key}': "
                 f"write {'an address' if key == 'primary_address' else 'a port'} of node 0 that "

@@ -27,6 +27,7 @@ TWO_NODES: Config = {
         ({"timeout": 0}, "'distributed.timeout' is 0: must be a number of seconds above 0"),
         ({"watchdog": 600}, "'distributed.watchdog' is no key any more: remove it"),
         ({"max_restarts": -1}, "'distributed.max_restarts' is -1: must be a whole number"),
+        ({"primary_port": 0}, "there is no 'distributed.primary_port'"),
         ({"primary_port": None}, "there is no 'distributed.primary_port': write a port of node 0"),
         ({"primary_address": None}, "there is no 'distributed.primary_address'"),
         ({"min_nodes": 3}, "'distributed.min_nodes' is 3, but 'distributed.num_nodes' is 2"),
