@@ -544,19 +544,23 @@ def _signals_end_workers() -> Iterator[None]:
         yield
         return
     has_come = False
+    # Of the caller's own.
+    others = multiprocessing.active_children()
 
     def handle(number: int, frame: Optional[FrameType]) -> None:
         nonlocal has_come
         if has_come:
             for worker in multiprocessing.active_children():
-                worker.kill()
+                if worker not in others:
+                    worker.kill()
             return
         has_come = True
         logger.warning(
             f"{signal.Signals(number).name}: waiting for the workers, which leave after the step "
             "that they are in. A second one ends them in any case."
         )
-        raise SignalException(signal.Signals(number).name, signal.Signals(number))
+        sent = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        raise SignalException(sent.name, sent)
 
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     # Elastic's own handlers would have the second signal wait for as long as the first.

@@ -19,7 +19,8 @@ _MODULES = ("allennlp.commands", "torch._dynamo", "transformers.modeling_utils")
 
 if os.environ.pop(STARTED_BY, None) == str(os.getppid()):
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    # Whoever signals all processes of a job means the workers.
+    # Whoever signals all processes of a job, as a terminal does that is closed, means the workers.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for module in _MODULES:
         importlib.import_module(module)

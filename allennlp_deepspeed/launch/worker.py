@@ -62,10 +62,10 @@ _SET_BY_ELASTIC = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 )
 
-# To the store in which elastic nodes meet.
+# To the store in which the nodes meet.
 _TIME_TO_CONNECT = timedelta(seconds=60)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(
@@ -91,6 +91,8 @@ def run(
     """
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     _end_by_signals()
+    # The agent sends SIGTERM then.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.environ.update({k: v for k, v in environment.items() if not _SET_BY_ELASTIC.match(k)})
     # Bars' default is a semaphore of the system's, which a worker that is killed leaves.
     tqdm.set_lock(threading.RLock())
@@ -184,8 +186,12 @@ def train(
                 directory.wait_for_all()
             raise
         if directory is not None:
-            _end_by_signals()
+            handlers = _end_by_signals()
             directory.wait_for_all()
+            if launched is not None and launched.launcher is not None:
+                # The process is its user's.
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
         return result
 
 
@@ -227,11 +233,37 @@ def _resize(arguments: Dict[str, Any], launched: Launched) -> None:
         checkpointer["save_on_preemption"] = True
 
 
-def _end_by_signals() -> None:
-    """Until the training has handlers, and after it. What is ignored stays so, as with `nohup`."""
-    for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)
+@contextmanager
+def _archives_at_end() -> Iterator[None]:
+    """
+    Context manager in which AllenNLP archives no model when a training is interrupted, which goes
+    on as soon as a node has joined or left.
+    """
+    archive_model = train_command.archive_model
+
+    def archive_at_end(*args: Any, **kwargs: Any) -> None:
+        if not isinstance(sys.exc_info()[1], TrainingInterrupted):
+            archive_model(*args, **kwargs)
+
+    with mock.patch.object(train_command, "archive_model", archive_at_end):
+        yield
+
+
+def _end_by_signals() -> Dict[int, Any]:
+    """
+    Until the training has handlers, and after it. What is ignored stays so, as with `nohup`.
+
+    # Returns
+
+    `Dict[int, Any]`
+        The handlers of before.
+    """
+    handlers: Dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM:
+                handlers[number] = signal.signal(number, signal.SIG_DFL)
+    return handlers
 
 
 def _meet(

@@ -167,7 +167,7 @@ def test_a_signal_leaves_an_archive_of_the_best_weights(
         config["data_loader"] = {"batch_size": 6, "num_workers": 1, "max_instances_in_memory": 12}
     run = train(config, tmp_path)
     assert run.returncode != 0
-    assert f"{signal_name} received: training ends " in run.output
+    assert f"{signal_name} received: leaving " in run.output
     assert "Attempting to create a model archive using the current best epoch weights" in run.output
     one_epoch = {**config, "trainer": {**config["trainer"], "callbacks": [], "num_epochs": 1}}
     assert_same_weights(
@@ -183,12 +183,13 @@ def test_a_worker_that_leaves_does_not_end_one_that_writes_the_archive(tmp_path:
     assert Result(tmp_path / "out").archive.exists()
 
 
-def test_ctrl_c_with_spawned_workers(tmp_path: Path):
+@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGHUP"])
+def test_a_signal_of_the_terminal_with_spawned_workers(tmp_path: Path, signal_name: str):
     # As a user's are. Most of the time is for imports.
-    signal = callback("send_signal", point=TRAINING, signal_name="SIGINT", to="session")
+    signal = callback("send_signal", point=TRAINING, signal_name=signal_name, to="session")
     run = train(tagger(2, signal), tmp_path, command=subprocess_allennlp)
     assert run.returncode != 0
-    assert "SIGINT: waiting for the workers" in run.output
+    assert f"{signal_name}: waiting for the workers" in run.output
     assert Result(tmp_path / "out").archive.exists()
 
 
@@ -225,7 +226,7 @@ def test_a_signal_to_a_single_process(tmp_path: Path, signal_name: str, point: s
     config["trainer"]["checkpointer"] = {"save_on_preemption": True}
     run = train(config, tmp_path)
     assert run.returncode != 0
-    assert f"{signal_name} received: training ends" in run.output
+    assert f"{signal_name} received: leaving" in run.output
     assert "Traceback" not in run.output
     result = Result(tmp_path / "out")
     best = torch.load(result.serialization_dir / "best.th", weights_only=True)
@@ -285,5 +286,5 @@ def test_a_signal_before_a_run_has_caught_up_with_its_checkpoint(tmp_path: Path)
     # As if it were to go on from the end of the last epoch.
     run = train(config, tmp_path, "--recover", environment={"SIGNAL_WHILE_LOADING": "1"})
     assert run.returncode != 0
-    assert "SIGTERM received: training ends before it has caught up" in run.output
+    assert "SIGTERM received: leaving before it has caught up" in run.output
     assert_same_weights(result.weights(), weights, tolerance=0)
