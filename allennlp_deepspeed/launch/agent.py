@@ -266,9 +266,8 @@ class _Agent(LocalElasticAgent):
         Works around torch 2.14.1: in later rounds nodes get the address of the store that workers
         had in the first one, whose node may be lost. Gone when `next_rendezvous` reads it again.
         """
-        # If all nodes are needed, the one of the store is there, and keeps it.
-        if self._node.min_nodes is not None:
-            handler: Any = self._rdzv_handler
+        handler: Any = self._rdzv_handler
+        if self._node.num_nodes > 1:
             handler._bootstrap_store_info = None
         super()._rendezvous(worker_group)
 

@@ -106,13 +106,13 @@ def run(
             stack.enter_context(
                 shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0))
             )
-            store = None
+            store = _store_of_training(node, start) if node.num_nodes > 1 else None
             if node.min_nodes is not None:
-                store = _store_of_training(node, start)
                 _resize(arguments, launched)
                 # Whether the command of a node that joins has the flag doesn't matter.
-                if is_made(store, leader=0):
+                if store is not None and is_made(store, leader=0):
                     arguments["recover"] = False
+                stack.enter_context(_archives_at_end())
             if settings is not None:
                 disable_progress_bars_of_transformers()
             import_plugins()

@@ -1,9 +1,11 @@
 """With `max_restarts` workers of all hosts are restarted, and end as if nothing had happened."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
+from tests.support.command import wait_for_all
 from tests.support.experiment import (
     Experiments,
     Result,
@@ -11,7 +13,7 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.hosts import Hosts, on_one_host
+from tests.support.hosts import Hosts, on_one_host, write_config
 
 CONFIG = deepspeed(load_config("classifier"), 2)
 KILL = {"type": "send_signal", "signal_name": "SIGKILL", "rank": 3}
@@ -42,3 +44,21 @@ def test_a_killed_worker_is_replaced_on_all_hosts(
     expected = experiments.run(on_one_host(CONFIG))
     assert_same_weights(Result(directory).weights(), expected.weights(), tolerance=0)
     assert Result(directory).epochs() == expected.epochs()
+
+
+def test_a_node_that_is_started_again_is_waited_for(
+    experiments: Experiments, two_hosts: Hosts, tmp_path: Path
+) -> None:
+    distributed = {**two_hosts.distributed(workers=1), "max_restarts": 1}
+    trainer = {**CONFIG["trainer"], "callbacks": [{"type": "tell_steps", "pause": 0.3}]}
+    config = {**CONFIG, "trainer": trainer, "distributed": distributed}
+    path = write_config(config, tmp_path / "config")
+    commands = [two_hosts[node].train(path, tmp_path / "out") for node in range(2)]
+    commands[0].wait_until_it_prints("step 1 of epoch 1")
+    commands[1].signal(signal.SIGKILL)
+    commands[0].wait_until_it_prints("Restarts left after this one: 0")
+    commands[1] = two_hosts[1].train(path, tmp_path / "out")
+    for run in wait_for_all(commands, 120):
+        run.check()
+    expected = experiments.run({**CONFIG, "distributed": {"cuda_devices": [-1, -1]}})
+    assert_same_weights(Result(tmp_path / "out").weights(), expected.weights(), tolerance=0)
