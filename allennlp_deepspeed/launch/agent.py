@@ -6,6 +6,7 @@ they have ended.
 import faulthandler
 import functools
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -295,7 +296,7 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: Optional[signal.Signals] = None, timeout: int = 0) -> None:
         # Elastic names a signal only if this process had it: workers may have to save then.
         seconds = self._seconds_to_stop if death_sig is None else self._node.shutdown_timeout
-        super()._shutdown(death_sig or signal.SIGTERM, int(seconds))
+        super()._shutdown(death_sig or signal.SIGTERM, math.ceil(seconds))
 
     def _meet(self, worker_group: WorkerGroup) -> Start:
         """Has the nodes that are there know each other, and be numbered by `--node-rank`."""
@@ -448,7 +449,7 @@ def _rendezvous(node: Node) -> RendezvousHandler:
         # As which the workers of other nodes reach those of this one.
         local_addr=own_address,
         is_host=node.has_store,
-        join_timeout=int(node.rendezvous_timeout),
+        join_timeout=math.ceil(node.rendezvous_timeout),
         read_timeout=_SECONDS_TO_ANSWER,
         **({} if node.min_nodes is None else _TIMES_OF_ELASTIC_NODES),
     )
@@ -514,7 +515,8 @@ def _wait_for_store(node: Node) -> str:
         try:
             with socket.create_connection((node.address, node.port), timeout=10) as connection:
                 address: str = connection.getsockname()[0]
-                return address
+                # Where this is the host of the store, its own name may be one of the loopback's.
+                return node.address if address.startswith("127.") else address
         except OSError as error:
             waited = time.monotonic() - start
             if waited > node.rendezvous_timeout:
