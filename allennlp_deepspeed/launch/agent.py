@@ -65,7 +65,7 @@ _SECONDS_TO_END = 3
 # From the end of a node's workers to that of the last node's. They leave together.
 _SECONDS_TO_EXIT = 60.0
 
-# That the workers have to say what they know of when another node has ended the training.
+# That a worker has to notice that another node has ended the training.
 _SECONDS_AFTER_OTHERS = 15.0
 
 # In seconds: between two heartbeats, of which three missing ones tell that a node is lost, and from
@@ -186,11 +186,14 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
         fork_server.ensure_running()
     directory = tempfile.TemporaryDirectory(prefix="allennlp_deepspeed_")
     silent = silenced("torch.distributed.elastic", "torch.multiprocessing")
+    agent = None
     with silent, directory as logs, _signals_end_workers():
         try:
             handler = _rendezvous(node)
             agent = _Agent(node, handler, function, args, logs)
             result = agent.run()
+            # Tells nodes that are to come that there is nothing left to take part in.
+            handler.shutdown()
         except SignalException as error:
             raise _interruption(error.sigval) from None
         except RendezvousTimeoutError as error:
@@ -200,15 +203,19 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
                 "every node, each with its own --node-rank."
             ) from error
         except (RendezvousClosedError, RendezvousConnectionError) as error:
+            cause = None if agent is None else agent.last_failure
+            if cause is not None and isinstance(error, RendezvousClosedError):
+                raise cause from error
+            said = "" if cause is None else f"{cause}\n"
+            is_late = agent is None or not agent.has_started
+            how = "has found no training" if is_late else "has lost the others"
             raise WorkerFailed(
-                f"Node {node.rank} ({socket.gethostname()}) has lost the others at {node.where}: "
+                f"{said}Node {node.rank} ({socket.gethostname()}) {how} at {node.where}: "
                 f"{node.host_of_store} is gone, or another node "
                 "has ended the training. To continue from the newest checkpoint, run the same "
                 'command on all nodes, with --recover unless \'"resume": "auto"\' of the trainer '
                 "is set."
             ) from error
-        # Tells nodes that are to come that there is nothing left to take part in.
-        handler.shutdown()
     if agent.last_failure is not None and (result is None or result.is_failed()):
         raise agent.last_failure
     if result is None:
@@ -261,6 +268,11 @@ class _Agent(LocalElasticAgent):
                 self._num_changes, handler.num_nodes_waiting
             )
 
+    @property
+    def has_started(self) -> bool:
+        """Whether this node has been in the training."""
+        return self._start is not None
+
     @overrides
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """
@@ -286,6 +298,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
         self._start = self._meet(worker_group)
         self._is_following = False
+        self.last_failure = None
         self._seconds_to_stop = _SECONDS_TO_END
         worker_group.spec.args = (self._start, self._node, *self._args)
         started = super()._start_workers(worker_group)
@@ -312,6 +325,8 @@ class _Agent(LocalElasticAgent):
         )
         number, count = worker_group.group_rank or 0, worker_group.group_world_size or 1
         members = exchange(worker_group.store, own, number, count)
+        # A node counts the restarts that it notices, and one that joins has counted none.
+        self._remaining_restarts = min(member.remaining_restarts for member in members)
         ranks = [member.rank for member in members]
         sizes = {member.num_workers for member in members}
         if len(sizes) > 1 or (node.min_nodes is None and ranks != list(range(count))):
@@ -330,17 +345,17 @@ class _Agent(LocalElasticAgent):
         if node.min_nodes is not None:
             self._compare(members)
         training = next((m.training for m in members if m.training), members[0].agent)
-        return Start(members.index(own), count, training)
+        return Start(members.index(own), training)
 
     def _compare(self, members: List[Member]) -> None:
         """Compares the nodes with those of the last start."""
         changed = changes(self._members, members) if self._members else []
         if self._members and not changed and all(m.is_following for m in members):
-            # No node is lost, but the connection between some was.
-            if not all(m.remaining_restarts for m in members):
-                assert self.last_failure is not None
-                raise self.last_failure
+            reason = self.last_failure or WorkerFailed("The nodes have lost their connection.")
+            if self._remaining_restarts == 0:
+                raise reason
             self._remaining_restarts -= 1
+            changed = [f"{reason}\nNo node is lost. Restarts left: {self._remaining_restarts}."]
         self._members = members
         num_workers = len(members) * self._node.num_workers
         logger.warning(
@@ -362,8 +377,8 @@ class _Agent(LocalElasticAgent):
             failed = next(iter(result.failures.values()))
             failure = worker_failure.read(failed.message)
             self.last_failure = self._describe(failed, failure)
-            if self._node.min_nodes is not None and failure is not None and failure.is_of_others:
-                self._is_following = not failure.is_agreed
+            if self._node.min_nodes is not None and _is_of_others(failed, failure):
+                self._is_following = failure is None or not failure.is_agreed
                 # Elastic takes it off again.
                 self._remaining_restarts += 1
             elif failure is not None and (failure.is_final or self._has_failed_again(failure)):
@@ -383,10 +398,12 @@ class _Agent(LocalElasticAgent):
         handler: Any = self._rdzv_handler
         present = len(handler._state_holder.state.participants)
         missing = max(0, (self._worker_group.group_world_size or 1) - present)
+        workers: Any = self._pcontext
+        if workers._return_values or not all(q.empty() for q in workers._ret_vals.values()):
+            # Those of all nodes return together, at the end of the training.
+            return 0
         if missing:
-            # Some wait already, whose workers have left: these have to say what they know of.
             self._is_following = True
-            self._seconds_to_stop = _SECONDS_AFTER_OTHERS if waiting else _SECONDS_TO_END
         elif waiting:
             self._seconds_to_stop = self._node.shutdown_timeout
             logger.warning("A node joins: all workers leave after the same step, and save.")
@@ -427,6 +444,14 @@ class _Agent(LocalElasticAgent):
             return WorkerFailed(str(failure))
         where = f"\n(The traceback is in {failure.log_file}.)" if failure.log_file else ""
         return ConstructionFailure(failure.explanation + where)
+
+
+def _is_of_others(failed: ProcessFailure, failure: Optional[Failure]) -> bool:
+    """Whether other nodes may be the reason."""
+    if failure is None:
+        # So NCCL ends a process that has lost its connection.
+        return failed.exitcode == -signal.SIGABRT
+    return failure.is_of_others
 
 
 def _limit_time_to_end(context: Any) -> None:

@@ -14,14 +14,11 @@ class Start(NamedTuple):
 
     node_rank : `int`
         Of this node, among those that are there.
-    num_nodes : `int`
-        That are there.
     training : `str`
         The same for all starts of a training, and another for each training.
     """
 
     node_rank: int
-    num_nodes: int
     training: str
 
 

@@ -164,6 +164,19 @@ def test_a_node_that_comes_back_is_taken_in_and_no_step_is_trained_twice(
         run.check()
 
 
+def test_workers_that_lose_their_connection_while_no_node_is_lost_are_restarted_and_counted(
+    two_hosts: Hosts, tmp_path: Path
+):
+    # So NCCL ends the workers of a node, which then has no failure to say.
+    abort = {"type": "send_signal", "point": "step 4 of epoch 0", "signal_name": "SIGABRT"}
+    callbacks = {"trainer.callbacks": [{**abort, "rank": 1}], "trainer.num_epochs": 1}
+    config = experiment(2, elastic(two_hosts, max_restarts=1), callbacks)
+    for run in wait([start(two_hosts, config, tmp_path, node) for node in range(2)]):
+        run.check()
+        assert "No node is lost. Restarts left: 0. Training with 2 workers" in run.output
+    assert "Rank 1 on host-1 was ended by SIGABRT" in run.output
+
+
 def test_without_its_store_a_training_ends_and_says_how_to_continue(
     two_hosts: Hosts, tmp_path: Path
 ):
