@@ -116,8 +116,8 @@ def test_an_epoch_adds_little_to_the_training_state(tmp_path: Path):
         (tmp_path / f"checkpoint_e{epoch}_b0" / "training_state_w0.th").stat().st_size
         for epoch in range(1, 7)
     ]
-    # The model's dropout is the only one to draw numbers.
-    assert max(after - before for before, after in zip(sizes, sizes[1:])) <= 2_800
+    # The states of Python's, NumPy's and PyTorch's random numbers take 2.5, 2.5 and 5 kB.
+    assert max(after - before for before, after in zip(sizes, sizes[1:])) <= 14_000
 
 
 # files that are not of this package
