@@ -29,6 +29,7 @@ from allennlp.training import Trainer
 from tests.cross.case import BATCH_SIZE, Case
 from tests.cross.data import batches_of, validation_batches_of
 from tests.cross.model import Interruption, to_instance
+from tests.support import fp16_on_cpu  # noqa: F401  # where pytest has not imported it
 from tests.support.command import allennlp
 from tests.support.experiment import Result
 from tests.support.workers import run_workers
