@@ -11,6 +11,7 @@ from typing import Any, Callable, Iterator, List, Tuple
 import pytest
 
 from tests.end_to_end.resize_test import losses
+from tests.fixtures.failures import MESSAGE
 from tests.hosts.start_test import message
 from tests.support.command import Command, Run, wait_for_all
 from tests.support.experiment import (
@@ -147,6 +148,9 @@ def test_a_node_that_comes_back_is_taken_in_and_no_step_is_trained_twice(
     second.wait_until_it_prints("Node 0 (host-0) is lost. Training with 1 workers", TIME_LIMIT)
     second.wait_until_it_prints("step 3 of epoch 1", TIME_LIMIT)
     again = start(hosts, config, tmp_path, 0)
+    second.wait_until_it_prints("Node 0 (host-0) has joined", TIME_LIMIT)
+    # AllenNLP makes one of each training that is interrupted after its first epoch.
+    assert not Result(tmp_path / "out").archive.exists()
     _, remaining, back = wait([first, second, again])
     for run in (remaining, back):
         run.check()
@@ -175,6 +179,14 @@ def test_workers_that_lose_their_connection_while_no_node_is_lost_are_restarted_
         run.check()
         assert "No node is lost. Restarts left: 0. Training with 2 workers" in run.output
     assert "Rank 1 on host-1 was ended by SIGABRT" in run.output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_is_told_on_all_nodes(two_hosts: Hosts, tmp_path: Path, rank: int):
+    fail = {"type": "fail", "point": "step 4 of epoch 0", "rank": rank}
+    config = experiment(2, elastic(two_hosts), {"trainer.callbacks": [fail]})
+    for run in wait([start(two_hosts, config, tmp_path, node) for node in range(2)]):
+        assert f"Rank {rank} on host-{rank} failed" in message(run) and MESSAGE in message(run)
 
 
 def test_without_its_store_a_training_ends_and_says_how_to_continue(
