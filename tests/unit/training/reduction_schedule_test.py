@@ -24,15 +24,12 @@ def schedule(setting: str = "auto", num_micro_batches: int = 4) -> ReductionSche
     return ReductionSchedule(setting, NUM_ELEMENTS, num_micro_batches)
 
 
-@pytest.mark.parametrize(
-    "state", [None, {"mode": "boundary", "where": [2, 4]}, {"elements": 100, "where": [2, 4]}]
-)
-def test_what_former_versions_have_saved_is_found_again(
-    monkeypatch: pytest.MonkeyPatch, state: object
+def test_it_decides_after_a_step_where_no_decision_was_saved(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leave_free(monkeypatch, 10**6)
     found = schedule()
-    found.load_state_dict(state)  # type: ignore[arg-type]
+    found.load_state_dict(None)
     assert not found.is_once_a_step
     found.find(torch.float32)
     assert found.is_once_a_step
