@@ -113,8 +113,8 @@ def _scale_of(engine: DeepSpeedEngine) -> Any:
 
 def refuse_other_steps(engine: DeepSpeedEngine) -> None:
     """
-    Has `engine.step()` raise. Gradients are reduced by the trainer and not by DeepSpeed's hooks, so
-    that a step of anybody else's would be with those of this rank, or of the step before.
+    Makes `engine.step()` raise. The trainer reduces gradients, not DeepSpeed's hooks: any other
+    step would use the gradients of this rank alone, or those of the previous step.
     """
 
     def refused(*_: Any, **__: Any) -> None:
@@ -134,7 +134,7 @@ def step(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> boo
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-    scaler : `torch.amp.GradScaler`, required.
+    scaler : `Optional[torch.amp.GradScaler]`, required.
         The engine's `grad_scaler`.
 
     # Returns

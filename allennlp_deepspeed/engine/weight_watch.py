@@ -15,8 +15,9 @@ class WeightWatch:
     Notices weights that have been changed outside the optimizer where the change would be lost: the
     optimizer steps other tensors, from which the next step writes the model's weights.
 
-    PyTorch counts the changes of a tensor, and DeepSpeed's steps don't count. Such changes are
-    noticed at the next reading of the losses, also if a step has written over them since.
+    PyTorch counts the changes of a tensor, and DeepSpeed's steps don't count, except where a group
+    has a single parameter: there each step compares. Such changes are noticed at the next reading
+    of the losses, also if a step has written over them since.
 
     Changes through `.data` aren't counted either. So this rank's shards of the weights are also
     compared with the tensors that the optimizer steps: in the first step of an epoch, in each step
