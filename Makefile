@@ -40,7 +40,7 @@ help:
 
 venv: $(VENV)/installed
 
-ops: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam CPUAdagrad AsyncIO)
+ops: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam CPUAdagrad CPULion AsyncIO)
 
 demo: $(VENV)/installed
 	python demo/run.py

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple
 import torch
 import torch.distributed as dist
 from allennlp.training.callbacks import TrainerCallback
+from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -69,18 +70,19 @@ class CountModelStates(TrainerCallback):
                 parameter.register_post_accumulate_grad_hook(
                     lambda _: self._count_into(self._in_backward)
                 )
-        step = trainer.engine.step
+        step = DeepSpeedEngine.step
 
-        def counted_step(*args: Any, **kwargs: Any) -> None:
+        def counted_step(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
             self._count_into(self._in_backward)
             with _Allocations(lambda: self._count_into(self._in_step)) as allocations:
                 before = trainer.optimizer.register_step_pre_hook(lambda *_: allocations.pause())
                 after = trainer.optimizer.register_step_post_hook(lambda *_: allocations.resume())
-                step(*args, **kwargs)
+                step(engine, *args, **kwargs)
             before.remove()
             after.remove()
 
-        trainer.engine.step = counted_step
+        # The engine itself refuses steps that aren't the trainer's. Each training has its processes.
+        DeepSpeedEngine.step = counted_step
 
     @overrides
     def on_batch(
