@@ -5,6 +5,7 @@ from allennlp.common import Lazy
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
+import allennlp_deepspeed  # noqa: F401  # registers the trainer
 from benchmarks.contenders.allennlp import train_with
 from benchmarks.harness.contender import Contender, Job
 from benchmarks.harness.workload import Workload
