@@ -81,7 +81,7 @@ class CountModelStates(TrainerCallback):
             before.remove()
             after.remove()
 
-        # The engine itself refuses steps that aren't the trainer's. Each training has its processes.
+        # The attribute of the engine refuses any call. Each training has its own processes.
         DeepSpeedEngine.step = counted_step
 
     @overrides
