@@ -8,13 +8,14 @@ commands print. Gone when its logger writes to the standard error.
 import contextlib
 import sys
 
-import allennlp_deepspeed_import_hook  # noqa: F401  # where it isn't installed
 from allennlp_deepspeed.announcements import imported_quietly
-from allennlp_deepspeed.launch import fork_server
+
+# Installs itself where no `.pth` file has.
+from allennlp_deepspeed_import_hook import fork_server
 
 # To what is the standard output now it will log.
 with imported_quietly("DeepSpeed", "torch"), contextlib.redirect_stdout(sys.stderr):
-    # It imports the same meanwhile.
+    # It imports the same meanwhile, if the hook hasn't started it yet.
     fork_server.start_for_command()
 
     import deepspeed  # noqa: F401

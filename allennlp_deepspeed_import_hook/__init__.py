@@ -1,5 +1,6 @@
 """
-Finder that has modules of AllenNLP run within the shims that they need on today's libraries.
+Finder that has modules of AllenNLP run within the shims that they need on today's libraries, and
+starts the fork server of workers when a command begins to import AllenNLP.
 
 Importing this package installs it. `allennlp_deepspeed.start`, beside the installed package, has
 Python 3.15 and newer do so when it starts
@@ -36,6 +37,8 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
+        if name == "allennlp":
+            _start_fork_server()
         if name not in _SHIMS:
             return None
         for finder in sys.meta_path:
@@ -44,6 +47,14 @@ class _Finder:
                 _wrap(spec)
                 return spec
         return None
+
+
+def _start_fork_server() -> None:
+    """Has a command that is going to start workers do so while it imports AllenNLP."""
+    if "train" in sys.argv[1:]:
+        from allennlp_deepspeed_import_hook import fork_server
+
+        fork_server.start_for_command()
 
 
 def _wrap(spec: ModuleSpec) -> None:

@@ -47,8 +47,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from allennlp_deepspeed.announcements import silenced
 from allennlp_deepspeed.engine import worker_failure
 from allennlp_deepspeed.engine.worker_failure import ConstructionFailure, Failure
-from allennlp_deepspeed.launch import fork_server
 from allennlp_deepspeed.launch.rendezvous_members import Member, Start, changes, exchange
+from allennlp_deepspeed_import_hook import fork_server
 
 logger = logging.getLogger(__name__)
 

@@ -93,6 +93,24 @@ def test_a_python_without_the_package_starts(tmp_path: Path):
     assert shown.splitlines() == ["[]", "False False"]
 
 
+@pytest.mark.parametrize("trainer, is_started", [("deepspeed", True), ("gradient_descent", False)])
+def test_a_command_has_its_workers_import_beside_it(
+    tmp_path: Path, trainer: str, is_started: bool
+) -> None:
+    """AllenNLP is an empty package here."""
+    (tmp_path / "allennlp").mkdir()
+    (tmp_path / "allennlp" / "__init__.py").touch()
+    code = f"""
+import allennlp_deepspeed_import_hook, psutil, sys
+sys.path.insert(0, {str(tmp_path)!r})
+sys.argv = ["allennlp", "train", sys.argv[1]]
+import allennlp
+print(len(psutil.Process().children()) > 0)
+"""
+    config = json.dumps({"distributed": {"cuda_devices": [-1]}, "trainer": {"type": trainer}})
+    assert _run("-c", code, config, cwd=REPOSITORY).split() == [str(is_started)]
+
+
 @pytest.mark.parametrize("correct_bias", [True, False])
 def test_adamw_steps_as_its_paper_says(correct_bias: bool):
     weight = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
