@@ -1,7 +1,7 @@
 import itertools
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -85,7 +85,6 @@ class UlyssesAttention:
         _check(transformer, group.size, self._implementation)
         self._attend = modeling_utils.ALL_ATTENTION_FUNCTIONS[self._implementation]
         self._ulysses: Dict[Tuple[int, ...], torch.nn.Module] = {}
-        self._kv_groups: List[Tuple[torch.nn.Module, int]] = []
         self._positions: Optional[torch.Tensor] = None
         self._masks: Dict[Optional[int], Optional[torch.Tensor]] = {}
         self._num_calls = 0
@@ -114,9 +113,6 @@ class UlyssesAttention:
     def remove(self) -> None:
         """Has the transformer attend as before."""
         self._transformer.set_attn_implementation(self._implementation)
-        for module, num_groups in self._kv_groups:
-            module.num_key_value_groups = num_groups  # type: ignore[assignment]
-        self._kv_groups.clear()
         self._ulysses.clear()
 
     @contextmanager
@@ -187,8 +183,10 @@ class UlyssesAttention:
             ).expand(batch_size, -1)
         num_groups = getattr(module, "num_key_value_groups", None)
         output, _ = self._ulysses[shape](module, query, key, value, None, **kwargs)
-        if getattr(module, "num_key_value_groups", None) != num_groups:
-            self._kv_groups.append((module, num_groups))  # type: ignore[arg-type]
+        # DeepSpeed sets it to what a worker has, where workers repeat heads for keys.
+        vars(module).pop("num_key_value_groups", None)
+        if num_groups is not None:
+            module.num_key_value_groups = num_groups
         # As other attention functions give it, which is what some models count on.
         return output.unflatten(-1, (num_heads, head_size)), None
 

@@ -78,6 +78,15 @@ def loss_of(logits: torch.Tensor) -> torch.Tensor:
     return (logits.float().log_softmax(dim=-1) ** 2).sum()
 
 
+def numbers_in_attributes(model: PreTrainedModel) -> Dict[Tuple[str, str], Any]:
+    return {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (int, float))
+    }
+
+
 def shared(
     model: PreTrainedModel, size: int, is_packed: bool
 ) -> List[Tuple[List[List[float]], Dict[str, Any]]]:
@@ -89,12 +98,15 @@ def shared(
         own = copy.deepcopy(model)
         ids, positions = batch(is_packed)
         attention = UlyssesAttention(own, SequenceGroup.of_neighbours(size))
+        before = numbers_in_attributes(own)
         part = attention.part(ids, 0)
         with attention.attending(positions, is_packed) as own_positions:
             logits = own(input_ids=part, position_ids=own_positions, use_cache=False).logits
         start = attention.group.rank * part.size(1)
         logits = logits[:, : max(0, LENGTH - start)]
         loss_of(logits).backward()
+        # What has changed would be saved as a state of training, for any number of workers.
+        assert numbers_in_attributes(own) == before
         attention.remove()
         gradients = {}
         for name, parameter in own.named_parameters():
