@@ -152,7 +152,7 @@ class _TiledForward:
 
     def _check(self, hidden: torch.Tensor) -> None:
         """That some positions are computed as each alone, and the same a second time."""
-        positions = hidden[:, :_CHECKED].detach()
+        positions = hidden[:, :_CHECKED].detach().contiguous()
         with torch.no_grad():
             together = self._forward(positions)
             is_one_each = (
@@ -169,8 +169,13 @@ class _TiledForward:
 def _in_tiles(
     forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, num_tiles: int
 ) -> torch.Tensor:
-    # Always as many, also of fewer positions.
-    return torch.cat([forward(tile) for tile in hidden.tensor_split(num_tiles, dim=1)], dim=1)
+    return torch.cat([forward(tile) for tile in _tiles(hidden, num_tiles)], dim=1)
+
+
+def _tiles(hidden: torch.Tensor, num_tiles: int) -> Iterator[torch.Tensor]:
+    """Always the same number, also of fewer positions."""
+    # Contiguous, because some layers view them without batches: GPT-2's.
+    return (tile.contiguous() for tile in hidden.tensor_split(num_tiles, dim=1))
 
 
 class _Tiled(torch.autograd.Function):
@@ -200,7 +205,7 @@ class _Tiled(torch.autograd.Function):
         num_tiles, parameters = ctx.num_tiles, ctx.parameters
         of_hidden: List[torch.Tensor] = []
         totals: List[Any] = [None] * len(parameters)
-        tiles = zip(hidden.tensor_split(num_tiles, 1), gradient.tensor_split(num_tiles, 1))
+        tiles = zip(_tiles(hidden, num_tiles), _tiles(gradient, num_tiles))
         for tile, of_output in tiles:
             tile = tile.detach().requires_grad_()
             with torch.enable_grad(), ctx.autocast():

@@ -1,8 +1,11 @@
 """What computes positions by itself computes the same tile by tile, and nothing else is tiled."""
 
+from typing import List
+
 import pytest
 import torch
 from allennlp.common.checks import ConfigurationError
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from allennlp_deepspeed.extensions.sequence_tiling import tile_modules
 
@@ -42,6 +45,25 @@ def test_dropout_is_found_where_the_first_pass_is_an_evaluation() -> None:
     with pytest.raises(ConfigurationError, match="without dropout"):
         layer.train()(hidden)
     undo()
+
+
+def test_layers_that_view_all_positions_as_rows() -> None:
+    torch.manual_seed(1)
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 11, "n_positions": 16}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model, ids = GPT2LMHeadModel(GPT2Config(**sizes, **dropout)), torch.randint(11, (3, 13))
+    expected = gradients(model, ids)
+    undo = tile_modules(model, {"modules": ["mlp$"], "num_tiles": 4}, zero_stage=0)
+    actual = gradients(model, ids)
+    undo()
+    torch.testing.assert_close(actual, expected)
+
+
+def gradients(model: GPT2LMHeadModel, ids: torch.Tensor) -> List[torch.Tensor]:
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss, *(parameter.grad.clone() for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize(
