@@ -12,6 +12,11 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
 from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
+from allennlp_deepspeed.language_modeling.conversations import (
+    Conversation,
+    Message,
+    to_template_kwargs,
+)
 
 _INPUTS = '{"prompt": ...}, {"text": ...} or {"messages": [...]}'
 
@@ -142,14 +147,11 @@ class CausalLMPredictor(Predictor):
         return [self._response(tokens[length:].tolist()) for tokens in generated]
 
     def _prompt(self, inputs: JsonDict) -> List[int]:
-        if "messages" in inputs:
-            messages = list(inputs["messages"])
-            while messages and messages[-1].get("role") == "assistant":
-                messages.pop()
-            tokens = self._example_tokenizer.of_conversation(messages)
-        elif "prompt" in inputs or "text" in inputs:
-            prompt = inputs["prompt" if "prompt" in inputs else "text"]
-            tokens = self._example_tokenizer.of_prompt(prompt)
+        given = inputs.get("messages", inputs.get("prompt", inputs.get("text")))
+        if isinstance(given, list):
+            tokens = self._example_tokenizer.of_messages(_conversation(given, inputs))
+        elif isinstance(given, str):
+            tokens = self._example_tokenizer.of_prompt(given)
         else:
             raise ConfigurationError(f"Expected {_INPUTS}, and not {inputs!r}.")
         if not tokens:
@@ -170,10 +172,24 @@ class CausalLMPredictor(Predictor):
 
     @overrides
     def _json_to_instance(self, json_dict: JsonDict) -> Instance:
-        keys = ("text", "prompt", "response", "messages")
+        keys = ("text", "prompt", "response", "messages", "tools", "chat_template_kwargs")
         return self._dataset_reader.text_to_instance(
             **{key: json_dict[key] for key in keys if key in json_dict}
         )
+
+
+def _conversation(messages: List[Message], inputs: JsonDict) -> Conversation:
+    """Returns the conversation without the responses at its end."""
+    messages = list(messages)
+    while messages and messages[-1].get("role") == "assistant":
+        messages.pop()
+    if not messages:
+        raise ConfigurationError(
+            f"There is no message in {inputs!r} that a response could answer: give one whose "
+            "'role' is \"user\"."
+        )
+    given = {key: inputs.get(key) for key in ("tools", "chat_template_kwargs")}
+    return Conversation(messages, to_template_kwargs(**given))
 
 
 def _special_tokens(stop: List[str], tokenizer: Any) -> Dict[str, int]:

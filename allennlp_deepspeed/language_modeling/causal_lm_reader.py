@@ -1,5 +1,5 @@
 import logging
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Union
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -10,7 +10,12 @@ from overrides import overrides
 
 from allennlp_deepspeed.language_modeling import packing, pretrained
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
-from allennlp_deepspeed.language_modeling.conversations import ExampleTokenizer, Message
+from allennlp_deepspeed.language_modeling.conversations import (
+    Conversation,
+    ExampleTokenizer,
+    Message,
+    to_template_kwargs,
+)
 from allennlp_deepspeed.language_modeling.packing import Example
 from allennlp_deepspeed.text_files import Line, read_lines
 
@@ -20,6 +25,8 @@ _FORMS = (
     '{"text": ...}, {"prompt": ..., "response": ...} or {"messages": [{"role": "user", '
     '"content": ...}, ...]}'
 )
+
+Prompt = Union[str, List[Message]]
 
 
 @DatasetReader.register("causal_lm")
@@ -33,8 +40,10 @@ class CausalLMReader(DatasetReader):
         {"messages": [{"role": "user", "content": "Hello!"},
                       {"role": "assistant", "content": "Good morning."}]}
 
-    Texts and responses get the tokenizer's end of a sequence, messages what its chat template says.
-    Other keys are passed over.
+    Texts and responses get the tokenizer's end of a sequence, unless they end with it. Messages get
+    what its chat template writes. A prompt and its response are tokenized as one text, so the space
+    between them has to be in one of them. They may be lists of messages instead. Next to messages a
+    line may have `tools` and `chat_template_kwargs` for the template. Other keys are ignored.
 
     Registered as a `DatasetReader` with name "causal_lm".
 
@@ -46,8 +55,9 @@ class CausalLMReader(DatasetReader):
     max_length : `int`, optional (default = `None`)
         Cuts off what is longer, in tokens. How many examples were cut is logged for each file.
     loss_on : `str`, optional (default = `"all"`)
-        Which tokens are to be predicted: `"all"`, or `"responses"` only, the messages of the
-        assistant and what the template has at their end.
+        Which tokens are to be predicted: `"all"`, or `"responses"` only. Of messages these are what
+        the chat template has between its `{% generation %}` marks. Without marks they are the
+        messages of the assistant and what the template has at their end.
     pack : `bool`, optional (default = `False`)
         Whether short examples come one after another in sequences of up to `max_length` tokens. No
         example sees another. Each worker tokenizes all examples then, so that the sequences are the
@@ -124,18 +134,26 @@ class CausalLMReader(DatasetReader):
     def text_to_instance(
         self,
         text: Optional[str] = None,
-        prompt: Optional[str] = None,
-        response: Optional[str] = None,
+        prompt: Optional[Prompt] = None,
+        response: Optional[Prompt] = None,
         messages: Optional[List[Message]] = None,
+        tools: Union[str, List[Dict[str, Any]], None] = None,
+        chat_template_kwargs: Optional[Dict[str, Any]] = None,
     ) -> Instance:
         """
         # Parameters
 
         text : `str`, optional (default = `None`)
-        prompt : `str`, optional (default = `None`)
-            With a `response`.
-        response : `str`, optional (default = `None`)
+        prompt : `Union[str, List[Dict[str, Any]]]`, optional (default = `None`)
+            With a `response`. A text or messages.
+        response : `Union[str, List[Dict[str, Any]]]`, optional (default = `None`)
+            As the `prompt`.
         messages : `List[Dict[str, Any]]`, optional (default = `None`)
+        tools : `Union[str, List[Dict[str, Any]]]`, optional (default = `None`)
+            With messages: JSON schemas of the functions that the assistant may call, or the JSON of
+            that list.
+        chat_template_kwargs : `Dict[str, Any]`, optional (default = `None`)
+            With messages: further arguments of the chat template.
 
         # Returns
 
@@ -149,7 +167,8 @@ class CausalLMReader(DatasetReader):
         position_ids : `TensorField`
             Only if examples are packed. Likewise, from 0 in each of them.
         """
-        example = self._tokenize(text, prompt, response, messages)
+        kwargs = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        example = self._tokenize(text, prompt, response, messages, **kwargs)
         example = self._cut(example, _Counts("", self._max_length))
         return self._instance(example, packing.position_ids([example]) if self._pack else None)
 
@@ -160,13 +179,16 @@ class CausalLMReader(DatasetReader):
         }
         if len(given) != 1:
             raise line.error(f"Expected one of {_FORMS}, and not {', '.join(record) or 'nothing'}.")
-        for key in given:
-            if key != "messages":
-                line.check_text(record[key], f"'{key}'")
         if "prompt" in given:
-            given["response"] = line.check_text(record.get("response"), "'response'")
-        if "messages" in given:
-            _check_messages(line, record["messages"])
+            given["response"] = record.get("response")
+        if "messages" in given or any(isinstance(value, list) for value in given.values()):
+            for key, value in given.items():
+                _check_messages(line, value, key)
+            _check_template_kwargs(line, record)
+            given.update({key: record.get(key) for key in ("tools", "chat_template_kwargs")})
+        else:
+            for key, value in given.items():
+                line.check_text(value, f"'{key}'")
         try:
             example = self._tokenize(**given)
         except ConfigurationError as error:
@@ -183,13 +205,19 @@ class CausalLMReader(DatasetReader):
     def _tokenize(
         self,
         text: Optional[str] = None,
-        prompt: Optional[str] = None,
-        response: Optional[str] = None,
+        prompt: Optional[Prompt] = None,
+        response: Optional[Prompt] = None,
         messages: Optional[List[Message]] = None,
+        **template_kwargs: Any,
     ) -> Example:
+        if isinstance(prompt, list) and isinstance(response, list):
+            messages = [*prompt, *response]
         if messages is not None:
-            return self.example_tokenizer.of_messages(messages)
-        if prompt is not None and response is not None:
+            kwargs = to_template_kwargs(**template_kwargs)
+            prompt_length = 0 if prompt is None else len(prompt)
+            conversation = Conversation(messages, kwargs, prompt_length)
+            return self.example_tokenizer.of_conversation(conversation)
+        if isinstance(prompt, str) and isinstance(response, str):
             return self.example_tokenizer.of_response(prompt, response)
         if text is None:
             raise ConfigurationError(f"Give one of {_FORMS}.")
@@ -240,10 +268,18 @@ class _Counts:
             )
 
 
-def _check_messages(line: Line, messages: Any) -> None:
+def _check_messages(line: Line, messages: Any, name: str) -> None:
     is_list = isinstance(messages, list) and messages
     if not is_list or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise line.error(
-            "Expected 'messages' to be a list of objects with 'role' and 'content', and not "
+            f"Expected '{name}' to be a list of objects with 'role' and 'content', and not "
             f"{messages!r}."
         )
+
+
+def _check_template_kwargs(line: Line, record: Dict[str, Any]) -> None:
+    tools, kwargs = record.get("tools"), record.get("chat_template_kwargs")
+    if tools is not None and not isinstance(tools, (str, list)):
+        raise line.error(f"Expected 'tools' to be a list of JSON schemas, and not {tools!r}.")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise line.error(f"Expected 'chat_template_kwargs' to be an object, and not {kwargs!r}.")

@@ -1,20 +1,84 @@
 """
-Tokens of texts, answers and conversations, and which of them are to be predicted.
+Tokenizes texts, responses and conversations, and finds the tokens of responses.
 """
 
-from bisect import bisect_right
-from typing import Any, Dict, List, Tuple
+import json
+import logging
+import os
+import re
+from itertools import takewhile
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from allennlp.common.checks import ConfigurationError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
 from allennlp_deepspeed.language_modeling.packing import Example
 
+logger = logging.getLogger(__name__)
+
 Message = Dict[str, Any]
 
-# Tokens, and whether they are a response.
-Segments = List[Tuple[List[int], bool]]
+# The first character of a part of a text, and the one after its last.
+Span = Tuple[int, int]
+
+PROBE = "\ufffc"
+"""A character that stands in no message."""
+
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Conversation(NamedTuple):
+    """
+    # Parameters
+
+    messages : `List[Dict[str, Any]]`
+    template_kwargs : `Dict[str, Any]`, optional (default = `{}`)
+        Arguments of the chat template, such as `tools`.
+    prompt_length : `int`, optional (default = `0`)
+        The number of messages that belong to the prompt. None of them is a response.
+    """
+
+    messages: List[Message]
+    template_kwargs: Dict[str, Any] = {}
+    prompt_length: int = 0
+
+    def first(self, length: int) -> "Conversation":
+        """Returns the conversation of the first `length` messages."""
+        return self._replace(messages=self.messages[:length])
+
+    def with_content(self, index: int, content: str) -> "Conversation":
+        """Returns the conversation with another content of one message."""
+        messages = list(self.messages)
+        messages[index] = {**messages[index], "content": content}
+        return self._replace(messages=messages)
+
+
+def to_template_kwargs(
+    tools: Union[str, List[Any], None] = None,
+    chat_template_kwargs: Optional[Dict[str, Any]] = None,
+) -> Dict[str, Any]:
+    """
+    Returns the arguments of a chat template.
+
+    # Parameters
+
+    tools : `Union[str, List[Dict[str, Any]]]`, optional (default = `None`)
+        JSON schemas, or the JSON of a list of them.
+    chat_template_kwargs : `Dict[str, Any]`, optional (default = `None`)
+
+    # Raises
+
+    `ConfigurationError`
+        If the tools are no JSON.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ConfigurationError(f"Expected 'tools' to be a list in JSON: {error}.") from error
+    return {**({} if tools is None else {"tools": tools}), **(chat_template_kwargs or {})}
 
 
 class ExampleTokenizer:
@@ -29,22 +93,32 @@ class ExampleTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, only_responses: bool) -> None:
         self._tokenizer = tokenizer
         self._only_responses = only_responses
+        self._adds_end = _adds_end(tokenizer)
+        self._has_warned = False
 
     def of_text(self, text: str) -> Example:
-        """All of it, and that it ends."""
-        return self._example([(self._beginning(text) + self._end(), False)])
+        """Tokenizes a text and the end of a sequence."""
+        tokens, _ = self._encode(self._ended(text))
+        return self._example(tokens, [not self._only_responses] * len(tokens))
 
     def of_response(self, prompt: str, response: str) -> Example:
         """
-        They are tokenized apart, as they are when the response is generated: no token is of both.
+        Tokenizes a prompt and its response as one text. A token that has characters of both is a
+        token of the response.
         """
-        tokens = self._tokenizer(response, add_special_tokens=False)["input_ids"]
-        return self._example([(self._beginning(prompt), False), (tokens + self._end(), True)])
+        text = prompt + self._ended(response)
+        tokens, spans = self._encode(text)
+        if self._tokenizer.is_fast:
+            return self._example(tokens, _within(spans, [(len(prompt), len(text))]))
+        pairs = zip(tokens, self.of_prompt(prompt))
+        num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return self._example(tokens, [i >= num_shared for i in range(len(tokens))])
 
-    def of_messages(self, messages: List[Message]) -> Example:
+    def of_conversation(self, conversation: Conversation) -> Example:
         """
-        In the form of the tokenizer's chat template. The responses are the messages whose role is
-        "assistant", with what the template has at their end.
+        Tokenizes a conversation in the form of the tokenizer's chat template. Responses are what
+        the template has between `{% generation %}` marks. In one without marks they are the
+        messages whose role is "assistant", with what the template has at their end.
 
         # Raises
 
@@ -52,34 +126,30 @@ class ExampleTokenizer:
             If the tokenizer has no chat template, or one that doesn't take these messages, or if
             the responses can't be found in what it makes of them.
         """
-        text = self.render(messages)
-        # Where each response begins and ends, in characters.
-        borders: List[int] = []
-        for i, message in enumerate(messages):
-            if message.get("role") == "assistant" and self._only_responses:
-                before = self.render(messages[:i], add_generation_prompt=True)
-                until = self.render(messages[: i + 1])
-                if not (text.startswith(until) and until.startswith(before)):
-                    raise ConfigurationError(
-                        "The tokenizer's chat template changes messages when others follow, so "
-                        "that responses can't be told from what is between them. Give each "
-                        'response a line of its own, as the last message, or write "loss_on": '
-                        '"all".'
-                    )
-                borders += [len(before), len(until)]
-        return self._example(self._segments(text, borders))
+        text = self.render(conversation)
+        tokens, spans = self._encode(text, add_special_tokens=False)
+        if not self._only_responses:
+            return self._example(tokens, [True] * len(tokens))
+        if not self._tokenizer.is_fast:
+            raise ConfigurationError(
+                f"The tokenizer '{self._tokenizer.name_or_path}' doesn't say which characters a "
+                "token is made of, so that responses can't be told from what is between them: give "
+                "'prompt' and 'response', or write \"loss_on\": \"all\"."
+            )
+        return self._example(tokens, _within(spans, self._responses(text, conversation)))
 
     def of_prompt(self, prompt: str) -> List[int]:
-        """The tokens that a response is to be generated for."""
-        return self._beginning(prompt)
+        """Tokenizes a prompt for which a response is to be generated."""
+        return self._encode(prompt)[0]
 
-    def of_conversation(self, messages: List[Message]) -> List[int]:
-        """Likewise, of a conversation that is to go on with a response."""
-        text = self.render(messages, add_generation_prompt=True)
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def of_messages(self, conversation: Conversation) -> List[int]:
+        """Tokenizes a conversation for which a response is to be generated."""
+        text = self.render(conversation, add_generation_prompt=True)
+        return self._encode(text, add_special_tokens=False)[0]
 
-    def render(self, messages: List[Message], add_generation_prompt: bool = False) -> str:
-        """What the chat template makes of messages."""
+    def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
+        """Applies the chat template."""
+        messages, kwargs, _ = conversation
         if self._tokenizer.chat_template is None:
             raise ConfigurationError(
                 f"The tokenizer '{self._tokenizer.name_or_path}' has no chat template for "
@@ -87,46 +157,124 @@ class ExampleTokenizer:
             )
         try:
             return self._tokenizer.apply_chat_template(  # type: ignore[return-value]
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
         except Exception as error:  # of any kind that a template raises
             raise ConfigurationError(
                 f"The tokenizer's chat template refuses the messages {messages!r}: {error}"
             ) from error
 
-    def _segments(self, text: str, borders: List[int]) -> Segments:
-        """What is before a response and each response, in turns, of tokens of the whole text."""
-        if not borders:
-            return [(self._tokenizer(text, add_special_tokens=False)["input_ids"], False)]
-        if not self._tokenizer.is_fast:
+    def _responses(self, text: str, conversation: Conversation) -> List[Span]:
+        """Finds the responses in a rendered conversation."""
+        messages, kwargs, prompt_length = conversation
+        template = self._tokenizer.get_chat_template(None, kwargs.get("tools"))
+        if not _GENERATION_MARK.search(template):
+            return [
+                self._response(text, conversation, i)
+                for i, message in enumerate(messages)
+                if i >= prompt_length and message.get("role") == "assistant"
+            ]
+        # `apply_chat_template` leaves null keys out, and doesn't return spans.
+        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        rendered: Any = render_jinja_template(
+            conversations=[given],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **kwargs},
+        )
+        _, (marked,) = rendered
+        prompt = self.render(conversation.first(prompt_length)) if prompt_length else ""
+        return [(start, end) for start, end in marked if start >= _num_shared(prompt, text)]
+
+    def _response(self, text: str, conversation: Conversation, index: int) -> Span:
+        """Finds the message with this index in a rendered conversation."""
+        if index == 0:
             raise ConfigurationError(
-                f"The tokenizer '{self._tokenizer.name_or_path}' doesn't say which characters a "
-                "token is made of, so that responses can't be told from what is between them: give "
-                "'prompt' and 'response', or write \"loss_on\": \"all\"."
+                "The conversation begins with a message of the assistant, which answers nothing: "
+                'begin with a message whose \'role\' is "user" or "system", or write "loss_on": '
+                '"all".'
             )
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        segments: Segments = [([], i % 2 == 1) for i in range(len(borders) + 1)]
-        for token, (start, _) in zip(encoded["input_ids"], encoded["offset_mapping"]):
-            segments[bisect_right(borders, start)][0].append(token)
-        return segments
+        prompt = self.render(conversation.first(index), add_generation_prompt=True)
+        until = self.render(conversation.first(index + 1))
+        if text.startswith(until) and until.startswith(prompt):
+            return len(prompt), len(until)
+        return self._response_by_content(text, conversation, index, prompt, until)
 
-    def _beginning(self, text: str) -> List[int]:
-        """With what the tokenizer puts before a text, but not what it puts after one."""
-        tokens: List[int] = self._tokenizer(text)["input_ids"]
-        while tokens and tokens[-1] == self._tokenizer.eos_token_id:
-            tokens.pop()
-        return tokens
+    def _response_by_content(
+        self, text: str, conversation: Conversation, index: int, prompt: str, until: str
+    ) -> Span:
+        """
+        Finds it where the template leaves something of earlier messages out, such as their
+        thinking, or has responses generated after something that isn't in the text.
+        """
+        content = conversation.messages[index].get("content") or ""
+        history = self.render(conversation.first(index))
+        if isinstance(content, str) and text.startswith(history):
+            probed = conversation.with_content(index, content + PROBE)
+            probed_text = self.render(probed)
+            end = _num_shared(text, probed_text)
+            ending = until[_num_shared(until, self.render(probed.first(index + 1))) :]
+            if probed_text != text and text.startswith(ending, end):
+                start = _num_shared(text, prompt)
+                if start < len(prompt):
+                    probed = conversation.with_content(index, PROBE + content)
+                    start = min(start, _num_shared(text, self.render(probed)))
+                    self._warn_of_prompt(prompt[start:])
+                return start, end + len(ending)
+        raise ConfigurationError(
+            "The tokenizer's chat template changes messages when others follow, so that responses "
+            "can't be told from what is between them. Give each response a line of its own, as the "
+            'last message, or write "loss_on": "all".'
+        )
 
-    def _end(self) -> List[int]:
-        end = self._tokenizer.eos_token_id
-        return [] if end is None else [end]
+    def _warn_of_prompt(self, beginning: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The tokenizer's chat template has responses generated after %r, but there are "
+                "responses that don't begin with it, and are trained without: give them what "
+                "belongs there, such as thinking.",
+                beginning,
+            )
 
-    def _example(self, segments: Segments) -> Example:
-        input_ids: List[int] = []
-        labels: List[int] = []
-        for tokens, is_response in segments:
-            is_predicted = is_response or not self._only_responses
-            input_ids += tokens
-            labels += tokens if is_predicted else [IGNORED] * len(tokens)
-        # There is nothing from which it could be predicted.
-        return Example(input_ids, [IGNORED, *labels[1:]] if labels else [])
+    def _encode(self, text: str, add_special_tokens: bool = True) -> Tuple[List[int], List[Span]]:
+        """
+        Returns tokens, without the end of a sequence that the tokenizer may add, and their
+        characters in the text, if the tokenizer is a fast one.
+        """
+        encoded = self._tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            return_offsets_mapping=self._tokenizer.is_fast,
+        )
+        tokens, spans = encoded["input_ids"], encoded.get("offset_mapping", [])
+        if add_special_tokens and self._adds_end:
+            return tokens[:-1], spans[:-1]
+        return tokens, spans
+
+    def _ended(self, text: str) -> str:
+        end = self._tokenizer.eos_token or ""
+        return text if text.endswith(end) else text + end
+
+    def _example(self, tokens: List[int], are_responses: List[bool]) -> Example:
+        pairs = zip(tokens, are_responses)
+        all_count = not self._only_responses
+        labels = [token if all_count or counts else IGNORED for token, counts in pairs]
+        # There is nothing from which the first could be predicted.
+        return Example(tokens, [IGNORED, *labels[1:]] if labels else [])
+
+
+def _adds_end(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether the tokenizer puts the end of a sequence after every text."""
+    last = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+    return tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id] != last
+
+
+def _within(spans: Sequence[Span], wanted: Sequence[Span]) -> List[bool]:
+    """Returns for each of `spans` whether it shares a character with one of `wanted`."""
+    return [any(s < end and start < e for start, end in wanted) for s, e in spans]
+
+
+def _num_shared(first: str, second: str) -> int:
+    """Returns the length of the longest common prefix."""
+    return len(os.path.commonprefix([first, second]))

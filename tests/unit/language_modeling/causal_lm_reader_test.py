@@ -43,7 +43,7 @@ def words(instance: Instance, field: str = "input_ids") -> str:
 
 
 TEXT = {"text": "name1 name2 name3"}
-RESPONSE = {"prompt": "name1 name2", "response": "noun1 noun2"}
+RESPONSE = {"prompt": "name1 name2", "response": " noun1 noun2"}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_batches_are_padded_with_what_is_not_predicted(tmp_path: Path, tokenizer
 def test_it_is_said_once_a_file_what_is_cut(
     tmp_path: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write(tmp_path, RESPONSE, {"prompt": "name1", "response": "noun1"}, RESPONSE)
+    path = write(tmp_path, RESPONSE, {"prompt": "name1", "response": " noun1"}, RESPONSE)
     reader = CausalLMReader(tokenizer, max_length=3)
     with caplog.at_level(logging.WARNING):
         assert [words(instance) for instance in reader.read(path)] == [
