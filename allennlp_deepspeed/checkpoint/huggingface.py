@@ -29,6 +29,7 @@ from allennlp_deepspeed.checkpoint.offline import (
 )
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.language_modeling import pretrained
+from allennlp_deepspeed.language_modeling.end_tokens import set_end_tokens
 from allennlp_deepspeed.meta_model import construct_without_weights
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ def export_huggingface(
             if lora.has_adapters(transformer):
                 lora.merge_adapters(transformer)
         tokenizer = _tokenizer(trained.serialization_dir, transformer)
+        if tokenizer is not None and transformer.can_generate():
+            set_end_tokens(transformer, tokenizer)
         unfinished = output_dir + _UNFINISHED
         files.remove(unfinished)
         files.make_directory(unfinished)

@@ -18,6 +18,7 @@ from allennlp_deepspeed.language_modeling.chunked_cross_entropy import (
     chunked_cross_entropy,
     whole_cross_entropy,
 )
+from allennlp_deepspeed.language_modeling.end_tokens import set_end_tokens
 from allennlp_deepspeed.language_modeling.output_head import output_head
 from allennlp_deepspeed.language_modeling.probes import check_sight
 from allennlp_deepspeed.language_modeling.token_loss_model import SequenceSharing, TokenLossModel
@@ -118,11 +119,10 @@ class CausalLM(TokenLossModel):
         _check_causal(self.transformer)
         if load_weights:
             _check_no_router_loss(self.transformer)
-        pretrained.save(
-            self.serialization_dir,
-            self.transformer,
-            pretrained.tokenizer_to_save(tokenizer, model_name, self.serialization_dir),
-        )
+        its_tokenizer = pretrained.tokenizer_to_save(tokenizer, model_name, self.serialization_dir)
+        if its_tokenizer is not None:
+            set_end_tokens(self.transformer, its_tokenizer)
+        pretrained.save(self.serialization_dir, self.transformer, its_tokenizer)
         self._output_head = output_head(self.transformer)
         if self._output_head is None:
             logger.warning(

@@ -17,6 +17,7 @@ from allennlp_deepspeed.language_modeling.conversations import (
     Message,
     to_template_kwargs,
 )
+from allennlp_deepspeed.language_modeling.end_tokens import end_tokens
 
 _INPUTS = '{"prompt": ...}, {"text": ...} or {"messages": [...]}'
 
@@ -27,7 +28,8 @@ class CausalLMPredictor(Predictor):
     Generates responses with a `CausalLM`. Takes `{"prompt": ...}`, `{"text": ...}` or
     `{"messages": [...]}`, such as the "causal_lm" reader does, whose responses it passes over, and
     gives `{"response": ..., "finish_reason": ...}`, where the latter is "stop", or "length" after
-    `max_new_tokens`.
+    `max_new_tokens`. A response ends with the tokenizer's end of a sequence, the token with which
+    its chat template ends a turn, or another end that the model's file names.
 
     Registered as a `Predictor` with name "causal_lm".
 
@@ -95,11 +97,8 @@ class CausalLMPredictor(Predictor):
         self._stop = [text for text in stop or [] if text not in special_ends]
         self._example_tokenizer = dataset_reader.example_tokenizer
         self._transformer: Any = model.transformer
-        # Those of a chat model's file, and the one that the reader puts after a text.
-        of_model = getattr(self._transformer.generation_config, "eos_token_id", None)
-        ends = [*(of_model if isinstance(of_model, list) else [of_model])]
-        ends += [self._tokenizer.eos_token_id, *special_ends.values()]
-        self._ends = [e for e in {*ends} if e is not None]
+        ends = [*end_tokens(self._tokenizer, self._transformer), *special_ends.values()]
+        self._ends = list(dict.fromkeys(ends))
         pad_id = self._tokenizer.pad_token_id
         self._pad_id = 0 if pad_id is None else pad_id
         given = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}

@@ -98,7 +98,9 @@ def transformer(
             # By which adapters know it, and not where it was saved.
             loaded.name_or_path = model_name or ""
         elif config is not None:
-            loaded = transformers.AutoConfig.for_model(**config)
+            # Without an end of a sequence unless the config names one: the default of its class is
+            # for another tokenizer.
+            loaded = transformers.AutoConfig.for_model(**{"eos_token_id": None, **config})
         else:
             name, of_file = _name_and_file(model_name)
             of_files = {k: v for k, v in arguments.items() if k != "dtype"}

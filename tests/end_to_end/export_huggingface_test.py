@@ -46,6 +46,13 @@ __all__ = ["bert", "pretrained"]
 
 IDS = torch.tensor([[7, 8, 9, 30, 21, 5]])
 TIED = {"model.config": {**LLAMA, "tie_word_embeddings": True}}
+OTHER_END = {
+    "trainer.optimizer.lr": 0.2,
+    **{
+        f"{reader}.tokenizer_kwargs": {"eos_token": "<assistant>"}
+        for reader in ("dataset_reader", "validation_dataset_reader")
+    },
+}
 EVERY_EPOCH = {"trainer.checkpointer": {"type": "deepspeed", "keep_most_recent_by_count": None}}
 
 
@@ -78,7 +85,7 @@ def assert_same_logits(actual: PreTrainedModel, archive: Path) -> None:
 @pytest.mark.parametrize(
     "stage, changes",
     [
-        pytest.param(0, {}, id="own-0"),
+        pytest.param(0, OTHER_END, id="other_end-0"),
         pytest.param(3, TIED, id="tied-3"),
         pytest.param(3, {"model.lora": LORA}, id="lora-3"),
     ],
@@ -96,6 +103,10 @@ def test_a_language_model_of_a_checkpoint_is_that_of_the_archive(
     assert_same_logits(model, result.archive)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded.chat_template == TEMPLATE
+    # With the end of a turn of the template, and of other texts that of the tokenizer.
+    ends = model.generation_config.eos_token_id
+    assert ends == ([4, 2] if changes is OTHER_END else 2)
+    assert loaded.eos_token_id == model.config.eos_token_id == (4 if changes is OTHER_END else 2)
     text = "name1 verb2 <eos>"
     assert loaded(text)["input_ids"] == AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"]
 

@@ -1,0 +1,52 @@
+"""
+Finds the tokens with which a response ends.
+"""
+
+from typing import TYPE_CHECKING, Any, List, Optional
+
+from transformers import PreTrainedTokenizerBase
+
+from allennlp_deepspeed.language_modeling.conversations import PROBE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, transformer: "PreTrainedModel") -> List[int]:
+    """
+    Returns the tokenizer's end of a sequence, the token with which its chat template ends a turn,
+    and the ends that the model's generation config names, if they are added tokens. A config that
+    names none has the default of its class, which may be an ordinary token of the tokenizer.
+    """
+    named = getattr(transformer.generation_config, "eos_token_id", None)
+    others = {tokenizer.bos_token_id, tokenizer.unk_token_id, tokenizer.mask_token_id}
+    ends = [tokenizer.eos_token_id, _end_of_turn(tokenizer)]
+    for token in named if isinstance(named, list) else [named]:
+        if token in tokenizer.added_tokens_decoder and token not in others:
+            ends.append(token)
+    return [token for token in dict.fromkeys(ends) if token is not None]
+
+
+def set_end_tokens(transformer: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes the `end_tokens` into the configs of a model and of its generation."""
+    ends = end_tokens(tokenizer, transformer)
+    transformer.config.get_text_config().eos_token_id = ends[0] if ends else None
+    if transformer.generation_config is not None:
+        several: Any = ends if len(ends) > 1 else next(iter(ends), None)
+        transformer.generation_config.eos_token_id = several
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> Optional[int]:
+    """The first token after a message of the assistant, if it is an added token."""
+    if tokenizer.chat_template is None:
+        return None
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # of any kind that a template raises which takes other messages
+        return None
+    _, probe, after = text.rpartition(PROBE)
+    tokens = tokenizer(after, add_special_tokens=False)["input_ids"] if probe else []
+    visible = (token for token in tokens if str(tokenizer.decode([token])).strip())
+    first = next(visible, None)
+    return first if first in tokenizer.added_tokens_decoder else None
