@@ -232,7 +232,7 @@ def merge_adapters(model: torch.nn.Module) -> None:
     """
     for transformer in adapted_transformers(model).values():
         adapted = _adapted_modules(transformer)
-        _check_not_shared(transformer, list(adapted))
+        check_not_shared(transformer, "or export the adapters alone (--adapters-only)")
         for name, module in adapted.items():
             if hasattr(module, "unload_and_optionally_merge_module"):
                 merged = module.unload_and_optionally_merge_module(
@@ -255,18 +255,25 @@ def _adapted_modules(transformer: torch.nn.Module) -> Dict[str, Any]:
     return _outermost(transformer, lambda module: isinstance(module, classes))
 
 
-def _check_not_shared(transformer: torch.nn.Module, adapted: List[str]) -> None:
+def check_not_shared(transformer: "PreTrainedModel", alternative: str = "") -> None:
     """
+    # Parameters
+
+    transformer : `PreTrainedModel`, required.
+        With adapters.
+    alternative : `str`, optional (default = `""`)
+        What else can be done, for the message.
+
     # Raises
 
     `ConfigurationError`
         If weights that adapters would be added to are those of another module too.
     """
+    adapted = list(_adapted_modules(transformer))
     names: Dict[int, List[str]] = {}
-    # Not by what they are: parameters of their own may have one storage, as they are loaded.
     for name, parameter in transformer.named_parameters(remove_duplicate=False):
-        if parameter.numel() > 0:
-            names.setdefault(parameter.data_ptr(), []).append(name)
+        # By memory, where there is some: of those that are loaded several may have the same.
+        names.setdefault(parameter.data_ptr() or id(parameter), []).append(name)
     for sharing in names.values():
         modules = {next((a for a in adapted if n.startswith(f"{a}.")), None) for n in sharing}
         if len(modules) > 1:
@@ -275,7 +282,7 @@ def _check_not_shared(transformer: torch.nn.Module, adapted: List[str]) -> None:
             raise ConfigurationError(
                 f"The model's 'lora' adapts '{first}', whose weights are those of '{others[0]}' "
                 "too, so that adapters can't be added to them: take it out of 'target_modules' or "
-                "'modules_to_save', or export the adapters alone (--adapters-only)."
+                f"'modules_to_save'{alternative and ', '}{alternative}."
             )
 
 

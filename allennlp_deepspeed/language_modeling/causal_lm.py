@@ -23,11 +23,16 @@ from allennlp_deepspeed.language_modeling.output_head import output_head
 from allennlp_deepspeed.language_modeling.probes import check_sight
 from allennlp_deepspeed.language_modeling.token_loss_model import SequenceSharing, TokenLossModel
 from allennlp_deepspeed.language_modeling.token_metrics import TokenMetrics
+from allennlp_deepspeed.meta_model import is_without_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+_NO_ROUTER_LOSS = (
+    "write \"output_router_logits\": false into 'model.config', or into 'model.transformer_kwargs'."
+)
 
 
 @Model.register("causal_lm")
@@ -39,7 +44,9 @@ class CausalLM(TokenLossModel):
     "model": {"type": "causal_lm", "model_name": "HuggingFaceTB/SmolLM2-135M"}
     ```
 
-    Its loss is the mean over the tokens that are to be predicted. Logits are computed for a chunk
+    Its loss is the mean over the tokens that are to be predicted. Where the configuration of a
+    mixture of experts has `"output_router_logits": true`, the loss that balances their load is
+    added, as transformers compute it for each batch. Logits are computed for a chunk
     of positions at a time, so that those of a whole batch are never in memory. Its metrics,
     "perplexity" and "token_accuracy", count each token alike, those of the data of all workers.
 
@@ -70,6 +77,9 @@ class CausalLM(TokenLossModel):
         Further arguments of `AutoModelForCausalLM.from_pretrained`, or with `config` of
         `from_config`, such as `attn_implementation`. `dtype` is a name such as `"bfloat16"`, and
         fp32 if it isn't given.
+    resize_embeddings : `bool`, optional (default = `False`)
+        Whether the model gets embeddings of the tokens that the tokenizer has beyond them. They
+        begin as the mean of the others.
     loss_chunk_size : `int`, optional (default = `1024`)
         The number of positions of which there are logits at a time.
     regularizer : `RegularizerApplicator`, optional (default = `None`)
@@ -93,6 +103,7 @@ class CausalLM(TokenLossModel):
         load_weights: bool = True,
         lora: Optional[Dict[str, Any]] = None,
         transformer_kwargs: Optional[Dict[str, Any]] = None,
+        resize_embeddings: bool = False,
         loss_chunk_size: int = 1024,
         regularizer: Optional[RegularizerApplicator] = None,
         **kwargs: Any,
@@ -117,13 +128,17 @@ class CausalLM(TokenLossModel):
             serialization_dir=self.serialization_dir,
         )
         _check_causal(self.transformer)
-        if load_weights:
-            _check_no_router_loss(self.transformer)
         its_tokenizer = pretrained.tokenizer_to_save(tokenizer, model_name, self.serialization_dir)
+        if resize_embeddings:
+            self._resize_embeddings(its_tokenizer, lora)
         if its_tokenizer is not None:
             set_end_tokens(self.transformer, its_tokenizer)
         pretrained.save(self.serialization_dir, self.transformer, its_tokenizer)
+        pretrained.compare_examples(self.serialization_dir, self.transformer)
         self._output_head = output_head(self.transformer)
+        self._router_loss_factor = _router_loss_factor(
+            self.transformer, has_output_head=self._output_head is not None
+        )
         if self._output_head is None:
             logger.warning(
                 "%s makes logits in a way of its own: they are computed for all positions of a "
@@ -133,6 +148,8 @@ class CausalLM(TokenLossModel):
         if lora is not None:
             adapters.add_adapters(self.transformer, lora, "'model.lora'")
             _check_output_layer(self.transformer)
+            if load_weights and not is_without_weights():
+                adapters.check_not_shared(self.transformer)
         # Of single examples and of packed ones.
         self._checked_sights: Set[bool] = set()
         self._loss_chunk_size = loss_chunk_size
@@ -153,6 +170,7 @@ class CausalLM(TokenLossModel):
         input_ids: torch.Tensor,
         labels: Optional[torch.Tensor] = None,
         position_ids: Optional[torch.Tensor] = None,
+        attention_mask: Optional[torch.Tensor] = None,
         is_filler: bool = False,
     ) -> Dict[str, torch.Tensor]:
         """
@@ -168,6 +186,9 @@ class CausalLM(TokenLossModel):
         position_ids : `torch.Tensor`, optional (default = `None`)
             Of shape (batch_size, length). Examples in the same row that don't attend to each other
             begin where it is 0.
+        attention_mask : `torch.Tensor`, optional (default = `None`)
+            Of shape (batch_size, length), 0 for padding and 1 for other tokens. Only the loss that
+            balances the load of experts depends on it.
         is_filler : `bool`, optional (default = `False`)
             Whether it is a `filler`, which has no loss.
 
@@ -189,7 +210,8 @@ class CausalLM(TokenLossModel):
             return {"logits": self.transformer(**inputs).logits}
         targets = self._targets(labels)
         if self._output_head is None:
-            losses = whole_cross_entropy(self._call(self.transformer, inputs).logits, targets)
+            outputs = self._call(self.transformer, inputs)
+            losses = whole_cross_entropy(outputs.logits, targets)
         else:
             outputs = self._call(self._output_head.backbone(self.transformer), inputs)
             losses = self._token_losses(outputs.last_hidden_state, targets)
@@ -198,7 +220,40 @@ class CausalLM(TokenLossModel):
         self._metrics(losses)
         if is_filler:
             return {}
-        return {"loss": losses.total / losses.num_targets.clamp(min=1)}
+        loss = losses.total / losses.num_targets.clamp(min=1)
+        if self.has_router_loss:
+            loss = loss + self._router_loss(outputs, input_ids, attention_mask)
+        return {"loss": loss}
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether the loss isn't one of tokens alone, but balances the load of experts too."""
+        return self._router_loss_factor != 0
+
+    def _router_loss(
+        self, outputs: Any, input_ids: torch.Tensor, attention_mask: Optional[torch.Tensor]
+    ) -> torch.Tensor:
+        if self.sequence_sharing is not None:
+            raise ConfigurationError(
+                "Workers share sequences ('trainer.sequence_parallel_size'), and would balance the "
+                f"load of experts by parts of them: {_NO_ROUTER_LOSS}"
+            )
+        assert self._output_head is not None
+        loss = self._output_head.router_loss(self.transformer, outputs, input_ids, attention_mask)
+        return self._router_loss_factor * loss
+
+    def _resize_embeddings(
+        self, its_tokenizer: Optional["PreTrainedTokenizerBase"], lora: Optional[Dict[str, Any]]
+    ) -> None:
+        if lora is not None:
+            raise ConfigurationError(
+                "'model.resize_embeddings' is true, but 'model.lora' would never train the new "
+                "embeddings: train without adapters, or resize and train the embeddings before."
+            )
+        if its_tokenizer is None:
+            its_tokenizer = pretrained.saved_tokenizer(self.serialization_dir)
+        if its_tokenizer is not None:
+            pretrained.resize_embeddings(self.transformer, its_tokenizer)
 
     def _call(self, module: torch.nn.Module, inputs: Dict[str, Any]) -> Any:
         """The outputs of the transformer, or a part of it, which first are looked at."""
@@ -300,21 +355,29 @@ def _check_causal(transformer: "PreTrainedModel") -> None:
         )
 
 
-def _check_no_router_loss(transformer: "PreTrainedModel") -> None:
+def _router_loss_factor(transformer: "PreTrainedModel", has_output_head: bool) -> float:
     """
+    Returns what the loss that balances the load of experts is multiplied by, 0 if the config
+    doesn't ask for one.
+
     # Raises
 
     `ConfigurationError`
-        If a mixture of experts is to add a loss that balances their load, which isn't one of
-        tokens.
+        If it does, and the loss can't be computed.
     """
-    if getattr(transformer.config, "output_router_logits", False):
+    config = transformer.config.get_text_config()
+    if not getattr(config, "output_router_logits", False):
+        return 0.0
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    factors = [getattr(owner, name, None) for owner in (transformer, config) for name in names]
+    factor = next((factor for factor in factors if factor is not None), None)
+    if factor is None or not has_output_head:
         raise ConfigurationError(
-            "'output_router_logits' is true in the configuration of the model, but the loss of "
-            "'causal_lm' is that of tokens, and none that balances the load of experts is added: "
-            "write \"output_router_logits\": false into 'model.config', or into "
-            "'model.transformer_kwargs'."
+            "'output_router_logits' is true in the configuration of the model, but how "
+            f"{type(transformer).__name__} balances the load of experts isn't known: "
+            f"{_NO_ROUTER_LOSS}"
         )
+    return float(factor)
 
 
 def _check_output_layer(transformer: "PreTrainedModel") -> None:

@@ -7,7 +7,9 @@ from allennlp.data import DatasetReader, Field, Instance
 from allennlp.data.dataset_readers.dataset_reader import PathOrStr
 from allennlp.data.fields import TensorField
 from overrides import overrides
+from torch.utils.data import get_worker_info
 
+from allennlp_deepspeed.engine.agreement import world_size
 from allennlp_deepspeed.language_modeling import packing, pretrained
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
 from allennlp_deepspeed.language_modeling.conversations import (
@@ -106,6 +108,7 @@ class CausalLMReader(DatasetReader):
         self.example_tokenizer = ExampleTokenizer(
             self.tokenizer, only_responses=loss_on == "responses"
         )
+        self._sizes = pretrained.example_sizes(self.tokenizer)
         self._max_length = max_length
         self._only_responses = loss_on == "responses"
         self._pack = pack
@@ -116,7 +119,7 @@ class CausalLMReader(DatasetReader):
         counts = _Counts(str(file_path), self._max_length)
         if self._pack:
             assert self._max_length is not None
-            examples = (self._cut(self._parse(line), counts) for line in lines)
+            examples = (self._read_example(line, counts) for line in lines)
             for sequence in self.shard_iterable(packing.pack(examples, self._max_length)):
                 yield self._instance(
                     Example(
@@ -127,8 +130,14 @@ class CausalLMReader(DatasetReader):
                 )
         else:
             for line in self.shard_iterable(lines):
-                yield self._instance(self._cut(self._parse(line), counts))
-        counts.log()
+                yield self._instance(self._read_example(line, counts))
+        counts.finish()
+
+    def _read_example(self, line: Line, counts: "_Counts") -> Example:
+        example = self._cut(self._parse(line), counts)
+        if self._sizes is not None:
+            self._sizes.add(example.input_ids, line)
+        return example
 
     @overrides(check_signature=False)
     def text_to_instance(
@@ -164,6 +173,8 @@ class CausalLMReader(DatasetReader):
         labels : `TensorField`
             Likewise, the same tokens, and -100 for those that aren't to be predicted: the first,
             padding, and with `loss_on` `"responses"` all but responses.
+        attention_mask : `TensorField`
+            Likewise, 1 for tokens and 0 for padding.
         position_ids : `TensorField`
             Only if examples are packed. Likewise, from 0 in each of them.
         """
@@ -230,10 +241,11 @@ class CausalLMReader(DatasetReader):
 
     def _instance(self, example: Example, position_ids: Optional[torch.Tensor] = None) -> Instance:
         input_ids, labels = (torch.tensor(values, dtype=torch.int64) for values in example)
-        pad_id = self.tokenizer.pad_token_id
         fields: Dict[str, Field] = {
-            "input_ids": TensorField(input_ids, padding_value=0 if pad_id is None else pad_id),
+            # Nothing depends on what padding is, and every model has an embedding of this token.
+            "input_ids": TensorField(input_ids, padding_value=0),
             "labels": TensorField(labels, padding_value=IGNORED),
+            "attention_mask": TensorField(torch.ones_like(input_ids), padding_value=0),
         }
         if position_ids is not None:
             fields["position_ids"] = TensorField(position_ids, padding_value=0)
@@ -255,7 +267,21 @@ class _Counts:
         self._num_cut += is_cut
         self._num_without_targets += is_cut and all(label == IGNORED for label in labels)
 
-    def log(self) -> None:
+    def finish(self) -> None:
+        """
+        Logs how many examples were cut.
+
+        # Raises
+
+        `ConfigurationError`
+            If nothing is to be predicted in the file. Other workers may have read other lines.
+        """
+        num_examples, is_whole = self._num_examples, world_size() == 1 and not get_worker_info()
+        if is_whole and num_examples and self._num_without_targets == num_examples:
+            raise ConfigurationError(
+                f"'max_length' of the reader is {self._max_length}, which cuts off all that is to "
+                f'be predicted in {self._file_path}: write a larger number, or "loss_on": "all".'
+            )
         if self._num_cut > 0:
             logger.warning(
                 "Of the %d examples that were read of %s, %d are longer than 'max_length', %d "

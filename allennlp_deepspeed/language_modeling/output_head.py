@@ -42,6 +42,35 @@ class OutputHead(NamedTuple):
         backbone = getattr(transformer, self.backbone_name)
         return backbone if isinstance(backbone, torch.nn.Module) else backbone()
 
+    def router_loss(
+        self,
+        transformer: "PreTrainedModel",
+        outputs: Any,
+        input_ids: torch.Tensor,
+        attention_mask: Optional[torch.Tensor],
+    ) -> torch.Tensor:
+        """
+        Has a mixture of experts compute the loss that balances their load, without its layers.
+
+        # Parameters
+
+        transformer : `PreTrainedModel`, required.
+        outputs : `ModelOutput`, required.
+            What the backbone returned, with `router_logits`.
+        input_ids : `torch.Tensor`, required.
+            Of shape (batch_size, length).
+        attention_mask : `torch.Tensor`, required.
+            Of the same shape, 0 where there is padding, which isn't counted.
+        """
+        backbone, output_layer = self.backbone(transformer), transformer.get_output_embeddings()
+        with (
+            mock.patch.object(backbone, "forward", lambda *args, **kwargs: outputs),
+            mock.patch.object(output_layer, "forward", lambda hidden: hidden),
+        ):
+            return transformer(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            ).aux_loss
+
 
 class _States(BaseModelOutputWithPast):
     """What any backbone returns, without what only some do, such as the logits of routers."""

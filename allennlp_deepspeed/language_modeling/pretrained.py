@@ -8,7 +8,17 @@ import json
 import logging
 import os
 import shutil
-from typing import TYPE_CHECKING, Any, Dict, MutableMapping, NamedTuple, Optional, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    List,
+    MutableMapping,
+    NamedTuple,
+    Optional,
+    Tuple,
+    Union,
+)
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +29,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase
 
 from allennlp_deepspeed.config.keys import did_you_mean
+from allennlp_deepspeed.language_modeling.example_sizes import ExampleSizes, ModelSizes
 from allennlp_deepspeed.meta_model import is_without_weights
 
 if TYPE_CHECKING:
@@ -174,13 +185,57 @@ def reader_tokenizer(
         its_directory = os.path.realpath(serialization_dir)
         other = _of_reader(serialization_dir)
         if other is not None and _what_tokens_depend_on(other) != _what_tokens_depend_on(loaded):
+            other_source = _readers[other].source
             raise ConfigurationError(
-                f"A reader has {source}, and another one {_readers[other][1]}, which are different "
+                f"A reader has {source}, and another one {other_source}, which are different "
                 "tokenizers, and an archive has one: write the same 'tokenizer' and "
                 "'tokenizer_kwargs' into 'dataset_reader' and 'validation_dataset_reader'."
             )
-        _readers[loaded] = (its_directory, source)
+        _readers[loaded] = _Reader(its_directory, source, ExampleSizes())
     return loaded
+
+
+def example_sizes(reader_tokenizer: PreTrainedTokenizerBase) -> Optional[ExampleSizes]:
+    """
+    Returns what a reader is to tell of its examples, `None` for one without a serialization
+    directory, whose model isn't known.
+    """
+    reader = _readers.get(reader_tokenizer)
+    return None if reader is None else reader.example_sizes
+
+
+def compare_examples(serialization_dir: Directory, transformer: "PreTrainedModel") -> None:
+    """
+    Compares a model with the examples of the readers of the same training, those that have been
+    read and those that will be.
+
+    # Raises
+
+    `ConfigurationError`
+        If the model has no room for an example.
+    """
+    if serialization_dir is None:
+        return
+    for _, reader in _readers_of(serialization_dir):
+        reader.example_sizes.compare(ModelSizes.of(transformer))
+
+
+def resize_embeddings(
+    transformer: "PreTrainedModel", its_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """
+    Gives a model embeddings of all tokens of a tokenizer, unless it has as many. The new ones are
+    the mean of the others, in the output layer too.
+    """
+    num_tokens = 1 + max(its_tokenizer.get_vocab().values())
+    num_embeddings = ModelSizes.of(transformer).num_embeddings
+    if num_tokens <= num_embeddings:
+        return
+    transformer.resize_token_embeddings(num_tokens, mean_resizing=False)
+    layers = [transformer.get_input_embeddings(), transformer.get_output_embeddings()]
+    with torch.no_grad():
+        for weight in {id(layer.weight): layer.weight for layer in layers if layer}.values():
+            weight[num_embeddings:] = weight[:num_embeddings].mean(dim=0)
 
 
 def tokenizer_to_save(
@@ -209,7 +264,7 @@ def tokenizer_to_save(
         return None
     of_reader = _of_reader(serialization_dir)
     if of_reader is not None:
-        source = _readers[of_reader][1]
+        source = _readers[of_reader].source
         if name not in (None, source.name):
             named = tokenizer(str(name), source.arguments)
             if _what_tokens_depend_on(named) != _what_tokens_depend_on(of_reader):
@@ -248,16 +303,27 @@ class _Source(NamedTuple):
         return f"'{self.name}' with 'tokenizer_kwargs' {json.dumps(self.arguments)}"
 
 
-# Of the tokenizers of this process' readers, the serialization directory and where they are from:
-# a model isn't told of its reader, whose tokenizer is to be in its archive.
-_readers: MutableMapping[PreTrainedTokenizerBase, Tuple[str, _Source]] = WeakKeyDictionary()
+class _Reader(NamedTuple):
+    """What the model of a reader has to know of it."""
+
+    serialization_dir: str
+    source: _Source
+    example_sizes: ExampleSizes
+
+
+# The readers of this process by their tokenizers: a model isn't told of its reader, whose tokenizer
+# is to be in its archive.
+_readers: MutableMapping[PreTrainedTokenizerBase, _Reader] = WeakKeyDictionary()
+
+
+def _readers_of(serialization_dir: Directory) -> List[Tuple[PreTrainedTokenizerBase, _Reader]]:
+    assert serialization_dir is not None
+    wanted = os.path.realpath(serialization_dir)
+    return [item for item in list(_readers.items()) if item[1].serialization_dir == wanted]
 
 
 def _of_reader(serialization_dir: Directory) -> Optional[PreTrainedTokenizerBase]:
-    assert serialization_dir is not None
-    wanted = os.path.realpath(serialization_dir)
-    found = (each for each, (directory, _) in list(_readers.items()) if directory == wanted)
-    return next(found, None)
+    return next((each for each, _ in _readers_of(serialization_dir)), None)
 
 
 def _saved_for(source: _Source, serialization_dir: Directory) -> PreTrainedTokenizerBase:
@@ -309,9 +375,10 @@ def _save_tokenizer(directory: str, its_tokenizer: PreTrainedTokenizerBase) -> N
         If what is loaded from there would be another tokenizer.
     """
     its_tokenizer.save_pretrained(directory)
-    _, source = _readers.get(its_tokenizer, ("", None))
-    if source is None:
+    reader = _readers.get(its_tokenizer)
+    if reader is None:
         return
+    source = reader.source
     with open(os.path.join(directory, _SOURCE), "w") as file:
         json.dump(source._asdict(), file)
     loaded = _from_directory(directory, source.arguments)

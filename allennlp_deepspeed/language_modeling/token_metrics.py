@@ -2,6 +2,7 @@ from typing import Dict, Optional
 
 import torch
 import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
 from allennlp.training.metrics import Metric
 from overrides import overrides
 
@@ -19,13 +20,14 @@ class TokenMetrics(Metric):
     """
 
     def __init__(self) -> None:
-        # The sum of losses, and how many tokens are correct, and there. In float64, numbers of
-        # tokens are whole up to 9e15.
+        # The sum of losses, the numbers of correct tokens and of all, and that of batches. In
+        # float64, numbers of tokens are whole up to 9e15.
         self._totals: Optional[torch.Tensor] = None
 
     @overrides(check_signature=False)
     def __call__(self, losses: TokenLosses) -> None:
-        totals = torch.stack([value.detach().double() for value in losses])
+        values = [value.detach().double() for value in losses]
+        totals = torch.stack([*values, torch.ones_like(values[0])])
         self._totals = totals if self._totals is None else self._totals + totals
 
     @overrides(check_signature=False)
@@ -36,18 +38,29 @@ class TokenMetrics(Metric):
         `Dict[str, float]`
             "perplexity" and "token_accuracy", empty if there was no token. With `reset` it is over
             all ranks, and to be called by all of them.
+
+        # Raises
+
+        `ConfigurationError`
+            With `reset`, if there were batches, but no token that was to be predicted.
         """
         totals = self._totals
         if reset:
             self.reset()
             if world_size() > 1:
                 if totals is None:
-                    totals = torch.zeros(3, dtype=torch.float64, device=_device())
+                    totals = torch.zeros(4, dtype=torch.float64, device=_device())
                 dist.all_reduce(totals)
         if totals is None:
             return {}
-        total, num_correct, num_targets = totals.tolist()
+        total, num_correct, num_targets, num_batches = totals.tolist()
         if num_targets == 0:
+            if reset and num_batches > 0:
+                raise ConfigurationError(
+                    "There was no token to predict in any batch, so that nothing was learnt or "
+                    "measured: see whether 'max_length' of the reader cuts all responses off, or "
+                    'write "loss_on": "all".'
+                )
             return {}
         return {
             # Of a tensor, which is infinite where `math` would fail.

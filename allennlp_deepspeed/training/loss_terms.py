@@ -92,6 +92,13 @@ def check(model: Model) -> None:
         If the loss of a batch of this model isn't the mean of those of its parts.
     """
     check_class(type(model))
+    if getattr(model, "has_router_loss", False):
+        raise ConfigurationError(
+            "'trainer.num_gradient_accumulation_steps' is \"auto\", but the loss that balances the "
+            "load of experts ('output_router_logits') is no mean of those of parts of a batch: "
+            "write a number of steps, or \"output_router_logits\": false into 'model.config' or "
+            "'model.transformer_kwargs'."
+        )
     for name, module in model.named_modules():
         if has_batch_statistics(module):
             raise ConfigurationError(

@@ -323,12 +323,3 @@ def test_parts_of_a_model_are_refused(
     with pytest.raises(ConfigurationError, match="is a T5Stack, a part of a model .* T5Model can"):
         export_huggingface(str(result.archive), str(tmp_path / "out"))
     assert not any(tmp_path.iterdir())
-
-
-def test_adapters_of_tied_weights_are_not_merged(
-    experiments: Experiments, tokenizer: str, tmp_path: Path
-) -> None:
-    lora = {"r": 2, "target_modules": ["embed_tokens", "q_proj"]}
-    result = trained(experiments, tokenizer, 0, TIED, {"model.lora": lora})
-    with pytest.raises(ConfigurationError, match="embed_tokens.*lm_head.*--adapters-only"):
-        export_huggingface(str(result.archive), str(tmp_path / "out"))

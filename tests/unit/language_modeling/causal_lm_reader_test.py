@@ -128,6 +128,12 @@ def test_it_is_said_once_a_file_what_is_cut(
     assert "of these 2 have nothing left that is to be predicted" in caplog.text
 
 
+def test_a_file_of_which_nothing_is_predicted_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    reader = CausalLMReader(tokenizer, max_length=2, loss_on="responses")
+    with pytest.raises(ConfigurationError, match="'max_length' of the reader is 2"):
+        list(reader.read(write(tmp_path, RESPONSE)))
+
+
 def test_packed_examples_begin_anew(tmp_path: Path, tokenizer: str) -> None:
     path = write(tmp_path, TEXT, RESPONSE, {"text": "name4"}, {"text": "name5 name6"})
     instances = list(CausalLMReader(tokenizer, max_length=7, pack=True).read(path))

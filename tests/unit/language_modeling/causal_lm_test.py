@@ -49,6 +49,7 @@ GEMMA3 = {
     "sliding_window": 3,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+EMBEDDED = ["embed_tokens", "q_proj"]
 COHERE = {"model_type": "cohere", **SIZES, **HEADS, "logit_scale": 0.3}
 
 MODELS: Dict[str, Dict[str, Any]] = {
@@ -109,6 +110,29 @@ def test_loss_and_gradients_are_those_of_transformers(
     assert metrics["perplexity"] == pytest.approx(expected.loss.exp().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_loss_of_routers_is_that_of_transformers(packed: bool) -> None:
+    model = causal_lm(MIXTRAL, loss_chunk_size=4)
+    inputs = batch()
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, 7:] = 0
+    expected = model.transformer(**inputs, use_cache=False)
+    assert expected.aux_loss > 0.5
+    expected.loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    if packed:
+        inputs["position_ids"] = torch.arange(11).expand(3, 11)
+    actual = model(**inputs)["loss"]
+    actual.backward()
+    assert actual.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        if name in gradients:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+    perplexity = model.get_metrics(reset=True)["perplexity"]
+    assert perplexity < expected.loss.exp().item(), "Of tokens alone."
+
+
 def test_logits_of_a_batch_are_never_in_memory() -> None:
     vocabulary_size, num_positions, chunk_size = 5000, 64, 8
     output_layer = torch.nn.Linear(4, vocabulary_size, bias=False)
@@ -132,7 +156,10 @@ def test_without_anything_to_predict_the_loss_is_zero(training: bool) -> None:
     inputs["labels"][:] = -100
     assert model(**inputs)["loss"].item() == 0
     assert model.num_loss_tokens(**inputs) == 0
-    assert model.get_metrics(reset=True) == {}
+    assert model.get_metrics() == {}
+    with pytest.raises(ConfigurationError, match="no token to predict in any batch"):
+        model.get_metrics(reset=True)
+    assert model.get_metrics(reset=True) == {}, "Of no batch."
 
 
 def test_a_filler_counts_for_nothing() -> None:
@@ -208,10 +235,20 @@ def test_models_that_see_what_they_predict_are_refused() -> None:
         ({}, "Give one of 'model.model_name' and 'model.config'"),
         ({"config": {"model_type": "lama"}}, "'lama', .*did you mean \"llama\""),
         ({"config": BERT}, '"is_decoder": true'),
-        ({"config": MIXTRAL}, '"output_router_logits": false'),
         ({"config": LLAMA, "loss_chunk_size": 0}, "'model.loss_chunk_size' is 0"),
         ({"config": LLAMA, "transformer_kwargs": {"dtype": "fp8"}}, "'fp8': write \"float32\""),
         ({"config": LLAMA, "lora": {"target_modules": ["lm_head"]}}, "adapts the output layer"),
+        (
+            {
+                "config": {**LLAMA, "tie_word_embeddings": True},
+                "lora": {"target_modules": EMBEDDED},
+            },
+            "adapts 'model.embed_tokens', whose weights are those of 'lm_head.weight' too",
+        ),
+        (
+            {"config": LLAMA, "lora": {"target_modules": EMBEDDED}, "resize_embeddings": True},
+            "would never train the new embeddings",
+        ),
     ],
 )
 def test_wrong_keys_are_refused(arguments: Dict[str, Any], message: str, tmp_path: Any) -> None:

@@ -5,12 +5,15 @@ from typing import Any, Dict
 import pytest
 import torch
 from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import BasicClassifier, Model, SimpleTagger
 
+from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.chunking import even_bounds, indivisible, num_examples, rows_of
 from tests.support.experiment import load_config
+from tests.unit.language_modeling.causal_lm_test import MIXTRAL
 
 NUM_WORDS, NUM_LABELS = 9, 3
 LENGTHS = [4, 0, 3, 1, 0, 2, 4]
@@ -60,6 +63,13 @@ def test_parts_make_the_loss_of_the_whole(name: str, changes: Dict[str, Any]) ->
         num_terms += count
     assert num_terms == int(loss_terms.num_loss_terms(trained, whole)) < len(LENGTHS)
     assert total / num_terms == pytest.approx(float(trained(**whole)["loss"]), rel=1e-5)
+
+
+def test_a_loss_of_routers_has_no_parts() -> None:
+    mixture = CausalLM(Vocabulary(), config=MIXTRAL)
+    with pytest.raises(ConfigurationError, match="balances the load of experts"):
+        loss_terms.check(mixture)
+    loss_terms.check(CausalLM(Vocabulary(), config={**MIXTRAL, "output_router_logits": False}))
 
 
 @pytest.mark.parametrize("num_examples", range(1, 9))

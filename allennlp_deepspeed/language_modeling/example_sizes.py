@@ -1,0 +1,123 @@
+"""
+Compares the examples of readers with what the model has room for, before data are trained on.
+"""
+
+import logging
+from typing import TYPE_CHECKING, List, NamedTuple, Optional
+
+import torch
+
+from allennlp_deepspeed.text_files import Line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class ModelSizes(NamedTuple):
+    """
+    # Parameters
+
+    num_embeddings : `int`
+        The number of token ids that the model takes.
+    num_positions : `int`, optional (default = `None`)
+        The number of positions that it is made for.
+    has_position_table : `bool`, optional (default = `False`)
+        Whether positions are the rows of a table, so that there are no others.
+    """
+
+    num_embeddings: int
+    num_positions: Optional[int] = None
+    has_position_table: bool = False
+
+    @classmethod
+    def of(cls, transformer: "PreTrainedModel") -> "ModelSizes":
+        """Returns the sizes of a model without adapters."""
+        config, embeddings = (
+            transformer.config.get_text_config(),
+            transformer.get_input_embeddings(),
+        )
+        num_positions = getattr(config, "max_position_embeddings", None)
+        tables = [
+            module.num_embeddings
+            for module in transformer.modules()
+            if isinstance(module, torch.nn.Embedding) and module is not embeddings
+        ]
+        return cls(
+            getattr(embeddings, "num_embeddings", config.vocab_size),
+            num_positions,
+            # Some models have a few rows more than positions.
+            num_positions is not None and any(0 <= n - num_positions <= 8 for n in tables),
+        )
+
+
+class ExampleSizes:
+    """Finds the largest token id and the longest example that a reader has read."""
+
+    def __init__(self) -> None:
+        self._largest: Optional[_Example] = None
+        self._longest: Optional[_Example] = None
+        self._model_sizes: Optional[ModelSizes] = None
+
+    def add(self, input_ids: List[int], line: Line) -> None:
+        """
+        # Raises
+
+        `ConfigurationError`
+            If the model is known, and has no room for the example.
+        """
+        largest, length = max(input_ids, default=0), len(input_ids)
+        if self._largest is None or largest > self._largest.size:
+            self._largest = _Example(largest, line)
+            self._check_largest()
+        if self._longest is None or length > self._longest.size:
+            self._longest = _Example(length, line)
+            self._check_longest()
+
+    def compare(self, model_sizes: ModelSizes) -> None:
+        """
+        Compares with a model what has been read and what will be.
+
+        # Raises
+
+        `ConfigurationError`
+            If the model has no room for an example.
+        """
+        self._model_sizes = model_sizes
+        self._check_largest()
+        self._check_longest()
+
+    def _check_largest(self) -> None:
+        sizes, example = self._model_sizes, self._largest
+        if sizes is not None and example is not None and example.size >= sizes.num_embeddings:
+            raise example.line.error(
+                f"The tokenizer makes a token with the id {example.size} of it, but the model has "
+                f'embeddings for {sizes.num_embeddings} tokens: write "resize_embeddings": true '
+                "into 'model', or the tokenizer of the model as 'tokenizer' of the reader."
+            )
+
+    def _check_longest(self) -> None:
+        sizes, example = self._model_sizes, self._longest
+        if sizes is None or example is None or sizes.num_positions is None:
+            return
+        if example.size > sizes.num_positions and sizes.has_position_table:
+            raise example.line.error(
+                f"The example has {example.size} tokens, but the model has {sizes.num_positions} "
+                f'positions: write "max_length": {sizes.num_positions} into the reader, or use '
+                "another model."
+            )
+        if example.size > sizes.num_positions:
+            logger.warning(
+                "%s, line %d has %d tokens, but 'max_position_embeddings' of the model is %d: what "
+                "it makes of the positions beyond it nobody has trained.",
+                example.line.file_path,
+                example.line.number,
+                example.size,
+                sizes.num_positions,
+            )
+
+
+class _Example(NamedTuple):
+    size: int
+    line: Line
