@@ -25,7 +25,6 @@ from allennlp_deepspeed import (
     attention,
     compat,
     contrastive,
-    distributed_metrics,
     language_modeling,
 )
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
@@ -55,5 +54,4 @@ __all__ = [
 ]
 
 compat.apply()
-distributed_metrics.apply()
 preflight.install()

@@ -1,7 +1,9 @@
 import logging
 import time
 import weakref
-from typing import Any, Callable, Dict, Optional, Sequence
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence
+from unittest import mock
 
 import torch
 from allennlp.common import Tqdm
@@ -12,6 +14,7 @@ from allennlp.models.model import Model
 from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
+from allennlp_deepspeed.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.reports.step_figures import Reading, StepFigures, num_instances
@@ -162,6 +165,8 @@ class Readings:
     # Parameters
 
     model : `Model`, required.
+    metrics : `DistributedMetrics`, required.
+        The model's.
     progress : `Progress`, required.
     num_steps : `int`, optional (default = `None`)
         The number of optimizer steps from one reading to the next. `None` for about as many as take
@@ -178,6 +183,7 @@ class Readings:
     def __init__(
         self,
         model: Model,
+        metrics: DistributedMetrics,
         progress: Progress,
         num_steps: Optional[int],
         metrics_are_read: bool,
@@ -185,6 +191,7 @@ class Readings:
         report: Optional[RunReport] = None,
     ) -> None:
         self._model = model
+        self._metrics = metrics
         self._progress = progress
         self.metrics_are_read = metrics_are_read
         self._losses_are_shares = are_parts or averages_over_tokens(model)
@@ -244,6 +251,7 @@ class Readings:
         """Those of the last step, for callbacks. To be called by every rank."""
         model: Any = self._model
         if self.metrics_are_read:
+            self._metrics.all_reduce()
             # On every rank, because a metric may be computed by all together.
             model = _MetricsNow(self._model.get_metrics())
         metrics = BatchMetrics(lambda: self._metrics_so_far(model))
@@ -267,6 +275,7 @@ class Readings:
             On the slowest rank.
         figures : `StepFigures`, required.
         """
+        self._metrics.all_reduce()
         metrics, loss = self._metrics_so_far(self._model), self.losses.take_mean()
         if self._losses_are_shares:
             loss = self._over_all_ranks(metrics, loss)
@@ -292,6 +301,7 @@ class Readings:
         if self._progress.is_replaying_epoch:
             return self._memory
         losses = self.losses.read()
+        self._metrics.all_reduce()
         metrics = training_util.get_metrics(
             self._model,
             dist_reduce_sum(losses.train_loss),
@@ -302,6 +312,21 @@ class Readings:
             reset=True,
         )
         return {**metrics, **self._memory}
+
+    @contextmanager
+    def of_validation(self) -> Iterator[None]:
+        """
+        Within it the model's metrics are those of all ranks after each batch, as AllenNLP's loop
+        shows them. All ranks have the same number of batches there.
+        """
+        get_metrics = self._model.get_metrics
+
+        def get_metrics_of_all_ranks(reset: bool = False) -> Dict[str, float]:
+            self._metrics.all_reduce()
+            return get_metrics(reset)
+
+        with mock.patch.object(self._model, "get_metrics", get_metrics_of_all_ranks):
+            yield
 
     def _over_all_ranks(self, metrics: Dict[str, Any], loss: float) -> float:
         """
