@@ -4,19 +4,27 @@ The groups of micro-batches that all ranks train on together, and their way to t
 
 import logging
 import math
-from typing import Any, Iterator, List, NamedTuple, Optional
+from collections import deque
+from typing import Any, Iterator, List, NamedTuple, Optional, Type
 
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import lazy_groups_of
-from allennlp.data.data_loaders import DataLoader, TensorDict
+from allennlp.data.data_loaders import (
+    DataLoader,
+    MultiProcessDataLoader,
+    SimpleDataLoader,
+    TensorDict,
+)
 
 from allennlp_deepspeed.config.settings import fixed_size
 from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.engine.phases import DATA, phase
 
 logger = logging.getLogger(__name__)
+
+_LOADERS_WITH_EXACT_LENGTH = (MultiProcessDataLoader, SimpleDataLoader)
 
 _NO_DATA = (
     "A worker has no batch of training data, so that no worker can make a step: use fewer workers, "
@@ -46,9 +54,10 @@ class BatchGroups:
     rank. The epoch ends on all ranks with the micro-batch before the first that some rank lacks,
     as it does in AllenNLP.
 
-    Where every rank knows the length of its epoch, the ranks agree once, at the beginning, and each
-    reads all of its data, because loaders with `batches_per_epoch` keep their place when they are
-    asked for one more batch than there is; otherwise once for each group. The data loader is asked
+    Where every rank has one of AllenNLP's loaders whose length is exact, the ranks agree once, at
+    the beginning, and each reads all of its data, because loaders with `batches_per_epoch` keep
+    their place when they are asked for one more batch than there is; otherwise once for each group,
+    because the length that another loader gives may be an estimate. The data loader is asked
     for its length when this is constructed and not again, because samplers with noise draw random
     numbers for it, as often as in AllenNLP. To be constructed for each epoch, and iterated over,
     by every rank.
@@ -73,8 +82,7 @@ class BatchGroups:
     def __iter__(self) -> Iterator[BatchGroup]:
         groups = lazy_groups_of(self._data_loader, self._full_size)
         if dist.get_world_size() == 1:
-            while batches := _next(groups):
-                yield BatchGroup(batches, len(batches))
+            yield from self._of_one_worker(groups)
             return
         is_exact = self._num_batches is not None and has_exact_length(self._data_loader)
         length = self._agree(self._num_batches if is_exact else -1)  # type: ignore[arg-type]
@@ -92,6 +100,17 @@ class BatchGroups:
             return None
         return math.ceil(self._num_batches / self._full_size)
 
+    def _of_one_worker(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
+        is_empty = True
+        while batches := _next(groups):
+            is_empty = False
+            yield BatchGroup(batches, len(batches))
+        if is_empty:
+            raise ConfigurationError(
+                "The data loader has no batch of training data: put instances into "
+                "'train_data_path'."
+            )
+
     def _of_known_length(
         self, groups: Iterator[List[TensorDict]], length: int
     ) -> Iterator[BatchGroup]:
@@ -99,13 +118,6 @@ class BatchGroups:
         while remaining > 0:
             batches = _next(groups)
             common_size = min(self._full_size, remaining)
-            if len(batches) < common_size:
-                raise RuntimeError(
-                    f"The data loader of rank {dist.get_rank()} has a len() of "
-                    f"{self._num_batches} but ended {common_size - len(batches)} batches before "
-                    f"the {length} that all ranks have. Its __len__() must be exact, or raise a "
-                    "TypeError if it isn't known."
-                )
             remaining -= common_size
             yield BatchGroup(batches[:common_size], len(batches))
         surplus = sum(map(len, groups))
@@ -124,6 +136,9 @@ class BatchGroups:
                 _warn_of_surplus("some batches")
             if common_size > 0:
                 yield BatchGroup(batches[:common_size], len(batches))
+        if self._num_batches is not None:
+            # As above, for loaders that keep their place.
+            deque(groups, maxlen=0)
 
     def _agree(self, value: int) -> int:
         """The smallest of all ranks' values."""
@@ -189,12 +204,21 @@ def micro_batch_size(data_loader: DataLoader) -> Optional[int]:
 def has_exact_length(data_loader: DataLoader) -> bool:
     """
     Whether an epoch has as many batches as the loader's `len()`. A sampler without a fixed batch
-    size makes others in each epoch.
+    size makes others in each epoch, a "multitask" loader with `instances_per_epoch` has fewer, and
+    what a class of the user's returns may be an estimate.
     """
+    if not any(_counts_as(data_loader, known) for known in _LOADERS_WITH_EXACT_LENGTH):
+        return False
     if getattr(data_loader, "batches_per_epoch", None) is not None:
         return True
     has_sampler = getattr(data_loader, "batch_sampler", None) is not None
     return not has_sampler or micro_batch_size(data_loader) is not None
+
+
+def _counts_as(data_loader: DataLoader, known: Type[DataLoader]) -> bool:
+    """Whether the loader's class has the length and the batches of a known one."""
+    methods = ((getattr(c, "__len__", None), c.__iter__) for c in (type(data_loader), known))
+    return len(set(methods)) == 1
 
 
 def _length(data_loader: DataLoader) -> Optional[int]:

@@ -30,11 +30,11 @@ def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[Dat
     Compares the vocabulary, the data and the versions of packages of all ranks, in one gather. To
     be called by every rank.
 
-    Of data the sizes of files are compared, if AllenNLP divides them among the ranks; and the
-    number of instances, if it does that with whole instances: then rank 0 has as many as the last,
-    or one more. A reader that divides lines (`shard_iterable`) and then leaves out some gives each
-    rank another number, and what is read while training goes on has none. A reader that divides in
-    its own way may give each node files of its own.
+    Each data set needs an instance. Of several ranks the sizes of files are compared, if AllenNLP
+    divides them among the ranks; and the number of instances, if it does that with whole instances:
+    then rank 0 has as many as the last, or one more. A reader that divides lines (`shard_iterable`)
+    and then leaves out some gives each rank another number, and what is read while training goes on
+    has none. A reader that divides in its own way may give each node files of its own.
 
     # Parameters
 
@@ -48,15 +48,17 @@ def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[Dat
     `ConfigurationError`
         On every rank, if they differ. With who has what.
     """
+    counts = {name: _num_divided_instances(loader) for name, loader in loaders.items()}
     if agreement.world_size() == 1:
+        _check_not_empty([counts])
         return
-    own = _Setup(socket.gethostname(), {**_namespaces(vocab), **versions()}, {})
+    own = _Setup(socket.gethostname(), {**_namespaces(vocab), **versions()}, counts)
     for name, loader in loaders.items():
         if type(loader) is MultiProcessDataLoader and _divides_for_us(loader.reader):
             size = _file_size(loader.data_path)
             own.values[f"{name}, size of the file"] = size
-        own.counts[name] = _num_divided_instances(loader)
     everyones = agreement.of_all(own)
+    _check_not_empty([setup.counts for setup in everyones])
     names = [f"rank {rank} ({setup.host})" for rank, setup in enumerate(everyones)]
     lines = differences([(name, setup.values) for name, setup in zip(names, everyones)])
     for loader_name in loaders:
@@ -69,6 +71,15 @@ def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[Dat
             )
     if lines:
         raise ConfigurationError("\n".join(["What the ranks train on differs:", *lines]))
+
+
+def _check_not_empty(everyones: List[Dict[str, Optional[int]]]) -> None:
+    for name in everyones[0]:
+        if all(counts[name] == 0 for counts in everyones):
+            raise ConfigurationError(
+                f"The dataset reader has found no instance in '{name}': write the path of a file "
+                "that has some, or leave out the key if it is that of the validation data."
+            )
 
 
 def _namespaces(vocab: Optional[Vocabulary]) -> Dict[str, str]:

@@ -1,6 +1,7 @@
 from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
+from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
 from allennlp.models import Model
 from allennlp.training import util as training_util
@@ -62,7 +63,17 @@ class ValidationLoss:
 
         `Tuple[float, Optional[float], int]`
             The same, by tokens.
+
+        # Raises
+
+        `ConfigurationError`
+            If there was no batch, of which AllenNLP would make a loss of 0.
         """
+        if validated[2] == 0:
+            raise ConfigurationError(
+                "The validation had no batch, because a worker has no instance of "
+                "'validation_data_path': put more into it, use fewer workers, or leave out the key."
+            )
         if not averages_over_tokens(self._model):
             return validated
         _, penalty, num_batches = validated

@@ -7,8 +7,14 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Instance, Vocabulary
-from allennlp.data.data_loaders import MultiProcessDataLoader, SimpleDataLoader
-from allennlp.data.dataset_readers import DatasetReader
+from allennlp.data.data_loaders import (
+    MultiProcessDataLoader,
+    MultiTaskDataLoader,
+    SimpleDataLoader,
+)
+from allennlp.data.data_loaders.multitask_epoch_sampler import UniformSampler
+from allennlp.data.data_loaders.multitask_scheduler import RoundRobinScheduler
+from allennlp.data.dataset_readers import DatasetReader, MultiTaskDatasetReader
 from allennlp.data.fields import MetadataField
 from allennlp.models import Model
 
@@ -76,7 +82,7 @@ class Parabola(Model):
         super().__init__(Vocabulary())
         self.line = torch.nn.Linear(1, 1)
 
-    def forward(self, number: List[int]) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+    def forward(self, number: List[int], **task: Any) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         x = torch.tensor(number).unsqueeze(1) / 20
         return {"loss": (self.line(x) - x.pow(2)).pow(2).mean()}
 
@@ -140,3 +146,79 @@ def test_a_worker_without_data_is_an_error_on_all(arguments: Dict[str, Any]):
 
     for message in run_workers(2, read):
         assert message.startswith("A worker has no batch of training data")
+
+
+class Estimated(SimpleDataLoader):
+    """Has other numbers of batches than its length says."""
+
+    def __init__(self, num_instances: int, estimate: int) -> None:
+        super().__init__(list(Numbers().read(str(num_instances))), batch_size=2)
+        self._estimate = estimate
+
+    def __len__(self) -> int:
+        return self._estimate
+
+
+@pytest.mark.parametrize("estimate", [1, 5, 9])
+def test_an_estimated_length_does_not_say_where_an_epoch_ends(estimate: int):
+    def work(rank: int) -> List[List[int]]:
+        return seen_by_groups(Estimated(12 + 2 * rank, estimate), group_size=2)
+
+    assert run_workers(2, work) == [[list(range(12))] * NUM_EPOCHS] * 2
+
+
+def multitask(rank: int) -> MultiTaskDataLoader:
+    """Its length counts the instances of an epoch once for each task."""
+    loader = MultiTaskDataLoader(
+        MultiTaskDatasetReader({"a": Numbers(), "b": Numbers()}),
+        {"a": "14", "b": str(10 + rank)},
+        RoundRobinScheduler(batch_size=2),
+        sampler=UniformSampler(),
+        instances_per_epoch=12,
+        shuffle=False,
+    )
+    loader.index_with(Vocabulary())
+    return loader
+
+
+@pytest.fixture(scope="module")
+def line_of_tasks() -> Dict[str, torch.Tensor]:
+    return Side(Parabola, multitask, None, world_size=2, num_epochs=NUM_EPOCHS).train()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_several_tasks_train_as_with_gradient_descent(
+    line_of_tasks: Dict[str, torch.Tensor], stage: int
+):
+    side = Side(Parabola, multitask, stage, world_size=2, num_epochs=NUM_EPOCHS)
+    assert_same_weights(side.train(), line_of_tasks)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_instances_in_memory": 2}], ids=["known", "lazy"])
+def test_an_epoch_without_data_is_an_error_in_one_process(arguments: Dict[str, Any]):
+    def read(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as error:
+            list(BatchGroups(numbers(0, **arguments), 3, CPU))
+        return str(error.value)
+
+    (message,) = run_workers(1, read)
+    assert "no batch of training data" in message
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_validation_without_data_is_an_error(world_size: int):
+    def train(trainer: Any) -> str:
+        with pytest.raises(ConfigurationError) as error:
+            trainer.train()
+        return str(error.value)
+
+    # Of data that are read lazily, nobody knows the number before.
+    side = Side(
+        Parabola,
+        lambda rank: numbers(4),
+        stage=2,
+        world_size=world_size,
+        validation_data_loader=numbers(0, max_instances_in_memory=2),
+    )
+    for message in side.on_all_ranks(train):
+        assert message.startswith("The validation had no batch")

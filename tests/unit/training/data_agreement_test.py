@@ -1,5 +1,6 @@
 """Ranks that have read other data are told."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator, List
@@ -9,6 +10,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader, Instance, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.data.fields import LabelField
+from allennlp.data.vocabulary import NAMESPACE_PADDING_FILE
 
 from allennlp_deepspeed.training.data_agreement import check_same_data
 from tests.support.workers import run_workers
@@ -125,5 +127,30 @@ def test_a_pretrained_tokenizer_may_give_its_tokens_in_another_order() -> None:
         vocab = Vocabulary()
         vocab.add_transformer_vocab(SimpleNamespace(get_vocab=lambda: dict(items)), "tags")
         check_same_data(vocab, {"train_data_path": None})
+
+    assert messages(check) == ["", ""]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_data_without_an_instance_are_named(num_workers: int, tmp_path: Path) -> None:
+    def check(rank: int) -> str:
+        train = loader(Numbers(), tmp_path / str(rank), "1 2")
+        empty = loader(Numbers(), tmp_path / f"empty_{rank}", "")
+        with pytest.raises(ConfigurationError) as error:
+            check_same_data(None, {"train_data_path": train, "validation_data_path": empty})
+        return error.value.message
+
+    for message in run_workers(num_workers, check):
+        assert "no instance in 'validation_data_path'" in message
+
+
+def test_patterns_of_namespaces_come_in_any_order(tmp_path: Path) -> None:
+    Vocabulary({"tokens": {"a": 1}}).save_to_files(str(tmp_path / "0"))
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    path = tmp_path / "1" / NAMESPACE_PADDING_FILE
+    path.write_text("\n".join(reversed(path.read_text().split())) + "\n")
+
+    def check(rank: int) -> None:
+        check_same_data(Vocabulary.from_files(tmp_path / str(rank)), {"train_data_path": None})
 
     assert messages(check) == ["", ""]
