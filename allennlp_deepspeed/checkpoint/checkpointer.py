@@ -20,6 +20,7 @@ from allennlp_deepspeed.checkpoint import (
     resharding,
     serialization,
     sharded_reader,
+    vocabulary_files,
 )
 from allennlp_deepspeed.checkpoint.background_commit import BackgroundCommit
 from allennlp_deepspeed.checkpoint.checkpoint_directory import (
@@ -114,6 +115,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._on_corrupt = on_corrupt
         self._exclude_frozen_parameters = exclude_frozen_parameters
         self._frozen: Optional[Dict[str, FrozenRecord]] = None  # once they are known
+        self._checksums_of_vocabulary: Optional[Dict[str, str]] = None
         self._files = FileCheckpointEngine(async_save)
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
         self._commits: Optional[BackgroundCommit] = None
@@ -299,7 +301,21 @@ class DeepSpeedCheckpointer(Checkpointer):
             },
             frozen=frozen,
             id=agreement.of_rank_0(uuid.uuid4().hex),
+            vocabulary=self._vocabulary(),
         )
+
+    def _vocabulary(self) -> Dict[str, str]:
+        """Computed once, because the vocabulary of a training doesn't change."""
+        if self._checksums_of_vocabulary is None:
+            self._checksums_of_vocabulary = vocabulary_files.checksums(self._serialization_dir)
+        return self._checksums_of_vocabulary
+
+    def _check_vocabulary(self, record: CommitRecord, path: str) -> None:
+        """To be called by every rank, which may see a directory of its own."""
+        problem = vocabulary_files.difference(self._serialization_dir, record.vocabulary, path)
+        problems = list(dict.fromkeys(p for p in agreement.of_all(problem) if p is not None))
+        if problems:
+            raise CheckpointError("\n".join(problems))
 
     def check_state(self, trainer: Training) -> None:
         """
@@ -372,6 +388,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             path = self._checkpoints.path(found.point)
             raise CheckpointError(f"{path} can't be loaded: {_ON_NVME}")
         check_model(self._checkpoints.path(found.point), found.record, trainer)
+        self._check_vocabulary(found.record, self._checkpoints.path(found.point))
         return self._load(trainer, found.point, found.record)
 
     def _load(

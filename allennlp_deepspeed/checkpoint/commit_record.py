@@ -91,6 +91,8 @@ class CommitRecord:
         The ranks whose files are in this directory, if those of others are in other directories.
     id : `str`, optional (default = `""`)
         The same in all directories that have a part of this checkpoint, and in no others.
+    vocabulary : `Dict[str, str]`, optional (default = `{}`)
+        The SHA-256 of each file of the vocabulary, by name.
     format_version : `int`, optional
     """
 
@@ -105,6 +107,7 @@ class CommitRecord:
     hosts: List[str] = field(default_factory=list)
     ranks: List[int] = field(default_factory=list)
     id: str = ""
+    vocabulary: Dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @classmethod

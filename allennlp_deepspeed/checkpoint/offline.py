@@ -10,6 +10,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.models.archival import CONFIG_NAME
 
 from allennlp_deepspeed import files
+from allennlp_deepspeed.checkpoint import vocabulary_files
 from allennlp_deepspeed.checkpoint.checkpoint_directory import (
     BEST_WEIGHTS_NAME,
     CheckpointDirectory,
@@ -70,7 +71,8 @@ def find(
     # Raises
 
     `CheckpointError`
-        If there is none, if a file is missing or damaged, or if some are in other directories.
+        If there is none, if a file is missing or damaged, if some are in other directories, or if
+        the vocabulary isn't the one that it was trained with.
     """
     checkpoints = CheckpointDirectory(serialization_dir)
     point = point or _points([checkpoints], epoch)[0]
@@ -78,6 +80,9 @@ def find(
     record = CommitRecord.read(directory)
     record.check_complete(directory)
     record.verify(directory)
+    problem = vocabulary_files.difference(serialization_dir, record.vocabulary, directory)
+    if problem is not None:
+        raise CheckpointError(problem)
     return directory, record
 
 

@@ -1,0 +1,62 @@
+"""
+Identifies the vocabulary that a checkpoint was trained with: with another one, words have other
+indices than those whose weights the checkpoint has.
+"""
+
+import hashlib
+import os
+from typing import Dict, Optional
+
+from allennlp.data.vocabulary import NAMESPACE_PADDING_FILE
+
+from allennlp_deepspeed import files
+
+_DIRECTORY = "vocabulary"
+
+
+def checksums(serialization_dir: str) -> Dict[str, str]:
+    """
+    Returns the SHA-256 of each file of the vocabulary, by name; nothing if there is no vocabulary.
+    AllenNLP writes one of the files from a set, in any order.
+    """
+    directory = os.path.join(serialization_dir, _DIRECTORY)
+    if not os.path.isdir(directory):
+        return {}
+    paths = {name: os.path.join(directory, name) for name in sorted(os.listdir(directory))}
+    return {
+        name: _checksum_of_lines(path) if name == NAMESPACE_PADDING_FILE else files.sha256(path)
+        for name, path in paths.items()
+        if not name.startswith(".") and os.path.isfile(path)
+    }
+
+
+def difference(serialization_dir: str, recorded: Dict[str, str], checkpoint: str) -> Optional[str]:
+    """
+    # Parameters
+
+    serialization_dir : `str`, required.
+    recorded : `Dict[str, str]`, required.
+        The checksums in the record of a checkpoint, empty if it was trained without a vocabulary.
+    checkpoint : `str`, required.
+
+    # Returns
+
+    `Optional[str]`
+        What to say if the vocabulary is another one than the recorded one.
+    """
+    actual = checksums(serialization_dir) if recorded else {}
+    names = sorted(n for n in {**recorded, **actual} if recorded.get(n) != actual.get(n))
+    if not names:
+        return None
+    which = ", ".join(os.path.join(serialization_dir, _DIRECTORY, name) for name in names[:3])
+    return (
+        f"{checkpoint} was trained with another vocabulary: {which}"
+        f"{' and others' if len(names) > 3 else ''} differ from what they were then, so that words "
+        "or labels have other indices. Put back the files, and the data that they are made of, or "
+        "start anew with another serialization directory."
+    )
+
+
+def _checksum_of_lines(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(b"".join(sorted(file.read().splitlines(True)))).hexdigest()
