@@ -2,6 +2,7 @@ import socket
 from typing import List, NamedTuple, Optional, Sequence
 
 import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.checkpoint import shared_directory
 from allennlp_deepspeed.engine import agreement
@@ -35,7 +36,7 @@ class Directories(NamedTuple):
 
         # Raises
 
-        `RuntimeError`
+        `ConfigurationError`
             On every rank, if one can't write to its directory.
         """
         hosts = agreement.of_all(socket.gethostname())
@@ -53,7 +54,7 @@ class Directories(NamedTuple):
         if problem is None:
             shared_directory.remove(serialization_dir, key, rank)
         if problems:
-            raise RuntimeError("; ".join(problems))
+            raise ConfigurationError("; ".join(problems))
         return found
 
     @property

@@ -45,6 +45,11 @@ def remove(directory: str, key: str, number: int) -> None:
     files.remove(_path(directory, key, number))
 
 
+def is_token(name: str) -> bool:
+    """Whether a file of this name is one that a process puts, of any key."""
+    return _TOKEN.match(name) is not None
+
+
 def remove_left(directory: str) -> None:
     """
     What processes that were killed have left of any key. When nobody looks for others there.

@@ -19,6 +19,7 @@ from allennlp_deepspeed import files
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.config.own_keys import may_change
+from allennlp_deepspeed.launch import directory_lock
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def begin_anew(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> Non
     # Also what processes have left that found out whether they share it.
     CheckpointDirectory(str(directory)).clean_up()
     names = os.listdir(directory) if directory.is_dir() else []
+    names = [name for name in names if name != directory_lock.FILE_NAME]
     others = [n for n in names if not any(fnmatch.fnmatch(n, p) for p in _OF_A_START)]
     if others and not is_ours:
         raise ConfigurationError(

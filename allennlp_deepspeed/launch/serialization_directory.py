@@ -26,6 +26,7 @@ from allennlp.training import util as training_util
 from allennlp_deepspeed.checkpoint import shared_directory
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.engine.worker_failure import PeerFailed
+from allennlp_deepspeed.launch.directory_lock import DirectoryLock, cannot_write
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +42,34 @@ def is_made(store: dist.Store, leader: int) -> bool:
 
 
 @contextmanager
-def made_once(store: Optional[dist.Store]) -> Iterator[bool]:
+def made_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bool]:
     """
-    Context manager in which AllenNLP's `create_serialization_dir` tells the store that this rank
-    has made the directory. Yields whether it had before a launcher started it again: then it makes
-    none, because what others have written there since then is to stay, and is nothing to refuse.
+    Context manager in which AllenNLP's `create_serialization_dir` locks the directory, and tells
+    the store that this rank has made it. Yields whether it had before a launcher started it again:
+    then it makes none, because what others have written there since then is to stay, and is nothing
+    to refuse.
 
     # Parameters
 
     store : `Optional[dist.Store]`, required.
         Outlives the workers. `None` if nothing restarts them.
+    lock : `DirectoryLock`, required.
     """
-    if store is None:
-        yield False
-        return
-    rank, create = int(os.environ["RANK"]), training_util.create_serialization_dir
-    is_ours = is_made(store, rank)
+    create = training_util.create_serialization_dir
+    rank = int(os.environ.get("RANK", 0))
+    is_ours = store is not None and is_made(store, rank)
 
     def create_once(params: Params, path: str, recover: bool, force: bool) -> None:
-        if is_ours and not recover:
-            os.makedirs(path, exist_ok=True)
-        else:
-            create(params, path, recover, force)
-        store.set(f"directory/{rank}", "")
+        try:
+            if not recover and (is_ours or (os.path.isdir(path) and lock.is_alone())):
+                os.makedirs(path, exist_ok=True)
+            else:
+                create(params, path, recover, force)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        lock.acquire()
+        if store is not None:
+            store.set(f"directory/{rank}", "")
 
     with mock.patch.object(training_util, "create_serialization_dir", create_once):
         yield is_ours
@@ -85,9 +91,10 @@ class SerializationDirectory:
         self._group: Any = dist.new_group(timeout=_NO_LIMIT)
         self._is_ready = False
         self._prepare_logging = common_logging.prepare_global_logging
-        if self.is_leader:
-            # What workers of a former training have left, and AllenNLP would take for a training.
-            shared_directory.remove_left(self._directory)
+
+    def remove_left(self) -> None:
+        """Removes what workers of a former training have left that AllenNLP would take for one."""
+        shared_directory.remove_left(self._directory)
 
     @property
     def is_leader(self) -> bool:

@@ -42,6 +42,7 @@ from allennlp_deepspeed.launch import (
 )
 from allennlp_deepspeed.launch.agent import Node
 from allennlp_deepspeed.launch.console_lines import first_and_last_lines
+from allennlp_deepspeed.launch.directory_lock import DirectoryLock
 from allennlp_deepspeed.launch.launcher import Launched
 from allennlp_deepspeed.launch.rendezvous_members import Start
 from allennlp_deepspeed.launch.serialization_directory import (
@@ -163,8 +164,15 @@ def train(
         if launched is not None:
             store_of_workers, directory = _meet(config, arguments, launched)
             store = store_of_workers if store is None else store
-        is_ours = stack.enter_context(made_once(store))
-        _continue_or_begin(arguments, directory is None or directory.is_leader, is_ours)
+        is_leader = directory is None or directory.is_leader
+        lock = DirectoryLock(arguments["serialization_dir"], store)
+        with _agreed_problems():
+            if is_leader:
+                stack.enter_context(lock)
+                if directory is not None:
+                    directory.remove_left()
+        is_ours = stack.enter_context(made_once(store, lock))
+        _continue_or_begin(arguments, is_leader, is_ours)
         shows = launched is None or launched.rank == 0
         stack.enter_context(first_and_last_lines(arguments, shows))
         if launched is not None and directory is not None:

@@ -1,0 +1,129 @@
+"""
+Lock on a serialization directory: of two trainings that would write into it the second is refused.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from contextlib import suppress
+from typing import Any, Optional, Union
+
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.checkpoint import shared_directory
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "training.lock"
+
+
+class DirectoryLock:
+    """
+    Context manager that locks a directory in which there is something, as `acquire` does, and
+    unlocks it at the end. The system unlocks it when the process ends, however it ends. Not
+    reentrant, and not for several threads. A process that is forked doesn't have the lock.
+
+    A file system without locks, such as some network file systems, has none.
+
+    # Parameters
+
+    serialization_dir : `Union[str, os.PathLike]`, required.
+    store : `dist.Store`, optional (default = `None`)
+        Outlives the workers. A process that has locked the directory for a former start of them, on
+        a node that is lost for example, counts as gone.
+    """
+
+    def __init__(
+        self, serialization_dir: Union[str, os.PathLike], store: Optional[dist.Store] = None
+    ) -> None:
+        self._directory = os.fspath(serialization_dir)
+        self._path = os.path.join(self._directory, FILE_NAME)
+        self._store = store
+        self._descriptor: Optional[int] = None
+
+    def __enter__(self) -> "DirectoryLock":
+        try:
+            is_empty = not os.path.lexists(self._directory) or self.is_alone()
+        except OSError as error:
+            raise cannot_write(self._directory, error) from error
+        if not is_empty:
+            self.acquire()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        if self._descriptor is not None:
+            with suppress(OSError):
+                if self._is_in_place():
+                    os.unlink(self._path)
+            self._close()
+
+    def is_alone(self) -> bool:
+        """Whether there is nothing else in the directory, except files that are removed soon."""
+        names = os.listdir(self._directory)
+        return all(name == FILE_NAME or shared_directory.is_token(name) for name in names)
+
+    def acquire(self) -> None:
+        """
+        Locks the directory, again if it has been removed and made since.
+
+        # Raises
+
+        `ConfigurationError`
+            If another training has locked it, or if nothing can be written there.
+        """
+        while self._descriptor is None or not self._is_in_place():
+            self._close()
+            try:
+                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise cannot_write(self._directory, error) from error
+            if not self._lock(self._descriptor):
+                self._close()
+                return
+
+    def _lock(self, descriptor: int) -> bool:
+        """Whether it is this process that has the lock now."""
+        try:
+            # Not `flock`, which processes that are forked would have too.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                logger.info("%s can't be locked: %s", self._directory, error)
+                return False
+            holder = os.read(descriptor, 1000).decode(errors="replace").strip()
+            if self._store is not None and self._store.check([f"lock/{holder}"]):
+                return False
+            self._close()
+            raise ConfigurationError(
+                f"Another training writes into {self._directory}: {holder or 'an unknown process'}."
+                " Wait until it has ended, or end it, or choose another directory with -s."
+            ) from None
+        own = f"process {os.getpid()} on {socket.gethostname()}"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{own}\n".encode(), 0)
+        if self._store is not None:
+            self._store.set(f"lock/{own}", "")
+        return True
+
+    def _is_in_place(self) -> bool:
+        """Whether the file that is locked is still the one in the directory."""
+        assert self._descriptor is not None
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        return False
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def cannot_write(directory: str, error: OSError) -> ConfigurationError:
+    """The error for a serialization directory that is a file, read-only or full."""
+    return ConfigurationError(
+        f"The serialization directory {directory} can't be written: {error.strerror or error}. "
+        "Choose another directory with -s."
+    )

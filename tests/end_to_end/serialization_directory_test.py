@@ -1,0 +1,131 @@
+"""A serialization directory is that of one training, with the vocabulary that it was begun with."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+from allennlp.common.util import find_open_port
+
+from tests.support.command import Command, Run, allennlp, wait_for_all
+from tests.support.experiment import (
+    INCLUDED,
+    ONE_PROCESS,
+    TWO_WORKERS,
+    Config,
+    Experiments,
+    Result,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+NAMES = ("allennlp_deepspeed", INCLUDED)
+ONE_EPOCH = {"trainer.num_epochs": 1}
+
+
+def tagger(workers: Dict[str, Any], *overrides: Config) -> Config:
+    return deepspeed(load_config("tagger", workers, *overrides), 2)
+
+
+def write(config: Config, directory: Path) -> Path:
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("workers", [ONE_PROCESS, TWO_WORKERS], ids=["one process", "workers"])
+def test_a_second_training_is_refused_and_the_first_not_harmed(
+    experiments: Experiments, workers: Dict[str, Any], tmp_path: Path
+) -> None:
+    slow = {"type": "tell_steps", "pause": 1.5}
+    plain = tagger(workers, ONE_EPOCH)
+    config = {**plain, "trainer": {**plain["trainer"], "callbacks": ["record_steps", slow]}}
+    path, out = write(config, tmp_path), tmp_path / "out"
+    first = Command("train", path, "-s", out, include_packages=NAMES)
+    first.wait_until_it_prints("step 1 of epoch 0")
+    before = {name.name for name in out.iterdir()}
+    for flag in ("--recover", "--force"):
+        second = allennlp("train", path, "-s", out, flag, include_packages=NAMES)
+        assert second.returncode == 1 and "Traceback" not in second.output
+        assert f"Another training writes into {out}: process " in second.output
+        assert f" on {socket.gethostname()}" in second.output
+        assert before <= {name.name for name in out.iterdir()}
+    assert first.is_running
+    wait_for_all([first], 60)[0].check()
+    assert not list(out.glob("*.lock"))
+    weights = experiments.run(plain).weights()
+    assert_same_weights(Result(out).weights(), weights, tolerance=0)
+
+
+def assert_other_vocabulary(run: Run, checkpoint: Path) -> None:
+    assert run.returncode == 1
+    assert "Traceback" not in run.output, run.output[-3000:]
+    assert f"{checkpoint} was trained with another vocabulary" in run.output
+    assert f"{checkpoint.parent}/vocabulary/tokens.txt" in run.output
+
+
+@pytest.mark.parametrize("workers", [ONE_PROCESS, TWO_WORKERS], ids=["one process", "workers"])
+def test_another_vocabulary_is_refused(
+    experiments: Experiments, workers: Dict[str, Any], tmp_path: Path
+) -> None:
+    config, out = tagger(workers, ONE_EPOCH), tmp_path / "out"
+    data = Path(config["train_data_path"]).read_text().splitlines()
+    path = tmp_path / "data.tsv"
+    path.write_text("\n".join(data))
+    config["train_data_path"] = str(path)
+    shutil.copytree(experiments.run(config).serialization_dir, out)
+    (out / "model.tar.gz").unlink()
+    checkpoint = out / "checkpoint_e1_b0"
+    if workers is ONE_PROCESS:
+        # It makes the vocabulary again. Of what isn't used the model's parameters have their sizes.
+        path.write_text("\n".join(reversed(data)))
+    else:
+        tokens = out / "vocabulary" / "tokens.txt"
+        tokens.write_text("".join(sorted(tokens.read_text().splitlines(keepends=True))))
+    flags = ["--recover"]
+    longer = write({**config, "trainer": {**config["trainer"], "num_epochs": 2}}, tmp_path)
+    run = allennlp("train", longer, "-s", out, *flags, include_packages=NAMES)
+    assert_other_vocabulary(run, checkpoint)
+    export = ("deepspeed", "export", out, "--output", tmp_path / "exported")
+    assert_other_vocabulary(allennlp(*export, include_packages=NAMES), checkpoint)
+
+
+def start_node(rank: int, hash_seed: int, directory: Path, *flags: str) -> subprocess.Popen:
+    arguments: List[Any] = ["train", directory / "config.json", "-s", directory / f"out_{rank}"]
+    for name in NAMES:
+        arguments += ["--include-package", name]
+    command = shutil.which("allennlp", path=os.path.dirname(sys.executable))
+    return subprocess.Popen(
+        [str(command), *map(str, arguments), "--node-rank", str(rank), *flags],
+        env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+        stdout=(directory / f"output_{rank}").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+
+
+def test_nodes_may_hash_in_another_order(tmp_path: Path) -> None:
+    nodes = {"cuda_devices": [-1], "num_nodes": 2, "primary_address": "127.0.0.1"}
+    config = tagger({"distributed": {**nodes, "primary_port": find_open_port()}}, ONE_EPOCH)
+    for num_epochs, seeds, flags in ((1, (0, 1), []), (2, (1, 0), ["--recover"])):
+        config["trainer"]["num_epochs"] = num_epochs
+        config["distributed"]["primary_port"] = find_open_port()
+        write(config, tmp_path)
+        commands = [start_node(rank, seeds[rank], tmp_path, *flags) for rank in range(2)]
+        try:
+            for rank, command in enumerate(commands):
+                assert command.wait(150) == 0, (tmp_path / f"output_{rank}").read_text()[-5000:]
+        finally:
+            for command in commands:
+                command.kill()
+        texts = {
+            (tmp_path / f"out_{r}/vocabulary/non_padded_namespaces.txt").read_text() for r in (0, 1)
+        }
+        assert len(texts) == 2, "The seeds show nothing."
+        for rank in range(2):
+            (tmp_path / f"out_{rank}" / "model.tar.gz").unlink()
