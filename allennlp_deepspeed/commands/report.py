@@ -1,8 +1,5 @@
 import argparse
-import sys
 from pathlib import Path
-
-from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed import files
 
@@ -33,16 +30,15 @@ class Report:
         return subparser
 
     def run(self, args: argparse.Namespace) -> None:
-        try:
-            self._run(args)
-        except ConfigurationError as error:
-            sys.exit(error.message)
-
-    def _run(self, args: argparse.Namespace) -> None:
         # Optional, unlike this command.
         from allennlp_deepspeed.report_page.page import page
 
         directories = args.serialization_dirs
-        path = args.output or str(Path(directories[0]) / "report.html")
-        files.write(page(directories), path)
+        html = page(directories)
+        path = args.output
+        if path is None:
+            path = str(Path(directories[0]) / "report.html")
+            # One that is a link would have another file written.
+            Path(path).unlink(missing_ok=True)
+        files.write(html, path)
         print(path)

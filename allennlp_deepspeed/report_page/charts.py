@@ -7,8 +7,7 @@ from typing import Any, Dict, List, NamedTuple, Tuple
 
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.config.values import is_number
-from allennlp_deepspeed.report_page.run import Line, Run
+from allennlp_deepspeed.report_page.run import Line, Run, is_finite, mapping
 
 # By run. Distinct with any colour vision (Okabe and Ito, "Color Universal Design", 2008).
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
@@ -89,7 +88,7 @@ def _of_epochs(runs: List[Run], name: str) -> List[Curve]:
 
 
 def _epochs(run: Run) -> List[Tuple[Line, Dict[str, Any]]]:
-    return [(line, line.values.get("metrics") or {}) for line in run.of_kind("epoch")]
+    return [(line, mapping(line.values.get("metrics"))) for line in run.of_kind("epoch")]
 
 
 def _curve(run: int, kind: str, lines: List[Tuple[Line, Dict[str, Any]]], key: str) -> Curve:
@@ -125,14 +124,6 @@ def _thinned(curve: Curve, limit: int) -> Curve:
         hours=[curve.hours[part][-1] for part in parts],
         values=[math.fsum(part) / len(part) for part in (curve.values[p] for p in parts)],
     )
-
-
-def is_finite(value: Any) -> bool:
-    """Whether it is a finite number that a float can hold."""
-    try:
-        return is_number(value) and math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 class Drawing(NamedTuple):

@@ -2,10 +2,11 @@ import json
 import time
 from typing import Any, Dict, List
 
+from allennlp.common.checks import ConfigurationError
 from rich.filesize import decimal
 
-from allennlp_deepspeed.report_page.charts import draw, is_finite
-from allennlp_deepspeed.report_page.run import Run, differences, named
+from allennlp_deepspeed.report_page.charts import draw
+from allennlp_deepspeed.report_page.run import Run, differences, is_finite, mapping, named
 
 
 def page(directories: List[str]) -> str:
@@ -25,7 +26,17 @@ def page(directories: List[str]) -> str:
     `ConfigurationError`
         If one of the directories has no metrics, or if Bokeh isn't installed.
     """
-    runs = named(directories)
+    try:
+        text = _render(named(directories))
+    except RecursionError as error:
+        raise ConfigurationError(
+            f"A line or the config of {' or '.join(directories)} is nested too deeply to be shown."
+        ) from error
+    # A string of JSON can have half a character.
+    return text.encode(errors="replace").decode()
+
+
+def _render(runs: List[Run]) -> str:
     drawing = draw(runs)
     from jinja2 import Environment, PackageLoader, StrictUndefined  # which Bokeh needs
 
@@ -91,8 +102,9 @@ def _best(run: Run) -> Dict[str, str]:
 
 def _environment(run: Run) -> Dict[str, str]:
     environment = run.environment
-    versions = {f"{name} version": v for name, v in (environment.get("versions") or {}).items()}
-    hosts = ", ".join(dict.fromkeys(environment.get("hosts") or []))
+    versions = {f"{name} version": v for name, v in mapping(environment.get("versions")).items()}
+    hosts = environment.get("hosts")
+    hosts = ", ".join(dict.fromkeys(map(str, hosts if isinstance(hosts, list) else [])))
     return {"device": str(environment.get("device", "")), "hosts": hosts, **versions}
 
 

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -7,10 +8,13 @@ from typing import Any, Dict, List, NamedTuple, Optional
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.config.values import is_number
 from allennlp_deepspeed.reports import metrics_file
 
 # Seconds without a line after which a run without an archive isn't taken for one that trains.
 _SILENCE = 120.0
+
+_MAX_TIME = 1e11  # seconds since 1970
 
 
 class Line(NamedTuple):
@@ -67,7 +71,7 @@ class Run:
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
         path = self.directory / metrics_file.FILE_NAME
-        if not path.is_file():
+        if not self._has(path):
             raise ConfigurationError(
                 f"There is no {metrics_file.FILE_NAME} in {directory}: give the serialization "
                 "directory of a training with the 'deepspeed' trainer, which writes it."
@@ -78,7 +82,22 @@ class Run:
                 f"{path} has no lines yet. They come with the first optimizer steps."
             )
         self.name = self.directory.resolve().name
-        self.config = _config(self.directory / "config.json")
+        config = self.directory / "config.json"
+        self.config = _config(config) if self._has(config) else {}
+
+    def _has(self, path: Path) -> bool:
+        """
+        # Raises
+
+        `ConfigurationError`
+            If it is a link to a file somewhere else, which isn't of this run.
+        """
+        if path.is_file() and not path.resolve().is_relative_to(self.directory.resolve()):
+            raise ConfigurationError(
+                f"{path} is a link to {path.resolve()}, which is not in {self.directory}: copy the "
+                "file there."
+            )
+        return path.is_file()
 
     def of_kind(self, *kinds: str) -> List[Line]:
         """The lines of these kinds, in the order in which they were written."""
@@ -93,13 +112,13 @@ class Run:
     @property
     def deepspeed_config(self) -> Dict[str, Any]:
         """As it was resolved."""
-        return self.environment.get("deepspeed_config") or {}
+        return mapping(self.environment.get("deepspeed_config"))
 
     @property
     def final_metrics(self) -> Dict[str, Any]:
         """Of the last epoch that was completed, with those of the best one."""
         epochs = self.of_kind("epoch")
-        return epochs[-1].values.get("metrics") or {} if epochs else {}
+        return mapping(epochs[-1].values.get("metrics")) if epochs else {}
 
     @property
     def num_steps(self) -> int:
@@ -111,7 +130,7 @@ class Run:
         """In a word."""
         if (self.directory / "model.tar.gz").exists():
             return "finished"
-        last: Optional[float] = self.lines[-1].values.get("time")
+        last = _time(self.lines[-1].values)
         return "training" if last is not None and time.time() - last < _SILENCE else "stopped"
 
     def checkpoints(self) -> List[Checkpoint]:
@@ -121,8 +140,8 @@ class Run:
         for point in directory.find():
             path = Path(directory.path(point))
             try:
-                size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                saved = path.stat().st_mtime
+                size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+                saved = path.lstat().st_mtime
             except FileNotFoundError:
                 continue
             found.append(Checkpoint(path.name, point.epochs, point.steps, saved, size))
@@ -164,6 +183,19 @@ def named(directories: List[str]) -> List[Run]:
     return runs
 
 
+def mapping(value: Any) -> Dict[str, Any]:
+    """The value if it is an object, else an empty one: anything may be in a metrics file."""
+    return value if isinstance(value, dict) else {}
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a finite number that a float can hold."""
+    try:
+        return is_number(value) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def flattened(config: Any, path: str = "") -> Dict[str, str]:
     """The values of a config by their paths, such as "trainer.optimizer.lr", as JSON."""
     if isinstance(config, dict) and config:
@@ -198,7 +230,7 @@ def _with_hours(lines: List[Dict[str, Any]]) -> List[Line]:
     hours = 0.0
     before: Optional[float] = None
     for line in lines:
-        now = line.get("time")
+        now = _time(line)
         if now is not None:
             if before is not None and line["kind"] not in ("start", "recover"):
                 hours += max(0.0, now - before) / 3600
@@ -207,13 +239,17 @@ def _with_hours(lines: List[Dict[str, Any]]) -> List[Line]:
     return result
 
 
+def _time(values: Dict[str, Any]) -> Optional[float]:
+    """Seconds since 1970, `None` if it isn't told or can't be."""
+    time = values.get("time")
+    return float(time) if is_finite(time) and 0 <= time < _MAX_TIME else None
+
+
 def _config(path: Path) -> Dict[str, Any]:
     """As AllenNLP has written it. Not as Jsonnet, which could put secrets into the page."""
-    if not path.is_file():
-        return {}
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"{path} is not JSON ({error}): it isn't as training has written it. Put it back, or "
             "remove it, and the report is without the config."

@@ -13,6 +13,7 @@ from typing import Any, Dict, Iterator
 from allennlp.common.util import sanitize
 
 from allennlp_deepspeed import files
+from allennlp_deepspeed.config.values import is_integer
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,9 @@ FILE_NAME = "metrics.jsonl"
 
 # Seconds for which lines may wait in memory.
 _INTERVAL = 1.0
+
+# Of steps and epochs, which JavaScript can tell from the next one.
+_MAX_COUNT = 2**53
 
 
 class MetricsFile:
@@ -127,10 +131,17 @@ def read(path: str) -> Iterator[Dict[str, Any]]:
         for text in file:
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(line, dict) and {"kind", "step", "epoch"} <= line.keys():
+            if isinstance(line, dict) and _is_sound(line):
                 yield line
+
+
+def _is_sound(line: Dict[str, Any]) -> bool:
+    counts = [line.get("step"), line.get("epoch")]
+    return isinstance(line.get("kind"), str) and all(
+        is_integer(count) and 0 <= count < _MAX_COUNT for count in counts
+    )
 
 
 def _to_json(line: Dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.report_page.charts import charts
 from allennlp_deepspeed.report_page.page import page
@@ -125,6 +126,74 @@ def test_lines_of_other_versions_are_passed_over(tmp_path: Path) -> None:
             file.write(json.dumps(line) + "\n")
     assert Run(str(directory)).num_steps == 8
     assert "<td>8</td>" in page([str(directory)])
+
+
+DEEP = "[" * 500 + "]" * 500
+STEP = {"kind": "step", "step": 8, "epoch": 1, "loss": 0.5}
+EPOCH = {"kind": "epoch", "step": 8, "epoch": 1}
+START = {"kind": "start", "step": 0, "epoch": 0}
+NUMBERS = ("NaN", "Infinity", "-1", "1e400", str(2**70), "1" * 5000, '"8"', "null", "[8]", "{}")
+
+HOSTILE = [
+    *(json.dumps(line)[:-1] + f', "step": {n}}}' for line in (STEP, EPOCH) for n in NUMBERS),
+    *(json.dumps(STEP)[:-1] + f', "epoch": {n}}}' for n in NUMBERS),
+    *(json.dumps(STEP)[:-1] + f', "time": {n}}}' for n in (*NUMBERS, "true", "-1e300", "1e300")),
+    *(json.dumps(STEP)[:-1] + f', "loss": {n}}}' for n in (*NUMBERS, "true")),
+    *(json.dumps({**EPOCH, "metrics": m}) for m in (0, 1, "a", [1], [["a", 1]], {"": {}}, True)),
+    *(
+        json.dumps({**EPOCH, "metrics": {f"training_{name}": 1.0, "training_loss": value}})
+        for name, value in (
+            ("", "a"),
+            (EVIL, [1]),
+            ("$$x$$", None),
+            ("@{y}", {}),
+            ("\ud800", 1e308),
+            ("\x00", -1e308),
+            ("n" * 5000, True),
+        )
+    ),
+    *(json.dumps({"kind": kind, "step": 8, "epoch": 1}) for kind in (1, None, ["step"], {}, EVIL)),
+    *(json.dumps({**START, "hosts": hosts}) for hosts in (1, "a", [1, [2]], {"a": 1}, [None])),
+    *(json.dumps({**START, "versions": value}) for value in (1, "a", ["torch"], {"torch": [1]})),
+    *(json.dumps({**START, "deepspeed_config": value}) for value in (1, "a", [1], {"\ud800": 1})),
+    *(json.dumps({**START, key: [EVIL]}) for key in ("num_epochs", "world_size", "precision")),
+    *(json.dumps({**STEP, "kind": "warning", "message": value}) for value in (1, None, [EVIL])),
+    json.dumps(START)[:-1] + f', "deepspeed_config": {{"a": {DEEP}}}}}',
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    *("[]", "{}", "1", "null", '"a"', "\x00", "\ufeff{}"),
+]
+
+
+@pytest.mark.parametrize("line", HOSTILE, ids=lambda line: line[:60])
+def test_a_line_that_no_training_writes_hides_no_other(line: str, tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    with open(directory / FILE_NAME, "a") as file:
+        file.write(line + "\n")
+    try:
+        html = page([str(directory)])
+    except ConfigurationError as error:
+        assert DEEP[:100] in line and "nested too deeply" in error.message
+        return
+    assert '"text":"Accuracy"' in html and EVIL not in html
+    html.encode()
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "1", "null", '"a"', '{"\\ud800": "\\ud800"}', '{"a": NaN}']
+)
+def test_a_config_that_allennlp_has_not_written_is_shown(text: str, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("a", "b")]
+    (runs[0] / "config.json").write_text(text)
+    page([str(run) for run in runs]).encode()
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"{", b'{"a":' * 100_000, DEEP.encode()])
+def test_a_config_that_can_not_be_read_is_named(content: bytes, tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    (directory / "config.json").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=str(directory)):
+        page([str(directory)])
 
 
 def test_what_runs_have_written_is_text(tmp_path: Path) -> None:
