@@ -156,8 +156,10 @@ def _trained(source: str, epoch: Optional[int], best: bool) -> Iterator[_Trained
         output_dir = os.path.join(os.path.dirname(source), _DIRECTORY_NAME)
         try:
             with extracted_archive(source) as directory:
-                weights = serialization.load(get_weights_path(directory), mmap=True)
-                yield _Trained(directory, weights, output_dir)
+                path = get_weights_path(directory)
+                if not os.path.isfile(path):
+                    raise ConfigurationError(f"{source} is an archive without weights.")
+                yield _Trained(directory, serialization.load(path, mmap=True), output_dir)
         except tarfile.TarError as error:
             raise ConfigurationError(
                 f"{source} is no archive of AllenNLP's ({error}): give a model.tar.gz, a "

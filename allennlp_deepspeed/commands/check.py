@@ -1,7 +1,6 @@
 import argparse
 import json
 import logging
-import sys
 from typing import Any, Dict, List
 
 from allennlp.common import Params
@@ -37,19 +36,15 @@ class Check:
         return subparser
 
     def run(self, args: argparse.Namespace) -> None:
-        try:
-            with only_warnings():
-                params = failures.read(args.param_path, args.overrides)
-                fill_in(params)
-                check(params)
-                if not has_deepspeed_trainer(params.as_dict(quiet=True)):
-                    raise ConfigurationError(
-                        "'trainer.type' isn't \"deepspeed\", and the configs of other trainers "
-                        "aren't checked."
-                    )
-        except ConfigurationError as error:
-            print(error.message, file=sys.stderr)
-            sys.exit(1)
+        with only_warnings():
+            params = failures.read(args.param_path, args.overrides)
+            fill_in(params)
+            check(params)
+            if not has_deepspeed_trainer(params.as_dict(quiet=True)):
+                raise ConfigurationError(
+                    "'trainer.type' isn't \"deepspeed\", and the configs of other trainers aren't "
+                    "checked."
+                )
         filled = _FilledValues()
         resolved = _resolved(params, filled)
         print(f"{args.param_path} can be trained with this DeepSpeed configuration:")

@@ -1,6 +1,10 @@
 import argparse
+import functools
+import sys
+from typing import Any, Callable
 
 from allennlp.commands.subcommand import Subcommand
+from allennlp.common.checks import ConfigurationError
 from overrides import overrides
 
 from allennlp_deepspeed.commands.check import Check
@@ -35,6 +39,8 @@ class DeepSpeed(Subcommand):
         commands = (Check(), Env(), EstimateMemory(), Export(), Gather(), Report())
         for command in commands:
             command_parser = command.add_subparser(subparsers)
+            run: Callable[[Any], None] = command_parser.get_default("func")
+            command_parser.set_defaults(func=functools.partial(_run, run))
             # AllenNLP adds it before the name of the command only.
             command_parser.add_argument(
                 "--include-package",
@@ -44,3 +50,13 @@ class DeepSpeed(Subcommand):
                 help="additional packages to include",
             )
         return subparser
+
+
+def _run(run: Callable[[Any], None], args: argparse.Namespace) -> None:
+    """Runs a command, which ends with a message where it can't do what it is asked for."""
+    try:
+        run(args)
+    except ConfigurationError as error:
+        sys.exit(error.message)
+    except OSError as error:
+        sys.exit(str(error))

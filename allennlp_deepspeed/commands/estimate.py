@@ -10,7 +10,6 @@ from typing import Any, Dict, Iterator, List, Optional
 
 import psutil
 import torch
-from allennlp.common import Params
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich import box
 from rich.console import Console
@@ -18,6 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from allennlp_deepspeed.commands.memory_estimate import Estimate, Estimator, PlacementEstimate
+from allennlp_deepspeed.launch import failures
 
 _WIDTH = 130  # characters, where it isn't that of a terminal
 
@@ -71,7 +71,7 @@ class EstimateMemory:
 
     def run(self, args: argparse.Namespace) -> None:
         with only_warnings():
-            estimator = Estimator(Params.from_file(args.param_path, args.overrides), args.workers)
+            estimator = Estimator(failures.read(args.param_path, args.overrides), args.workers)
             estimate = estimator.estimate(
                 gpu_memory=args.gpu_memory or _gpu_memory(),
                 cpu_memory=args.cpu_memory or psutil.virtual_memory().total,
@@ -124,7 +124,8 @@ def _values(estimate: Estimate) -> Dict[str, Any]:
 
 
 def _print(estimate: Estimate) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    width = None if sys.stdout.isatty() else _WIDTH
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
     size = estimate.size
     trainable, frozen = sum(size.trainable), sum(size.frozen)
     console.print(f"Parameters: {size.total:,} ({trainable:,} trainable, {frozen:,} frozen)")
@@ -140,7 +141,7 @@ def _print(estimate: Estimate) -> None:
     console.print(_table(estimate))
     for placement in estimate.placements:
         if placement.problem is not None:
-            console.print(f"Stage {placement.placement.name}: {placement.problem}", markup=False)
+            console.print(f"Stage {placement.placement.name}: {placement.problem}")
     console.print(_NOTE)
     _print_advice(console, estimate)
 
@@ -196,7 +197,7 @@ def _print_advice(console: Console, estimate: Estimate) -> None:
         return
     console.print(f"The fastest that fits into {memory}, in the section of the trainer:")
     value = json.dumps(first.deepspeed_config)
-    console.print(f'"deepspeed_config": {value}', markup=False, soft_wrap=True)
+    console.print(f'"deepspeed_config": {value}', soft_wrap=True)
 
 
 def _human(num_bytes: int) -> str:

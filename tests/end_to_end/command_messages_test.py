@@ -1,0 +1,97 @@
+"""Commands of `allennlp deepspeed` end with a line where they can't do what they are asked for."""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+
+from tests.support.command import Command as AllenNlp
+from tests.support.command import Run, allennlp, wait_for_all
+from tests.support.experiment import ONE_PROCESS, load_config
+from tests.unit.report_page.report_page_test import write_run
+
+NAMES = ("allennlp_deepspeed", "tests.fixtures")
+
+
+def assert_ends_with_line(run: Run, text: str) -> None:
+    assert run.returncode == 1, run.output[-3000:]
+    assert "Traceback" not in run.output, run.output[-3000:]
+    assert text in run.output.splitlines()[-1], run.output[-3000:]
+
+
+def classifier(*overrides: Dict[str, Any]) -> Dict[str, Any]:
+    return load_config("classifier", {"trainer.type": "deepspeed"}, ONE_PROCESS, *overrides)
+
+
+def test_commands_without_what_they_work_on(tmp_path: Path) -> None:
+    nowhere, empty = tmp_path / "nowhere", tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(classifier()))
+    archive = tmp_path / "model.tar.gz"
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(tmp_path / "config.json", "config.json")
+    no_archive = tmp_path / "broken.tar.gz"
+    no_archive.write_text("no archive")
+    (empty / "checkpoint_e1_b0").mkdir()
+    export = ("deepspeed", "export")
+    cases: List[Any] = [
+        ((*export, nowhere), "There is no checkpoint in"),
+        ((*export, empty, "--epoch", 7), "There is no checkpoint of 7 epochs in"),
+        ((*export, empty), "commit.json is missing"),
+        ((*export, empty, "--best"), "--best is for --format huggingface"),
+        ((*export, no_archive, "--format", "huggingface"), "is no archive of AllenNLP's"),
+        ((*export, archive, "--format", "huggingface"), "is an archive without weights"),
+        (("deepspeed", "gather", nowhere, "--output", tmp_path), "There is no checkpoint in"),
+        (("deepspeed", "report", nowhere), "There is no metrics.jsonl in"),
+        (("deepspeed", "estimate", nowhere), "nowhere"),
+    ]
+    commands = [AllenNlp(*arguments, include_packages=NAMES) for arguments, _ in cases]
+    for run, (_, text) in zip(wait_for_all(commands, 120), cases, strict=True):
+        assert_ends_with_line(run, text)
+
+
+@pytest.mark.parametrize("path", ["logs/[bold]", "logs/[/b]"])
+def test_markup_of_rich_is_text(path: str, tmp_path: Path) -> None:
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": path},
+        "offload_optimizer": {"device": "nvme", "nvme_path": path},
+    }
+    sections = {"zero_optimization": zero, "csv_monitor": {"enabled": True, "output_path": path}}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(classifier({"trainer.deepspeed_config": sections})))
+    shown = allennlp("deepspeed", "check", config, include_packages=NAMES).check().output
+    assert shown.count(f'"{path}"') == 3
+    advice = allennlp(
+        *("deepspeed", "estimate", config, "--gpu-memory", "80GB"), include_packages=NAMES
+    )
+    advice.check()
+    changed = classifier({"trainer.deepspeed_config": path})
+    config.write_text(json.dumps(changed))
+    assert_ends_with_line(
+        allennlp("deepspeed", "check", config, include_packages=NAMES), f'"{path}" is not a preset'
+    )
+
+
+def test_a_report_is_not_written_through_a_link(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    others = tmp_path / "thesis.html"
+    others.write_text("all of it")
+    (directory / "report.html").symlink_to(others)
+    allennlp("deepspeed", "report", directory).check()
+    assert others.read_text() == "all of it"
+    report = directory / "report.html"
+    assert not report.is_symlink() and report.read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
+def test_a_report_has_no_files_of_others(name: str, tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    others = tmp_path / "others"
+    (directory / name).rename(others)
+    (directory / name).symlink_to(others)
+    run = allennlp("deepspeed", "report", directory)
+    assert_ends_with_line(run, f"{name} is a link to {others}")
+    assert not (directory / "report.html").exists()
