@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import List
 from unittest import mock
 
+from allennlp_deepspeed_import_hook import process_setup
+
 _PRELOAD = "allennlp_deepspeed.launch.preload"
 
 # A process with any of these was started for one worker by a launcher.
@@ -20,6 +22,7 @@ _OF_LAUNCHERS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_TASKS_P
 
 def ensure_running() -> None:
     """Starts the fork server, if it isn't running. To be called by the main thread."""
+    process_setup.prepare()
     multiprocessing.set_forkserver_preload([_PRELOAD])
     variables = {
         "ALLENNLP_DEEPSPEED_FORK_SERVER_OF": str(os.getpid()),

@@ -10,6 +10,7 @@ from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.config.schema_validation import ROOT, validate
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
+from allennlp_deepspeed.config.values import as_json
 
 __all__ = ["DeepSpeedConfig", "ResolvedConfig", "TrainerSettings"]
 
@@ -78,6 +79,10 @@ class DeepSpeedConfig(Registrable):
         config = dict(value)
         name = config.pop("type", DeepSpeedConfig.default_implementation)
         presets = DeepSpeedConfig.list_available()
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"{ROOT}.type is {as_json(name)}: must be a preset's name ({', '.join(presets)})"
+            )
         # A name with a dot is the path to a class, as everywhere in AllenNLP.
         if name not in presets and ("." not in name or name.endswith(".json")):
             hint = did_you_mean(name, presets)

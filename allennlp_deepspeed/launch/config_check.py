@@ -8,7 +8,7 @@ import copy
 import inspect
 import json
 import math
-from typing import Any, Dict, List, Optional, Type
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Type
 
 import torch
 from allennlp.common import Params
@@ -28,9 +28,10 @@ from allennlp_deepspeed.config.global_batch import (
 )
 from allennlp_deepspeed.config.keys import check_names, check_values, did_you_mean
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KEYS, TRAINER_KEYS
-from allennlp_deepspeed.config.schema_validation import places_of
+from allennlp_deepspeed.config.schema_validation import lookup, places_of
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
+from allennlp_deepspeed.config.values import as_json, is_integer, is_number
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.engine import sequence_groups
 from allennlp_deepspeed.engine.optimizer_check import check_optimizer
@@ -68,6 +69,8 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         return
     findings = Findings()
     deepspeed_config: Optional[DeepSpeedConfig] = None
+    _check_sections(config, findings)
+    _check_sizes(config["trainer"], findings)
     nodes.check(config.get("distributed"), findings)
     _check_trainer_keys(config["trainer"], findings)
     _check_checkpointer(config["trainer"].get("checkpointer"), findings)
@@ -121,6 +124,96 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
 
 def _has_known_train_loop(config: Dict[str, Any]) -> bool:
     return config.get("type") in (None, "default", "deepspeed")
+
+
+# Of AllenNLP's train loop, which constructs each from an object or the name of a class.
+_SECTIONS = ("dataset_reader", "model", "data_loader")
+
+# Of the trainer. These may be null.
+_OPTIONAL_SECTIONS = (
+    "optimizer",
+    "learning_rate_scheduler",
+    "momentum_scheduler",
+    "moving_average",
+    "checkpointer",
+)
+
+_MUST_BE_SECTION = "must be an object, or the name of a class"
+
+
+def _check_sections(config: Dict[str, Any], findings: Findings) -> None:
+    """What is no section, which AllenNLP finds out after it has read the data, if it does."""
+    trainer = config["trainer"]
+    sections = {
+        f"trainer.{k}": trainer[k] for k in _OPTIONAL_SECTIONS if trainer.get(k) is not None
+    }
+    if _has_known_train_loop(config):
+        sections.update({name: config[name] for name in _SECTIONS if name in config})
+    callbacks = trainer.get("callbacks")
+    for i, callback in enumerate(callbacks if isinstance(callbacks, list) else []):
+        # Of a list AllenNLP says what is wrong.
+        if not isinstance(callback, list):
+            sections[f"trainer.callbacks.{i}"] = callback
+    for path, section in sections.items():
+        if not isinstance(section, (dict, str)):
+            findings.add(f"'{path}' is {as_json(section)}: {_MUST_BE_SECTION}")
+
+
+# Sections and keys of the trainer whose numbers are computed with in fp32.
+_IN_FP32 = (*_OPTIONAL_SECTIONS[:-1], "grad_norm", "grad_clipping", "deepspeed_config")
+
+_MAX_EPOCHS = 2**31 - 1
+
+# Of a buffer in elements: 4 TB in fp32.
+_BUCKET, _MAX_BUCKET = "deepspeed_config.zero_optimization.reduce_bucket_size", 10**12
+
+
+def _check_sizes(trainer: Dict[str, Any], findings: Findings) -> None:
+    """Numbers that are larger than what PyTorch, or a C++ library, can take."""
+    num_epochs = trainer.get("num_epochs")
+    if is_number(num_epochs) and num_epochs > _MAX_EPOCHS:
+        findings.add(f"'trainer.num_epochs' is {num_epochs}: must be at most {_MAX_EPOCHS}")
+    bucket = lookup(trainer, _BUCKET)
+    if is_number(bucket) and bucket > _MAX_BUCKET:
+        findings.add(f"{_BUCKET} is {as_json(bucket)}: must be at most {_MAX_BUCKET}")
+    for name in _IN_FP32:
+        for path, value in _numbers_in(trainer.get(name), f"trainer.{name}"):
+            if _MAX_FP32 < abs(value) != math.inf:
+                findings.add(f"'{path}' is {as_json(value)}: must be at most {_MAX_FP32:.4g}")
+
+
+_MAX_FP32 = torch.finfo(torch.float32).max
+
+
+def _numbers_in(value: Any, path: str) -> Iterator[Tuple[str, float]]:
+    if is_number(value):
+        yield path, value
+    items: Any = value.items() if isinstance(value, dict) else ()
+    for key, part in enumerate(value) if isinstance(value, list) else items:
+        yield from _numbers_in(part, f"{path}.{key}")
+
+
+def check_devices(config: Dict[str, Any]) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If a config that has been checked names a GPU that this machine doesn't have.
+    """
+    distributed = config.get("distributed")
+    path, devices = "trainer.cuda_device", config["trainer"].get("cuda_device")
+    if distributed:
+        path, devices = "distributed.cuda_devices", distributed["cuda_devices"]
+    count = torch.cuda.device_count()
+    numbers = devices if isinstance(devices, list) else [devices]
+    if all(not is_integer(number) or number < count for number in numbers):
+        return
+    on_cpu = as_json([-1] * len(numbers) if isinstance(devices, list) else -1)
+    raise ConfigurationError(
+        f"'{path}' is {as_json(devices)}, but PyTorch finds "
+        + (f"the GPUs 0 to {count - 1} only" if count else "no GPU on this machine")
+        + f": write others, or {on_cpu} to train on the CPU."
+    )
 
 
 def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:

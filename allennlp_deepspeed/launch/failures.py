@@ -94,11 +94,13 @@ def explain(error: BaseException) -> None:
 def message_of(error: BaseException) -> Optional[str]:
     """
     Returns what an error says of the config, without its traceback: the message of a
-    `ConfigurationError`, and the first lines of what AllenNLP has met while it constructed
-    something. `None` for any other error.
+    `ConfigurationError`, the first lines of what AllenNLP has met while it constructed something,
+    and a file with data that can't be read. `None` for any other error.
     """
     if isinstance(error, ConfigurationError):
         message = error.message
+    elif isinstance(error, OSError) and _is_of_reading(error):
+        message = f"The data can't be read: {error}"
     elif _is_of_construction(error):
         # Without the stack that an error of C++'s comes with.
         text = str(error).partition("\nException raised from")[0]
@@ -117,13 +119,17 @@ def message_of(error: BaseException) -> Optional[str]:
 def _is_of_construction(error: BaseException) -> bool:
     """Whether AllenNLP was constructing something, and not reading data for it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    reads_data = any(
+    modules = {frame.f_globals.get("__name__") for frame in frames}
+    return "allennlp.common.from_params" in modules and not _is_of_reading(error)
+
+
+def _is_of_reading(error: BaseException) -> bool:
+    """Whether a dataset reader was reading data."""
+    return any(
         frame.f_code.co_name in ("read", "_read")
         and isinstance(frame.f_locals.get("self"), DatasetReader)
-        for frame in frames
+        for frame, _ in traceback.walk_tb(error.__traceback__)
     )
-    modules = {frame.f_globals.get("__name__") for frame in frames}
-    return "allennlp.common.from_params" in modules and not reads_data
 
 
 def explain_as(error: BaseException, message: str) -> None:

@@ -119,7 +119,12 @@ def detect(environ: Optional[Mapping[str, str]] = None) -> Optional[Launched]:
 
 def _check(launched: Launched) -> None:
     size, local_size = launched.world_size, launched.local_world_size
-    if size % local_size or launched.rank % local_size != launched.local_rank:
+    if not 0 <= launched.rank < size:
+        raise ConfigurationError(
+            f"{launched.launcher} has started {size} processes, of which this is rank "
+            f"{launched.rank}: ranks are from 0 to {size - 1}."
+        )
+    if local_size < 1 or size % local_size or launched.rank % local_size != launched.local_rank:
         raise ConfigurationError(
             f"{launched.launcher} has started {size} processes, of which this is rank "
             f"{launched.rank}, and number {launched.local_rank} of {local_size} on its node. Each "

@@ -25,10 +25,16 @@ from allennlp_deepspeed.engine import worker_failure
 from allennlp_deepspeed.launch import failures, launcher, nodes, worker
 from allennlp_deepspeed.launch import launcher_config as launching
 from allennlp_deepspeed.launch.agent import run_workers
-from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, worker_devices
+from allennlp_deepspeed.launch.config_check import (
+    check,
+    check_devices,
+    has_deepspeed_trainer,
+    worker_devices,
+)
 from allennlp_deepspeed.launch.console_lines import ends_with_how_to_continue
 from allennlp_deepspeed.launch.launcher import Launched
 from allennlp_deepspeed.reports.console import ConsoleSettings, shown_on_console
+from allennlp_deepspeed_import_hook import process_setup
 
 __all__ = ["check", "has_deepspeed_trainer", "install", "worker_devices"]
 
@@ -70,6 +76,7 @@ def _name_trainer(params: Params) -> None:
 
 def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
     """Checks, and trains."""
+    process_setup.prepare()
     launched = launcher.detect()
     settings = _console_settings(arguments, launched)
     with ExitStack() as stack:
@@ -97,6 +104,7 @@ def _checked(arguments: Dict[str, Any], launched: Optional[Launched]) -> Dict[st
             launching.into_config(params, launched, arguments)
         fill_in(params)
         check(params)
+        check_devices(params.as_dict(quiet=True))
     except ConfigurationError as error:
         if launched is not None and launched.local_rank != 0:
             failures.leave_to_first(error)

@@ -11,6 +11,8 @@ import signal
 
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
+from allennlp_deepspeed_import_hook import process_setup
+
 STARTED_BY = "ALLENNLP_DEEPSPEED_FORK_SERVER_OF"
 """Is set for the server, to the number of the process that starts it."""
 
@@ -18,6 +20,7 @@ STARTED_BY = "ALLENNLP_DEEPSPEED_FORK_SERVER_OF"
 _MODULES = ("allennlp.commands", "torch._dynamo", "transformers.modeling_utils")
 
 if os.environ.pop(STARTED_BY, None) == str(os.getppid()):
+    process_setup.prepare()
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     # Whoever signals all processes of a job, as a terminal does that is closed, means the workers.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

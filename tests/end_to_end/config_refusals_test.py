@@ -45,3 +45,24 @@ def test_what_only_construction_shows_is_told_without_a_traceback(
     assert_ends_with(run, "ValueError: Fan in and fan out can not", "(The traceback is in ")
     named = run.output.splitlines()[-1].removeprefix("(The traceback is in ").removesuffix(".)")
     assert Path(named).parent == tmp_path / "out" and "Traceback" in Path(named).read_text()
+
+
+@pytest.mark.parametrize(
+    "workers, path", [(ONE_PROCESS, "."), (TWO_WORKERS, None)], ids=["a directory", "null"]
+)
+def test_data_that_can_not_be_read_are_told_in_a_line(
+    workers: Dict[str, Any], path: Any, tmp_path: Path
+) -> None:
+    changed = {**json.loads(config(workers)), "train_data_path": path}
+    run = train(json.dumps(changed), tmp_path)
+    assert_ends_with(run, "The data can't be read: ", "(The traceback is in ")
+
+
+@pytest.mark.parametrize("workers", [ONE_PROCESS, TWO_WORKERS], ids=["one process", "workers"])
+def test_a_directory_that_is_a_file_is_told_in_a_line(
+    tmp_path: Path, workers: Dict[str, Any]
+) -> None:
+    (tmp_path / "out").write_text("")
+    run = train(config(workers), tmp_path)
+    assert run.returncode == 1 and "Traceback" not in run.output
+    assert f"{tmp_path / 'out'}" in run.output.splitlines()[-1]

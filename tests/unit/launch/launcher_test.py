@@ -120,6 +120,7 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
         ({**TORCHRUN, "RANK": "three"}, "RANK is 'three', but has to be a number"),
         ({**SRUN, "WORLD_SIZE": "4"}, "srun has started 8 processes, but .* WORLD_SIZE=4"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5,3"}, "srun has started 5, 3 processes"),
+        ({**TORCHRUN, "RANK": "8", "LOCAL_RANK": "0"}, "this is rank 8: ranks are from 0 to 3"),
         ({**SRUN, "SLURM_LOCALID": "2"}, "the ranks have to be in the order of the nodes"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "write MASTER_ADDR"),
     ],

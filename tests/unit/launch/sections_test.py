@@ -1,0 +1,76 @@
+"""Sections and numbers of a config that nothing can be made of, which are named with what to do."""
+
+import json
+from typing import Any, Callable, Dict
+
+import pytest
+import torch
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.launch import preflight
+from tests.fixtures import components  # noqa: F401  # "record_steps"
+from tests.support.experiment import ONE_PROCESS, TWO_WORKERS, load_config, refusal
+
+Expect = Callable[[str], None]
+
+WRONG = [
+    {"trainer.deepspeed_config": {"type": {}}},
+    {"trainer.deepspeed_config": {"type": ["zero_2"]}},
+    *({"data_loader": value} for value in (False, [])),
+    {"model": None, "dataset_reader": None},
+    {"trainer.callbacks": [None, "record_steps", 3]},
+    {"trainer.optimizer": False, "trainer.checkpointer": [], "trainer.moving_average": 0.9},
+    {"trainer.optimizer": {"type": "sgd", "lr": 1e300}},
+    {"trainer.optimizer": {"type": "adam", "parameter_groups": [[["bias"], {"lr": 1e300}]]}},
+    {"trainer.deepspeed_config": {"optimizer": {"type": "Adam", "params": {"lr": 1e300}}}},
+    *({"trainer.num_epochs": number} for number in (10**15, 1e30)),
+    {"trainer.grad_norm": 1e300, "trainer.grad_clipping": 1e300},
+    {"trainer.deepspeed_config": {"gradient_clipping": 1e300}},
+    *(
+        {"trainer.deepspeed_config": {"zero_optimization": {"stage": 2, "reduce_bucket_size": n}}}
+        for n in (1e15,)
+    ),
+]
+
+
+def config(*changes: Dict[str, Any]) -> Dict[str, Any]:
+    merged = load_config("classifier", {"trainer.type": "deepspeed"}, TWO_WORKERS)
+    for change in changes:
+        for path, value in change.items():
+            *sections, key = path.split(".")
+            section = merged
+            for name in sections:
+                section = section[name]
+            section[key] = value
+    return merged
+
+
+@pytest.mark.parametrize("change", WRONG, ids=json.dumps)
+def test_what_is_no_section_or_too_large(change: Dict[str, Any], expect_message: Expect) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        preflight.check(Params(config(change)))
+    expect_message(error.value.message)
+
+
+def test_other_train_loops_have_other_sections() -> None:
+    preflight.check(Params(config({"type": "loop_of_a_user", "model": None})))
+
+
+@pytest.mark.parametrize("workers", [TWO_WORKERS, ONE_PROCESS], ids=["workers", "one process"])
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_gpu_that_is_not_there(
+    workers: Dict[str, Any],
+    count: int,
+    expect_message: Expect,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    devices: Dict[str, Any] = {"trainer.cuda_device": 1}
+    if workers is TWO_WORKERS:
+        devices = {"distributed": {"cuda_devices": [0, 1]}}
+    changed = load_config("classifier", {"trainer.type": "deepspeed"}, workers, devices)
+    # On another machine it may train.
+    preflight.check(Params(json.loads(json.dumps(changed))))
+    expect_message(refusal(changed, tmp_path))
