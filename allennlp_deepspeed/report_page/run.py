@@ -3,7 +3,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, TypeGuard
 
 from allennlp.common.checks import ConfigurationError
 
@@ -188,7 +188,7 @@ def mapping(value: Any) -> Dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> TypeGuard[float]:
     """Whether it is a finite number that a float can hold."""
     try:
         return is_number(value) and math.isfinite(value)
