@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+import uuid
 import warnings
 from typing import Any, Callable, Dict, Hashable, List, Union
 from unittest import mock
@@ -18,6 +19,7 @@ from allennlp.common import tqdm as allennlp_tqdm
 from allennlp.common.cached_transformers import TransformerSpec
 from allennlp.common.util import hash_object
 from allennlp.nn import util as nn_util
+from allennlp.training.callbacks import WandBCallback
 from allennlp.training.learning_rate_schedulers.pytorch_lr_schedulers import (
     ReduceOnPlateauLearningRateScheduler,
 )
@@ -32,6 +34,7 @@ def apply() -> None:
     tell_cached_transformers_apart()
     hide_deprecations_of_renamed_functions()
     show_progress_without_widgets()
+    name_runs_of_wandb()
 
 
 def construct_reduce_on_plateau_without_verbose() -> None:
@@ -176,3 +179,24 @@ def show_progress_without_widgets() -> None:
     is_of_notebooks = allennlp_tqdm._tqdm is not tqdm
     if is_of_notebooks and importlib.util.find_spec("ipywidgets") is None:
         allennlp_tqdm._tqdm = tqdm
+
+
+def name_runs_of_wandb() -> None:
+    """
+    The callback "wandb" begins a run with an ID of its own.
+
+    Works around AllenNLP 2.10.1: the callback calls `wandb.util.generate_id`, which wandb 0.31
+    doesn't have. Gone when a run of the callback begins with today's wandb.
+    """
+    on_start = WandBCallback.on_start
+    if hasattr(on_start, "has_id"):
+        return
+
+    @functools.wraps(on_start)
+    def on_start_with_id(self: WandBCallback, *args: Any, **kwargs: Any) -> None:
+        # As long as wandb's own.
+        self._run_id = self._run_id or uuid.uuid4().hex[:8]
+        on_start(self, *args, **kwargs)
+
+    on_start_with_id.has_id = True  # type: ignore[attr-defined]
+    WandBCallback.on_start = on_start_with_id  # type: ignore[method-assign]

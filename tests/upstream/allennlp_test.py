@@ -17,7 +17,7 @@ from allennlp.data import Vocabulary
 from allennlp.fairness import Separation, Sufficiency
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training import GradientDescentTrainer, gradient_descent_trainer
-from allennlp.training.callbacks import ConfidenceChecksCallback
+from allennlp.training.callbacks import ConfidenceChecksCallback, WandBCallback
 from allennlp.training.learning_rate_schedulers import ReduceOnPlateauLearningRateScheduler
 from allennlp.training.metric_tracker import MetricTracker
 from allennlp.training.metrics import (
@@ -71,6 +71,12 @@ def test_a_transformer_is_that_of_other_arguments() -> bool:
 def test_bars_in_notebooks_are_made_of_widgets() -> bool:
     """By its source, because it takes a notebook."""
     return "import tqdm_notebook as _tqdm" in inspect.getsource(allennlp_tqdm)
+
+
+@mended_by("compat.name_runs_of_wandb")
+def test_runs_of_wandb_have_no_id() -> bool:
+    """By its source, because wandb need not be installed."""
+    return "wandb.util.generate_id()" in inspect.getsource(WandBCallback)
 
 
 @mended_by("compat.hide_deprecations_of_renamed_functions")
