@@ -408,6 +408,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         else:
             self._load_engine(trainer.engine, path, record)
         adapt_loaded_states(trainer.engine.basic_optimizer)
+        _warn_of_other_steps(trainer_state["instances_per_step"], trainer.instances_per_step())
         _convert_position(trainer_state, trainer.instances_per_step())
         steps = trainer_state["progress"]["batches_in_epoch_completed"]
         self._remember(PointInTime(point.epochs, steps))
@@ -467,6 +468,18 @@ class DeepSpeedCheckpointer(Checkpointer):
 
 
 DeepSpeedCheckpointer.register("deepspeed")(DeepSpeedCheckpointer)
+
+
+def _warn_of_other_steps(before: int, now: int) -> None:
+    if now != before and dist.get_rank() == 0:
+        logger.warning(
+            "An optimizer step has %d instances now, and had %d before the checkpoint, for which "
+            "another learning rate may be right. To keep the size of a step when the number of "
+            "workers changes, change 'trainer.num_gradient_accumulation_steps' or "
+            "'data_loader.batch_size' along with it.",
+            now,
+            before,
+        )
 
 
 def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> None:

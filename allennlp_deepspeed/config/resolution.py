@@ -181,8 +181,10 @@ def _resolve_batch_sizes(
     # As in DeepSpeed, the total says what of its factors is left open.
     if micro_batch_size is None:
         micro_batch_size = max(1, batch_size // ((steps or 1) * settings.data_parallel_size))
+        log_value("train_micro_batch_size_per_gpu", micro_batch_size, "from train_batch_size")
     elif steps is None:
         steps = max(1, batch_size // (micro_batch_size * settings.data_parallel_size))
+        log_value("gradient_accumulation_steps", steps, "from train_batch_size")
     steps = steps or 1
     product = micro_batch_size * steps * settings.data_parallel_size
     if product != batch_size:

@@ -108,7 +108,8 @@ def _optimizer(trainer: Any) -> str:
     scheduler = trainer.learning_rate_scheduler
     peak = _peak_learning_rate(scheduler, trainer.optimizer)
     texts = [type(trainer.optimizer).__name__]
-    if peak is not None and peak > rates[-1]:
+    begins = trainer.progress.total_batches_completed_at_start == 0
+    if begins and peak is not None and peak > rates[-1]:
         texts.append(f"learning rate {rate}, which rises to {peak:g}")
     elif rates[-1] > 0:
         texts.append(f"learning rate {rate}")

@@ -36,6 +36,7 @@ from allennlp.training.scheduler import Scheduler
 from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from overrides import overrides
 
+from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
@@ -403,6 +404,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.
             worker_failure.report(error, self._progress.total_batches_completed)
             raise
+        is_early = self._progress.epochs_completed < self._num_epochs
+        if is_early and self._metric_tracker.should_stop_early():
+            announce(
+                logger,
+                "Stopped early after epoch %d: 'patience' is %d epochs without a better %s.",
+                epoch,
+                self._metric_tracker._patience,
+                ", ".join(name for _, name in self._metric_tracker.tracked_metrics),
+            )
         # Those of an epoch that was completed before the checkpoint are only known from it.
         return {**self._epoch_metrics.metrics, **metrics}, epoch
 

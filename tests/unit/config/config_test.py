@@ -513,3 +513,15 @@ class TestAPastedConfiguration:
             "deepspeed_config.gradient_accumulation_steps is 4 "
             "(from num_gradient_accumulation_steps)" in caplog.text
         )
+
+    @pytest.mark.parametrize(
+        "config, line",
+        [
+            ({"train_micro_batch_size_per_gpu": 4}, "gradient_accumulation_steps is 2"),
+            ({"gradient_accumulation_steps": 4}, "train_micro_batch_size_per_gpu is 2"),
+        ],
+    )
+    def test_what_follows_from_the_batch_of_a_step_is_logged(self, config, line, caplog):
+        with caplog.at_level(logging.INFO, logger="allennlp_deepspeed"):
+            resolve({"train_batch_size": 16, **config}, world_size=2)
+        assert f"deepspeed_config.{line} (from train_batch_size)" in caplog.text
