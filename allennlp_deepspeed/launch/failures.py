@@ -32,6 +32,9 @@ _SECONDS_FOR_FIRST = 10
 # Of workers, whose log files they name.
 _SAY_WHERE = (ConstructionFailure, WorkerFailed)
 
+# Of data. Another error of the file system may be gone when workers are restarted.
+_WRONG_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+
 _MAX_LINES, _MAX_LENGTH = 6, 1_200
 
 
@@ -95,11 +98,11 @@ def message_of(error: BaseException) -> Optional[str]:
     """
     Returns what an error says of the config, without its traceback: the message of a
     `ConfigurationError`, the first lines of what AllenNLP has met while it constructed something,
-    and a file with data that can't be read. `None` for any other error.
+    and a path of data that is wrong. `None` for any other error.
     """
     if isinstance(error, ConfigurationError):
         message = error.message
-    elif isinstance(error, OSError) and _is_of_reading(error):
+    elif isinstance(error, _WRONG_PATHS) and _is_of_reading(error):
         message = f"The data can't be read: {error}"
     elif _is_of_construction(error):
         # Without the stack that an error of C++'s comes with.
