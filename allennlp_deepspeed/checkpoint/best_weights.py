@@ -68,8 +68,11 @@ class BestWeights:
             files.link(self.path, path)
             return
         state_dict = serialization.load(self.path, mmap=True)
+        for name in left_out:
+            state_dict.pop(name, None)
         # Copies, because of a part of a file that is mapped into memory the whole would be saved.
-        files.save({k: _copy(v) for k, v in state_dict.items() if k not in left_out}, path)
+        state_dict.update({name: _copy(value) for name, value in state_dict.items()})
+        files.save(state_dict, path)
 
     def restore_from(self, checkpoint: str, lacks_some: bool) -> None:
         """
@@ -88,7 +91,8 @@ class BestWeights:
             return
         saved = os.path.join(checkpoint, BEST_WEIGHTS_NAME)
         if state_dict is not None:
-            self._write({**state_dict, **serialization.load(saved, mmap=True)})
+            state_dict.update(serialization.load(saved, mmap=True))
+            self._write(state_dict)
             return
         files.link(saved, self._temporary_path)
         files.rename(self._temporary_path, self.path)

@@ -324,16 +324,23 @@ class DeepSpeedCheckpointer(Checkpointer):
         # Raises
 
         `ConfigurationError`
-            If a callback's state holds anything but plain data.
+            If a state of the model or of a callback holds anything but plain data.
         """
+        states = {
+            f"'{name}' in the state_dict() of the model": value
+            for name, value in trainer.model.state_dict(keep_vars=True).items()
+            if not isinstance(value, torch.Tensor)
+        }
         for callback in trainer.callbacks:
-            classes = serialization.unsafe_classes(callback.state_dict())
+            states[f"The state_dict() of {type(callback).__name__}"] = callback.state_dict()
+        for description, state in states.items():
+            classes = serialization.unsafe_classes(state)
             if classes:
                 raise ConfigurationError(
-                    f"The state_dict() of the callback {type(callback).__name__} holds "
-                    f"{', '.join(classes)}, and checkpoints are loaded without running code that "
-                    "is in them. Return tensors, numbers, strings and containers of them, or call "
-                    "torch.serialization.add_safe_globals where that class is defined."
+                    f"{description} holds {', '.join(classes)}, and checkpoints are loaded without "
+                    "running code that is in them. Return tensors, numbers, strings and containers "
+                    "of them, or call torch.serialization.add_safe_globals where that class is "
+                    "defined."
                 )
 
     def finish(self) -> None:

@@ -77,6 +77,8 @@ class Shards:
         Those that share each of `masters`, on this rank or on another.
     fragments : `Dict[torch.nn.Parameter, Fragment]`
         What this rank has of the parameters in `masters`, but for those of which it has nothing.
+    trained : `Set[torch.nn.Parameter]`
+        All parameters in `groups`.
     names : `Dict[torch.nn.Parameter, str]`
         Of all parameters of the model. One with several names goes by the first.
     """
@@ -92,6 +94,7 @@ class Shards:
             self._find_sub_groups(len(param_groups))
         else:
             self._find_groups(param_groups)
+        self.trained = {parameter for group in self.groups for parameter in group}
         self.fragments: Dict[torch.nn.Parameter, Fragment] = {}
         for master, parameters in zip(self.masters, self.parameters_of_masters):
             self._find_fragments(master, parameters)

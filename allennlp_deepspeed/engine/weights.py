@@ -6,6 +6,7 @@ parameter besides what it keeps, and everything is a collective: every rank must
 """
 
 import re
+from collections import OrderedDict
 from contextlib import contextmanager
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Union
 
@@ -20,7 +21,7 @@ from allennlp_deepspeed.deepspeed_api import (
     safe_set_local_fp32_param,
     zero,
 )
-from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine import agreement, internals
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 
 StateDict = Dict[str, Any]
@@ -49,8 +50,9 @@ def full_state_dict(
     """
     shards = Shards(engine)
     gathered: Dict[int, torch.Tensor] = {}  # by identity, so that tied parameters stay tied
-    state_dict: StateDict = {}
-    for key, value in engine.module.state_dict(keep_vars=True).items():
+    sharded = engine.module.state_dict(keep_vars=True)
+    state_dict = _like(sharded)
+    for key, value in sharded.items():
         if isinstance(value, torch.nn.Parameter):
             if id(value) not in gathered:
                 full = full_parameter(value, shards)
@@ -65,7 +67,7 @@ def full_state_dict(
 def load_full_state_dict(engine: DeepSpeedEngine, state_dict: Optional[StateDict]) -> None:
     """
     Puts whole weights into the engine: into its fp32 master weights and into the weights that the
-    model computes with. To be called by every rank.
+    model computes with. Whatever else there is the model loads itself. To be called by every rank.
 
     # Parameters
 
@@ -74,15 +76,27 @@ def load_full_state_dict(engine: DeepSpeedEngine, state_dict: Optional[StateDict
         As `full_state_dict` gave it. Only the one of rank 0 is read.
     """
     shards = Shards(engine)
-    for key, value in engine.module.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
-            source = state_dict[key] if dist.get_rank() == 0 and state_dict is not None else None
-            full = broadcast(source, value, engine.device)
-            if isinstance(value, torch.nn.Parameter):
-                set_full_parameter(value, full, shards)
-            else:
-                value.copy_(full)
+    current = engine.module.state_dict(keep_vars=True)
+    names = [key for key, value in current.items() if isinstance(value, torch.nn.Parameter)]
+    for name in names:
+        source = state_dict[name] if dist.get_rank() == 0 and state_dict is not None else None
+        full = broadcast(source, current[name], engine.device)
+        set_full_parameter(current[name], full, shards)
     shards.update_parameters()
+    others: Optional[StateDict] = None
+    if state_dict is not None:
+        others = _like(state_dict)
+        others.update((key, value) for key, value in state_dict.items() if key not in set(names))
+    # Pickled, because it may be of any type, and no backend broadcasts all types of tensors.
+    engine.module.load_state_dict(agreement.of_rank_0(others), strict=False)
+
+
+def _like(state_dict: Any) -> StateDict:
+    """An empty state dict with the versions of the modules, if the other one has them."""
+    empty: Any = OrderedDict()
+    if hasattr(state_dict, "_metadata"):
+        empty._metadata = state_dict._metadata
+    return empty
 
 
 def full_parameters(
@@ -115,7 +129,7 @@ def full_parameter(parameter: torch.nn.Parameter, shards: Shards) -> torch.Tenso
     fragment = shards.fragments.get(parameter)
     if fragment is not None and not shards.is_sharded:
         return fragment.in_master(fragment.master.detach()).view(parameter.shape)
-    if parameter.requires_grad:
+    if parameter in shards.trained:
         full = safe_get_full_fp32_param(parameter)
         if full is not None:
             return full
@@ -132,7 +146,7 @@ def set_full_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, shard
     ranks can't share equally. Gone when it takes 3 elements on 2 ranks.
     """
     fragment = shards.fragments.get(parameter)
-    if internals.is_sharded(parameter) and parameter.requires_grad and fragment is not None:
+    if internals.is_sharded(parameter) and fragment is not None:
         part = torch.nn.functional.pad(fragment.in_whole(value), (0, fragment.padding))
         safe_set_local_fp32_param(parameter, part)
     elif internals.is_sharded(parameter) or fragment is None or fragment.master is parameter:
@@ -145,23 +159,25 @@ def set_full_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, shard
 def broadcast(
     source: Optional[torch.Tensor], like: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """The tensor `source` of rank 0, in fp32 if it has floating point numbers of no more bits."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    if not like.is_floating_point():
-        dtype = like.dtype
+    """The tensor `source` of rank 0, in fp32 if it is in half precision."""
+    dtype = _in_full_precision(like.dtype)
     if source is None:
         value = torch.empty(whole_shape(like), dtype=dtype, device=device)
     else:
         value = source.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-    dist.broadcast(value, src=0)
+    # As bytes, because no backend knows every type.
+    dist.broadcast(value.view(-1).view(torch.uint8), src=0)
     return value
+
+
+def _in_full_precision(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _to_plain(tensor: torch.Tensor, directory: Optional[str]) -> torch.Tensor:
     tensor = tensor.detach()
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        tensor = tensor.float()
-    if directory is not None:
+    tensor = tensor.to(_in_full_precision(tensor.dtype))
+    if directory is not None and tensor.layout == torch.strided:
         return files.empty_mapped(tensor, directory).copy_(tensor)
     return tensor.to("cpu", copy=True)
 
@@ -192,9 +208,7 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
             for parameter in parameters:
                 if not shards.steps_parameters:
                     whole = full_parameter(parameter, shards)
-                    dtype = whole.dtype
-                    if whole.is_floating_point():
-                        dtype = torch.promote_types(dtype, torch.float32)
+                    dtype = _in_full_precision(whole.dtype)
                     parameter.data = whole.to(engine.device, dtype, copy=True)
             yield
             changed = [parameter.data for parameter in parameters]
