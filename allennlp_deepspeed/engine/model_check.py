@@ -1,13 +1,41 @@
+from typing import Any, Optional, Set
+
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
+from torch.nn.parameter import is_lazy
 
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.engine.shared_memory import STAGE_0, check_memory
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_TRAINED = {torch.float32, *_HALF}
+
+# Integers that no backend of `torch.distributed` gathers.
+_NOT_GATHERED = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+
+def check_initialized(model: torch.nn.Module) -> None:
+    """
+    Refuses parameters and buffers of lazy modules that have no shape yet. To be called before an
+    optimizer is constructed.
+
+    # Raises
+
+    `ConfigurationError`
+        If there is one.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigurationError(
+                f"'{name}' belongs to a lazy module and has no shape before the first forward "
+                "pass, but the engine shards and broadcasts it before: construct the module with "
+                "its sizes, or call it once in the constructor of the model."
+            )
 
 
 def check_model(model: Model, config: ResolvedConfig) -> None:
@@ -19,23 +47,46 @@ def check_model(model: Model, config: ResolvedConfig) -> None:
     `ConfigurationError`
         If there is one. It has the name and what to write instead.
     """
+    problem = _stepped_elsewhere(config)
     for name, module in model.named_modules():
         if config.zero_stage > 0:
             _check_sharded(name, module, config.zero_stage)
-        if has_max_norm(module):
-            _check_max_norm(name, config)
+        if problem is not None and has_max_norm(module):
+            raise ConfigurationError(
+                f"The embedding '{name}' has 'max_norm', and {problem} the optimizer updates other "
+                f"tensors than the model's, in which its rows aren't scaled. Write {STAGE_0}, or "
+                "leave out 'max_norm'."
+            )
     for name, parameter in model.named_parameters():
         if config.zero_stage == 3 and whole_shape(parameter).numel() == 0:
             raise ConfigurationError(
                 f"The parameter '{name}' has no elements, and ZeRO stage 3 can't shard it: remove "
                 'it, or write "deepspeed_config": {"zero_optimization": {"stage": 2}}.'
             )
+    if problem is not None:
+        check_memory(model, problem)
+
+
+def _stepped_elsewhere(config: ResolvedConfig) -> Optional[str]:
+    """Where the optimizer updates other tensors than the model's, `None` if it doesn't."""
+    if config.zero_stage > 0:
+        return f"at ZeRO stage {config.zero_stage}"
+    return f"in {config.precision}" if config.precision in _HALF.values() else None
 
 
 def has_max_norm(module: torch.nn.Module) -> bool:
     """Whether the module is an embedding that scales its rows: PyTorch's, or AllenNLP's."""
-    weight = getattr(module, "weight", None)
-    return getattr(module, "max_norm", None) is not None and isinstance(weight, torch.nn.Parameter)
+    return _attribute(module, "max_norm") is not None and "weight" in module._parameters
+
+
+def _attribute(module: torch.nn.Module, name: str) -> Any:
+    """
+    An attribute of the module itself, `None` if it has none. Doesn't evaluate properties: that of
+    a parametrization may change buffers.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return getattr(module, name, None)
+    return vars(module).get(name)
 
 
 def _check_sharded(name: str, module: torch.nn.Module, stage: int) -> None:
@@ -45,7 +96,7 @@ def _check_sharded(name: str, module: torch.nn.Module, stage: int) -> None:
             'parameters in its code. Write "deepspeed_config": {"zero_optimization": '
             "{\"stage\": 2}}, or leave out 'torch.jit'."
         )
-    if getattr(module, "sparse", False) is True:
+    if _attribute(module, "sparse") is True:
         raise ConfigurationError(
             f"The embedding '{name}' has \"sparse\": true, and DeepSpeed can't reduce sparse "
             f'gradients at ZeRO stage {stage}; write "zero_optimization": {{"stage": 0}}, or '
@@ -53,26 +104,19 @@ def _check_sharded(name: str, module: torch.nn.Module, stage: int) -> None:
         )
 
 
-def _check_max_norm(name: str, config: ResolvedConfig) -> None:
-    """PyTorch scales the rows in the model's weights, which the next step overwrites."""
-    problem = None
-    if config.zero_stage > 0:
-        problem = f"at ZeRO stage {config.zero_stage}"
-    elif config.precision in ("bf16", "fp16"):
-        problem = f"in {config.precision}"
-    if problem is not None:
-        raise ConfigurationError(
-            f"The embedding '{name}' has 'max_norm', and {problem} the optimizer updates other "
-            "tensors than the model's, in which its rows aren't scaled. Write "
-            '"deepspeed_config": {"zero_optimization": {"stage": 0}} without "bf16" and "fp16", '
-            "or leave out 'max_norm'."
-        )
-
-
-def check_loaded_weights(model: torch.nn.Module, config: ResolvedConfig) -> None:
+def check_loaded_weights(
+    model: torch.nn.Module, optimizer: Optional[torch.optim.Optimizer], config: ResolvedConfig
+) -> None:
     """
     Refuses weights, as they have been loaded or constructed, that the engine would train in another
     precision than they are in, or can't train at all.
+
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+    optimizer : `Optional[torch.optim.Optimizer]`, required.
+        The one that the engine is given.
+    config : `ResolvedConfig`, required.
 
     # Raises
 
@@ -80,20 +124,56 @@ def check_loaded_weights(model: torch.nn.Module, config: ResolvedConfig) -> None
         If a module has been quantized, or a parameter is to be trained in fp32 and isn't.
     """
     for name, module in model.named_modules():
-        if getattr(module, "is_quantized", False) is True:
+        if _attribute(module, "is_quantized") is True:
             raise ConfigurationError(
                 f"The module '{name}' has been loaded quantized, and of weights that are packed "
                 "into whole numbers the engine can't shard, average or save any: load it as it was "
                 "before it was quantized."
             )
+    first = _first_parameters(model, optimizer, config.zero_stage)
     for name, parameter in model.named_parameters():
-        precision = _HALF.get(parameter.dtype)
-        if precision in (None, config.precision) or not parameter.requires_grad:
-            continue
-        if internals.is_sharded(parameter):
-            continue  # partitioned in the engine's own precision
+        if parameter.requires_grad:
+            _check_precision(name, parameter, config.precision)
+        is_stored = config.zero_stage < 3 or parameter.dtype not in _NOT_GATHERED
+        if not is_stored or (parameter in first and parameter.dtype not in _TRAINED):
+            raise ConfigurationError(
+                f"The parameter '{name}' is in {_name(parameter.dtype)}"
+                f"{' and is the first, from which DeepSpeed takes its precision' * is_stored}, "
+                f"which ZeRO stage {config.zero_stage} can't do: make it a buffer by "
+                "`register_buffer`, which is saved and loaded under the same name."
+            )
+
+
+def _first_parameters(
+    model: torch.nn.Module, optimizer: Optional[torch.optim.Optimizer], zero_stage: int
+) -> Set[torch.nn.Parameter]:
+    """Those by which DeepSpeed finds out in which precision the model is."""
+    groups = [] if optimizer is None or zero_stage == 0 else optimizer.param_groups
+    of_optimizer = [parameter for group in groups for parameter in group["params"]]
+    return {*of_optimizer[:1], *(list(model.parameters())[:1] if zero_stage == 3 else [])}
+
+
+def has_precision(parameter: torch.nn.Parameter) -> bool:
+    """Whether the parameter is of a type that the engine can train, or frozen."""
+    return parameter.dtype in _TRAINED or not parameter.requires_grad
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def _check_precision(name: str, parameter: torch.nn.Parameter, precision: str) -> None:
+    if not has_precision(parameter):
+        is_complex = parameter.is_complex()
+        as_real = ", with a last dimension of 2 and `torch.view_as_complex`" if is_complex else ""
         raise ConfigurationError(
-            f"The parameter '{name}' is in {precision}, but {ROOT} has the engine train in "
-            f"{config.precision}: load or construct it in fp32, without a 'dtype', or write "
-            f'"{precision}": {{"enabled": true}}.'
+            f"The parameter '{name}' is in {_name(parameter.dtype)}, and the engine trains in "
+            f"fp32, bf16 and fp16 only: construct it in fp32{as_real}, or freeze it."
         )
+    own = _HALF.get(parameter.dtype)
+    if own in (None, precision) or internals.is_sharded(parameter):
+        return  # sharded: already in the engine's precision
+    raise ConfigurationError(
+        f"The parameter '{name}' is in {own}, but {ROOT} has the engine train in {precision}: load "
+        f'or construct it in fp32, without a \'dtype\', or write "{own}": {{"enabled": true}}.'
+    )

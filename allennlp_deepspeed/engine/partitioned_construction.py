@@ -28,11 +28,14 @@ import torch.distributed as dist
 from allennlp.common import cached_transformers
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parameter import is_lazy
 
 from allennlp_deepspeed.compat import transformer_key
 from allennlp_deepspeed.deepspeed_api import zero
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine import wrapped_model as engine
+from allennlp_deepspeed.engine.model_check import has_precision
+from allennlp_deepspeed.engine.shared_memory import shared_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,6 +94,8 @@ class PartitionedConstruction:
         # Partitioned parameters that are whole now, the one touched last at the end.
         self._whole: OrderedDict[int, Any] = OrderedDict()
         self._num_whole_elements = 0
+        # Pairs that shared memory until one of them was partitioned.
+        self._shared: List[Tuple[Parameter, Parameter]] = []
         self._is_in_from_pretrained = False
         self._undo = ExitStack()
 
@@ -117,8 +122,20 @@ class PartitionedConstruction:
         """
         Partitions what a constructor has added late, and moves buffers to this worker's device. To
         be called by every rank once the model is complete.
+
+        # Raises
+
+        `ConfigurationError`
+            If two parameters share memory.
         """
         self._partition_module(model)
+        self._partition_all_again()
+        # Names gather the parameters.
+        named = model.named_parameters() if self._shared else iter(())
+        names = {parameter: name for name, parameter in named}
+        for parameter, other in self._shared:
+            if parameter in names and other in names:
+                raise shared_memory(names[other], names[parameter], "at ZeRO stage 3")
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -233,6 +250,9 @@ class PartitionedConstruction:
     def _partition_first(self, parameter: Any) -> None:
         if internals.is_sharded(parameter) or (self._is_in_from_pretrained and parameter.is_meta):
             return
+        if is_lazy(parameter) or not has_precision(parameter):
+            return  # the engine refuses it by name
+        self._find_shared(parameter)
         self._to_device(parameter)
         internals.shard_parameter(self._partitioner, parameter)
 
@@ -241,6 +261,7 @@ class PartitionedConstruction:
         self._num_whole_elements -= parameter.ds_numel
         if not internals.is_gathered(parameter):
             return  # a constructor that knows DeepSpeed has done so
+        self._find_shared(parameter)
         self._to_device(parameter)
         if parameter.shape != parameter.ds_shape:
             internals.shard_parameter(self._partitioner, parameter)
@@ -252,6 +273,16 @@ class PartitionedConstruction:
     def _partition_all_again(self) -> None:
         for parameter in list(self._whole.values()):
             self._partition_again(parameter)
+
+    def _find_shared(self, parameter: Parameter) -> None:
+        """Looks for whole parameters whose memory this one shares, which is about to be copied."""
+        self._shared += [
+            (parameter, other)
+            for other in self._whole.values()
+            if other is not parameter
+            and other.data_ptr() == parameter.data_ptr() != 0
+            and (other.requires_grad or parameter.requires_grad)
+        ]
 
     def _to_device(self, parameter: Parameter) -> None:
         """A copy, because a parameter may be mapped from a file, and is about to be written to."""

@@ -112,7 +112,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         wrap: Callable[[Model, int], Callable[[], None]] = _wrap_nothing,
     ) -> None:
         use_accelerator(device)
-        check_loaded_weights(model, config)
+        check_loaded_weights(model, optimizer, config)
         check_model(model, config)
         if find_unused_parameters and config.zero_stage == 3:
             raise ConfigurationError(

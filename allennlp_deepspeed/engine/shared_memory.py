@@ -1,0 +1,63 @@
+"""
+Refuses parameters that share memory and are different objects. The engine moves what it trains to
+flat tensors of its own, so that only one of them would be trained.
+"""
+
+import torch
+from allennlp.common.checks import ConfigurationError
+
+STAGE_0 = '"deepspeed_config": {"zero_optimization": {"stage": 0}} without "bf16" and "fp16"'
+
+
+def check_memory(model: torch.nn.Module, where: str) -> None:
+    """
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+    where : `str`, required.
+        The ZeRO stage or the precision, for the message.
+
+    # Raises
+
+    `ConfigurationError`
+        If a trainable parameter and another parameter, or a buffer, share an element.
+    """
+    tensors = [
+        (name, tensor)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.layout == torch.strided and tensor.numel() > 0
+    ]
+    tensors.sort(key=lambda named: (str(named[1].device), named[1].data_ptr()))
+    for i, (name, tensor) in enumerate(tensors):
+        for other_name, other in tensors[i + 1 :]:
+            if other.device != tensor.device or other.data_ptr() >= _end(tensor):
+                break
+            is_trained = tensor.requires_grad or other.requires_grad
+            if is_trained and _share_elements(tensor, other):
+                raise shared_memory(name, other_name, where)
+
+
+def shared_memory(name: str, other_name: str, where: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"'{name}' and '{other_name}' are two tensors that share memory, and {where} the engine "
+        "would train them apart. Make them one parameter, as in `decoder.weight = encoder.weight` "
+        f"(without `.data` and `nn.Parameter`), or write {STAGE_0}."
+    )
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address after the last of a tensor's elements."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether tensors whose memory overlaps share any element, unlike two slices of columns."""
+    offset, remainder = divmod(second.data_ptr() - first.data_ptr(), first.element_size())
+    if offset == 0 or first.dtype != second.dtype or remainder:
+        return True
+    length = max(_end(first), _end(second)) - first.data_ptr()
+    addresses = torch.arange(length // first.element_size())
+    of_first = addresses.as_strided(first.shape, first.stride()).reshape(-1)
+    of_second = addresses.as_strided(second.shape, second.stride(), offset).reshape(-1)
+    return bool(torch.isin(of_first, of_second).any())
