@@ -143,6 +143,58 @@ class WeightWatch:
         return parameter._version, partition
 
 
+class RequiresGradWatch:
+    """
+    Notices parameters that have been frozen or unfrozen since the engine was constructed. Where the
+    optimizer updates the model's parameters it skips those without a gradient. Elsewhere they
+    are shards of flat tensors, which are updated as a whole.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        shards = Shards(engine)
+        self._steps_parameters = shards.steps_parameters
+        tensors: List[Tuple[str, torch.Tensor]] = list(engine.module.named_parameters())
+        if self._steps_parameters:
+            stepped = {parameter for group in shards.groups for parameter in group}
+            tensors = [(name, tensor) for name, tensor in tensors if tensor not in stepped]
+        else:
+            # A callback may find these in the optimizer's `param_groups`.
+            for master, parameters in zip(shards.masters, shards.parameters_of_masters):
+                tensors += [(shards.names[parameters[0]], master)] if parameters else []
+        self._tensors = [(name, tensor, tensor.requires_grad) for name, tensor in tensors]
+
+    def check(self) -> None:
+        """
+        To be called before each step.
+
+        # Raises
+
+        `RuntimeError`
+            If `requires_grad` of a parameter is another.
+        """
+        for name, tensor, requires_grad in self._tensors:
+            if tensor.requires_grad != requires_grad:
+                self._raise(name, requires_grad)
+
+    def _raise(self, name: str, was_trainable: bool) -> NoReturn:
+        if self._steps_parameters:
+            raise RuntimeError(
+                f"The parameter '{name}' has been unfrozen, but the optimizer was constructed "
+                "without it. Leave it trainable in the config ('trainer.no_grad') and the model's "
+                "constructor, and have the callback freeze it in `on_start`."
+            )
+        raise RuntimeError(
+            f"The parameter '{name}' has been {'frozen' if was_trainable else 'unfrozen'}, but "
+            "parameters can't be frozen and unfrozen while DeepSpeed trains them. Freeze it for "
+            "good with 'trainer.no_grad', or write "
+            '"deepspeed_config": {"zero_optimization": {"stage": 0}} without "bf16" and "fp16".'
+        )
+
+
 def _is_replaced(parameter: Any) -> bool:
     """Whether a partitioned parameter, which has no elements, has been given some."""
     return (

@@ -9,7 +9,7 @@ from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, during, phase
-from allennlp_deepspeed.engine.weight_watch import WeightWatch
+from allennlp_deepspeed.engine.weight_watch import RequiresGradWatch, WeightWatch
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.step_figures import StepFigures
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
@@ -61,6 +61,7 @@ class GradientStep:
         self._finds_micro_batch_size = wrapped_model.config.finds_micro_batch_size
         self._reports_norm = wrapped_model.config.grad_norm is not False
         self._scaler = loss_scaling.grad_scaler(self._engine)
+        self._may_overflow = self._scaler is not None or wrapped_model.config.precision == "fp16"
         self._gradients = gradients
         self._passes = Passes(self._engine)
         self._train_on = train_on
@@ -69,11 +70,14 @@ class GradientStep:
         self._forward = forward
         self._go_backward = go_backward
         self._weight_watch = weight_watch
+        self._requires_grad_watch = RequiresGradWatch(self._engine)
         self._moving_average = moving_average
         self._num_micro_batches = 0
         self._norm: Norm = None
         self.group_size = wrapped_model.config.num_gradient_accumulation_steps
         """The number of micro-batches by which the losses of the step are divided."""
+        self.has_failed = False
+        """Whether the engine has left out a step where no loss scale explains it."""
         self.reshard_after_micro_batch = reshard_after_micro_batch
         """Whether ZeRO-3 parameters are gathered again for each micro-batch."""
 
@@ -95,6 +99,7 @@ class GradientStep:
         """
         self.group_size = group_size
         self._num_micro_batches = 0
+        self._requires_grad_watch.check()
         if self._weight_watch.is_due:
             self._weight_watch.check()
         if self._loss_weights is not None:
@@ -155,6 +160,7 @@ class GradientStep:
         if self._weight_watch.is_due:
             self._weight_watch.compare_before_step()
         has_stepped, norm = self.step()
+        self.has_failed = not (has_stepped or self._may_overflow)
         if self._weight_watch.is_due_each_step:
             self._weight_watch.snapshot()
         if self._moving_average is not None and has_stepped:
@@ -191,6 +197,27 @@ class GradientStep:
             norm = self._engine.get_global_grad_norm()
         self._norm = norm
         return has_stepped, norm
+
+    def check(self, num_steps: int) -> None:
+        """
+        # Parameters
+
+        num_steps : `int`, required.
+            Optimizer steps of all epochs, with the last.
+
+        # Raises
+
+        `ValueError`
+            If the last step has been left out.
+        """
+        if self.has_failed:
+            raise ValueError(
+                f"NaN or infinite gradients encountered at optimizer step {num_steps} of the run, "
+                "where no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the model's "
+                "constructor finds the operation whose backward pass computes them, such as a "
+                "square root, a norm or a division at 0. If the gradients are only too large for "
+                "the norm, lower the learning rate."
+            )
 
     def take_figures(self) -> StepFigures:
         """Returns figures of the steps since the last call. Waits for the device."""

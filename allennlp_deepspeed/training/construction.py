@@ -24,6 +24,7 @@ from allennlp.data.data_loaders import (
 from allennlp.models import Model
 from allennlp.nn.parallel import DdpAccelerator, TorchDdpAccelerator
 from allennlp.training.optimizers import Optimizer
+from allennlp.training.scheduler import Scheduler
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.directories import Directories
@@ -41,6 +42,7 @@ from allennlp_deepspeed.config.global_batch import (
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.engine import offloaded_optimizers, optimizer_check
+from allennlp_deepspeed.engine.model_check import check_initialized
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
@@ -171,6 +173,7 @@ def _check_global_batch(arguments: Arguments, data_loader: DataLoader) -> None:
 def _prepare(model: Model, arguments: Arguments) -> None:
     """Has the model be one that an optimizer can be constructed for."""
     close_engines_of(model)
+    check_initialized(model)
     freeze(model, arguments["no_grad"] or [])
     common_util.log_frozen_and_tunable_parameter_names(model)
 
@@ -265,12 +268,23 @@ def _constructed(part: Any, **arguments: Any) -> Any:
 
 
 def _check_schedule(schedule: Any) -> None:
-    if getattr(schedule, "gradual_unfreezing", False):
+    if _unfreezes(schedule):
         raise ConfigurationError(
             "'trainer.learning_rate_scheduler.gradual_unfreezing' is true, but parameters can't be "
             "frozen and unfrozen while DeepSpeed trains them. Remove it, or freeze parameters for "
             "good with 'trainer.no_grad'."
         )
+
+
+def _unfreezes(part: Any) -> bool:
+    """Whether a schedule, or one that it consists of, unfreezes gradually."""
+    if isinstance(part, Lazy):
+        part = {**part._params.as_dict(quiet=True), **part._constructor_extras}
+    elif isinstance(part, Scheduler):
+        part = vars(part)
+    if isinstance(part, dict):
+        return part.get("gradual_unfreezing") is True or any(map(_unfreezes, part.values()))
+    return isinstance(part, (list, tuple)) and any(map(_unfreezes, part))
 
 
 def _checkpointer(checkpointer: Any) -> Optional[DeepSpeedCheckpointer]:

@@ -473,7 +473,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         is_step_to_save = checkpointer is not None and checkpointer.is_step_to_save(*point)
         agreement = None
         # What is NaN is not to be saved.
-        if self._readings.pace.finish_step() or is_step_to_save:
+        if self._readings.pace.finish_step() or is_step_to_save or self._gradient_step.has_failed:
             agreement = self._agree(epoch)
         self._call_on_batch(batches, outputs, grad_norm, epoch)
         if checkpointer is not None:
@@ -563,7 +563,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         # Raises
 
         `ValueError`
-            On every rank, if the loss of any rank was NaN.
+            On every rank, if the loss of any rank was NaN, or gradients in fp32 and bf16.
         `RuntimeError`
             On every rank, if they used different parameters where that makes gradients wrong, or if
             weights have been changed where the change is lost.
@@ -587,6 +587,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 f"{progress.batches_in_epoch_completed - steps_ago} of epoch {epoch} "
                 f"(optimizer step {progress.total_batches_completed - steps_ago} of the run)"
             )
+        self._gradient_step.check(progress.total_batches_completed)
         if agreement.ranks_differ:
             raise RuntimeError(
                 f"In one of the last {pace.num_unread} steps the workers used different parameters "

@@ -108,9 +108,9 @@ def _of_run(run: Run, out: Path, seconds: float) -> Outcome:
         return Outcome(TRAINED, "")
     output = "\n".join(line for line in run.output.splitlines() if not line.startswith("20"))
     if "Traceback" in run.output:
-        # A loss that becomes NaN is what training has made of it.
-        if "nan loss encountered" in run.output:
-            return Outcome(TRAINED, "until the loss was NaN")
+        # Numbers that aren't finite are what training has made of them.
+        if re.search("(nan loss|NaN or infinite gradients) encountered", run.output):
+            return Outcome(TRAINED, "until a number was not finite")
         return Outcome(FAULT, output[-2500:])
     has_read = "loading instances" in run.output
     return Outcome(CONSTRUCTION if has_read else REFUSED, output[-1200:])
