@@ -133,6 +133,7 @@ def test_master_weights_are_changed_in_half_precision(stage: int):
         _vectors,
         stage,
         deepspeed_config={"bf16": {"enabled": True}},
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
         callbacks=lambda: [Set("")],
     )
     weights = side.train()
@@ -342,6 +343,54 @@ def test_max_norm_is_refused_where_the_optimizer_updates_other_tensors(
             side.construct(rank, None)
 
     run_workers(1, construct)
+
+
+class ReadElsewhere(Model):
+    """Reads the weight of an embedding with `max_norm` in another layer and in a penalty."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.embedding = nn.Embedding(NUM_TOKENS, 3, max_norm=0.8)
+        self.output = nn.Linear(3, NUM_TOKENS)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        scores = self.output(self.embedding(tokens[:, :1]).tanh()).flatten(end_dim=1)
+        loss = nn.functional.cross_entropy(scores, tokens[:, 1])
+        return {"loss": loss + 0.1 * self.embedding.weight.pow(2).mean()}
+
+
+@pytest.mark.parametrize("stage, world_size", [(0, 1), (0, 2)])
+def test_rows_within_max_norm_are_read_elsewhere_as_pytorch_does(stage: int, world_size: int):
+    model = lambda: ReadElsewhere(Vocabulary())  # noqa: E731
+    expected, actual = (
+        Side(model, token_batches, each, world_size).on_all_ranks(_weights)
+        for each in (None, stage)
+    )
+    for plain, ours in zip(expected, actual):
+        assert_same_weights(_as_tensors(ours), _as_tensors(plain))
+
+
+class ScaledInForward(Model):
+    """Looks rows up as an embedding with `max_norm` does, without one."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        super().__init__(vocab)
+        self.rows = nn.Parameter(torch.ones(NUM_TOKENS, 3))
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, tokens: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        rows = nn.functional.embedding(tokens, self.rows, max_norm=0.5)
+        return {"loss": (self.layer(rows) - 3).pow(2).mean()}
+
+
+@pytest.mark.parametrize("stage, world_size", [(1, 2), (2, 1), (3, 1), (3, 2)])
+def test_rows_that_the_model_itself_scales_are_an_error_where_it_would_be_lost(
+    stage: int, world_size: int
+):
+    model = lambda: ScaledInForward(Vocabulary())  # noqa: E731
+    for message in Side(model, token_batches, stage, world_size).on_all_ranks(_error_of_training):
+        assert "'rows'" in message
 
 
 def _average(model: Model) -> ExponentialMovingAverage:
