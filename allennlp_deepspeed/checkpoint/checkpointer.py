@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, List, Literal, Optional, Tuple, Union
 import deepspeed
 import torch
 import torch.distributed as dist
+from allennlp.common import Registrable
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.trainer import TrainerCheckpoint
@@ -88,12 +89,12 @@ class DeepSpeedCheckpointer(Checkpointer):
     def __init__(
         self,
         serialization_dir: Union[str, os.PathLike],
-        *,
         save_completed_epochs: bool = True,
-        save_every_num_batches: Optional[int] = None,
         save_every_num_seconds: Optional[float] = None,
+        save_every_num_batches: Optional[int] = None,
         keep_most_recent_by_count: Optional[int] = 2,
         keep_most_recent_by_age: Optional[float] = None,
+        *,
         save_on_preemption: bool = False,
         async_save: bool = False,
         exclude_frozen_parameters: bool = False,
@@ -127,6 +128,20 @@ class DeepSpeedCheckpointer(Checkpointer):
         Called by a thread after a commit: path, bytes, seconds that it took, and epochs and
         optimizer steps of the run that had been completed.
         """
+
+    @classmethod
+    @overrides
+    def list_available(cls) -> List[str]:
+        """Of those that are registered as a `Checkpointer` too, if they are such ones."""
+        registered = Registrable._registry[Checkpointer]
+        others = [name for name, (kind, _) in registered.items() if issubclass(kind, cls)]
+        return list(dict.fromkeys([*super().list_available(), *others]))
+
+    @classmethod
+    @overrides
+    def resolve_class_name(cls, name: str) -> Any:
+        is_own = name in Registrable._registry[cls] or name not in cls.list_available()
+        return (super() if is_own else Checkpointer).resolve_class_name(name)
 
     @phases.during(phases.SAVING)
     @overrides

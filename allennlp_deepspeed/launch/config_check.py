@@ -11,8 +11,10 @@ import math
 from typing import Any, Dict, Iterator, List, Optional, Tuple, Type
 
 import torch
+from allennlp.commands.train import TrainModel
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from allennlp.common.from_params import infer_constructor_params
 from allennlp.models import Model
 from allennlp.training.trainer import Trainer
 
@@ -38,6 +40,7 @@ from allennlp_deepspeed.engine.optimizer_check import check_optimizer
 from allennlp_deepspeed.launch import nodes
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
+from allennlp_deepspeed.training.train_model import DeepSpeedTrainModel
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 
@@ -220,7 +223,7 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
     """What it says itself, whatever DeepSpeed makes of it."""
     num_workers = len(worker_devices(config))
     evaluates = config.get("evaluate_on_test") and config.get("test_data_path") is not None
-    if num_workers > 1 and evaluates and config.get("type") != "deepspeed":
+    if num_workers > 1 and evaluates and not _evaluates_on_all_workers(config.get("type")):
         findings.add(
             "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
             'them: add "type": "deepspeed" at the top level of the config.'
@@ -247,6 +250,17 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
             'DeepSpeed takes its place: leave it out. "type": "deepspeed" at the top level has the '
             "model constructed partitioned at ZeRO stage 3."
         )
+
+
+def _evaluates_on_all_workers(train_loop: Any) -> bool:
+    """Whether the train loop is this package's or a registered subclass of it."""
+    if not isinstance(train_loop, str):
+        return False
+    try:
+        train_loop_class, _ = TrainModel.resolve_class_name(train_loop)
+    except ConfigurationError:
+        return True  # AllenNLP says which there are
+    return isinstance(train_loop_class, type) and issubclass(train_loop_class, DeepSpeedTrainModel)
 
 
 def _check_elastic_nodes(config: Dict[str, Any], findings: Findings) -> None:
@@ -378,7 +392,12 @@ def _place_of(name: str) -> Optional[str]:
 def _check_trainer_keys(trainer: Dict[str, Any], findings: Findings) -> None:
     """AllenNLP drops keys that a trainer doesn't know in silence."""
     trainer_class, constructor = Trainer.resolve_class_name(trainer["type"])
-    arguments = inspect.signature(getattr(trainer_class, constructor or "__init__")).parameters
+    arguments = infer_constructor_params(trainer_class)
+    if constructor is not None:
+        # To which it gives what it doesn't know itself.
+        own = inspect.signature(getattr(trainer_class, constructor)).parameters
+        takes_others = any(argument.kind is argument.VAR_KEYWORD for argument in own.values())
+        arguments = {**(arguments if takes_others else {}), **own}
     known = [
         name
         for name, argument in arguments.items()

@@ -81,8 +81,7 @@ class RunReport(TrainerCallback):
     def reading(self, reading: Reading, figures: StepFigures) -> None:
         """To be called by every rank, when the host has waited for the device."""
         trainer = self._get_trainer()
-        assert trainer is not None
-        if self._file is None and self._shown is None:
+        if trainer is None or (self._file is None and self._shown is None):
             return
         instances = reading.num_instances * trainer.num_readers
         tokens = figures.num_tokens

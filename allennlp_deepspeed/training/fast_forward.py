@@ -88,10 +88,11 @@ class Replay:
         self._is_validating = False
         self._restore_if_reached()
         epoch = self._progress.epochs_completed
-        if epoch < len(self._epoch_starts):
+        if self._progress.is_replaying and epoch < len(self._epoch_starts):
             set_random_states(self._epoch_starts[epoch])
         else:
-            self._epoch_starts.append(random_states())
+            # A caller of `_train_epoch` may train an epoch of this number again.
+            self._epoch_starts[epoch:] = [random_states()]
 
     def skip_step(self) -> None:
         """To be called in the place of a step, before the data of the next are asked for."""

@@ -5,12 +5,14 @@ from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
+from allennlp.commands.train import TrainModel
 from allennlp.common import Params, Registrable
 from allennlp.common.checks import ConfigurationError
+from allennlp.training import Checkpointer
 from allennlp.training.trainer import Trainer
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer, DeepSpeedTrainModel
 from allennlp_deepspeed.launch import preflight
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import TWO_WORKERS, load_config
@@ -233,6 +235,37 @@ class OwnTrainer(DeepSpeedTrainer):
 def test_a_subclass_is_checked_like_the_trainer_that_it_extends() -> None:
     (line,) = findings({**experiment(), "trainer": {"type": "own_deepspeed", "num_epoch": 3}})
     assert 'did you mean "num_epochs"' in line
+
+
+@Trainer.register("own_deepspeed_with_key", constructor="from_partial_objects")
+class OwnTrainerWithKey(DeepSpeedTrainer):
+    """A user's, with a key of its own."""
+
+    def __init__(self, *args: Any, alpha: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+@Checkpointer.register("own_checkpointer")
+class OwnCheckpointer(DeepSpeedCheckpointer):
+    """A user's."""
+
+
+@TrainModel.register("own_deepspeed_loop", constructor="from_partial_objects")
+class OwnLoop(DeepSpeedTrainModel):
+    """A user's."""
+
+
+def test_subclasses_of_users_are_checked_as_classes() -> None:
+    config = experiment(
+        type="own_deepspeed_with_key", alpha=0.25, checkpointer={"type": "own_checkpointer"}
+    )
+    test_set = {"evaluate_on_test": True, "test_data_path": config["validation_data_path"]}
+    preflight.check(Params({**config, **test_set, "type": "own_deepspeed_loop"}))
+    (line,) = findings({**config, **test_set, "type": "default"})
+    assert line.startswith("'evaluate_on_test' with several workers")
+    config["trainer"]["alpa"] = 1
+    (line,) = findings(config)
+    assert 'did you mean "alpha"' in line
 
 
 def test_fp16_is_refused_on_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 import inspect
 from typing import Any, Callable, Dict
 
-from allennlp.training import GradientDescentTrainer
+import pytest
+from allennlp.training import Checkpointer, GradientDescentTrainer
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from allennlp_deepspeed.config.keys import Key
@@ -38,8 +39,22 @@ def test_the_checkpointer_has_each_key_as_declared() -> None:
 def test_a_config_file_and_python_have_the_same_parameters() -> None:
     constructors = (DeepSpeedTrainer.__init__, DeepSpeedTrainer.from_partial_objects)
     in_python, in_files = map(parameters_of, constructors)
+    assert in_files.pop("kwargs").kind is inspect.Parameter.VAR_KEYWORD  # those of a subclass
     assert in_python.keys() == in_files.keys()
     assert not any(p.kind is p.VAR_KEYWORD for p in in_python.values())
+
+
+@pytest.mark.parametrize(
+    "own, of_allennlp",
+    [
+        (DeepSpeedTrainer.__init__, GradientDescentTrainer.__init__),
+        (DeepSpeedTrainer.from_partial_objects, GradientDescentTrainer.from_partial_objects),
+        (DeepSpeedCheckpointer.__init__, Checkpointer.__init__),
+    ],
+)
+def test_positional_arguments_are_those_of_allennlp(own: Any, of_allennlp: Any) -> None:
+    names = [n for n in parameters_of(of_allennlp) if n not in ("kwargs", "ddp_wrapped_model")]
+    assert list(parameters_of(own))[: len(names)] == names
 
 
 def test_every_argument_of_allennlp_is_there() -> None:
