@@ -2,6 +2,7 @@ import logging
 import time
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, Optional, Sequence
 from unittest import mock
 
@@ -30,6 +31,12 @@ _PROGRESS_INTERVAL = 1.0  # seconds
 # the most steps between them, in case that steps become much slower.
 _READING_INTERVAL = 1.0
 _MAX_STEPS = 100
+
+_CHANGES = (
+    "get_metrics() of the model %s changes %s. It is called when metrics are read, about once a "
+    "second, and not after each step as with gradient_descent: write "
+    '"trainer.log_every_num_steps": 1, or have forward() change that.'
+)
 
 # Of `dict`, which `BatchMetrics` has read the metrics first.
 _LAZY_METHODS = (
@@ -82,6 +89,11 @@ class ReadingPace:
     def num_unread(self) -> int:
         """The number of steps since the last reading."""
         return self._num_unread
+
+    @property
+    def is_each_step(self) -> bool:
+        """Whether the config says to read after each step."""
+        return self._fixed_num_steps == 1
 
     def start_epoch(self) -> None:
         """To be called when nothing is unread, after what is no training."""
@@ -203,6 +215,9 @@ class Readings:
         # Of the last step, if a callback has kept it.
         self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
         self._bar: Any = None
+        # Those of the model, and the number of steps of the run after which they were computed.
+        self._metrics_read: Dict[str, Any] = {}
+        self._read_after = -1
 
     def start_epoch(self) -> None:
         """To be called before the model is brought back to a checkpoint."""
@@ -249,12 +264,9 @@ class Readings:
 
     def batch_metrics(self) -> BatchMetrics:
         """Those of the last step, for callbacks. To be called by every rank."""
-        model: Any = self._model
         if self.metrics_are_read:
-            self._metrics.all_reduce()
-            # On every rank, because a metric may be computed by all together.
-            model = _MetricsNow(self._model.get_metrics())
-        metrics = BatchMetrics(lambda: self._metrics_so_far(model))
+            self._read_metrics()
+        metrics = BatchMetrics(self._metrics_so_far)
         self._batch_metrics = weakref.ref(metrics)
         return metrics
 
@@ -275,8 +287,8 @@ class Readings:
             On the slowest rank.
         figures : `StepFigures`, required.
         """
-        self._metrics.all_reduce()
-        metrics, loss = self._metrics_so_far(self._model), self.losses.take_mean()
+        self._read_metrics()
+        metrics, loss = self._metrics_so_far(), self.losses.take_mean()
         if self._losses_are_shares:
             loss = self._over_all_ranks(metrics, loss)
         self._bar.set_description(training_util.description_from_metrics(metrics), refresh=False)
@@ -352,20 +364,41 @@ class Readings:
         metrics.update(zip(names, others))
         return mean
 
-    def _metrics_so_far(self, model: Any) -> Dict[str, Any]:
+    def _read_metrics(self) -> None:
+        """
+        Asks the model for the metrics of all ranks, after a step once as in AllenNLP, because it
+        may count that. To be called by every rank.
+        """
+        num_steps = self._progress.total_batches_completed
+        if self._read_after == num_steps:
+            return
+        before = {}
+        if self._read_after < 0 and not (self.metrics_are_read or self.pace.is_each_step):
+            before = _numbers_in(self._model)
+        self._metrics.all_reduce()
+        self._read_after = num_steps
+        self._metrics_read = dict(self._model.get_metrics(reset=False))
+        if before and before != (after := _numbers_in(self._model)):
+            changed = [name for name in before if before[name] != after.get(name)]
+            logger.warning(_CHANGES, type(self._model).__name__, ", ".join(changed))
+
+    def _metrics_so_far(self) -> Dict[str, Any]:
+        model: Any = self._model
+        if self._read_after == self._progress.total_batches_completed:
+            model = SimpleNamespace(get_metrics=lambda reset: dict(self._metrics_read))
         return training_util.get_metrics(
             model, *self.losses.read(), num_batches=self._progress.batches_in_epoch_completed
         )
 
 
-class _MetricsNow:
-    """In the place of a model, for AllenNLP's function that adds the losses to its metrics."""
-
-    def __init__(self, metrics: Dict[str, float]) -> None:
-        self._metrics = metrics
-
-    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
-        return self._metrics
+def _numbers_in(model: Model) -> Dict[str, Any]:
+    """Return the numbers that modules have as attributes, by name."""
+    return {
+        f"{prefix}.{name}".lstrip("."): value
+        for prefix, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (bool, int, float)
+    }
 
 
 def _peak_memory() -> Dict[str, float]:
