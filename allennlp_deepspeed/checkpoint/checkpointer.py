@@ -1,9 +1,10 @@
+import inspect
 import logging
 import os
 import time
 import uuid
 from functools import partial
-from typing import Any, Callable, Dict, List, Literal, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Literal, Optional, Tuple, Type, Union
 
 import deepspeed
 import torch
@@ -38,7 +39,7 @@ from allennlp_deepspeed.checkpoint.selection import (
     parameter_shapes,
     refuse_allennlp_checkpoints,
 )
-from allennlp_deepspeed.checkpoint.trainer_protocol import Training
+from allennlp_deepspeed.checkpoint.trainer_protocol import Training, overridden
 from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
@@ -50,6 +51,22 @@ logger = logging.getLogger(__name__)
 
 # How long a rank that fails waits for a checkpoint that has been saved but not committed. Seconds.
 _ABANDON_AFTER = 5.0
+
+# Methods of AllenNLP's checkpointer that this one doesn't call.
+_NOT_CALLED = (
+    "find_latest_checkpoint",
+    "_find_all_checkpoints",
+    "_model_state_path",
+    "_parse_model_state_path",
+    "_parse_training_state_path",
+    "_remove_checkpoint",
+    "_training_state_path",
+)
+
+_OVERRIDABLE = "`maybe_save_checkpoint`, `save_checkpoint` or `load_checkpoint`"
+
+# Attributes that it has been constructed with.
+_FIXED = ("_rank", "_serialization_dir")
 
 _ON_NVME = (
     "optimizer states are on NVMe, and DeepSpeed's checkpoints lack a part of them. Such a "
@@ -104,6 +121,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         findings = Findings()
         check_values("trainer.checkpointer", CHECKPOINTER_KEYS, self.keys, findings)
         findings.raise_any()
+        _check_overridden(type(self))
         super().__init__(
             serialization_dir,
             save_completed_epochs=save_completed_epochs,
@@ -123,11 +141,23 @@ class DeepSpeedCheckpointer(Checkpointer):
         # With optimizer states on NVMe.
         self._saves_nothing = False
         self.save_on_preemption = save_on_preemption
+        self.is_time = False
+        """Whether the ranks have agreed that `save_every_num_seconds` are over."""
         self.on_committed: Optional[Callable[[str, int, float, int, int], None]] = None
         """
         Called by a thread after a commit: path, bytes, seconds that it took, and epochs and
         optimizer steps of the run that had been completed.
         """
+
+    @overrides
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _NOT_CALLED or (name in _FIXED and vars(self).get(name, value) != value):
+            raise AttributeError(
+                f"'{name}' of a DeepSpeedCheckpointer can't be set, because it doesn't ask for "
+                "that again: give it to the constructor, or write a subclass that overrides "
+                f"{_OVERRIDABLE}."
+            )
+        super().__setattr__(name, value)
 
     @classmethod
     @overrides
@@ -150,34 +180,27 @@ class DeepSpeedCheckpointer(Checkpointer):
         trainer: Training,
         num_epochs_completed: int,
         num_batches_in_epoch_completed: int,
-        is_time: bool = False,
     ) -> bool:
         """
-        Saves a checkpoint if it is time. To be called by every rank, with the same arguments.
+        Saves a checkpoint if it is time, and returns whether it has (`False` in a training, whose
+        loop would copy weights from it). To be called by every rank, with the same arguments.
 
         # Parameters
 
         trainer : `DeepSpeedTrainer`
         num_epochs_completed : `int`
         num_batches_in_epoch_completed : `int`
-            In optimizer steps; 0 at the end of an epoch.
-        is_time : `bool`, optional (default = `False`)
-            Whether the ranks have agreed that `save_every_num_seconds` are over. At the end of an
-            epoch they do so in here.
-
-        # Returns
-
-        `bool`
-            Whether the model's weights can be copied from the checkpoint's model state file, which
-            is what AllenNLP's trainer asks. Always `False`: DeepSpeed's files hold shards.
+            In optimizer steps; 0 at the end of an epoch, where ranks agree on the time in here.
         """
         if self._commits is not None:
             self._commits.raise_error()
         if num_batches_in_epoch_completed == 0 and self._save_every_num_seconds is not None:
-            is_time |= agreement.of_rank_0(self.is_time_to_save())
-        if is_time or self.is_step_to_save(num_epochs_completed, num_batches_in_epoch_completed):
+            self.is_time |= agreement.of_rank_0(self.is_time_to_save())
+        point = (num_epochs_completed, num_batches_in_epoch_completed)
+        is_due = self.is_time or self.is_step_to_save(*point)
+        if is_due:
             self.save_checkpoint(trainer)
-        return False
+        return is_due
 
     def maybe_save_on_preemption(
         self,
@@ -242,7 +265,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         trainer_state = trainer.get_checkpoint_state().trainer_state
         progress = trainer_state["progress"]
         point = PointInTime(progress["epochs_completed"], progress["batches_in_epoch_completed"])
-        self._last_save_time = time.time()
+        self._last_save_time, self.is_time = time.time(), False
         self._remember(point)
 
         unfinished = self._checkpoints.unfinished_path(point)
@@ -502,6 +525,30 @@ def _warn_of_other_steps(before: int, now: int) -> None:
             now,
             before,
         )
+
+
+def _check_overridden(checkpointer_class: Type[DeepSpeedCheckpointer]) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If a subclass overrides a method that isn't called, or not with these arguments.
+    """
+    name = checkpointer_class.__name__
+    for method in overridden(DeepSpeedCheckpointer, checkpointer_class, _NOT_CALLED):
+        raise ConfigurationError(
+            f"{name} overrides '{method}', which a DeepSpeedCheckpointer doesn't call: its "
+            "checkpoints are directories, of which it loads the newest intact one. Override "
+            f"{_OVERRIDABLE}, or remove the checkpoints that it isn't to load."
+        )
+    try:
+        inspect.signature(checkpointer_class.load_checkpoint).bind("self", "trainer")
+    except TypeError:
+        raise ConfigurationError(
+            f"'load_checkpoint' of {name} takes no trainer, into whose engine a "
+            "DeepSpeedCheckpointer loads: write `def load_checkpoint(self, trainer=None)`, and "
+            "call `super().load_checkpoint(trainer)`."
+        ) from None
 
 
 def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> None:

@@ -1,4 +1,5 @@
-from typing import Any, List, Protocol
+import inspect
+from typing import Any, Iterable, Iterator, List, Mapping, NoReturn, Protocol
 
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
@@ -20,6 +21,30 @@ class Part(Protocol):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """The same back."""
+
+
+class ModelStateOfEngine(Mapping):
+    """The model state of a `TrainerCheckpoint`, which can't be read: the engine saves it itself."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            "`get_checkpoint_state` of a 'deepspeed' trainer has no state of the model: the engine "
+            "saves the shards. For the full weights, call `trainer.model.state_dict()` "
+            "within `with trainer.modified_weights():` on every rank."
+        )
+
+    def __getitem__(self, name: str) -> NoReturn:
+        self._refuse()
+
+    def __iter__(self) -> Iterator[str]:
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def __reduce__(self) -> NoReturn:
+        # It would be saved.
+        self._refuse()
 
 
 class Training(Protocol):
@@ -53,3 +78,9 @@ class Training(Protocol):
 
     def instances_per_step(self) -> int:
         """Of all ranks."""
+
+
+def overridden(own: type, subclass: type, names: Iterable[str]) -> List[str]:
+    """Return those of the names that a subclass defines otherwise than the class `own` does."""
+    find = inspect.getattr_static
+    return [name for name in names if find(subclass, name, None) is not find(own, name, None)]

@@ -6,6 +6,7 @@ it clips it and steps, so that small gradients aren't rounded to zero.
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, Iterator, List, Optional
+from weakref import WeakSet
 
 import torch
 
@@ -111,20 +112,38 @@ def _scale_of(engine: DeepSpeedEngine) -> Any:
     return getattr(optimizer, "loss_scaler", SimpleNamespace())
 
 
-def refuse_other_steps(engine: DeepSpeedEngine) -> None:
+# Whose engines are in a step of the trainer.
+_in_step: "WeakSet[DeepSpeedEngine]" = WeakSet()
+
+HOW_TO_STEP = (
+    "Only the trainer steps its engine and the optimizer in it, after it has reduced the gradients "
+    "over the ranks. In a subclass of the trainer call `super()._train_epoch(epoch)`, and override "
+    "`batch_outputs` for another loss. A callback may go backward by `trainer.engine.backward` in "
+    "its `on_backward`; its `on_batch` comes after each step."
+)
+
+
+@contextmanager
+def other_steps_refused(engine: DeepSpeedEngine) -> Iterator[None]:
     """
-    Makes `engine.step()` raise. The trainer reduces gradients, not DeepSpeed's hooks: any other
-    step would use the gradients of this rank alone, or those of the previous step.
+    Within it only `step` steps the engine or its optimizer. The trainer reduces gradients, not
+    DeepSpeed's hooks: any other step would use the gradients of this rank alone, those of the
+    previous step, or none.
     """
 
-    def refused(*_: Any, **__: Any) -> None:
-        raise RuntimeError(
-            "The trainer steps its engine, after it has reduced the gradients. Add what is to be "
-            "trained to the model's loss, or have a callback's 'on_backward' go backward by "
-            "`trainer.engine.backward`, and leave the step to the trainer."
-        )
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(HOW_TO_STEP)
 
-    engine.step = refused  # type: ignore[method-assign]
+    def refuse_outside(*_: Any) -> None:
+        if engine not in _in_step:
+            refuse()
+
+    engine.step = refuse  # type: ignore[method-assign]
+    hook = engine.basic_optimizer.register_step_pre_hook(refuse_outside)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def step(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> bool:
@@ -143,8 +162,16 @@ def step(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> boo
         Whether it has.
     """
     if scaler is None:
-        DeepSpeedEngine.step(engine)
+        _step(engine)
         return engine.was_step_applied()
     scale = scaler.get_scale()
-    DeepSpeedEngine.step(engine)
+    _step(engine)
     return scaler.get_scale() >= scale
+
+
+def _step(engine: DeepSpeedEngine) -> None:
+    _in_step.add(engine)
+    try:
+        DeepSpeedEngine.step(engine)
+    finally:
+        _in_step.discard(engine)

@@ -191,7 +191,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             config=config.engine_config,
         )
         before.find_added()
-        loss_scaling.refuse_other_steps(self.engine)
         enter(deepspeed_logging.reports_logged(self.engine))
         activation_checkpointing.configure(model, config.engine_config, device)
         if config.zero_stage == 3:
@@ -204,6 +203,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             undo_first_step(self.engine)
         if isinstance(self.optimizer, torch.optim.Adagrad):
             keep_adagrad(self.engine)
+        enter(loss_scaling.other_steps_refused(self.engine))
         self._undo.callback(corrected_by_step_count(self.optimizer))
         if config.precision == "fp16":
             enter(loss_scaling.mended_loss_scale(self.engine))

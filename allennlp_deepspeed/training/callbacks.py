@@ -1,4 +1,4 @@
-from typing import Any, Dict, Sequence
+from typing import Any, Dict, List, Sequence
 
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.callbacks import (
@@ -7,6 +7,7 @@ from allennlp.training.callbacks import (
     TrainerCallback,
 )
 from allennlp.training.callbacks.backward import MixedPrecisionBackwardCallback
+from allennlp.training.callbacks.log_writer import LogWriterCallback
 from overrides import overrides
 
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
@@ -25,6 +26,7 @@ class EpochMetricsCallback(TrainerCallback):
 
     @overrides
     def on_epoch(self, trainer: Any, metrics: Dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        trainer.check_epoch()
         self.metrics = dict(metrics)
 
     @overrides
@@ -43,13 +45,19 @@ OWN_CALLBACKS = (EpochMetricsCallback, RunReport, CommsSummaryCallback)
 def may_read_metrics(callback: TrainerCallback) -> bool:
     """Whether it may look into the metrics of a step, for which the host waits for the device."""
     not_reading = (TrainerCallback, ConfidenceChecksCallback, ConsoleLoggerCallback)
-    may_read = type(callback).on_batch not in [kind.on_batch for kind in not_reading]
+    on_batch = _function(callback.on_batch)
+    may_read = on_batch not in [kind.on_batch for kind in not_reading]
     return may_read and getattr(callback, "reads_metrics", True)
 
 
 def goes_backward(callback: TrainerCallback) -> bool:
     """Whether it may go backward itself, perhaps more than once for a micro-batch."""
-    return type(callback).on_backward is not TrainerCallback.on_backward
+    return _function(callback.on_backward) is not TrainerCallback.on_backward
+
+
+def _function(method: Any) -> Any:
+    """Return the function of a method, or what an instance has been given in its place."""
+    return getattr(method, "__func__", method)
 
 
 def reads_gradients(callback: TrainerCallback) -> bool:
@@ -88,3 +96,32 @@ def check(callbacks: Sequence[TrainerCallback]) -> None:
     """
     if any(isinstance(callback, MixedPrecisionBackwardCallback) for callback in callbacks):
         raise ConfigurationError(NO_SCALING_CALLBACK)
+
+
+def prepared(callbacks: Sequence[TrainerCallback]) -> List[TrainerCallback]:
+    """Return those for which a trainer prepares its engine, or that it prepares for its engine."""
+    return [c for c in callbacks if goes_backward(c) or isinstance(c, LogWriterCallback)]
+
+
+def check_added(callbacks: Sequence[TrainerCallback], known: List[TrainerCallback]) -> None:
+    """
+    # Parameters
+
+    callbacks : `Sequence[TrainerCallback]`, required.
+        Those of the trainer, to which some may have been added.
+    known : `List[TrainerCallback]`, required.
+        Those that were `prepared` when it was constructed.
+
+    # Raises
+
+    `ConfigurationError`
+        If one comes too late.
+    """
+    for callback in prepared(callbacks):
+        if not any(callback is each for each in known):
+            raise ConfigurationError(
+                f"The callback {type(callback).__name__} goes backward or logs parameters, and was "
+                "given to the trainer, or its 'on_backward', after the engine had been "
+                "constructed: give it to the trainer's constructor, or write it in "
+                "'trainer.callbacks'."
+            )

@@ -184,7 +184,7 @@ def _parts(arguments: Arguments, optimizer: torch.optim.Optimizer, parameters: A
     return {
         "momentum_scheduler": _constructed(arguments["momentum_scheduler"], optimizer=optimizer),
         "moving_average": _constructed(arguments["moving_average"], parameters=parameters),
-        "checkpointer": _checkpointer(_constructed(arguments["checkpointer"], **directory)),
+        "checkpointer": _constructed(arguments["checkpointer"], **directory),
         "callbacks": [_constructed(callback, **directory) for callback in callbacks],
     }
 
@@ -287,14 +287,19 @@ def _unfreezes(part: Any) -> bool:
     return isinstance(part, (list, tuple)) and any(map(_unfreezes, part))
 
 
-def _checkpointer(checkpointer: Any) -> Optional[DeepSpeedCheckpointer]:
+def check_checkpointer(checkpointer: Any) -> None:
+    """
+    # Raises
+
+    `ConfigurationError`
+        If it can't save an engine.
+    """
     if checkpointer is not None and not isinstance(checkpointer, DeepSpeedCheckpointer):
         raise ConfigurationError(
             "The 'deepspeed' trainer needs a DeepSpeedCheckpointer, not a "
             f"{type(checkpointer).__name__}: "
             'write "checkpointer": {"type": "deepspeed", ...}.'
         )
-    return checkpointer
 
 
 def _empty_groups(optimizer: Optional[torch.optim.Optimizer]) -> List[Dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import (
     TypeVar,
     Union,
 )
+from unittest import mock
 
 import torch
 from allennlp.common import Lazy
@@ -42,7 +43,11 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.checkpoint.directories import Directories
-from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, Part
+from allennlp_deepspeed.checkpoint.trainer_protocol import (
+    TRAINING_STATE_VERSION,
+    ModelStateOfEngine,
+    Part,
+)
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
@@ -76,6 +81,7 @@ from allennlp_deepspeed.training.callbacks import (
     reads_gradients,
 )
 from allennlp_deepspeed.training.construction import (
+    check_checkpointer,
     checked,
     construct,
     destroyed_on_failure,
@@ -84,6 +90,7 @@ from allennlp_deepspeed.training.construction import (
 )
 from allennlp_deepspeed.training.even_batches import whole_set
 from allennlp_deepspeed.training.fast_forward import Replay
+from allennlp_deepspeed.training.fixed_attributes import check_assignment, check_trainer
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights
@@ -164,6 +171,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     _checkpointer: Optional[DeepSpeedCheckpointer]
     _moving_average: Optional[ShardedMovingAverage]
     _validation_data_loader: Any
+    _is_constructed = False
 
     # AllenNLP's loop keeps them on itself.
     _epochs_completed = _of_progress("epochs_completed")
@@ -216,6 +224,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     ) -> None:
         # The parameters by name, before anything else is assigned.
         arguments = checked(locals())
+        check_trainer(DeepSpeedTrainer, type(self))
         self._extensions = StepExtensions(find_extensions(arguments), arguments)
         constructed = construct(model, optimizer, data_loader, arguments, self._extensions.wrap)
         wrapped_model = constructed["ddp_wrapped_model"]
@@ -255,6 +264,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 # Where full weights are kept while they are used: there may not be memory for them.
                 wrapped_model.mapping_directory = self._serialization_dir
             self._weight_watch = WeightWatch(self.engine)
+            # Of the epoch: passes for training, and the steps before.
+            self._num_forward_passes, self._num_steps_before_epoch = 0, 0
             if self._moving_average is not None:
                 self._moving_average = ShardedMovingAverage.construct(
                     self._moving_average, wrapped_model, self._weight_watch.raise_if_changed
@@ -266,8 +277,17 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             leave_batches_to_trainer(data_loader, wrapped_model)
             wrapped_model.before_destroying(self._distributed_metrics.stop)
             self._distributed_metrics.start()
+            self._is_constructed = True
         # A trainer that is dropped and has never trained leaves nothing behind either.
         weakref.finalize(self, wrapped_model.destroy).atexit = False  # type: ignore[misc]
+
+    @overrides
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_checkpointer":
+            check_checkpointer(value)
+        if self._is_constructed:
+            check_assignment(self, name, value)
+        super().__setattr__(name, value)
 
     def _own_callbacks(self, report: RunReport) -> List[TrainerCallback]:
         """Return those that come last, because others may add to the metrics."""
@@ -300,6 +320,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             clipping = clip_values(self.optimizer, self._grad_clipping)
             self._ddp_wrapped_model.before_destroying(clipping.remove)
         callback_kinds.check(self._callbacks)
+        self._prepared_callbacks = callback_kinds.prepared(self._callbacks)
         gradients = GradientSynchronizer(
             self.engine,
             mode=self._gradient_synchronization,
@@ -399,7 +420,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     callback._verification.destroy_hooks()
         self._replay.start_training()
         try:
-            metrics, epoch = super()._try_train()
+            with self._no_weights_copied():
+                metrics, epoch = super()._try_train()
         except BaseException as error:
             # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.
             worker_failure.report(error, self._progress.total_batches_completed)
@@ -415,6 +437,22 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
         # Those of an epoch that was completed before the checkpoint are only known from it.
         return {**self._epoch_metrics.metrics, **metrics}, epoch
+
+    @contextmanager
+    def _no_weights_copied(self) -> Iterator[None]:
+        """Where a checkpoint has been saved, AllenNLP's loop copies the best weights from it."""
+        checkpointer: Any = self._checkpointer
+        if checkpointer is None:
+            yield
+            return
+        save = checkpointer.maybe_save_checkpoint
+
+        def save_and_return_false(*args: Any, **kwargs: Any) -> bool:
+            save(*args, **kwargs)
+            return False
+
+        with mock.patch.object(checkpointer, "maybe_save_checkpoint", save_and_return_false):
+            yield
 
     @overrides
     def _train_epoch(self, epoch: int) -> Dict[str, float]:
@@ -450,6 +488,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
+        callback_kinds.check_added(self._callbacks, self._prepared_callbacks)
         batches, group_size, num_fillers = self._extensions.divide(group)
         if getattr(self.model, "has_loss_of_all_ranks", False):
             group_size = len(batches)
@@ -477,8 +516,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             agreement = self._agree(epoch)
         self._call_on_batch(batches, outputs, grad_norm, epoch)
         if checkpointer is not None:
-            is_time = agreement is not None and agreement.is_time_to_save
-            checkpointer.maybe_save_checkpoint(self, *point, is_time=is_time)
+            checkpointer.is_time |= agreement is not None and agreement.is_time_to_save
+            checkpointer.maybe_save_checkpoint(self, *point)
         if agreement is not None:
             self._leave_if_agreed(agreement, epoch)
 
@@ -514,6 +553,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._loss_of_validation.look_at(batch)
         batch = self._prepare_batch(batch)
         if for_training:
+            self._num_forward_passes += torch.is_grad_enabled()
             return super().batch_outputs(batch, for_training)
         outputs = super().batch_outputs(batch, for_training)
         self._loss_of_validation.add(outputs)
@@ -528,6 +568,26 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._distributed:
             self._buffers.broadcast()
         return batch if self.cuda_device.type == "cpu" else to_device(batch, self.cuda_device)
+
+    def check_epoch(self) -> None:
+        """
+        To be called at the end of each epoch.
+
+        # Raises
+
+        `RuntimeError`
+            If a subclass has gone forward for training and made no step of the engine.
+        """
+        num_passes, self._num_forward_passes = self._num_forward_passes, 0
+        num_steps, self._num_steps_before_epoch = (
+            self._num_steps_before_epoch,
+            self.engine.global_steps,
+        )
+        if num_passes > 0 and num_steps == self.engine.global_steps:
+            raise RuntimeError(
+                f"{num_passes} batches of this epoch were forwarded for training, and the engine "
+                f"made no step. {loss_scaling.HOW_TO_STEP}"
+            )
 
     def _call_on_backward(self, batch_outputs: Dict[str, torch.Tensor]) -> bool:
         backward_called = False
@@ -651,7 +711,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         states = {name: part.state_dict() for name, part in self.parts().items()}
         return TrainerCheckpoint(
-            {},
+            ModelStateOfEngine(),  # type: ignore[arg-type]
             {
                 "version": TRAINING_STATE_VERSION,
                 "instances_per_step": self.instances_per_step(),
@@ -903,8 +963,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def rescale_gradients(self) -> Optional[float]:
         """Is called by AllenNLP's loops, which can't step the optimizer."""
         raise RuntimeError(
-            "This loop is AllenNLP's own, and only the engine can make a step of the 'deepspeed' "
-            "trainer: use its `train`."
+            "`rescale_gradients` is called by loops of AllenNLP's own, and only the engine can "
+            "clip, and make a step of, the 'deepspeed' trainer: use its `train`, and 'grad_norm'."
         )
 
     # For reports

@@ -4,7 +4,7 @@ Trains one small model with AllenNLP's trainer and with this package's, in forke
 
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Type, Union
 
 import torch
 from allennlp.data import DataLoader, Vocabulary
@@ -65,6 +65,7 @@ class Side:
         But for the stage.
     optimizer : optional (default = SGD with a large learning rate)
     moving_average : `Callable[[Model], Any]`, optional (default = none)
+    trainer_class : `Type[DeepSpeedTrainer]`, optional (default = `DeepSpeedTrainer`)
     arguments : `Any`
         Of the trainer.
     """
@@ -83,6 +84,7 @@ class Side:
         ),
         callbacks: Callable[[], List[Any]] = list,
         moving_average: Callable[[Model], Any] = lambda model: None,
+        trainer_class: Type[DeepSpeedTrainer] = DeepSpeedTrainer,
         **arguments: Any,
     ) -> None:
         self.model = model
@@ -101,6 +103,7 @@ class Side:
         self.optimizer = optimizer
         self.callbacks = callbacks
         self.moving_average = moving_average
+        self.trainer_class = trainer_class
         self.arguments = arguments
 
     def construct(self, rank: int, directory: Path) -> GradientDescentTrainer:
@@ -136,7 +139,7 @@ class Side:
         else:
             model = self.model()
         self._add_parts(arguments, model)
-        return DeepSpeedTrainer(**arguments, deepspeed_config=self.deepspeed_config)
+        return self.trainer_class(**arguments, deepspeed_config=self.deepspeed_config)
 
     def _add_parts(self, arguments: Dict[str, Any], model: Model) -> None:
         arguments.update(

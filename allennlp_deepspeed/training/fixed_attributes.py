@@ -1,0 +1,71 @@
+"""
+Refuses what a subclass or a callback would change of AllenNLP's trainer without an effect, because
+the engine does that part, or has been constructed with it.
+"""
+
+from typing import Any, Dict
+
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.checkpoint.trainer_protocol import overridden
+
+_CONSTRUCTOR = "give it to the trainer's constructor"
+_WORKERS = "'distributed' says which workers there are"
+_GRADIENTS = "change gradients in a callback's `on_backward`"
+
+FIXED: Dict[str, str] = {
+    "clip_gradient": f"write 'trainer.grad_clipping', or {_GRADIENTS}",
+    "rescale_gradients": f"write 'trainer.grad_norm', or {_GRADIENTS}",
+    "cuda_device": _CONSTRUCTOR,
+    "model": _CONSTRUCTOR,
+    "optimizer": f"{_CONSTRUCTOR}, and change settings in its `param_groups`",
+    "_callbacks": "append to `trainer.callbacks`",
+    "_distributed": _WORKERS,
+    "_primary": _WORKERS,
+    "_rank": _WORKERS,
+    "_serialization_dir": _CONSTRUCTOR,
+    "_world_size": _WORKERS,
+    "_ddp_wrapped_model": "the engine has its place",
+    "_grad_clipping": "write 'trainer.grad_clipping'",
+    "_grad_norm": "write 'trainer.grad_norm'",
+    "_moving_average": "write 'trainer.moving_average'",
+    "_scaler": "write 'trainer.grad_scaling'",
+    "_use_amp": "write 'trainer.use_amp'",
+}
+"""What to do instead of overriding a method of the trainer or setting an attribute of it."""
+
+
+def check_trainer(own: type, trainer_class: type) -> None:
+    """
+    # Parameters
+
+    own : `type`, required.
+        This package's trainer.
+    trainer_class : `type`, required.
+        A subclass of it.
+
+    # Raises
+
+    `ConfigurationError`
+        If the subclass overrides a method that no loop calls.
+    """
+    for name in overridden(own, trainer_class, FIXED):
+        raise ConfigurationError(
+            f"{trainer_class.__name__} overrides '{name}', which the 'deepspeed' trainer doesn't "
+            f"call, because the engine does its work: {FIXED[name]}."
+        )
+
+
+def check_assignment(trainer: Any, name: str, value: Any) -> None:
+    """
+    # Raises
+
+    `AttributeError`
+        If an attribute is set to another value after the trainer has been constructed, and the
+        engine wouldn't follow.
+    """
+    if name in FIXED and getattr(trainer, name, None) is not value:
+        raise AttributeError(
+            f"'{name}' of a 'deepspeed' trainer can't be set: its engine has been constructed "
+            f"without that. Instead, {FIXED[name]}."
+        )

@@ -1,0 +1,332 @@
+"""Subclasses of users, callbacks that change a trainer, and models that count."""
+
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+import pytest
+import torch
+from allennlp.common import Lazy, Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from allennlp.training import GradientDescentTrainer
+from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.checkpointer import Checkpointer
+from allennlp.training.trainer import Trainer
+from allennlp.training.util import get_metrics
+
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from tests.support.experiment import assert_same_weights
+from tests.support.side_by_side import Batches, Side
+from tests.support.workers import run_workers  # noqa: F401  # for `conftest.py`
+
+
+class Net(Model):
+    """Counts how often its metrics are asked for."""
+
+    def __init__(self, vocab: Optional[Vocabulary] = None) -> None:
+        super().__init__(vocab or Vocabulary())
+        self.layer = torch.nn.Linear(4, 3)
+        self.times_asked = 0
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": (1 + self.times_asked) * self.layer(x).square().mean()}
+
+    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
+        self.times_asked += 1
+        return {"asked": self.times_asked}
+
+
+class Plain(Net):
+    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
+        return {}
+
+
+def batches(rank: int) -> List[Dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"x": torch.rand(2, 4, generator=generator)} for _ in range(3)]
+
+
+def arguments(directory: Path, trainer_class: Any = DeepSpeedTrainer, **others: Any) -> Any:
+    """A trainer in this process."""
+    torch.manual_seed(1)
+    model = others.pop("model", Plain)()
+    values = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": Batches(batches(0)),
+        "num_epochs": 2,
+        "cuda_device": -1,
+        "serialization_dir": directory,
+        "enable_default_callbacks": False,
+        "run_confidence_checks": False,
+        **others,
+    }
+    if issubclass(trainer_class, DeepSpeedTrainer):
+        values.setdefault("deepspeed_config", {"zero_optimization": {"stage": 2}})
+    return trainer_class(**values)
+
+
+class OwnLoop(DeepSpeedTrainer):
+    """As the loops of notebooks and of repositories beside papers."""
+
+    def _train_epoch(self, epoch: int) -> Dict[str, float]:
+        self._pytorch_model.train()
+        loss = 0.0
+        for batch in self.data_loader:
+            self.zero_grad()
+            outputs = self.batch_outputs(batch, for_training=True)
+            outputs["loss"].backward()
+            self.step()
+            loss += outputs["loss"].item()
+            self._batches_in_epoch_completed += 1
+            self._total_batches_completed += 1
+        return get_metrics(self.model, loss, None, None, None, len(self.data_loader), reset=True)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class OwnOptimizer(OwnLoop):
+    """Which the trainer knows nothing of."""
+
+    def step(self) -> None:
+        pass
+
+
+def _error(trainer: Any) -> str:
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("stage, world_size", [(0, 2), (1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("trainer_class", [OwnLoop, OwnOptimizer])
+def test_a_step_around_the_engine_is_refused(
+    stage: int, world_size: int, trainer_class: Any, expect_message: Callable[[str], None]
+) -> None:
+    side = Side(Plain, batches, stage, world_size, trainer_class=trainer_class)
+    messages = set(side.on_all_ranks(_error))
+    assert len(messages) == 1
+    expect_message(messages.pop())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_epoch_around_that_of_the_trainer_is_trained(stage: int) -> None:
+    class AroundTheLoop(DeepSpeedTrainer):
+        def _train_epoch(self, epoch: int) -> Dict[str, float]:
+            return super()._train_epoch(epoch)
+
+        def batch_outputs(self, batch: Any, for_training: bool) -> Dict[str, torch.Tensor]:
+            outputs = super().batch_outputs(batch, for_training)
+            return {**outputs, "loss": 2 * outputs["loss"]}
+
+    doubled = Side(Plain, batches, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.6))
+    side = Side(Plain, batches, stage, trainer_class=AroundTheLoop)
+    assert_same_weights(side.train(), doubled.train())
+
+
+class WithTrainer(TrainerCallback):
+    """Does something with the trainer when the second step has been made."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        super().__init__("")
+        self.function = function
+
+    def on_batch(self, trainer: Any, *args: Any, is_training: bool, **kwargs: Any) -> None:
+        if trainer._total_batches_completed == 2:
+            self.function(trainer)
+
+
+def refused(construct: Callable[[], Any]) -> str:
+    with pytest.raises((ConfigurationError, AttributeError, RuntimeError)) as error:
+        construct()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["clip_gradient", "rescale_gradients"])
+def test_hooks_that_are_not_called_are_refused(
+    tmp_path: Path, name: str, expect_message: Callable[[str], None]
+) -> None:
+    own = type("OwnClipping", (DeepSpeedTrainer,), {name: lambda self: None})
+    expect_message(refused(lambda: arguments(tmp_path, own)))
+    callback = WithTrainer(lambda trainer: setattr(trainer, name, lambda: None))
+    trainer = arguments(tmp_path, callbacks=[callback])
+    expect_message(refused(trainer.train))
+
+
+@pytest.mark.parametrize("name", ["find_latest_checkpoint", "load_checkpoint"])
+def test_methods_of_the_checkpointer_that_are_not_called_are_refused(
+    tmp_path: Path, name: str, expect_message: Callable[[str], None]
+) -> None:
+    own: Any = type("OwnCheckpointer", (DeepSpeedCheckpointer,), {name: lambda self: None})
+    expect_message(refused(lambda: own(tmp_path)))
+
+
+def test_a_checkpointer_may_decide_itself_when_to_save(tmp_path: Path) -> None:
+    class EachSecondStep(DeepSpeedCheckpointer):
+        def maybe_save_checkpoint(self, trainer, num_epochs_completed, num_batches) -> bool:
+            if num_batches in (0, 2):
+                self.save_checkpoint(trainer)
+                return True
+            return False
+
+    validation = {"validation_data_loader": Batches(batches(3)), "num_epochs": 1}
+    trainer = arguments(tmp_path, checkpointer=EachSecondStep(tmp_path), **validation)
+    trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint_*")) == [
+        "checkpoint_e0_b2",
+        "checkpoint_e1_b0",
+    ]
+    saved = torch.load(trainer.get_best_weights_path(), weights_only=True)
+    assert_same_weights(trainer.model.state_dict(), saved, tolerance=0)
+
+
+class BackwardCallback(TrainerCallback):
+    def on_backward(self, trainer: Any, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+
+def test_a_callback_that_goes_backward_is_not_added_later(
+    tmp_path: Path, expect_message: Callable[[str], None]
+) -> None:
+    def add(trainer: Any) -> None:
+        trainer.callbacks.append(BackwardCallback(""))
+
+    trainer = arguments(tmp_path, callbacks=[WithTrainer(add)])
+    expect_message(refused(trainer.train))
+
+
+def test_the_model_state_is_not_read_from_the_checkpoint_state(
+    tmp_path: Path, expect_message: Callable[[str], None]
+) -> None:
+    def save(trainer: Any) -> None:
+        torch.save(trainer.get_checkpoint_state().model_state, tmp_path / "state.th")
+
+    expect_message(refused(arguments(tmp_path, callbacks=[WithTrainer(save)]).train))
+
+
+class ReadingCallback(TrainerCallback):
+    def on_batch(self, trainer, batch_inputs, batch_outputs, batch_metrics, *args, **kwargs):
+        self.loss = batch_metrics["loss"]
+
+
+@pytest.mark.parametrize("reads, log_every_num_steps", [(True, None), (True, 2), (False, 1)])
+def test_metrics_are_asked_for_once_a_step(
+    tmp_path: Path, reads: bool, log_every_num_steps: Optional[int]
+) -> None:
+    def train(trainer_class: Any, **others: Any) -> Model:
+        trainer = arguments(
+            tmp_path,
+            trainer_class,
+            model=Net,
+            callbacks=[ReadingCallback("")] if reads else [],
+            validation_data_loader=Batches(batches(1)),
+            **others,
+        )
+        trainer.train()
+        return trainer.model
+
+    expected = train(GradientDescentTrainer)
+    actual = train(DeepSpeedTrainer, log_every_num_steps=log_every_num_steps)
+    assert actual.times_asked == expected.times_asked
+    assert_same_weights(actual.state_dict(), expected.state_dict())
+
+
+def test_a_model_that_counts_calls_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments(tmp_path, model=Net).train()
+    (warning,) = [r.getMessage() for r in caplog.records if "get_metrics()" in r.getMessage()]
+    assert "times_asked" in warning
+
+
+def test_positional_arguments_are_those_of_allennlp(tmp_path: Path) -> None:
+    weights = []
+    for trainer_class in (GradientDescentTrainer, DeepSpeedTrainer):
+        torch.manual_seed(1)
+        model = Plain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        validation = Batches(batches(1))
+        kind = DeepSpeedCheckpointer if trainer_class is DeepSpeedTrainer else Checkpointer
+        directory = tmp_path / trainer_class.__name__
+        directory.mkdir()
+        checkpointer = kind(directory, True, None, 1, 1)
+        trainer = trainer_class(
+            model, optimizer, Batches(batches(0)), 1, "-loss", validation, 3, directory,
+            checkpointer, -1, 0.5, 0.1,
+        )  # fmt: skip
+        trainer.train()
+        weights.append(model.state_dict())
+    assert_same_weights(weights[1], weights[0])
+
+
+def test_an_epoch_without_train_and_without_callbacks(tmp_path: Path) -> None:
+    weights = []
+    for trainer_class in (GradientDescentTrainer, DeepSpeedTrainer):
+        torch.manual_seed(1)
+        trainer = arguments(tmp_path, trainer_class)
+        trainer._callbacks.clear()
+        metrics = [trainer._train_epoch(0)["loss"], trainer._train_epoch(0)["loss"]]
+        if trainer_class is DeepSpeedTrainer:
+            trainer.close()
+        weights.append((trainer.model.state_dict(), metrics))
+    assert weights[1][1] == pytest.approx(weights[0][1], rel=1e-5)
+    assert_same_weights(weights[1][0], weights[0][0])
+
+
+def test_epochs_without_train_draw_other_random_numbers(tmp_path: Path) -> None:
+    class Shuffled(Batches):
+        orders: List[int] = []
+
+        def __iter__(self) -> Any:
+            self.orders.append(int(torch.randint(10**9, ())))
+            return super().__iter__()
+
+    trainer = arguments(tmp_path, data_loader=Shuffled(batches(0)))
+    trainer._train_epoch(0)
+    trainer._train_epoch(0)
+    trainer.close()
+    assert len(set(Shuffled.orders)) == len(Shuffled.orders) == 2
+
+
+@Trainer.register("with_own_key", constructor="from_partial_objects")
+class WithOwnKey(DeepSpeedTrainer):
+    def __init__(self, *args: Any, alpha: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.alpha = alpha
+
+
+@Checkpointer.register("of_a_user")
+class OwnCheckpointer(DeepSpeedCheckpointer):
+    def __init__(self, serialization_dir: str, beta: int = 0, **kwargs: Any) -> None:
+        super().__init__(serialization_dir, **kwargs)
+        self.beta = beta
+
+
+def test_subclasses_have_keys_of_their_own(tmp_path: Path) -> None:
+    section = {
+        "type": "with_own_key",
+        "alpha": 0.25,
+        "num_epochs": 1,
+        "cuda_device": -1,
+        "optimizer": {"type": "sgd", "lr": 0.1},
+        "checkpointer": {"type": "of_a_user", "beta": 3, "save_every_num_batches": 2},
+        "deepspeed_config": {"zero_optimization": {"stage": 1}},
+    }
+    lazy: Lazy[Trainer] = Lazy(Trainer, params=Params(section))
+    trainer: Any = lazy.construct(
+        model=Plain(), data_loader=Batches(batches(0)), serialization_dir=str(tmp_path)
+    )
+    assert type(trainer) is WithOwnKey and trainer.alpha == 0.25
+    assert type(trainer.checkpointer) is OwnCheckpointer and trainer.checkpointer.beta == 3
+    trainer.train()
+    assert {path.name for path in tmp_path.glob("checkpoint_*")} == {
+        "checkpoint_e0_b2",
+        "checkpoint_e1_b0",
+    }
