@@ -170,8 +170,9 @@ class DeepSpeedCheckpointer(Checkpointer):
     @classmethod
     @overrides
     def resolve_class_name(cls, name: str) -> Any:
-        is_own = name in Registrable._registry[cls] or name not in cls.list_available()
-        return (super() if is_own else Checkpointer).resolve_class_name(name)
+        if name in Registrable._registry[cls] or name not in cls.list_available():
+            return super().resolve_class_name(name)
+        return Checkpointer.resolve_class_name(name)
 
     @phases.during(phases.SAVING)
     @overrides
