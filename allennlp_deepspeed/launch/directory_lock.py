@@ -102,8 +102,10 @@ class DirectoryLock:
                 " Wait until it has ended, or end it, or choose another directory with -s."
             ) from None
         own = f"process {os.getpid()} on {socket.gethostname()}"
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{own}\n".encode(), 0)
+        # Only for the message. What a full disk means, the training says.
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{own}\n".encode(), 0)
         if self._store is not None:
             self._store.set(f"lock/{own}", "")
         return True
