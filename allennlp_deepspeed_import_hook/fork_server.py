@@ -40,6 +40,8 @@ def start_for_command() -> None:
     this package, as far as its arguments and the text of its config tell.
     """
     if not any(name in os.environ for name in _OF_LAUNCHERS) and _starts_workers(sys.argv):
+        # Each try to reach a store that is gone is a warning of PyTorch's with 20 lines of frames.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         ensure_running()
 
 

@@ -386,9 +386,19 @@ class _Agent(LocalElasticAgent):
             elif self._remaining_restarts > 0:
                 logger.warning(
                     f"{self.last_failure}\nRestarting all workers, which continue from the newest "
-                    f"checkpoint. Restarts left after this one: {self._remaining_restarts - 1}"
+                    f"checkpoint{self._waiting()}. Restarts left after this one: "
+                    f"{self._remaining_restarts - 1}"
                 )
         return result
+
+    def _waiting(self) -> str:
+        node = self._node
+        if node.num_nodes == 1 or node.min_nodes is not None:
+            return ""
+        return (
+            f" when all {node.num_nodes} nodes are there: run the command of one that is lost "
+            f"again, within {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout')"
+        )
 
     def _num_changes(self, num_nodes_waiting: Callable[[], int]) -> int:
         """

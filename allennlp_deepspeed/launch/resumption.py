@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, Union
 
@@ -126,7 +127,9 @@ def _has_something(directory: Path) -> bool:
     return is_training and (is_finished or is_replaced or bool(found))
 
 
-def accept_changes(params: Params, serialization_dir: Union[str, os.PathLike]) -> None:
+def accept_changes(
+    params: Params, serialization_dir: Union[str, os.PathLike], is_elastic: bool = False
+) -> None:
     """
     Makes `allennlp train --recover` continue if `params` divides the work in another way than the
     training in `serialization_dir` did: the recorded config becomes `params`, which AllenNLP
@@ -137,6 +140,9 @@ def accept_changes(params: Params, serialization_dir: Union[str, os.PathLike]) -
     params : `Params`, required.
         The whole config of a "deepspeed" trainer. It is not changed.
     serialization_dir : `Union[str, os.PathLike]`, required.
+    is_elastic : `bool`, optional (default = `False`)
+        Whether `params` was made for the nodes that are there now, so that the user has changed
+        nothing. The console doesn't show the changes then.
 
     # Raises
 
@@ -158,7 +164,10 @@ def accept_changes(params: Params, serialization_dir: Union[str, os.PathLike]) -
             + ". Write it as it was, or train into another directory."
         )
     if differing:
-        _replace_config(path, params, recorded, differing)
+        tell = logger.info if is_elastic else partial(announce, logger)
+        changes = _changes(params, recorded, differing)
+        tell("Continues with another config, which %s has now: %s", path, changes)
+        _replace_config(path, params)
 
 
 def _differing_keys(params: Params, recorded: Params) -> List[str]:
@@ -168,9 +177,7 @@ def _differing_keys(params: Params, recorded: Params) -> List[str]:
     return [key for key in keys if now.get(key, missing) != then.get(key, missing)]
 
 
-def _replace_config(path: str, params: Params, recorded: Params, differing: List[str]) -> None:
-    changes = _changes(params, recorded, differing)
-    announce(logger, "Continues with another config, which %s has now: %s", path, changes)
+def _replace_config(path: str, params: Params) -> None:
     temporary_path = f"{path}.unfinished"
     files.write(json.dumps(params.as_dict(quiet=True), indent=4), temporary_path)
     files.flush(temporary_path)

@@ -125,6 +125,7 @@ def run(
                 arguments,
                 None if launched.world_size == 1 else launched,
                 store,
+                is_elastic=node.min_nodes is not None,
             )
     except BaseException as error:
         worker_failure.report(error)
@@ -142,6 +143,7 @@ def train(
     arguments: Dict[str, Any],
     launched: Optional[Launched],
     store: Optional[dist.Store] = None,
+    is_elastic: bool = False,
 ) -> Any:
     """
     Trains with a config that has been checked, in this process.
@@ -156,6 +158,8 @@ def train(
         Which of several workers this process is. `None` if it is the only one.
     store : `dist.Store`, optional (default = `None`)
         One that outlives the workers, if that of the process group may be lost with a node.
+    is_elastic : `bool`, optional (default = `False`)
+        Whether the config was made for the nodes that are there now.
     """
     params = arguments["params"]
     config = params.as_dict(quiet=True)
@@ -172,7 +176,7 @@ def train(
                 if directory is not None:
                     directory.remove_left()
         is_ours = stack.enter_context(made_once(store, lock))
-        _continue_or_begin(arguments, is_leader, is_ours)
+        _continue_or_begin(arguments, is_leader, is_ours, is_elastic)
         shows = launched is None or launched.rank == 0
         stack.enter_context(first_and_last_lines(arguments, shows))
         if launched is not None and directory is not None:
@@ -322,7 +326,9 @@ def _compare(own: Dict[str, Any]) -> None:
         )
 
 
-def _continue_or_begin(arguments: Dict[str, Any], is_leader: bool, is_ours: bool) -> None:
+def _continue_or_begin(
+    arguments: Dict[str, Any], is_leader: bool, is_ours: bool, is_elastic: bool
+) -> None:
     """Decides whether the training is continued, and prepares its directory for that."""
     params, path = arguments["params"], arguments["serialization_dir"]
     is_asked_for = resumption.is_asked_for(params.as_dict(quiet=True))
@@ -341,7 +347,7 @@ def _continue_or_begin(arguments: Dict[str, Any], is_leader: bool, is_ours: bool
         arguments.update(recover=continues, force=False)
     with _agreed_problems():
         if is_leader and arguments.get("recover"):
-            resumption.accept_changes(params, path)
+            resumption.accept_changes(params, path, is_elastic)
 
 
 @contextmanager
