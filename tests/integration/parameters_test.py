@@ -28,10 +28,14 @@ STAGES = [(0, 1), (0, 2), (1, 2), (2, 1), (3, 1), (3, 2)]
 SHARDED = [(1, 1), (1, 2), (2, 1), (3, 1), (3, 2)]
 
 
+def _nothing(model: Any) -> None:
+    pass
+
+
 class Layers(Model):
     """A regression whose parts the tests add to."""
 
-    def __init__(self, add: Callable[["Layers"], None] = lambda model: None) -> None:
+    def __init__(self, add: Callable[["Layers"], None] = _nothing) -> None:
         super().__init__(Vocabulary())
         self.encoder = nn.Linear(DIM, DIM)
         self.decoder = nn.Linear(DIM, DIM)
@@ -74,6 +78,10 @@ def _refusal(side: Side) -> str:
 # Frozen and unfrozen
 
 
+def _freeze_encoder(model: Layers) -> None:
+    model.encoder.weight.requires_grad_(False)
+
+
 class Switch(TrainerCallback):
     """Freezes and unfreezes the encoder's weight: at the start, or after so many steps."""
 
@@ -103,13 +111,17 @@ SWITCHES = {
 
 @pytest.mark.parametrize(
     "which, world_size, grad_norm",
-    [("off", 1, 0.1), ("off", 2, False), ("off and on", 2, 0.1), ("twice off", 2, 0.1)],
+    [
+        *(("off", 1, 0.1), ("off", 2, False), ("off and on", 2, 0.1), ("twice off", 2, 0.1)),
+        *(("on", 1, False), ("on", 2, 0.1)),
+    ],
 )
 def test_at_stage_0_a_frozen_parameter_is_not_stepped(which: str, world_size: int, grad_norm: Any):
     def side(stage: Optional[int], world_size: int) -> Side:
-        callbacks = lambda: [Switch(SWITCHES[which])]  # noqa: E731
+        callbacks = lambda: [Switch({**SWITCHES, "on": {2: True}}[which])]  # noqa: E731
+        model = lambda: Layers(_freeze_encoder if which == "on" else _nothing)  # noqa: E731
         arguments = {"callbacks": callbacks, "grad_norm": grad_norm}
-        return Side(Layers, _same_vectors, stage, world_size, **arguments)
+        return Side(model, _same_vectors, stage, world_size, **arguments)
 
     assert_same_weights(side(0, world_size).train(), side(None, 1).train())
 
@@ -122,10 +134,6 @@ def test_freezing_is_refused_where_parameters_are_sharded(
     (message,) = set(side.on_all_ranks(_error))
     assert "'encoder.weight'" in message
     expect_message(message)
-
-
-def _freeze_encoder(model: Layers) -> None:
-    model.encoder.weight.requires_grad_(False)
 
 
 def _sgd_of_trainable(parameters: Any) -> torch.optim.Optimizer:
