@@ -6,6 +6,7 @@ import torch
 
 from allennlp_deepspeed.deepspeed_api import BF16_Optimizer, DeepSpeedEngine, z3_leaf_parameter
 from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 
 
@@ -118,7 +119,7 @@ class GradientReducer:
             zeros = torch.zeros_like(parameter, dtype=self.accumulation_dtype)
             parameter.grad_accum = zeros  # type: ignore[attr-defined]
         else:
-            set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
+            set_zero_gradient(parameter)
 
     def reduce_all(self) -> None:
         """Reduces all gradients, where `reduces_all_at_once`."""
@@ -187,7 +188,15 @@ class GradientAccumulators:
 def set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """Gives a parameter, which may be partitioned, a gradient of its unsharded shape."""
     # Torch wants a gradient to have the shape of its parameter at the moment when it is set.
-    data = parameter.data
-    parameter.data = data.new_zeros(()).expand(gradient.shape)
-    parameter.grad = gradient
-    parameter.data = data
+    with access_allowed():
+        data = parameter.data
+        parameter.data = data.new_zeros(()).expand(gradient.shape)
+        parameter.grad = gradient
+        parameter.data = data
+
+
+def set_zero_gradient(parameter: torch.nn.Parameter) -> None:
+    """Gives a parameter, which may be partitioned, a gradient of zeros."""
+    with access_allowed():
+        zeros = parameter.new_zeros(whole_shape(parameter))
+    set_gradient(parameter, zeros)

@@ -25,6 +25,7 @@ from allennlp_deepspeed.engine import (
     internals,
     module_hooks,
     parameter_layout,
+    released_parameters,
 )
 from allennlp_deepspeed.engine.one_process import as_one_process
 
@@ -74,6 +75,7 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
         undo.enter_context(parameter_layout.any_layout())
         undo.enter_context(module_hooks.linear_only_with_graph())
         undo.enter_context(module_hooks.keeping_what_is_read())
+        undo.enter_context(released_parameters.class_follows_release())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)
         undo.enter_context(_global_state_restored())

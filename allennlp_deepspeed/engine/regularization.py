@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from allennlp_deepspeed.deepspeed_api import zero
+from allennlp_deepspeed.engine.released_parameters import ReleasedParameter
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,13 @@ class PartitionedRegularizer:
         return [
             parameter
             for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad and self._may_penalize(name)
+            if self._may_penalize(name, parameter)
         ]
 
-    def _may_penalize(self, name: str) -> bool:
+    def _may_penalize(self, name: str, parameter: torch.nn.Parameter) -> bool:
         if type(self._model).get_regularization_penalty is not Model.get_regularization_penalty:
             return True  # the model has a penalty of its own, on whatever parameters
-        if self._model._regularizer is None:
+        if self._model._regularizer is None or not parameter.requires_grad:
             return False
         regularizers = self._model._regularizer._regularizers
         return any(re.search(regex, name) for regex, _ in regularizers)
@@ -114,4 +115,6 @@ class _InFp32(TorchFunctionMode):
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, ReleasedParameter):
+        return tensor
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -22,6 +22,11 @@ from allennlp_deepspeed.deepspeed_api import (
     zero,
 )
 from allennlp_deepspeed.engine import agreement, internals
+from allennlp_deepspeed.engine.released_parameters import (
+    access_allowed,
+    allow_access,
+    refuse_access,
+)
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
 
 StateDict = Dict[str, Any]
@@ -202,7 +207,8 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
     """
     shards = Shards(engine)
     parameters = list(engine.module.parameters()) if which is None else _chosen(engine, which)
-    computed_with = [parameter.data for parameter in parameters]
+    with access_allowed():
+        computed_with = [parameter.data for parameter in parameters]
     with torch.no_grad():
         try:
             for parameter in parameters:
@@ -210,11 +216,13 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
                     whole = full_parameter(parameter, shards)
                     dtype = _in_full_precision(whole.dtype)
                     parameter.data = whole.to(engine.device, dtype, copy=True)
+                    allow_access(parameter)
             yield
             changed = [parameter.data for parameter in parameters]
         finally:
             for parameter, data in zip(parameters, computed_with):
                 parameter.data = data
+                refuse_access(parameter)
         for parameter, value in zip(parameters, changed):
             source = value if dist.get_rank() == 0 else None
             whole = broadcast(source, parameter, engine.device)

@@ -28,6 +28,7 @@ from allennlp_deepspeed.engine import (
     deepspeed_logging,
     loss_scaling,
     module_hooks,
+    released_parameters,
     used_optimizers,
 )
 from allennlp_deepspeed.engine.compilation import Compiler
@@ -223,6 +224,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         weights. With several workers the shards stay where they are.
 
         Works around DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision,
+        if config.zero_stage == 3:
+            enter(released_parameters.access_refused(self.engine))
         with hooks and containers of its own and in a stack and a cache of all engines, and swap
         files on the disk. Gone when a model at stage 3 is whole then, and nothing of these is left.
         [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)

@@ -5,8 +5,7 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.engine import agreement
-from allennlp_deepspeed.engine.gradient_reduction import set_gradient
-from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.engine.gradient_reduction import set_zero_gradient
 from allennlp_deepspeed.training.reduction_schedule import MICRO_BATCH
 
 
@@ -48,7 +47,7 @@ class GradientAverage:
         for parameter, is_used in zip(self._parameters, used):
             if is_used:
                 if parameter.grad is None:
-                    set_gradient(parameter, parameter.new_zeros(whole_shape(parameter)))
+                    set_zero_gradient(parameter)
                 gradients.append(parameter.grad)  # type: ignore[arg-type]
         flat = torch._utils._flatten_dense_tensors(gradients)
         dist.all_reduce(flat)

@@ -43,6 +43,7 @@ from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.engine import offloaded_optimizers, optimizer_check
 from allennlp_deepspeed.engine.model_check import check_initialized
+from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
@@ -181,9 +182,12 @@ def _prepare(model: Model, arguments: Arguments) -> None:
 def _parts(arguments: Arguments, optimizer: torch.optim.Optimizer, parameters: Any) -> Arguments:
     directory = {"serialization_dir": arguments["serialization_dir"]}
     callbacks = arguments["callbacks"] or []
+    with access_allowed():
+        # It copies each parameter's elements. Shards take their place in the trainer.
+        moving_average = _constructed(arguments["moving_average"], parameters=parameters)
     return {
         "momentum_scheduler": _constructed(arguments["momentum_scheduler"], optimizer=optimizer),
-        "moving_average": _constructed(arguments["moving_average"], parameters=parameters),
+        "moving_average": moving_average,
         "checkpointer": _constructed(arguments["checkpointer"], **directory),
         "callbacks": [_constructed(callback, **directory) for callback in callbacks],
     }

@@ -50,7 +50,7 @@ class Save(TrainerCallback):
         checkpointer = DeepSpeedCheckpointer(self.serialization_dir)
         with self.counter:
             checkpointer.save_checkpoint(trainer)
-        self.elements = [parameter.data.numel() for parameter in trainer.model.parameters()]
+        self.elements = [parameter.numel() for parameter in trainer.model.parameters()]
         checkpointer.finish()
 
 

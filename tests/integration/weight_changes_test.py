@@ -246,6 +246,8 @@ def test_a_change_on_one_rank_is_an_error_on_all(stage: int):
         _vectors,
         stage,
         world_size=2,
+        # What stage 3 has released can't be changed in the first place.
+        zero={"stage3_param_persistence_threshold": 100},
         callbacks=lambda: [ChangeOutside(_clamp, only_on_rank=1)],
     )
     first, second = side.on_all_ranks(_error_of_training)

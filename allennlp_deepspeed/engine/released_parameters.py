@@ -1,0 +1,144 @@
+"""
+Parameters that ZeRO stage 3 has released: a rank has a shard of each, and the parameter itself is
+an empty tensor, of which PyTorch computes a norm of 0.
+"""
+
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodWrapperType
+from typing import Any, Callable, Iterator
+
+import torch
+from deepspeed.runtime.zero import partition_parameters
+from torch.utils._pytree import tree_leaves
+
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine import internals
+
+# An attribute of the parameters of an engine.
+_NAME = "name_in_messages"
+
+_VALUES = {getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
+
+_METHODS = {
+    getattr(owner, name)
+    for owner in (torch.Tensor, torch)
+    for name in (
+        *("size", "numel", "nelement", "dim", "ndimension", "element_size", "get_device"),
+        *("is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "register_hook"),
+        *("register_post_accumulate_grad_hook", "__repr__", "__format__"),
+        # By which PyTorch finds the node of a parameter's gradient.
+        "view_as",
+    )
+    if hasattr(owner, name)
+}
+
+access_allowed = torch._C.DisableTorchFunctionSubclass
+"""Context manager in which the empty tensors of released parameters are seen as they are."""
+
+
+class ReleasedParameter(torch.nn.Parameter):
+    """
+    Class of a parameter from the time that ZeRO stage 3 releases it to the time that it is
+    gathered. Whatever reads or changes its elements raises, as with PyTorch's
+    `UninitializedParameter`.
+    """
+
+    @property
+    def ds_status(self) -> Any:
+        return vars(self)["ds_status"]
+
+    @ds_status.setter
+    def ds_status(self, status: Any) -> None:
+        vars(self)["ds_status"] = status
+        if internals.is_gathered(self):
+            self.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not _is_about_metadata(function):
+            released = (x for x in tree_leaves((args, kwargs)) if isinstance(x, ReleasedParameter))
+            raise RuntimeError(
+                f"The parameter '{vars(next(released))[_NAME]}' is used while ZeRO stage 3 has it "
+                "sharded, outside the forward pass of the module that it belongs to. Read it, on "
+                "every worker, within `with deepspeed.zero.GatheredParameters([parameter]):`, and "
+                "in a callback change it within `with trainer.modified_weights():`. Compute a "
+                "penalty on weights in the model's `get_regularization_penalty`."
+            )
+        with access_allowed():
+            return function(*args, **(kwargs or {}))
+
+
+def _is_about_metadata(function: Any) -> bool:
+    if isinstance(function, MethodWrapperType):  # of an attribute
+        return function.__name__ != "__get__" or function.__self__ not in _VALUES
+    return function in _METHODS
+
+
+@contextmanager
+def class_follows_release() -> Iterator[None]:
+    """
+    Within it a parameter of an engine becomes a `ReleasedParameter` when DeepSpeed releases it. For
+    the whole process.
+    """
+    release = partition_parameters.free_param
+
+    def release_and_refuse(parameter: Any) -> None:
+        release(parameter)
+        refuse_access(parameter)
+
+    with internals.replaced(partition_parameters, free_param=release_and_refuse):
+        yield
+
+
+@contextmanager
+def access_refused(engine: DeepSpeedEngine) -> Iterator[None]:
+    """
+    Within it whatever uses the elements of a released parameter raises a `RuntimeError` with its
+    name, except when the engine saves and loads its checkpoints.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+        At stage 3.
+    """
+    named_parameters = engine.module.named_parameters()
+    parameters = [(name, p) for name, p in named_parameters if type(p) is torch.nn.Parameter]
+    for name, parameter in parameters:
+        setattr(parameter, _NAME, name)
+        refuse_access(parameter)
+    functions = {
+        name: _with_access(getattr(engine, name))
+        for name in ("module_state_dict", "load_module_state_dict")
+    }
+    try:
+        with internals.replaced(engine, **functions):
+            yield
+    finally:
+        for _, parameter in parameters:
+            allow_access(parameter)
+            delattr(parameter, _NAME)
+
+
+def _with_access(function: Callable) -> Callable:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with access_allowed():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def refuse_access(parameter: Any) -> None:
+    """Has a parameter of an engine be a `ReleasedParameter`, if it has been released."""
+    is_known = type(parameter) is torch.nn.Parameter and hasattr(parameter, _NAME)
+    if is_known and internals.is_released(parameter):
+        parameter.__class__ = ReleasedParameter  # type: ignore[assignment]
+
+
+def allow_access(parameter: Any) -> None:
+    """Has a parameter be a plain one, if it has been given elements."""
+    if isinstance(parameter, ReleasedParameter):
+        parameter.__class__ = torch.nn.Parameter
