@@ -40,6 +40,8 @@ from allennlp_deepspeed.engine.shared_memory import shared_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
+
 # Of the parameters that constructors have looked at, and that stay whole at a time.
 MAX_WHOLE_ELEMENTS = 50_000_000
 
@@ -137,6 +139,10 @@ class PartitionedConstruction:
             if parameter in names and other in names:
                 raise shared_memory(names[other], names[parameter], "at ZeRO stage 3")
         for module in model.modules():
+            for _, parameter in _own_parameters(module):
+                if parameter.requires_grad and self._is_kept_in_half_precision(parameter):
+                    self._touch(parameter)
+                    parameter.data = parameter.data.float()
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self._device)
@@ -150,6 +156,7 @@ class PartitionedConstruction:
         load_from_state_dict = Module._load_from_state_dict
         deepcopy_parameter = Parameter.__deepcopy__
         save_to_state_dict = Module._save_to_state_dict
+        apply = Module._apply
         from_pretrained = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
         load = torch.load
 
@@ -192,6 +199,11 @@ class PartitionedConstruction:
                     self._touch(parameter)
             save_to_state_dict(module, *args, **kwargs)
 
+        def _apply(module: Module, *args: Any, **kwargs: Any) -> Module:
+            for _, parameter in _own_parameters(module):
+                self._touch(parameter)
+            return apply(module, *args, **kwargs)
+
         def _from_pretrained(cls: Type["PreTrainedModel"], *args: Any, **kwargs: Any) -> Any:
             # It takes the keys of state dicts of the whole model, and not the values.
             with mock.patch.object(self, "_is_in_from_pretrained", True):
@@ -216,6 +228,7 @@ class PartitionedConstruction:
             mock.patch.object(Module, "_load_from_state_dict", _load_from_state_dict),
             mock.patch.object(Parameter, "__deepcopy__", __deepcopy__),
             mock.patch.object(Module, "_save_to_state_dict", _save_to_state_dict),
+            mock.patch.object(Module, "_apply", _apply),
             mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained)),
             mock.patch.object(torch, "load", load_mapped),
             # What is cached now is partitioned for this training only.
@@ -232,8 +245,8 @@ class PartitionedConstruction:
             return
         if internals.is_released(parameter):
             parameter.all_gather()
-            dtype = torch.float32 if parameter.is_floating_point() else None
-            parameter.data = parameter.data.to("cpu", dtype)
+            is_rounded = parameter.is_floating_point() and self._dtype != torch.float32
+            parameter.data = parameter.data.to("cpu", torch.float32 if is_rounded else None)
             self._whole[id(parameter)] = parameter
             self._num_whole_elements += parameter.ds_numel
         if id(parameter) in self._whole:
@@ -263,7 +276,7 @@ class PartitionedConstruction:
             return  # a constructor that knows DeepSpeed has done so
         self._find_shared(parameter)
         self._to_device(parameter)
-        if parameter.shape != parameter.ds_shape:
+        if (parameter.shape, parameter.dtype) != (parameter.ds_shape, parameter.ds_tensor.dtype):
             internals.shard_parameter(self._partitioner, parameter)
             return
         # As bytes, because gloo doesn't know every type.
@@ -286,10 +299,19 @@ class PartitionedConstruction:
 
     def _to_device(self, parameter: Parameter) -> None:
         """A copy, because a parameter may be mapped from a file, and is about to be written to."""
-        dtype = self._dtype if parameter.is_floating_point() else None
+        is_kept = not parameter.is_floating_point() or self._is_kept_in_half_precision(parameter)
         parameter.data = parameter.data.to(
-            self._device, dtype, copy=True, memory_format=torch.contiguous_format
+            self._device,
+            None if is_kept else self._dtype,
+            copy=True,
+            memory_format=torch.contiguous_format,
         )
+
+    def _is_kept_in_half_precision(self, parameter: Parameter) -> bool:
+        """
+        Whether it is in half precision and the engine isn't, as what is frozen under adapters.
+        """
+        return self._dtype == torch.float32 and parameter.dtype in _HALF_PRECISION
 
 
 def _own_parameters(module: Module) -> Iterable[Tuple[str, Parameter]]:

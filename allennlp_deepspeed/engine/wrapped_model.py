@@ -184,6 +184,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         has_lost_states = enter(used_optimizers.steps_allowed(optimizer))
         has_stepped = used_optimizers.has_stepped(optimizer)
         self._engine, *_ = deepspeed.initialize(
+        if optimizer is not None and config.zero_stage > 0:
+            for group in optimizer.param_groups:
+                # DeepSpeed leaves out what is frozen, and reduces all in the dtype of the first.
+                group["params"] = sorted(group["params"], key=lambda p: not p.requires_grad)
             # DeepSpeed takes the device's index for the local rank unless it is told both.
             args=SimpleNamespace(local_rank=device_index(device, local_rank)),
             model=model,

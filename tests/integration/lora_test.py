@@ -1,5 +1,6 @@
 """The token embedder of type "lora"."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -69,6 +70,41 @@ def test_training_is_that_of_gradient_descent(bert: str, reference: StateDict, s
     actual = Side(lambda: Adapted(bert), id_batches, stage, world_size=2).train()
     assert_same_weights(actual, reference)
     assert any("lora_B" in name and weight.any() for name, weight in actual.items())
+
+
+class HalfPrecisionBase(Model):
+    """A base in bf16, frozen or not, and an adapter in fp32, as peft has them."""
+
+    def __init__(self, is_frozen: bool = True, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(Vocabulary())
+        self.base = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        self.base.to(torch.bfloat16).to(dtype).requires_grad_(not is_frozen)
+        self.adapter = torch.nn.Linear(8, 8)
+
+    def forward(self, ids) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        inputs = torch.nn.functional.one_hot(ids % 8, 8).float()
+        base = self.base(inputs.to(self.base[0].weight.dtype)).float()
+        return {"loss": (base + self.adapter(inputs) - 1).pow(2).mean()}
+
+
+@pytest.mark.parametrize("stage, is_partitioned", [(0, False), (2, False), (3, False), (3, True)])
+def test_a_frozen_base_is_computed_in_its_own_precision(stage: int, is_partitioned: bool):
+    expected = Side(HalfPrecisionBase, id_batches, world_size=2).train()
+    side = Side(HalfPrecisionBase, id_batches, stage, 2, is_constructed_partitioned=is_partitioned)
+    assert_same_weights(side.train(), expected, tolerance=1e-5 if stage < 3 else 1e-3)
+    for dtypes in side.on_all_ranks(_dtypes):
+        assert dtypes == {n: str(p.dtype) for n, p in HalfPrecisionBase().named_parameters()}
+
+
+def _dtypes(trainer: Any) -> Dict[str, str]:
+    parameters = dict(trainer.model.named_parameters())
+    return {name: str(getattr(p, "ds_tensor", p).dtype) for name, p in parameters.items()}
+
+
+def test_a_base_that_is_trained_is_partitioned_in_the_precision_of_the_engine():
+    loaded, in_fp32 = (partial(HalfPrecisionBase, False, t) for t in (torch.bfloat16, torch.float))
+    side = Side(loaded, id_batches, 3, 2, is_constructed_partitioned=True)
+    assert_same_weights(side.train(), Side(in_fp32, id_batches, world_size=2).train())
 
 
 @pytest.mark.parametrize("embedder", [PLAIN, MISMATCHED])

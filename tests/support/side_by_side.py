@@ -189,4 +189,8 @@ def numbers(trainer: Any) -> Dict[str, Any]:
         assert state_dict is not None
     else:
         state_dict = trainer.model.state_dict()
-    return {key: value.detach().numpy().copy() for key, value in state_dict.items()}
+    return {key: _as_array(value.detach()) for key, value in state_dict.items()}
+
+
+def _as_array(tensor: torch.Tensor) -> Any:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
