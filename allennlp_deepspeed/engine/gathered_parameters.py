@@ -126,6 +126,22 @@ def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
                 parameter.partition()
 
 
+def end_passes(engine: DeepSpeedEngine) -> None:
+    """
+    Has nothing use the parameters any more, where an exception has ended a pass. Not a collective.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+        At stage 3.
+    """
+    in_flight = engine.module.ds_inflight_param_registry
+    for parameter in filter(internals.is_sharded, engine.module.parameters()):
+        if parameter in in_flight:
+            in_flight.pop(parameter).wait()
+        parameter.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
+
+
 def all_that_are_sharded(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:
     """
     # Parameters

@@ -202,6 +202,14 @@ def divide_reported_norm(optimizer: Any, divisor: float) -> None:
 # ZeRO stage 3 around modules.
 
 
+def end_forward_pass(model: torch.nn.Module) -> None:
+    """Has a forward pass that has raised be over: what is read from a module isn't gathered."""
+    if getattr(model._parameters, "_in_forward", False):
+        for module in model.modules():
+            if isinstance(module._parameters, parameter_offload.ZeROOrderedDict):
+                module._parameters._in_forward = False
+
+
 def new_coordinator(offload: Any) -> PartitionedParameterCoordinator:
     """A coordinator as `DeepSpeedZeRoOffload` constructs its own, without a recorded order."""
     prefix = "_DeepSpeedZeRoOffload__"

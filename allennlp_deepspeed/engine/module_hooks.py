@@ -91,6 +91,43 @@ def keeping_what_is_read() -> Iterator[None]:
 
 
 @contextmanager
+def ended_by_errors(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Within it a forward pass that raises is over for DeepSpeed, too: where a callback then reads a
+    weight from a module, nothing is gathered, for which this rank would wait alone.
+
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+        Of an engine at stage 3.
+    """
+    handle = model.register_forward_hook(
+        lambda *_: internals.end_forward_pass(model), always_call=True
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def gathering_in_inference_mode() -> Iterator[None]:
+    """
+    Within it modules can be called in `torch.inference_mode`. For the whole process.
+
+    Works around DeepSpeed 0.19.8: at stage 3 the parameters of a module that is called in
+    `torch.inference_mode` become tensors of that mode, which no backward pass may see. Gone when
+    they don't.
+    """
+    functions = {
+        name: torch.inference_mode(False)(getattr(parameter_offload.DeepSpeedZeRoOffload, name))
+        for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function")
+    }
+    with internals.replaced(parameter_offload.DeepSpeedZeRoOffload, **functions):
+        yield
+
+
+@contextmanager
 def leaf_modules_called_again(engine: DeepSpeedEngine) -> Iterator[None]:
     """
     Within it DeepSpeed gives the parameters of a leaf module no gradient of its own after a

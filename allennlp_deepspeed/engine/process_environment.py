@@ -75,6 +75,7 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
         undo.enter_context(parameter_layout.any_layout())
         undo.enter_context(module_hooks.linear_only_with_graph())
         undo.enter_context(module_hooks.keeping_what_is_read())
+        undo.enter_context(module_hooks.gathering_in_inference_mode())
         undo.enter_context(released_parameters.class_follows_release())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)

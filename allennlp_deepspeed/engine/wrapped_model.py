@@ -39,6 +39,7 @@ from allennlp_deepspeed.engine.engine_workarounds import (
     keep_adagrad,
     undo_first_step,
 )
+from allennlp_deepspeed.engine.gathered_parameters import end_passes
 from allennlp_deepspeed.engine.inner_gradients import inner_gradients_refused
 from allennlp_deepspeed.engine.model_check import check_loaded_weights, check_model
 from allennlp_deepspeed.engine.model_snapshot import ModelSnapshot
@@ -183,11 +184,11 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._undo.callback(self._leave, before, device, is_alone)
         has_lost_states = enter(used_optimizers.steps_allowed(optimizer))
         has_stepped = used_optimizers.has_stepped(optimizer)
-        self._engine, *_ = deepspeed.initialize(
         if optimizer is not None and config.zero_stage > 0:
             for group in optimizer.param_groups:
                 # DeepSpeed leaves out what is frozen, and reduces all in the dtype of the first.
                 group["params"] = sorted(group["params"], key=lambda p: not p.requires_grad)
+        self._engine, *_ = deepspeed.initialize(
             # DeepSpeed takes the device's index for the local rank unless it is told both.
             args=SimpleNamespace(local_rank=device_index(device, local_rank)),
             model=model,
@@ -196,12 +197,14 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             config=config.engine_config,
         )
         before.find_added()
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
         enter(deepspeed_logging.reports_logged(self.engine))
         activation_checkpointing.configure(model, config.engine_config, device)
         if config.zero_stage == 3:
             enter(module_hooks.only_with_graph(model))
             enter(inner_gradients_refused(model))
             enter(module_hooks.leaf_modules_called_again(self.engine))
+            enter(module_hooks.ended_by_errors(model))
         if regularizer is not None:
             regularizer.gather_with_model()
         if config.zero_stage == 0 and config.precision in _HALF_PRECISION:
@@ -221,6 +224,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._must_resume = has_lost_states or (has_stepped and shards_states)
         if config.zero_stage == 0 and config.precision != "fp16":
             allow_plain_backward(self.engine)
+        if config.zero_stage > 0:
+            enter(mock.patch.object(self.optimizer, "add_param_group", _refuse_group))
+        if config.zero_stage == 3:
+            enter(released_parameters.access_refused(self.engine))
 
     def _leave(self, before: ModelSnapshot, device: torch.device, is_alone: bool) -> None:
         """
@@ -228,8 +235,6 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         weights. With several workers the shards stay where they are.
 
         Works around DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision,
-        if config.zero_stage == 3:
-            enter(released_parameters.access_refused(self.engine))
         with hooks and containers of its own and in a stack and a cache of all engines, and swap
         files on the disk. Gone when a model at stage 3 is whole then, and nothing of these is left.
         [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
@@ -247,6 +252,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             if engine.global_steps > 0 and engine.optimizer is not engine.basic_optimizer:
                 used_optimizers.refuse_steps(engine.basic_optimizer)
             if is_alone:
+                if self.config.zero_stage == 3:
+                    end_passes(engine)
                 offload = engine.zero_offload_param()
                 is_offloaded = offload is not None and offload.device != OffloadDeviceEnum.none
                 device = torch.device("cpu") if is_offloaded else device
@@ -289,9 +296,48 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self.is_in_use = True
         try:
             yield
-        finally:
+        except BaseException:
+            # Whatever it leaves behind, this is the error to be shown.
             self.is_in_use = False
-            self.destroy()
+            try:
+                self.destroy()
+            except Exception as error:
+                logger.warning("After an error the engine can't be destroyed: %s", error)
+            raise
+        self.is_in_use = False
+        self.destroy()
+
+    def check_parameters(self) -> None:
+        """
+        # Raises
+
+        `RuntimeError`
+            At ZeRO stages 1 to 3, if the model has other parameters than the engine.
+        """
+        if self.config.zero_stage == 0 or self._engine is None:
+            return
+        for name, parameter in self._plain_model.named_parameters(remove_duplicate=False):
+            if self._parameters.get(name) is not parameter:
+                raise RuntimeError(
+                    f"The parameter '{name}' isn't the one that the model had when the trainer was "
+                    f"constructed, and ZeRO stage {self.config.zero_stage} neither updates nor "
+                    "shards nor saves it. Construct, replace and tie layers in the model's "
+                    "constructor. If the model replaces a tensor itself, make that a buffer "
+                    "(`register_buffer`)."
+                )
+
+    @contextmanager
+    def parameters_checked(self) -> Iterator[None]:
+        """
+        Context manager in which a parameter that DeepSpeed finds without its attributes is an error
+        of `check_parameters`.
+        """
+        try:
+            yield
+        except AttributeError as error:
+            if (error.name or "").startswith("ds_"):
+                self.check_parameters()
+            raise
 
     def check_optimizer_states(self) -> None:
         """
@@ -413,6 +459,14 @@ def _check_autocast(config: ResolvedConfig) -> None:
 def _autocast_of(config: ResolvedConfig) -> Any:
     is_on = config.precision == "torch_autocast"
     return config.engine_config["torch_autocast"] if is_on else None
+
+
+def _refuse_group(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "At ZeRO stages 1 to 3 no parameters can be added to the optimizer while DeepSpeed trains: "
+        "their shards are fixed when the trainer is constructed. Construct them in the model's "
+        "constructor, and write 'parameter_groups' in 'trainer.optimizer'."
+    )
 
 
 def _returning_fp32(forward: Callable) -> Callable:

@@ -56,6 +56,7 @@ class GradientStep:
         reshard_after_micro_batch: Optional[ReshardAfterMicroBatch] = None,
         moving_average: Optional[ShardedMovingAverage] = None,
     ) -> None:
+        self._check_parameters = wrapped_model.check_parameters
         self._engine = wrapped_model.engine
         self._optimizer = wrapped_model.optimizer
         self._finds_micro_batch_size = wrapped_model.config.finds_micro_batch_size
@@ -139,6 +140,7 @@ class GradientStep:
             with phase(BACKWARD):
                 if self._go_backward is None or not self._go_backward(outputs):
                     loss = outputs["loss"] / self.group_size
+                    _check_requires_gradient(loss)
                     self._engine.backward(loss, scale_wrt_gas=False)
         return outputs
 
@@ -158,6 +160,7 @@ class GradientStep:
             The norm of the gradient before clipping, if `grad_norm` asks for it.
         """
         if self._weight_watch.is_due:
+            self._check_parameters()
             self._weight_watch.compare_before_step()
         has_stepped, norm = self.step()
         self.has_failed = not (has_stepped or self._may_overflow)
@@ -231,6 +234,15 @@ class GradientStep:
         """`None` where nobody has computed it, as at stage 0 in fp32 without `grad_norm`."""
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return None if norm is None else float(norm)
+
+
+def _check_requires_gradient(loss: torch.Tensor) -> None:
+    if not getattr(loss, "requires_grad", False):
+        raise RuntimeError(
+            "The model's loss depends on no parameter that is trained. Compute it from what "
+            "trained layers return, and not within `torch.no_grad()` or after `.detach()` or "
+            "`.item()`."
+        )
 
 
 def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHandle:

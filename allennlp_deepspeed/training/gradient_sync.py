@@ -217,6 +217,8 @@ class GradientSynchronizer:
             self._accumulators.move_to_gradients()
         is_reduced = set(self._reducer.reduced)
         needs_all = self._waits_for_all or (self._reducer.is_offloaded and self._is_last)
+        if not is_reduced and not needs_all:
+            self._check_has_gradient()
         for i, parameter in enumerate(self._parameters):
             if i in is_reduced:
                 continue
@@ -226,6 +228,21 @@ class GradientSynchronizer:
                 self._reducer.set_zero_gradient(parameter)
             self._reducer.reduce(i)
         self._reducer.finish(self._is_last)
+
+    def _check_has_gradient(self) -> None:
+        """
+        # Raises
+
+        `RuntimeError`
+            If this rank has no gradient, but others may, with which they would wait for it.
+        """
+        if dist.get_world_size() > 1 and not any(map(self._reducer.has_gradient, self._parameters)):
+            raise RuntimeError(
+                f"On rank {dist.get_rank()} the loss depends on no parameter that is trained, and "
+                "the gradients of other workers can't be reduced without it. Write "
+                '"deepspeed_config": {"zero_optimization": {"stage": 2}} and "distributed": '
+                '{"ddp_accelerator": {"type": "torch", "find_unused_parameters": true}, ...}.'
+            )
 
 
 def _only_sensible_mode(stage: int, num_micro_batches: int, average_each_pass: bool) -> str:

@@ -420,7 +420,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     callback._verification.destroy_hooks()
         self._replay.start_training()
         try:
-            with self._no_weights_copied():
+            with self._no_weights_copied(), self._ddp_wrapped_model.parameters_checked():
                 metrics, epoch = super()._try_train()
         except BaseException as error:
             # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.

@@ -46,6 +46,16 @@ def test_a_nan_loss_on_one_rank_ends_the_step_on_every_rank(tmp_path: Path, stag
         assert "ValueError('nan loss encountered at step 2 of epoch 0" in report
 
 
+@pytest.mark.parametrize("stage, rank", [(2, 1), (3, 0)])
+def test_a_worker_without_any_gradient_is_one_message(tmp_path: Path, stage: int, rank: int):
+    model = {"model.type": "independent_tagger", "model.rank": rank}
+    config = load_config("tagger", WORKERS, model)
+    run = train(deepspeed(config, stage), tmp_path)
+    assert run.returncode != 0
+    assert f"On rank {rank} the loss depends on no parameter that is trained" in run.output
+    assert "SIGABRT" not in run.output
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [

@@ -99,6 +99,15 @@ def test_a_parameter_that_is_read_is_gone_when_its_module_has_been_called() -> b
     return _fails(lambda: engine(torch.ones(1, 2)))
 
 
+@mended_by("engine.module_hooks.gathering_in_inference_mode")
+def test_parameters_become_tensors_of_inference_mode() -> bool:
+    model = nn.Sequential(linear(2))
+    engine = engine_of(model, 3, zero={"stage3_param_persistence_threshold": 0})
+    with torch.inference_mode():
+        engine(torch.ones(1, 2))
+    return model[0].weight.is_inference()
+
+
 @mended_by("engine.module_hooks.leaf_modules_called_again")
 def test_a_leaf_module_cannot_be_called_twice() -> bool:
     class Twice(nn.Module):
