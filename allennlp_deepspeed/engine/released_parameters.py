@@ -141,4 +141,4 @@ def refuse_access(parameter: Any) -> None:
 def allow_access(parameter: Any) -> None:
     """Has a parameter be a plain one, if it has been given elements."""
     if isinstance(parameter, ReleasedParameter):
-        parameter.__class__ = torch.nn.Parameter
+        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
