@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv ops demo demo-llm test test-unit messages coverage soak cross fuzz upstream bench lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit messages coverage soak cross fuzz architectures upstream bench lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -28,6 +28,7 @@ help:
 	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, take nodes out of 40 elastic ones, and run the long tests (about an hour)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
+	@echo "make architectures  train all types of language models that transformers has, shrunken, beside a plain loop (about 20 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
@@ -88,6 +89,10 @@ cross: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
 # The table is committed under benchmarks/results.
 fuzz: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
 	python -m tests.fuzz
+
+# The table is committed under benchmarks/results.
+architectures: $(VENV)/installed
+	python -m tests.architectures
 
 upstream: upstream-0 upstream-2 upstream-3 upstream-models
 

@@ -33,7 +33,9 @@ def batches(num_tokens: int, rank: int = 0) -> List[Batch]:
 CHECKPOINTED: Dict[str, Any] = {"activation_checkpointing": [r"layers\.\d+$"]}
 
 
-@pytest.mark.parametrize("stage, arguments", [(0, {}), (2, CHECKPOINTED), (3, CHECKPOINTED)])
+@pytest.mark.parametrize(
+    "stage, arguments", [(0, {}), (1, {}), (2, CHECKPOINTED), (3, CHECKPOINTED)]
+)
 def test_experts_are_balanced(stage: int, arguments: Dict[str, Any]) -> None:
     def model() -> CausalLM:
         config = {**MIXTRAL, "router_aux_loss_coef": 0.5}
