@@ -78,13 +78,14 @@ def _as_vectors(parameters: Iterable[Parameter]) -> Iterator[None]:
     """
     changed = []
     for parameter in parameters:
-        data = parameter.data
-        if data.dim() == 0 or not data.is_contiguous():
+        # One that is partitioned is a vector, whose elements aren't to be used.
+        if parameter.dim() == 0 or not parameter.is_contiguous():
+            data = parameter.data
             parameter.data = data.reshape(-1)
             changed.append((parameter, parameter.data, data))
     try:
         yield
     finally:
         for parameter, vector, data in changed:
-            if parameter.data.shape == vector.shape:
+            if parameter.shape == vector.shape:
                 parameter.data = data.copy_(parameter.data.view(data.shape))
