@@ -163,9 +163,10 @@ def _calling(call: Callable) -> Callable:
             now = {
                 name: value
                 for name, value in attributes.items()
-                if name in now or (name not in initial and _is_counted(value))
+                if type(value) is type(initial.get(name)) or _is_counted(value)
             }
-            attributes.update(shown)
+            # What isn't counted, such as a device, stays as the call has left it.
+            attributes.update((name, shown[name]) for name in shown.keys() & now.keys())
             attributes[_COUNTS] = initial, now
 
     return call_with_own_counts
@@ -274,6 +275,8 @@ def _sum(initial: Any, values: List[Any]) -> Any:
         return type(first)().union(*values)
     if isinstance(first, (list, tuple, deque)):
         return _sum_of_sequences(initial, values)
+    if not _is_scorer(first):
+        return first
     merged = copy.copy(first)
     vars(merged).update(_sum_of_dicts(vars(initial), list(map(vars, values))))
     return merged

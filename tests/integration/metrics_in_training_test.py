@@ -20,20 +20,32 @@ from tests.support.side_by_side import Batches, Side
 SIZES = ((3, 4), (5, 1))
 
 
-class Scores(Metric):
-    """Of one instance in each call, with texts of what it has seen."""
+class Scorer:
+    """A plain object in a metric, as those of coreference have."""
 
     def __init__(self) -> None:
+        self.weigh, self.weight = abs, 0.0
+
+
+class Scores(Metric):
+    """Of one instance in each call, in what kinds of attributes metrics have."""
+
+    def __init__(self) -> None:
+        self.device, self.scorers = None, [Scorer()]
         self.total, self.seen = 0.0, 0
         self.labels: Dict[int, int] = {}
 
     def __call__(self, score: float, label: int) -> None:  # type: ignore[override]
+        self.device = torch.device("cpu")
+        self.scorers[0].weight += self.scorers[0].weigh(score)
         self.total += dist_reduce_sum(score)
         self.seen += dist_reduce_sum(1)
         self.labels[label] = self.labels.get(label, 0) + 1
 
     def get_metric(self, reset: bool = False) -> Dict[str, float]:
+        assert self.device is None or self.device.type == "cpu"
         metrics = {"score": self.total / max(self.seen, 1), "seen": self.seen}
+        metrics["weight"] = self.scorers[0].weight
         metrics.update({f"label_{label}": self.labels.get(label, 0) for label in range(3)})
         if reset:
             self.reset()
@@ -41,6 +53,7 @@ class Scores(Metric):
 
     def reset(self) -> None:
         self.total, self.seen, self.labels = 0.0, 0, {}
+        self.scorers = [Scorer()]
 
 
 class Questions(Model):
@@ -111,6 +124,7 @@ def test_metrics_are_those_of_all_workers_without_a_collective_in_a_forward_pass
     torch.manual_seed(7)
     right = (Questions().layer(x).argmax(-1) == y).float().mean().item()
     expected = {"accuracy": right, "score": x[:, 0].mean().item(), "seen": len(y)}
+    expected["weight"] = x[:, 0].abs().sum().item()
     expected.update({f"label_{label}": int((y == label).sum()) for label in range(3)})
     for key, value in expected.items():
         assert metrics[f"training_{key}"] == pytest.approx(value), key
