@@ -133,12 +133,12 @@ class RetrievalMetric(Metric):
             return {}
         seen = self._seen
         self.reset()
-        rank, world_size = _rank_and_world_size()
-        pairs = _gather(seen) if world_size > 1 else _concatenate(seen, dim=0)
+        pairs = _gather(seen) if is_distributed() else _concatenate(seen, dim=0)
         if len(pairs[0]) == 0:
             return {}
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
         sums, num_queries = self._sums(pairs, rank, world_size)
-        if world_size > 1:
+        if is_distributed():
             sums = sums.to(_device_of_group())
             dist.all_reduce(sums)
         return dict(zip(self.names, (sums / num_queries).tolist()))
@@ -255,10 +255,6 @@ def _distinct(ids: np.ndarray, rows: np.ndarray) -> Tuple[np.ndarray, np.ndarray
     order = np.lexsort((row_bytes, ids))
     distinct, first, indices = np.unique(ids[order], return_index=True, return_inverse=True)
     return distinct, rows[order[first]], indices[np.argsort(order)]
-
-
-def _rank_and_world_size() -> Tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
 
 
 def _device_of_group() -> torch.device:

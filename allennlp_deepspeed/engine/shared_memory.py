@@ -25,7 +25,7 @@ def check_memory(model: torch.nn.Module, where: str) -> None:
     tensors = [
         (name, tensor)
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.layout == torch.strided and tensor.numel() > 0
+        if tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_meta
     ]
     tensors.sort(key=lambda named: (str(named[1].device), named[1].data_ptr()))
     for i, (name, tensor) in enumerate(tensors):

@@ -1,6 +1,6 @@
 """
 Every metric of `allennlp.training.metrics` and `allennlp.fairness` is that of all workers'
-instances, whatever the sizes and the numbers of their batches.
+instances, whatever the sizes of their batches.
 """
 
 from typing import Any, Callable, Dict, List, Tuple
@@ -11,8 +11,11 @@ from allennlp.data import Vocabulary
 from allennlp.fairness import bias_metrics, fairness_metrics  # noqa: F401
 from allennlp.training.metrics import Metric
 
-from allennlp_deepspeed.distributed_metrics import DistributedMetrics
+from allennlp_deepspeed import distributed_metrics
 from tests.support.workers import run_workers
+
+# Which a trainer does when it is constructed, because a model may have imported the latter by then.
+distributed_metrics.apply()
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG"]
 # Of each of two steps, of the first worker and of the second.
@@ -110,8 +113,6 @@ METRICS: Dict[str, Tuple[Dict[str, Any], Generate]] = {
     "sufficiency": ({**LABELS, "dist_metric": "wasserstein"}, labels),
     "unigram_recall": ({}, lambda g, n: (integers(g, 5, n, 3, 4), integers(g, 5, n, 4))),
 }
-# Means of what they have of each batch.
-OF_BATCHES = ("average", "entropy", "perplexity")
 # Needs a C program, which AllenNLP builds from sources that aren't in its wheel.
 NOT_HERE = {"evalb"}
 
@@ -170,41 +171,18 @@ def measured_alone(name: str) -> List[Dict[str, float]]:
     return expected
 
 
-class Measured(torch.nn.Module):
-    """Has a metric, as a model has."""
-
-    def __init__(self, metric: Metric) -> None:
-        super().__init__()
-        self.metrics = {"of": [metric]}
-
-
 def measured_by(rank: int) -> Dict[str, List[Dict[str, float]]]:
     found: Dict[str, List[Dict[str, float]]] = {}
     for name in METRICS:
         metric, steps, found[name] = construct(name), inputs(name), []
-        metrics = DistributedMetrics(Measured(metric))
-        metrics.start()
         for step in steps:
-            # More often on one rank than on another: no call waits for another rank.
-            for half in halves(name, step[rank]) if rank == 0 else [step[rank]]:
-                metric(*half)
-            metrics.all_reduce()
-            # A rank may ask alone, and often.
+            metric(*step[rank])
+            # Of which a rank may ask alone, or often.
             found[name] += [flat(metric.get_metric()) for _ in range(1 + rank)][-1:]
         metric.get_metric(reset=True)
         metric(*steps[0][rank])
-        metrics.all_reduce()
         found[name].append(flat(metric.get_metric()))
-        metrics.stop()
     return found
-
-
-def halves(name: str, batch: Inputs) -> List[Inputs]:
-    """A batch in two, but for metrics of batches."""
-    if name in OF_BATCHES:
-        return [batch]
-    size = len(batch[0]) // 2
-    return [tuple(value[part] for value in batch) for part in (slice(size), slice(size, None))]
 
 
 @pytest.fixture(scope="module")
