@@ -34,9 +34,12 @@ class ValidationLoss:
         self._total = 0.0
         self._num_tokens = 0
         self._num_tokens_of_batch = 0
+        # With and without a loss.
+        self._num_batches = 0
 
     def look_at(self, batch: TensorDict) -> None:
         """To be called before the model goes forward, which may change the batch."""
+        self._num_batches += 1
         if averages_over_tokens(self._model):
             self._num_tokens_of_batch = int(num_loss_terms(self._model, batch))
 
@@ -69,7 +72,7 @@ class ValidationLoss:
         `ConfigurationError`
             If there was no batch, of which AllenNLP would make a loss of 0.
         """
-        if validated[2] == 0:
+        if self._num_batches == 0:
             raise ConfigurationError(
                 "The validation had no batch, because a worker has no instance of "
                 "'validation_data_path': put more into it, use fewer workers, or leave out the key."
