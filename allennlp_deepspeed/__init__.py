@@ -25,6 +25,7 @@ from allennlp_deepspeed import (
     attention,
     compat,
     contrastive,
+    distributed_metrics,
     language_modeling,
 )
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
@@ -54,4 +55,5 @@ __all__ = [
 ]
 
 compat.apply()
+distributed_metrics.apply()
 preflight.install()

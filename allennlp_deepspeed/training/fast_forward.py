@@ -12,8 +12,6 @@ from allennlp_deepspeed.checkpoint.module_states import (
     load_module_states,
     module_states,
 )
-from allennlp_deepspeed.distributed_metrics import DistributedMetrics
-from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.engine.random_states import (
     dropout_between_layers,
     random_states,
@@ -41,8 +39,6 @@ class Replay:
     progress : `Progress`, required.
         A checkpoint's is loaded before the rest of its state.
     model : `Model`, required.
-    metrics : `DistributedMetrics`, required.
-        The model's.
     callbacks : `List[TrainerCallback]`, required.
     running_loss : `RunningLoss`, required.
     validations : `ValidationHistory`, required.
@@ -54,7 +50,6 @@ class Replay:
         self,
         progress: Progress,
         model: Model,
-        metrics: DistributedMetrics,
         callbacks: List[TrainerCallback],
         running_loss: RunningLoss,
         validations: ValidationHistory,
@@ -62,7 +57,6 @@ class Replay:
     ) -> None:
         self._progress = progress
         self._model = model
-        self._metrics = metrics
         self._callbacks = callbacks
         self._running_loss = running_loss
         self._validations = validations
@@ -125,8 +119,6 @@ class Replay:
                 ", ".join(modules),
             )
         load_module_states(self._model, state["modules"])
-        if state["world_size"] != agreement.world_size():
-            self._metrics.keep_on_rank_0()
         self._progress.arrive()
         announce(
             logger,
@@ -185,9 +177,6 @@ class Replay:
         self._is_validating = True
 
     def state_dict(self) -> Dict[str, Any]:
-        """To be called by every rank."""
-        # For a training that resumes with another number of ranks.
-        self._metrics.all_reduce()
         steps = self._progress.batches_in_epoch_completed
         state = {
             "epoch_starts": list(self._epoch_starts),
@@ -196,7 +185,6 @@ class Replay:
             "steps_of_running_loss": steps,
             "random_states": random_states(),
             "modules": self._module_states(),
-            "world_size": agreement.world_size(),
             **self._callback_states(),
         }
         if self._is_validating and self._before_validation is not None:

@@ -1,10 +1,8 @@
 import logging
 import time
 import weakref
-from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence
-from unittest import mock
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import torch
 from allennlp.common import Tqdm
@@ -15,7 +13,6 @@ from allennlp.models.model import Model
 from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
-from allennlp_deepspeed.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.reports.step_figures import Reading, StepFigures, num_instances
@@ -177,8 +174,6 @@ class Readings:
     # Parameters
 
     model : `Model`, required.
-    metrics : `DistributedMetrics`, required.
-        The model's.
     progress : `Progress`, required.
     num_steps : `int`, optional (default = `None`)
         The number of optimizer steps from one reading to the next. `None` for about as many as take
@@ -195,7 +190,6 @@ class Readings:
     def __init__(
         self,
         model: Model,
-        metrics: DistributedMetrics,
         progress: Progress,
         num_steps: Optional[int],
         metrics_are_read: bool,
@@ -203,7 +197,6 @@ class Readings:
         report: Optional[RunReport] = None,
     ) -> None:
         self._model = model
-        self._metrics = metrics
         self._progress = progress
         self.metrics_are_read = metrics_are_read
         self._losses_are_shares = are_parts or averages_over_tokens(model)
@@ -313,7 +306,6 @@ class Readings:
         if self._progress.is_replaying_epoch:
             return self._memory
         losses = self.losses.read()
-        self._metrics.all_reduce()
         metrics = training_util.get_metrics(
             self._model,
             dist_reduce_sum(losses.train_loss),
@@ -324,21 +316,6 @@ class Readings:
             reset=True,
         )
         return {**metrics, **self._memory}
-
-    @contextmanager
-    def of_validation(self) -> Iterator[None]:
-        """
-        Within it the model's metrics are those of all ranks after each batch, as AllenNLP's loop
-        shows them. All ranks have the same number of batches there.
-        """
-        get_metrics = self._model.get_metrics
-
-        def get_metrics_of_all_ranks(reset: bool = False) -> Dict[str, float]:
-            self._metrics.all_reduce()
-            return get_metrics(reset)
-
-        with mock.patch.object(self._model, "get_metrics", get_metrics_of_all_ranks):
-            yield
 
     def _over_all_ranks(self, metrics: Dict[str, Any], loss: float) -> float:
         """
@@ -375,7 +352,6 @@ class Readings:
         before = {}
         if self._read_after < 0 and not (self.metrics_are_read or self.pace.is_each_step):
             before = _numbers_in(self._model)
-        self._metrics.all_reduce()
         self._read_after = num_steps
         self._metrics_read = dict(self._model.get_metrics(reset=False))
         if before and before != (after := _numbers_in(self._model)):

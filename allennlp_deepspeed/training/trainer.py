@@ -51,7 +51,6 @@ from allennlp_deepspeed.checkpoint.trainer_protocol import (
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.engine import loss_scaling, phases, worker_failure
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
@@ -245,10 +244,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             # The last worker of elastic nodes is one, too.
             is_worker = distributed or worker_failure.has_error_file()
             self._interruption = TrainingInterruption(is_worker)
-            self._distributed_metrics = DistributedMetrics(model)
             self._readings = Readings(
                 model,
-                self._distributed_metrics,
                 self._progress,
                 num_steps=log_every_num_steps,
                 metrics_are_read=any(map(may_read_metrics, self._callbacks)),
@@ -275,8 +272,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._extensions.construct(self._step_context())
             self._gradient_step = self._construct_gradient_step()
             leave_batches_to_trainer(data_loader, wrapped_model)
-            wrapped_model.before_destroying(self._distributed_metrics.stop)
-            self._distributed_metrics.start()
             self._is_constructed = True
         # A trainer that is dropped and has never trained leaves nothing behind either.
         weakref.finalize(self, wrapped_model.destroy).atexit = False  # type: ignore[misc]
@@ -308,7 +303,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return Replay(
             self._progress,
             self.model,
-            self._distributed_metrics,
             self._callbacks,
             self._readings.losses,
             history,
@@ -399,8 +393,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._has_trained = True
             metrics = super().train()
             self._leave_if_interrupted("after its last epoch")
-            # What is evaluated from here on is no part of the training.
-            self._distributed_metrics.stop()
             return metrics
 
     @overrides
@@ -601,8 +593,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._buffers.look()
         self._loss_of_validation.start()
         try:
-            with self._readings.of_validation():
-                result = self._loss_of_validation.of(super()._validation_loss(epoch))
+            result = self._loss_of_validation.of(super()._validation_loss(epoch))
             self._extensions.check(self.cuda_device)
         except TrainingInterrupted as interruption:
             # Here the moving average has been taken off again.

@@ -5,7 +5,6 @@ from typing import Any, Dict
 import torch
 from allennlp.training.callbacks import TrainerCallback
 
-from allennlp_deepspeed.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
 from allennlp_deepspeed.training.fast_forward import Replay
@@ -29,8 +28,7 @@ def replay(*callbacks: TrainerCallback) -> Replay:
     progress = Progress()
     history = ValidationHistory(progress, [], torch.device("cpu"), False, lambda where: None)
     model: Any = torch.nn.Module()
-    metrics = DistributedMetrics(model)
-    return Replay(progress, model, metrics, list(callbacks), RunningLoss(), history, False)
+    return Replay(progress, model, list(callbacks), RunningLoss(), history, False)
 
 
 def test_a_callback_of_the_trainers_own_may_come_and_go_with_its_key() -> None:
