@@ -12,6 +12,7 @@ from deepspeed.runtime.zero import linear, parameter_offload
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, is_functorch_transforming
 from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine.released_parameters import access_allowed
 
 
 @contextmanager
@@ -154,7 +155,9 @@ def leaf_modules_called_again(engine: DeepSpeedEngine) -> Iterator[None]:
 
 def _without_new_gradients(hook: Callable, module: torch.nn.Module, *gradients: Any) -> None:
     without = [parameter for parameter in module.parameters() if parameter.grad is None]
-    hook(module, *gradients)
+    # It makes gradients of parameters that have been released, from their empty tensors.
+    with access_allowed():
+        hook(module, *gradients)
     for parameter in without:
         parameter.grad = None
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.engine.gathered_parameters import Passes
+from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.training import gradient_memory
 
@@ -131,7 +132,9 @@ def _bytes_of(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         # Asked each time, because ZeRO-3 gives parameters their storage only while they are used.
-        if all(storage._cdata != p.untyped_storage()._cdata for p in parameters):
+        with access_allowed():
+            is_parameter = any(storage._cdata == p.untyped_storage()._cdata for p in parameters)
+        if not is_parameter:
             storages[storage._cdata] = storage
         # A result that its own node has saved as it is would keep the graph alive for ever.
         return tensor if tensor.is_leaf else tensor.detach()
