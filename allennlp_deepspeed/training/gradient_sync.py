@@ -114,6 +114,8 @@ class GradientSynchronizer:
         self._is_last = True
         self._is_due = True
         self._is_in_no_sync = False
+        # Whether any micro-batch of the step had a gradient.
+        self._has_gradients = False
         # Whether gradients are accumulated locally.
         self._has_deferred = False
         self._hooks: List[RemovableHandle] = []
@@ -146,6 +148,7 @@ class GradientSynchronizer:
     def start_step(self) -> None:
         """To be called by every rank before the micro-batches of an optimizer step."""
         self._has_deferred = False
+        self._has_gradients = False
         self._reducer.start_step()
 
     @contextmanager
@@ -217,8 +220,10 @@ class GradientSynchronizer:
             self._accumulators.move_to_gradients()
         is_reduced = set(self._reducer.reduced)
         needs_all = self._waits_for_all or (self._reducer.is_offloaded and self._is_last)
-        if not is_reduced and not needs_all:
-            self._check_has_gradient()
+        has_gradient = map(self._reducer.has_gradient, self._parameters)
+        self._has_gradients |= bool(is_reduced) or needs_all or any(has_gradient)
+        if self._is_last:
+            self._check_has_gradients()
         for i, parameter in enumerate(self._parameters):
             if i in is_reduced:
                 continue
@@ -229,14 +234,15 @@ class GradientSynchronizer:
             self._reducer.reduce(i)
         self._reducer.finish(self._is_last)
 
-    def _check_has_gradient(self) -> None:
+    def _check_has_gradients(self) -> None:
         """
         # Raises
 
         `RuntimeError`
-            If this rank has no gradient, but others may, with which they would wait for it.
+            If this rank has had no gradient in the step, but others may, with which they would
+            wait for it.
         """
-        if dist.get_world_size() > 1 and not any(map(self._reducer.has_gradient, self._parameters)):
+        if dist.get_world_size() > 1 and not self._has_gradients:
             raise RuntimeError(
                 f"On rank {dist.get_rank()} the loss depends on no parameter that is trained, and "
                 "the gradients of other workers can't be reduced without it. Write "
