@@ -15,6 +15,8 @@ from overrides import overrides
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from allennlp_deepspeed.engine.released_parameters import access_allowed
+
 _STEPS_BEFORE = 3
 
 
@@ -116,14 +118,16 @@ class CountModelStates(TrainerCallback):
         # Autograd holds these itself, where Python doesn't see them.
         tensors += [p.grad for p in parameters if p.grad is not None]
         states = {**self._weights(), **self._optimizer(), **_storages(self.trainer.model.buffers())}
-        counts.append(_bytes(_without(_storages(tensors), states)))
+        with access_allowed():
+            counts.append(_bytes(_without(_storages(tensors), states)))
 
     def _weights(self) -> Dict[int, torch.UntypedStorage]:
         parameters = list(self.trainer.model.parameters())
         # At stage 3 a parameter is empty, unless DeepSpeed keeps it whole, and `ds_tensor` its
         # shard.
         shards = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
-        return _storages([*(p.data for p in parameters), *shards])
+        with access_allowed():
+            return _storages([*(p.data for p in parameters), *shards])
 
     def _optimizer(self) -> Dict[int, torch.UntypedStorage]:
         tensors = []
