@@ -384,12 +384,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `RuntimeError`
             If it has been called before.
         """
+        if self._has_trained:
+            raise RuntimeError(
+                "This trainer has trained, and trains once. Construct a new trainer, with a "
+                "new optimizer or to resume from a checkpoint."
+            )
         with self.session(), self._interruption:
-            if self._has_trained:
-                raise RuntimeError(
-                    "This trainer has trained, and trains once. Construct a new trainer, with a "
-                    "new optimizer or to resume from a checkpoint."
-                )
             self._has_trained = True
             metrics = super().train()
             self._leave_if_interrupted("after its last epoch")

@@ -8,6 +8,7 @@ import functools
 import gc
 import inspect
 import re
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Type
@@ -480,7 +481,9 @@ def test_every_public_method_is_called() -> None:
 def test_a_method_that_is_called_has_its_effect(tmp_path: Path, owner: str, name: str) -> None:
     # What is changed at the end is lost, with a warning.
     phases = {"train": ("start", "end"), "load_state_dict": _IN_TRAINING}.get(name, PHASES)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     in_each_phase(tmp_path, name, CALLS[owner][name], (*phases, "backward"))
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 # Read
