@@ -23,7 +23,6 @@ from allennlp_deepspeed.config.global_batch import fill_batch_size, finds_micro_
 from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.engine import worker_failure
 from allennlp_deepspeed.launch import failures, launcher, nodes, worker
-from allennlp_deepspeed.launch import launcher_config as launching
 from allennlp_deepspeed.launch.agent import run_workers
 from allennlp_deepspeed.launch.config_check import (
     check,
@@ -86,7 +85,7 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
             config = _checked(arguments, launched)
             if not nodes.has_workers(config):
                 return worker.train(train_model, arguments, None)
-            if launched is not None and launching.is_worker(config, launched):
+            if launched is not None and launcher.is_worker(config, launched):
                 return _train_as_worker(train_model, arguments, launched)
         node = nodes.node(config, arguments.get("node_rank", 0))
         returns_model = arguments.pop("return_model", None)
@@ -101,7 +100,7 @@ def _checked(arguments: Dict[str, Any], launched: Optional[Launched]) -> Dict[st
     params = arguments["params"]
     try:
         if launched is not None:
-            launching.into_config(params, launched, arguments)
+            launcher.into_config(params, launched, arguments)
         fill_in(params)
         check(params)
         check_devices(params.as_dict(quiet=True))

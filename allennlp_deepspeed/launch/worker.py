@@ -66,8 +66,6 @@ _SET_BY_ELASTIC = re.compile(
 # To the store in which the nodes meet.
 _TIME_TO_CONNECT = timedelta(seconds=60)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 
 def run(
     start: Start,
@@ -91,7 +89,10 @@ def run(
         `None` where the console is to have the full log.
     """
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    _end_by_signals()
+    # Until the training has handlers, and after it. What is ignored stays so, as with `nohup`.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # The agent sends SIGTERM then.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.environ.update({k: v for k, v in environment.items() if not _SET_BY_ELASTIC.match(k)})
@@ -198,12 +199,7 @@ def train(
                 directory.wait_for_all()
             raise
         if directory is not None:
-            handlers = _end_by_signals()
             directory.wait_for_all()
-            if launched is not None and launched.launcher is not None:
-                # The process is its user's.
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
         return result
 
 
@@ -212,7 +208,7 @@ def _launched(node: Node, start: Start) -> Launched:
     local_rank = int(os.environ["LOCAL_RANK"])
     rank = start.node_rank * node.num_workers + local_rank
     return Launched(
-        launcher=None,
+        launcher="the agent",
         rank=rank,
         local_rank=local_rank,
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -259,23 +255,6 @@ def _archives_at_end() -> Iterator[None]:
 
     with mock.patch.object(train_command, "archive_model", archive_at_end):
         yield
-
-
-def _end_by_signals() -> Dict[int, Any]:
-    """
-    Until the training has handlers, and after it. What is ignored stays so, as with `nohup`.
-
-    # Returns
-
-    `Dict[int, Any]`
-        The handlers of before.
-    """
-    handlers: Dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM:
-                handlers[number] = signal.signal(number, signal.SIG_DFL)
-    return handlers
 
 
 def _meet(

@@ -35,11 +35,12 @@ def srun(rank: int, size: int) -> Environment:
 
 
 def environment(rank: int, size: int) -> Environment:
-    """PyTorch's `env://`, by hand. Which processes are of one node, the address says."""
+    """PyTorch's `env://`, by hand."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": os.environ["PORT_OF_ENVIRONMENT"],
     }

@@ -1,11 +1,15 @@
-"""What the environment says of a process, as each launcher writes it."""
+"""What the environment says of a process, as each launcher writes it, and a config with it."""
 
-from typing import Dict
+from dataclasses import replace
+from typing import Any, Dict, Optional
 
 import pytest
+from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.launch.launcher import Launched, detect
+from allennlp_deepspeed.launch import nodes
+from allennlp_deepspeed.launch.agent import Node
+from allennlp_deepspeed.launch.launcher import Launched, detect, into_config, is_worker
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -19,6 +23,8 @@ TORCHRUN = {
     "MASTER_ADDR": "node-0",
     "MASTER_PORT": "29400",
 }
+
+ONE = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 DEEPSPEED = {
     "CROSS_RANK": "1",
@@ -59,23 +65,23 @@ SRUN = {
     [
         (
             TORCHRUN,
-            Launched("torchrun", 3, 1, 4, 2, "node-0", 29400, has_store=True),
+            Launched("RANK and WORLD_SIZE", 3, 1, 4, 2, "node-0", 29400, has_store=True),
         ),
-        (DEEPSPEED, Launched("deepspeed", 2, 0, 4, 2, "10.0.0.1", 29500)),
+        (DEEPSPEED, Launched("RANK and WORLD_SIZE", 2, 0, 4, 2, "10.0.0.1", 29500)),
         (
             {"MASTER_PORT": "1234", "MASTER_ADDR": "node-1", **OPEN_MPI},
-            Launched("mpirun", 1, 1, 2, 2, "node-1", 1234),
+            Launched("Open MPI", 1, 1, 2, 2, "node-1", 1234),
         ),
-        ({"MASTER_PORT": "1234", **MPICH}, Launched("mpirun", 0, 0, 2, 2, "127.0.0.1", 1234)),
+        ({"MASTER_PORT": "1234", **MPICH}, Launched("MPICH", 0, 0, 2, 2, "127.0.0.1", 1234)),
         ({"MASTER_PORT": "1234", **SRUN}, Launched("srun", 5, 1, 8, 4, "gpu003", 1234)),
         # The innermost counts.
         (
             {**SRUN, **TORCHRUN},
-            Launched("torchrun", 3, 1, 4, 2, "node-0", 29400, has_store=True),
+            Launched("RANK and WORLD_SIZE", 3, 1, 4, 2, "node-0", 29400, has_store=True),
         ),
         # A batch script by itself is no step: this is the only process.
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
-        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({**TORCHRUN, **dict.fromkeys(["RANK", "LOCAL_RANK"], "0"), **ONE}, None),
         ({"WORLD_SIZE": "1"}, None),
         ({}, None),
     ],
@@ -84,9 +90,8 @@ def test_what_a_launcher_says(environment: Dict[str, str], expected: Launched) -
     assert detect(environment) == expected
 
 
-@pytest.mark.parametrize("environment", [OPEN_MPI, MPICH, SRUN])
-def test_a_port_that_all_processes_of_a_job_find(environment: Dict[str, str]) -> None:
-    first, second = detect(environment), detect(dict(environment))
+def test_a_port_that_all_processes_of_a_step_find() -> None:
+    first, second = detect(SRUN), detect({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     assert first is not None and second is not None
     assert first.port == second.port and 20_000 <= first.port < 30_000
 
@@ -113,18 +118,80 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
     "environment, message",
     [
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but doesn't say which of the processes"),
-        (
-            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0"},
-            "but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT",
-        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "WORLD_SIZE=2, but doesn't say"),
         ({**TORCHRUN, "RANK": "three"}, "RANK is 'three', but has to be a number"),
-        ({**SRUN, "WORLD_SIZE": "4"}, "srun has started 8 processes, but .* WORLD_SIZE=4"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5,3"}, "srun has started 5, 3 processes"),
-        ({**TORCHRUN, "RANK": "8", "LOCAL_RANK": "0"}, "this is rank 8: ranks are from 0 to 3"),
-        ({**SRUN, "SLURM_LOCALID": "2"}, "the ranks have to be in the order of the nodes"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5,3"}, "is '5,3', but has to be a number"),
+        ({**TORCHRUN, "RANK": "8", "LOCAL_RANK": "0"}, "is rank 8 .* Ranks have to be from 0 to 3"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "number 1 of 0 on its node"),
+        ({**SRUN, "SLURM_LOCALID": "2"}, "in the order of the nodes"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "write MASTER_ADDR"),
     ],
 )
 def test_what_cannot_be_understood_is_refused(environment: Dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         detect(environment)
+
+
+# The third of four processes on two nodes.
+LAUNCHED = Launched("srun", 2, 0, 4, 2, "node-0", 23456)
+
+ONE_A_NODE = Launched("srun", 1, 0, 2, 1, "node-0", 23456)
+
+
+def filled(
+    launched: Launched, distributed: Optional[Dict[str, Any]] = None, **arguments: Any
+) -> Dict[str, Any]:
+    config: Dict[str, Any] = {"trainer": {"type": "deepspeed", "cuda_device": -1}}
+    if distributed is not None:
+        config["distributed"] = distributed
+    params = Params(config)
+    into_config(params, launched, arguments)
+    assert arguments["node_rank"] == launched.node_rank
+    return params.as_dict(quiet=True)
+
+
+def test_the_section_may_be_left_out() -> None:
+    config = filled(LAUNCHED)
+    assert config["distributed"] == {
+        "cuda_devices": [-1, -1],
+        "num_nodes": 2,
+        "primary_address": "node-0",
+        "primary_port": 23456,
+    }
+    assert is_worker(config, LAUNCHED)
+
+
+def test_one_process_on_each_node_starts_its_workers() -> None:
+    section = {"cuda_devices": [-1, -1, -1], "num_nodes": 2, "timeout": 60}
+    config = filled(ONE_A_NODE, section, node_rank=1)
+    assert not is_worker(config, ONE_A_NODE)
+    node = nodes.node(config, 1)
+    assert node == Node(1, 2, 3, "node-0", 23456)
+
+
+def test_where_to_meet_may_be_in_the_config() -> None:
+    section = {"primary_address": "10.0.0.7", "primary_port": 1234}
+    config = filled(LAUNCHED, section)
+    assert config["distributed"]["primary_address"] == "10.0.0.7"
+    assert config["distributed"]["primary_port"] == 1234
+
+
+@pytest.mark.parametrize(
+    "launched, section, message",
+    [
+        (LAUNCHED, {"cuda_devices": [0]}, "'distributed.cuda_devices' has 1, but there are 2"),
+        (
+            replace(ONE_A_NODE, has_store=True),
+            {"cuda_devices": [0, 1]},
+            "'distributed.cuda_devices' has 2, .* --nproc-per-node",
+        ),
+        (LAUNCHED, {"num_nodes": 4}, "'distributed.num_nodes' is 4, but there are 2"),
+        (LAUNCHED, {"min_nodes": 1}, "'distributed.min_nodes' is for nodes on which"),
+        (replace(LAUNCHED, port=0), {}, "no port is known .* write MASTER_PORT"),
+    ],
+)
+def test_contradictions_are_refused(
+    launched: Launched, section: Dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        filled(launched, section)
