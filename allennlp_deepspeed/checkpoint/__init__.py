@@ -1,3 +1,3 @@
 """
-Saving, resuming and exporting: what a training has on disk.
+Saves, resumes and exports checkpoints.
 """

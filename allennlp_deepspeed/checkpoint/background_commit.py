@@ -1,5 +1,5 @@
 """
-Completes checkpoints while training goes on.
+Commits checkpoints in a background thread while training continues.
 """
 
 import itertools
@@ -22,28 +22,28 @@ logger = logging.getLogger(__name__)
 
 _POLLING_INTERVAL = 0.02  # seconds
 
-# Of all commits of this process: the store keeps the keys of earlier ones.
+# Unique across the commits of this process, because keys are never deleted from the store.
 _numbers = itertools.count()
 
 
 class BackgroundCommit:
     """
-    Writes to disk what the ranks have saved, and commits it when all ranks have confirmed that they
-    are done. A thread does so, because flushing and reading the files for their checksums takes
-    longer than saving them. The ranks confirm through the process group's key-value store, which
-    takes no collective.
+    Flushes the files that the ranks have saved to disk, and commits them when all ranks have
+    confirmed that they are done. This runs in a thread, because flushing the files and reading them
+    for their checksums takes longer than saving them. The ranks confirm through the process group's
+    key-value store, which needs no collective.
 
     # Parameters
 
     directory : `CheckpointDirectory`, required.
     rank : `int`, required.
     directories : `Sequence[Sequence[int]]`, required.
-        The ranks that share a directory, for each one. The first rank of each commits there what
-        they have written, when all directories are prepared (a two-phase commit).
+        The ranks that share a directory, for each directory. The first rank of each directory
+        commits its files when all directories are prepared (a two-phase commit).
     hosts : `Sequence[str]`, required.
-        By rank.
+        The host of each rank.
     timeout : `float`, required.
-        The seconds after which a rank that has not confirmed is taken to be gone.
+        Seconds after which a rank that has not confirmed counts as failed.
     """
 
     def __init__(
@@ -71,48 +71,48 @@ class BackgroundCommit:
         then: Callable[[], None],
     ) -> None:
         """
-        Starts the commit of one checkpoint. To be called by every rank, after `wait`.
+        Starts the commit of one checkpoint. Must be called on every rank, after `wait`.
 
         # Parameters
 
         point : `PointInTime`, required.
         record : `CommitRecord`, required.
-            Without its files.
+            The record without its `files`.
         write : `Callable[[], List[str]]`, required.
-            Writes what this rank has not written yet, and returns the paths of all its files.
+            Writes the rest of this rank's files, and returns the paths of all of them.
         then : `Callable[[], None]`, required.
-            Called by the rank that commits, after the checkpoint has been committed in the
-            directories of all ranks. A failure of the file system in it is only logged.
+            Called on the ranks that commit, after the checkpoint has been committed in the
+            directories of all ranks. An `OSError` in it is only logged.
         """
         self._thread = threading.Thread(
             target=self._run,
             args=(f"allennlp_deepspeed/checkpoint_{next(_numbers)}", point, record, write, then),
             name="checkpoint",
-            daemon=True,  # a rank that waits for one that is gone must be able to exit
+            daemon=True,  # a rank that waits for a failed one must be able to exit
         )
         self._thread.start()
 
     def wait(self, timeout: Optional[float] = None) -> None:
         """
-        Waits until this rank has confirmed, and the rank that commits until it has committed. Not a
-        collective.
+        Waits until this rank has confirmed its files and, on a rank that commits, until the commit
+        is done. Not a collective.
 
         # Parameters
 
         timeout : `float`, optional (default = `None`)
-            In seconds. What is not done then is given up silently.
+            Seconds to wait. It then returns silently, whether or not the commit is done.
 
         # Raises
 
         `BaseException`
-            Whatever has happened in the thread.
+            Any error of the thread.
         """
         if self._thread is not None:
             self._thread.join(timeout)
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raises what has happened in the thread, if anything has. Doesn't wait."""
+        """Raises the error of the thread, if there is one. Doesn't wait."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -122,7 +122,8 @@ class BackgroundCommit:
             self._commit(key, *args)
         except BaseException as error:
             self._error = error
-            # Whatever others may still wait for. If the store is gone, so are they.
+            # Every key that another rank may still wait for. If the store doesn't exist any more,
+            # no rank waits.
             with suppress(dist.DistError):
                 for name in ("files", "prepared", "committed"):
                     self._tell(key, name, {"error": traceback.format_exc()})
@@ -154,17 +155,20 @@ class BackgroundCommit:
             logger.warning("Older checkpoints could not be removed.", exc_info=True)
 
     def _files_here(self, key: str, unfinished: str, ranks: Sequence[int]) -> Dict[str, FileRecord]:
-        """All files of this directory, when every rank of it has confirmed its own."""
+        """
+        Returns the records of all files of this directory, when each of its ranks has confirmed its
+        own.
+        """
         here: Dict[str, FileRecord] = {}
         for rank in ranks:
             here.update({n: FileRecord(*r) for n, r in self._told(key, "files", rank).items()})
-        # What DeepSpeed has written by itself, such as its script for conversions.
+        # Files that DeepSpeed writes in addition, such as its conversion script.
         for name in set(file_names(unfinished)) - set(here):
             here[name] = _flush(os.path.join(unfinished, name))
         return here
 
     def _tell_directories(self, key: str, name: str) -> None:
-        """Waits until the first rank of each directory has come as far."""
+        """Sets a key of this rank, and waits until the first rank of each directory has set it."""
         self._tell(key, name, {})
         for ranks in self._directories:
             self._told(key, name, ranks[0])
@@ -173,7 +177,7 @@ class BackgroundCommit:
         self._store.set(f"{key}/{name}/{self._rank}", json.dumps(value))
 
     def _told(self, key: str, name: str, rank: int) -> Any:
-        """Waits for what a rank sets in the store."""
+        """Waits for a value that another rank sets in the store, and returns it."""
         key = f"{key}/{name}/{rank}"
         who = f"rank {rank}"
         if len(set(self._hosts)) > 1:

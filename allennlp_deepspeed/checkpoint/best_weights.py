@@ -13,16 +13,17 @@ from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 
 class BestWeights:
     """
-    The weights of the best epoch so far: one file with the whole model in fp32, in the
-    serialization directory, from where AllenNLP archives it, and as a hard link in each checkpoint.
+    Weights of the best epoch so far: one file with the full (unsharded) model in fp32, in the
+    serialization directory, from which AllenNLP archives it, and a hard link to it in each
+    checkpoint.
 
     # Parameters
 
     wrapped_model : `DeepSpeedWrappedModel`, required.
     serialization_dir : `str`, required.
     is_primary : `bool`, required.
-        Whether this worker writes what its node has once: each archives the model from its own
-        serialization directory.
+        Whether this worker writes the files that a node has once. Each node archives the model from
+        its own serialization directory.
     """
 
     def __init__(
@@ -32,12 +33,12 @@ class BestWeights:
         self._is_primary = is_primary
         self.path = os.path.join(serialization_dir, BEST_WEIGHTS_NAME)
         self.exist = False
-        """Whether an epoch of this training was the best."""
+        """Whether this training has completed a best epoch."""
         self.saved_after: Optional[int] = None
-        """The number of epochs completed when they were saved last."""
+        """The number of completed epochs when the weights were last saved."""
 
     def save(self, epochs_completed: int) -> None:
-        """Saves the weights as they are. To be called by every rank."""
+        """Saves the current weights. Must be called on every rank."""
         self.exist = True
         self.saved_after = epochs_completed
         state_dict = self._full_state_dict()
@@ -45,23 +46,25 @@ class BestWeights:
             self._write(state_dict)
 
     def load(self) -> None:
-        """Gives them to the model. To be called by every rank. Rank 0 reads the file."""
+        """
+        Loads the best weights into the model. Must be called on every rank. Rank 0 reads the file.
+        """
         state_dict = None
         if dist.get_rank() == 0:
-            # Without a copy of the file in memory.
+            # Mapped, to avoid a copy of the file in memory.
             state_dict = serialization.load(self.path, mmap=True)
         weights.load_full_state_dict(self._wrapped_model.engine, state_dict)
 
     def link_into(self, checkpoint: str, left_out: Collection[str]) -> None:
         """
-        Makes them a part of a checkpoint.
+        Adds the best weights to a checkpoint.
 
         # Parameters
 
         checkpoint : `str`, required.
             Its directory.
         left_out : `Collection[str]`, required.
-            The names of those weights that it isn't to hold.
+            The names of the weights to leave out.
         """
         path = os.path.join(checkpoint, BEST_WEIGHTS_NAME)
         if not left_out:
@@ -70,21 +73,22 @@ class BestWeights:
         state_dict = serialization.load(self.path, mmap=True)
         for name in left_out:
             state_dict.pop(name, None)
-        # Copies, because of a part of a file that is mapped into memory the whole would be saved.
+        # Copied, because `torch.save` of a tensor in a mapped file would save the file's complete
+        # storage.
         state_dict.update({name: _copy(value) for name, value in state_dict.items()})
         files.save(state_dict, path)
 
     def restore_from(self, checkpoint: str, lacks_some: bool) -> None:
         """
-        Takes those of a checkpoint: those in the serialization directory may be of a later epoch,
-        which is now trained again. To be called by every rank.
+        Restores the best weights from a checkpoint. The file in the serialization directory may be
+        of a later epoch, which is trained again now. Must be called on every rank.
 
         # Parameters
 
         checkpoint : `str`, required.
             Its directory.
         lacks_some : `bool`, required.
-            Whether weights were left out of it. They are those of the model.
+            Whether weights were left out of the checkpoint. They are taken from the model.
         """
         state_dict = self._full_state_dict() if lacks_some else None
         if not self._is_primary:
@@ -108,7 +112,10 @@ class BestWeights:
         return f"{self.path}.w{dist.get_rank()}.tmp"
 
     def _full_state_dict(self) -> Any:
-        """Of the model, on each primary; `None` elsewhere. To be called by every rank."""
+        """
+        Returns the full state of the model on each primary, and `None` on other ranks. Must be
+        called on every rank.
+        """
         wrapped_model = self._wrapped_model
         return weights.full_state_dict(
             wrapped_model.engine, self._is_primary, wrapped_model.mapping_directory

@@ -1,5 +1,5 @@
 """
-Where checkpoints are, what they are called, and what of them is left after a crash.
+Names, finds, commits and removes checkpoints, and cleans up after a crash.
 """
 
 import os
@@ -24,7 +24,7 @@ _REPLACED = re.compile(r"(checkpoint_e\d+_b\d+)\.replaced$")
 
 
 class PointInTime(NamedTuple):
-    """Epochs completed, and optimizer steps completed in the epoch after them."""
+    """Completed epochs, and optimizer steps completed in the epoch after them."""
 
     epochs: int
     steps: int
@@ -32,12 +32,12 @@ class PointInTime(NamedTuple):
 
 class CheckpointDirectory:
     """
-    The checkpoints in a serialization directory, as one rank sees them. Nothing in here
-    communicates: who may change what is for the caller to know.
+    The checkpoints in a serialization directory, as one rank sees them. No method communicates: the
+    caller decides which rank may change the directory.
 
-    `checkpoint_e{epochs}_b{steps}` is a checkpoint. The same name with `.unfinished` is one that is
-    being written, with `.removed` one that is being removed, with `.replaced` one that is being
-    replaced, and with `.corrupt` one that has been set aside.
+    `checkpoint_e{epochs}_b{steps}` is a checkpoint. A suffix marks one that isn't: `.unfinished` is
+    being written, `.removed` is being removed, `.replaced` is being replaced, `.corrupt` was
+    damaged and has been renamed.
 
     # Parameters
 
@@ -48,13 +48,15 @@ class CheckpointDirectory:
         self.serialization_dir = serialization_dir
 
     def find(self) -> List[PointInTime]:
-        """All checkpoints, the newest first."""
+        """Returns all checkpoints, the newest first."""
         if not os.path.isdir(self.serialization_dir):
             return []
         return _points(os.listdir(self.serialization_dir))
 
     def find_unfinished(self) -> List[PointInTime]:
-        """Those that were being written when a training ended, the newest first."""
+        """
+        Returns the checkpoints that were being written when a training ended, the newest first.
+        """
         if not os.path.isdir(self.serialization_dir):
             return []
         names = os.listdir(self.serialization_dir)
@@ -70,7 +72,10 @@ class CheckpointDirectory:
         return os.path.join(checkpoint, training_state_name(rank))
 
     def clean_up(self) -> None:
-        """Removes what a crash has left of saving and of pruning."""
+        """
+        Removes the leftovers of saving and pruning after a crash, and restores a replaced
+        checkpoint.
+        """
         if not os.path.isdir(self.serialization_dir):
             return
         names = os.listdir(self.serialization_dir)
@@ -85,14 +90,17 @@ class CheckpointDirectory:
                 files.remove(path)
 
     def begin(self, point: PointInTime) -> str:
-        """Makes the directory in which a checkpoint is to be written, and returns its path."""
+        """Creates the directory in which a checkpoint is to be written, and returns its path."""
         path = self.unfinished_path(point)
         files.remove(path)
         files.make_directory(path)
         return path
 
     def prepare(self, point: PointInTime, record: CommitRecord) -> None:
-        """Writes the record of an unfinished directory, whose files are flushed to disk."""
+        """
+        Writes the commit record of an unfinished directory, whose files must have been flushed to
+        disk.
+        """
         unfinished = self.unfinished_path(point)
         record.write(unfinished)
         for directory, *_ in os.walk(unfinished):
@@ -101,8 +109,8 @@ class CheckpointDirectory:
     def commit(self, point: PointInTime) -> None:
         """Turns a prepared directory into a checkpoint by one rename."""
         unfinished, path = self.unfinished_path(point), self.path(point)
-        # There is one with this name if recovery has started from an older one. `clean_up` gives
-        # it its name back if it comes to that.
+        # A checkpoint of this name exists if training has resumed from an older one. After a crash
+        # in between, `clean_up` restores its name.
         replaced = path + ".replaced"
         if os.path.isdir(path):
             files.remove(replaced)
@@ -114,8 +122,9 @@ class CheckpointDirectory:
     def prune(self, newest: PointInTime, count: Optional[int], age: Optional[float]) -> None:
         """
         Removes the checkpoints that are neither among the `count` newest nor younger than `age`
-        seconds. If both are `None`, all checkpoints are kept. The one of `newest`, just committed,
-        always is; what comes after it is of a run that this one doesn't continue.
+        seconds. If both are `None`, none of these is removed. `newest`, the checkpoint just
+        committed, always remains. Checkpoints after it are always removed: they belong to a run
+        that this one doesn't continue.
         """
         checkpoints = self.find()
         for point in checkpoints:
@@ -136,7 +145,9 @@ class CheckpointDirectory:
         self._remove(self.path(point))
 
     def set_aside(self, point: PointInTime) -> str:
-        """Renames a checkpoint that is damaged, so that it isn't chosen again."""
+        """
+        Renames a damaged checkpoint, so that it isn't selected again, and returns its new path.
+        """
         path = self.path(point) + ".corrupt"
         files.remove(path)
         files.rename(self.path(point), path)
@@ -144,7 +155,10 @@ class CheckpointDirectory:
         return path
 
     def _remove(self, path: str) -> None:
-        """By a rename first: what is left of a checkpoint must not look like a whole one."""
+        """
+        Renames a directory before it removes it, so that the rest never looks like a complete
+        checkpoint.
+        """
         if os.path.isdir(path):
             removed = path + ".removed"
             files.remove(removed)

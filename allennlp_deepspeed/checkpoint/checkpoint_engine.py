@@ -13,15 +13,15 @@ from allennlp_deepspeed.checkpoint import serialization
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager
 
-# PyTorch 2.11's stager is closed when it has copied one state. One that isn't keeps its memory for
-# the next.
+# PyTorch 2.11's stager is closed after it has copied one state. A later one reuses its memory.
 _IS_REUSABLE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
 
 class FileCheckpointEngine(CheckpointEngine):
     """
-    What DeepSpeed's engine saves and loads its files with. It keeps track of the files, so that
-    they can be flushed and committed afterwards, and loads them with `weights_only=True`.
+    Checkpoint engine with which DeepSpeed's engine saves and loads its files. It records the paths
+    of saved files, so that they can be flushed and committed afterwards, and loads files with
+    `weights_only=True`.
 
     # Parameters
 
@@ -32,11 +32,11 @@ class FileCheckpointEngine(CheckpointEngine):
     # Attributes
 
     left_out : `Set[str]`
-        The names of parameters that are not saved of the model.
+        The names of the model's parameters that are not saved.
 
-    Works around DeepSpeed 0.19.8: its own loads files with `weights_only=False`, which runs what
-    code is in them, and `exclude_frozen_parameters` leaves out a tied parameter under one of its
-    names only. Gone when it doesn't run code, and leaves out both.
+    Works around DeepSpeed 0.19.8: its own checkpoint engine loads files with `weights_only=False`,
+    which runs code in them, and `exclude_frozen_parameters` leaves out a tied parameter under one
+    of its names only. Gone when it doesn't run code, and leaves out all names.
     [#6751](https://github.com/deepspeedai/DeepSpeed/pull/6751)
     """
 
@@ -71,12 +71,12 @@ class FileCheckpointEngine(CheckpointEngine):
                 self._stager = _stager()
 
     def write_staged(self) -> None:
-        """Writes what has been copied and not written yet."""
+        """Writes the staged states that haven't been written yet."""
         while self._staged:
             files.save(*self._staged.pop(0))
 
     def take_paths(self) -> List[str]:
-        """The files saved since the last call."""
+        """Returns the paths of the files saved since the last call."""
         paths, self._paths = self._paths, []
         return paths
 

@@ -49,7 +49,7 @@ from allennlp_deepspeed.engine.offloaded_optimizers import adapt_loaded_states
 
 logger = logging.getLogger(__name__)
 
-# How long a rank that fails waits for a checkpoint that has been saved but not committed. Seconds.
+# Seconds that a failing rank waits for a checkpoint that has been saved but not committed.
 _ABANDON_AFTER = 5.0
 
 # Methods of AllenNLP's checkpointer that this one doesn't call.
@@ -65,7 +65,7 @@ _NOT_CALLED = (
 
 _OVERRIDABLE = "`maybe_save_checkpoint`, `save_checkpoint` or `load_checkpoint`"
 
-# Attributes that it has been constructed with.
+# Attributes that only the constructor sets.
 _FIXED = ("_rank", "_serialization_dir")
 
 _ON_NVME = (
@@ -78,27 +78,27 @@ _ON_NVME = (
 @Checkpointer.register("deepspeed")
 class DeepSpeedCheckpointer(Checkpointer):
     """
-    Saves, commits, prunes and loads checkpoints of a `DeepSpeedTrainer`. Its methods are to be
-    called by every rank; which ranks write what is decided in here, and every rank takes part in
-    every collective.
+    Saves, commits, prunes and loads checkpoints of a `DeepSpeedTrainer`. Its methods must be called
+    on every rank. They decide which ranks write which files, and every rank takes part in every
+    collective.
 
-    Registered as a `Checkpointer` with name "deepspeed", and the one that the "deepspeed" trainer
-    uses if its `"checkpointer"` has no `"type"`. It takes the arguments of AllenNLP's
+    Registered as a `Checkpointer` with name "deepspeed", and the default of the "deepspeed" trainer
+    if its `"checkpointer"` has no `"type"`. It takes the arguments of AllenNLP's
     [`Checkpointer`](https://docs.allennlp.org/main/api/training/checkpointer/) with the same
     meaning.
 
-    A checkpoint is a directory `checkpoint_e{epochs}_b{steps}` in the serialization directory. In
-    it are what DeepSpeed saves of the model and the optimizer, in DeepSpeed's own layout under the
-    tag `engine`; `training_state_w{rank}.th` for each rank; the best weights so far, `best.th`, as
-    a hard link; and `commit.json`, with a checksum of every file. It is written under another name,
-    flushed to disk while training goes on, and given its name by one rename when every rank has
-    confirmed that its files are there. Before that it is no checkpoint, and older ones stay.
+    A checkpoint is a directory `checkpoint_e{epochs}_b{steps}` in the serialization directory. It
+    contains the model and optimizer states that DeepSpeed saves, in DeepSpeed's own layout under
+    the tag `engine`; `training_state_w{rank}.th` for each rank; the best weights so far, `best.th`,
+    as a hard link; and `commit.json`, with a checksum of every file. It is written under a
+    temporary name, flushed to disk while training continues, and renamed once every rank has
+    confirmed its files. Until then it isn't a checkpoint, and older ones remain.
 
     # Parameters
 
     serialization_dir : `Union[str, os.PathLike]`, required.
 
-    All others are [`CHECKPOINTER_KEYS`](../config/own_keys.py).
+    All other parameters are [`CHECKPOINTER_KEYS`](../config/own_keys.py).
     """
 
     default_implementation = "deepspeed"
@@ -129,24 +129,24 @@ class DeepSpeedCheckpointer(Checkpointer):
             keep_most_recent_by_count=keep_most_recent_by_count,
             keep_most_recent_by_age=keep_most_recent_by_age,  # type: ignore[arg-type]
         )
-        # Not through the base class, which refuses it in distributed training.
+        # Set here, because the base class refuses it in distributed training.
         self._save_every_num_seconds = save_every_num_seconds
         self._on_corrupt = on_corrupt
         self._exclude_frozen_parameters = exclude_frozen_parameters
-        self._frozen: Optional[Dict[str, FrozenRecord]] = None  # once they are known
+        self._frozen: Optional[Dict[str, FrozenRecord]] = None  # computed on first use
         self._checksums_of_vocabulary: Optional[Dict[str, str]] = None
         self._files = FileCheckpointEngine(async_save)
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
         self._commits: Optional[BackgroundCommit] = None
-        # With optimizer states on NVMe.
+        # `True` with optimizer states on NVMe.
         self._saves_nothing = False
         self.save_on_preemption = save_on_preemption
         self.is_time = False
-        """Whether the ranks have agreed that `save_every_num_seconds` are over."""
+        """Whether the ranks have agreed that `save_every_num_seconds` have elapsed."""
         self.on_committed: Optional[Callable[[str, int, float, int, int], None]] = None
         """
-        Called by a thread after a commit: path, bytes, seconds that it took, and epochs and
-        optimizer steps of the run that had been completed.
+        Called in a thread after a commit, with the checkpoint's path and size in bytes, the seconds
+        that it took, and the completed epochs and optimizer steps of the run.
         """
 
     @overrides
@@ -162,7 +162,10 @@ class DeepSpeedCheckpointer(Checkpointer):
     @classmethod
     @overrides
     def list_available(cls) -> List[str]:
-        """Of those that are registered as a `Checkpointer` too, if they are such ones."""
+        """
+        Lists the registered names, including those of subclasses that are registered as a
+        `Checkpointer`.
+        """
         registered = Registrable._registry[Checkpointer]
         others = [name for name, (kind, _) in registered.items() if issubclass(kind, cls)]
         return list(dict.fromkeys([*super().list_available(), *others]))
@@ -183,15 +186,17 @@ class DeepSpeedCheckpointer(Checkpointer):
         num_batches_in_epoch_completed: int,
     ) -> bool:
         """
-        Saves a checkpoint if it is time, and returns whether it has (`False` in a training, whose
-        loop would copy weights from it). To be called by every rank, with the same arguments.
+        Saves a checkpoint if one is due, and returns whether it has. Must be called on every rank,
+        with the same arguments. While it trains, the trainer replaces the result with `False`,
+        because AllenNLP's loop would copy weights after a save.
 
         # Parameters
 
         trainer : `DeepSpeedTrainer`
         num_epochs_completed : `int`
         num_batches_in_epoch_completed : `int`
-            In optimizer steps; 0 at the end of an epoch, where ranks agree on the time in here.
+            In optimizer steps. 0 at the end of an epoch, where the ranks agree on the time in this
+            method.
         """
         if self._commits is not None:
             self._commits.raise_error()
@@ -210,8 +215,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         num_batches_in_epoch_completed: int,
     ) -> None:
         """
-        Saves a checkpoint before the training leaves, if it is to and the last one isn't of this
-        very point in time. To be called by every rank.
+        Saves a checkpoint before a preempted training exits, if `save_on_preemption` is set and the
+        last checkpoint is of an earlier point in time. Must be called on every rank.
         """
         last_save = (
             self._last_save_num_epochs_completed,
@@ -224,7 +229,9 @@ class DeepSpeedCheckpointer(Checkpointer):
     def is_step_to_save(
         self, num_epochs_completed: int, num_batches_in_epoch_completed: int
     ) -> bool:
-        """Whether a checkpoint is to be saved after so many steps. The same on every rank."""
+        """
+        Returns whether a checkpoint is due after this number of steps. The same on every rank.
+        """
         if self._saves_nothing:
             return False
         last_save_num_batches = (
@@ -239,7 +246,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         return is_step
 
     def is_time_to_save(self) -> bool:
-        """Whether `save_every_num_seconds` are over by this rank's clock."""
+        """Returns whether `save_every_num_seconds` have elapsed by this rank's clock."""
         if self._save_every_num_seconds is None:
             return False
         return time.time() - self._last_save_time >= self._save_every_num_seconds
@@ -247,8 +254,8 @@ class DeepSpeedCheckpointer(Checkpointer):
     @overrides
     def save_checkpoint(self, trainer: Training) -> None:  # type: ignore[override]
         """
-        Saves a checkpoint, which will be committed, and the older ones pruned, while training goes
-        on. To be called by every rank.
+        Saves a checkpoint. It is committed, and older ones are pruned, in a background thread while
+        training continues. Must be called on every rank.
         """
         if trainer.engine.zero_nvme_offload_optimizer():
             return  # the warning is in `load_checkpoint`
@@ -280,7 +287,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         dist.barrier()
         internals.set_checkpoint_engine(trainer.engine, self._files)
         if not trainer.engine.zero_optimization_partition_weights():
-            # Instead of rank 0 alone. At stage 3 each rank has model states of its own.
+            # The first rank of each directory saves them, instead of rank 0 alone. At stage 3 each
+            # rank saves its own shards.
             internals.set_saves_model_states(trainer.engine, trainer.directories.is_first_here)
         trainer.engine.save_checkpoint(
             unfinished,
@@ -311,7 +319,7 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     def _write_staged(self) -> List[str]:
         """
-        Writes what has been staged. Returns the files of this rank, the training state at the end.
+        Writes the staged states. Returns the paths of this rank's files, the training state last.
         """
         self._files.write_staged()
         paths = self._files.take_paths()
@@ -325,7 +333,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         return paths
 
     def _record(self, point: PointInTime, trainer: Training) -> CommitRecord:
-        """To be called by every rank."""
+        """Returns the commit record, without its files. Must be called on every rank."""
         frozen = self._frozen_records(trainer) if self._exclude_frozen_parameters else {}
         return CommitRecord(
             epochs_completed=point.epochs,
@@ -344,13 +352,18 @@ class DeepSpeedCheckpointer(Checkpointer):
         )
 
     def _vocabulary(self) -> Dict[str, str]:
-        """Computed once, because the vocabulary of a training doesn't change."""
+        """
+        Returns the checksums of the vocabulary. They are computed once, because it doesn't change.
+        """
         if self._checksums_of_vocabulary is None:
             self._checksums_of_vocabulary = vocabulary_files.checksums(self._serialization_dir)
         return self._checksums_of_vocabulary
 
     def _check_vocabulary(self, record: CommitRecord, path: str) -> None:
-        """To be called by every rank, which may see a directory of its own."""
+        """
+        Refuses a checkpoint of another vocabulary, on every rank if any rank finds one. Must be
+        called on every rank, because each may see another directory.
+        """
         problem = vocabulary_files.difference(self._serialization_dir, record.vocabulary, path)
         problems = list(dict.fromkeys(p for p in agreement.of_all(problem) if p is not None))
         if problems:
@@ -358,12 +371,12 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     def check_state(self, trainer: Training) -> None:
         """
-        Checks that what would be saved can be loaded again.
+        Checks that the states to be saved can be loaded again.
 
         # Raises
 
         `ConfigurationError`
-            If a state of the model or of a callback holds anything but plain data.
+            If a state of the model or of a callback contains anything except plain data.
         """
         states = {
             f"'{name}' in the state_dict() of the model": value
@@ -384,17 +397,17 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     def finish(self) -> None:
         """
-        Waits until all that has been saved is committed. To be called by every rank, when training
-        has ended.
+        Waits until all saved checkpoints are committed. Must be called on every rank, after
+        training.
         """
         if self._commits is not None:
             self._commits.wait()
-            dist.barrier()  # the store through which the ranks confirm is gone with rank 0
+            dist.barrier()  # the store through which the ranks confirm ends with rank 0
 
     def abandon(self) -> None:
         """
-        Gives what has been saved some seconds to be committed. Not a collective: for a rank that
-        fails.
+        Waits a few seconds for the last saved checkpoint to be committed. Not a collective: for a
+        failing rank.
         """
         if self._commits is not None:
             try:
@@ -405,8 +418,8 @@ class DeepSpeedCheckpointer(Checkpointer):
     @overrides
     def load_checkpoint(self, trainer: Optional[Training] = None) -> Optional[TrainerCheckpoint]:
         """
-        Loads the newest checkpoint that all ranks have: the model and the optimizer into the
-        trainer's engine. To be called by every rank.
+        Loads the newest checkpoint that all ranks have: model and optimizer states into the
+        trainer's engine. Must be called on every rank.
 
         # Returns
 
@@ -445,7 +458,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         if record.frozen:
             frozen_parameters.check_same(self._frozen_records(trainer), record.frozen, path)
         announce(logger, "Continuing from the checkpoint in %s", path)
-        # With more workers than wrote it, some start from the same training state.
+        # With more workers than wrote it, several resume from the same training state.
         rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
         check_version(path, record, trainer_state)
@@ -463,7 +476,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         return TrainerCheckpoint({}, trainer_state)
 
     def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
-        """Loads what as many ranks have saved."""
+        """Loads a checkpoint that needs no resharding."""
         internals.set_checkpoint_engine(engine, self._files)
         loaded_path, _ = engine.load_checkpoint(
             path, tag=ENGINE_TAG, load_module_strict=not record.frozen
@@ -478,7 +491,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         record: CommitRecord,
         trainer_state: Dict[str, Any],
     ) -> None:
-        """Loads what another number of ranks has saved, with this rank's share of the averages."""
+        """
+        Loads a checkpoint of another world size, with this rank's shard of the moving averages.
+        """
         announce(
             logger,
             "Resharding the checkpoint of %d workers for %d",
@@ -491,7 +506,10 @@ class DeepSpeedCheckpointer(Checkpointer):
             trainer_state["moving_average"] = resharding.moving_average(engine, checkpoint)
 
     def _frozen_records(self, trainer: Training) -> Dict[str, FrozenRecord]:
-        """Computed once, because they don't change. To be called by every rank."""
+        """
+        Returns the records of the frozen parameters. They are computed once, because they don't
+        change. Must be called on every rank.
+        """
         if self._frozen is None:
             self._frozen = frozen_parameters.frozen_records(trainer.engine)
         return self._frozen
@@ -503,8 +521,8 @@ class DeepSpeedCheckpointer(Checkpointer):
     @overrides
     def find_latest_checkpoint(self) -> Optional[Tuple[str, str]]:
         """
-        The directory of the newest checkpoint that this rank sees, and this rank's training state
-        file in it; `None` if there is no checkpoint.
+        Returns the directory of the newest checkpoint that this rank sees, and this rank's training
+        state file in it; `None` if there is no checkpoint.
         """
         checkpoints = self._checkpoints.find()
         if not checkpoints:
@@ -530,10 +548,13 @@ def _warn_of_other_steps(before: int, now: int) -> None:
 
 def _check_overridden(checkpointer_class: Type[DeepSpeedCheckpointer]) -> None:
     """
+    Refuses subclasses whose overrides would have no effect.
+
     # Raises
 
     `ConfigurationError`
-        If a subclass overrides a method that isn't called, or not with these arguments.
+        If a subclass overrides a method that isn't called, or `load_checkpoint` without its
+        argument.
     """
     name = checkpointer_class.__name__
     for method in overridden(DeepSpeedCheckpointer, checkpointer_class, _NOT_CALLED):
@@ -554,8 +575,8 @@ def _check_overridden(checkpointer_class: Type[DeepSpeedCheckpointer]) -> None:
 
 def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> None:
     """
-    Gives the training state the number of steps that make the same part of the epoch, if a step has
-    another number of instances now. It is rounded down, so that no instance is left out.
+    Converts the number of completed steps to the same position in the epoch if the number of
+    instances per step has changed. It is rounded down, so that no instance is skipped.
     """
     progress = trainer_state["progress"]
     before = progress["batches_in_epoch_completed"]

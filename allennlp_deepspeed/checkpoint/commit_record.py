@@ -1,6 +1,6 @@
 """
-What a checkpoint says of its files, by which they are found to be intact. It counts from the rename
-in `CheckpointDirectory.commit` on.
+Reads, writes and verifies `commit.json`, the record of a checkpoint's files and their checksums.
+The record is valid from the rename in `CheckpointDirectory.commit` on.
 """
 
 import hashlib
@@ -16,23 +16,23 @@ from allennlp_deepspeed import files
 
 RECORD_NAME = "commit.json"
 FORMAT_VERSION = 3
-"""Versions 1 and 2 are those of 0.1 and 0.2."""
+"""Version 1 is the format of 0.1, version 2 that of 0.2."""
 
 
 class CheckpointError(ConfigurationError):
     """
-    A checkpoint can't be used as it is. The message names the file.
+    Error for a checkpoint that can't be used as it is. The message names the file.
 
-    Not a `RuntimeError`, which AllenNLP's trainer would replace with another message.
+    It isn't a `RuntimeError`, which AllenNLP's trainer would replace with another message.
     """
 
 
 class _OtherVersionError(Exception):
-    """A record is of a version that this one doesn't read."""
+    """Error for a record of a format version that this package doesn't read."""
 
 
 class FileRecord(NamedTuple):
-    """The size of a file in bytes, and its checksum."""
+    """Size of a file in bytes, and its checksum."""
 
     bytes: int
     sha256: str
@@ -44,8 +44,8 @@ class FileRecord(NamedTuple):
 
 class FrozenRecord(NamedTuple):
     """
-    Identifies the weights of a frozen parameter that is not in the checkpoint: its precision while
-    the model trained, such as "bfloat16", and a checksum.
+    Identity of the weights of a frozen parameter that isn't in the checkpoint: its precision during
+    training, such as "bfloat16", and a checksum.
     """
 
     dtype: str
@@ -65,32 +65,31 @@ class FrozenRecord(NamedTuple):
 @dataclass
 class CommitRecord:
     """
-    The file `commit.json` of a checkpoint: what was saved, by whom, and a checksum of every file.
-    In the file there is one of itself as well. Where each node has a directory of its own, there is
-    a record in each, of the files in it.
+    Contents of the file `commit.json` of a checkpoint, which also contains a checksum of the record
+    itself. With a directory for each node, each directory has a record of its own files.
 
     # Parameters
 
     epochs_completed : `int`, required.
     batches_in_epoch_completed : `int`, required.
-        Optimizer steps completed in the epoch after them.
+        Optimizer steps completed in the epoch after these.
     world_size : `int`, required.
         The number of ranks that wrote it.
     zero_stage : `int`, required.
     parameters : `Dict[str, List[int]]`, required.
         The shape of each parameter of the model, by name.
     files : `Dict[str, FileRecord]`, optional (default = `{}`)
-        By path relative to the checkpoint's directory, with "/".
+        The record of each file, by path relative to the checkpoint's directory, with "/".
     versions : `Dict[str, str]`, optional (default = `{}`)
-        Of the packages that wrote it.
+        The versions of the packages that wrote it.
     frozen : `Dict[str, FrozenRecord]`, optional (default = `{}`)
-        The frozen parameters that it leaves out, by name.
+        The frozen parameters that the checkpoint leaves out, by name.
     hosts : `List[str]`, optional (default = `[]`)
-        The host of each rank, by rank.
+        The host of each rank.
     ranks : `List[int]`, optional (default = `[]`)
-        The ranks whose files are in this directory, if those of others are in other directories.
+        The ranks whose files are in this directory, if other ranks' files are in other directories.
     id : `str`, optional (default = `""`)
-        The same in all directories that have a part of this checkpoint, and in no others.
+        Identifies the checkpoint: all directories with a part of it have the same ID.
     vocabulary : `Dict[str, str]`, optional (default = `{}`)
         The SHA-256 of each file of the vocabulary, by name.
     format_version : `int`, optional
@@ -113,6 +112,8 @@ class CommitRecord:
     @classmethod
     def read(cls, directory: str) -> "CommitRecord":
         """
+        Reads the record of a checkpoint's directory.
+
         # Raises
 
         `CheckpointError`
@@ -134,19 +135,19 @@ class CommitRecord:
             raise CheckpointError(f"{path} is damaged: {error}.") from error
 
     def write(self, directory: str) -> None:
-        """Writes the record, flushed to disk. It has to be the last file of the checkpoint."""
+        """Writes the record and flushes it to disk. It must be the last file of the checkpoint."""
         path = os.path.join(directory, RECORD_NAME)
         files.write(self.to_json(), path)
         files.flush(path)
 
     def to_json(self) -> str:
-        """With a checksum of it."""
+        """Serializes the record, with a checksum of it."""
         values = asdict(self)
         return json.dumps({**values, "sha256": _checksum(values)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "CommitRecord":
-        """The record that `to_json` has made this text of. Raises if it is another text."""
+        """Parses the output of `to_json`. Raises an error for any other text."""
         values = json.loads(text)
         checksum = values.pop("sha256", None)
         version = values.get("format_version")
@@ -189,12 +190,13 @@ class CommitRecord:
         directory : `str`, required.
         part : `int`, optional (default = `0`)
         num_parts : `int`, optional (default = `1`)
-            With several ranks each can read every `num_parts`th file, from its own on.
+            To divide the work among ranks: only every `num_parts`th file is read, from index `part`
+            on.
 
         # Returns
 
         `List[str]`
-            What is wrong with files.
+            A description of each missing, damaged or foreign file.
         """
         problems = [
             _problem(directory, name, self.files[name])
@@ -208,6 +210,8 @@ class CommitRecord:
 
     def check_complete(self, directory: str) -> None:
         """
+        Checks that the directory has the files of all ranks.
+
         # Raises
 
         `CheckpointError`
@@ -222,12 +226,12 @@ class CommitRecord:
 
     def description(self, ranks: Sequence[int] = ()) -> str:
         """
-        The files of some ranks, for messages.
+        Describes the files of some ranks, for messages.
 
         # Parameters
 
         ranks : `Sequence[int]`, optional (default = `()`)
-            None for those whose files are in the directory.
+            If empty, the ranks whose files are in the directory.
         """
         ranks = ranks or self.ranks or range(self.world_size)
         hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks)) if self.hosts else ""
@@ -240,7 +244,7 @@ def training_state_name(rank: int) -> str:
 
 
 def file_names(directory: str) -> List[str]:
-    """All files below `directory`, relative to it, with "/"."""
+    """Returns all files below `directory`, as paths relative to it with "/"."""
     return [
         os.path.relpath(os.path.join(parent, name), directory).replace(os.sep, "/")
         for parent, _, names in os.walk(directory)
@@ -253,7 +257,7 @@ def _checksum(values: Dict[str, Any]) -> str:
 
 
 def _problem(directory: str, name: str, record: FileRecord) -> Optional[str]:
-    """What is wrong with a file that has to be as the record says."""
+    """Describes how a file differs from its record, or returns `None` if it doesn't."""
     path = os.path.join(directory, name)
     if not _is_inside(directory, name):
         return f"{path} is outside of the checkpoint"

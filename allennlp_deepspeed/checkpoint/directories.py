@@ -10,15 +10,16 @@ from allennlp_deepspeed.engine import agreement
 
 class Directories(NamedTuple):
     """
-    Which ranks see the same serialization directory. With one for each node, each holds the files
-    of its own ranks, and what every directory has once is written by the first of them.
+    Groups of ranks that share a serialization directory. With one directory for each node, each
+    contains the files of its own ranks, and the first of them writes the files that a directory has
+    once.
 
     # Parameters
 
     groups : `List[List[int]]`
-        The ranks that share a directory, for each directory, by the first of them.
+        The ranks that share a directory, for each directory, sorted by their first rank.
     hosts : `List[str]`
-        By rank.
+        The host of each rank.
     """
 
     groups: List[List[int]]
@@ -27,17 +28,17 @@ class Directories(NamedTuple):
     @classmethod
     def find(cls, serialization_dir: Optional[str]) -> "Directories":
         """
-        Looks whose directories are the same. To be called by every rank.
+        Finds out which ranks share a directory. Must be called on every rank.
 
         # Parameters
 
         serialization_dir : `Optional[str]`
-            As this rank sees it. `None` if nothing is written.
+            Path on this rank. `None` if nothing is written.
 
         # Raises
 
         `ConfigurationError`
-            On every rank, if one can't write to its directory.
+            On every rank, if any rank can't write to its directory.
         """
         hosts = agreement.of_all(socket.gethostname())
         if len(hosts) == 1 or serialization_dir is None:
@@ -64,7 +65,7 @@ class Directories(NamedTuple):
 
     @property
     def is_first_here(self) -> bool:
-        """Whether this rank writes what a directory has once."""
+        """Returns whether this rank writes the files that a directory has once."""
         return self.here[0] == _rank()
 
     @property
@@ -72,16 +73,16 @@ class Directories(NamedTuple):
         return len(self.groups) == 1
 
     def name(self, rank: int) -> str:
-        """A rank for messages, with its host where there are several."""
+        """Names a rank for messages, with its host if there are several hosts."""
         return f"rank {rank} on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else f"rank {rank}"
 
     def names(self, ranks: Sequence[int]) -> str:
-        """Several ranks for messages, with their hosts."""
+        """Names several ranks for messages, with their hosts."""
         hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks))
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on {hosts}"
 
     def description(self) -> str:
-        """What was found, as a sentence."""
+        """Describes the directories in a sentence."""
         if self.are_one:
             return "All ranks share one serialization directory."
         parts = "; ".join(map(self.names, self.groups))

@@ -1,5 +1,5 @@
 """
-Makes what everyone can load out of a checkpoint.
+Exports checkpoints to files that PyTorch and AllenNLP load.
 """
 
 import json
@@ -38,27 +38,27 @@ def export(
 ) -> str:
     """
     Writes the weights of a checkpoint in fp32 to `weights.th`, a `state_dict` of the plain model,
-    and an archive with them to `model.tar.gz`. They are the moving averages where training keeps
-    some, as in the archive that training leaves.
+    and an archive with them to `model.tar.gz`. If training has a moving average, these are the
+    averaged weights, as in the archive that training writes.
 
-    On one CPU, without a process group, and within the memory of the weights and one parameter.
-    Where the checkpoint lacks frozen parameters, or `merge_adapters` is `True`, the model is
-    constructed, which takes the memory of its weights once more.
+    Runs on one CPU without a process group, in the memory of the weights and one parameter. If the
+    checkpoint lacks frozen parameters, or `merge_adapters` is `True`, the model is constructed,
+    which takes the memory of its weights once more.
 
     # Parameters
 
     serialization_dir : `str`, required.
-        Or a checkpoint in one.
+        A serialization directory, or a checkpoint in one.
     epoch : `int`, optional (default = `None`)
-        The number of epochs that the checkpoint has completed. If there are several such, the one
-        at the end of the epoch is taken, and the newest if there is none. `None` for the newest of
-        all.
+        The number of epochs that the checkpoint has completed. Among several such checkpoints, the
+        one at the end of the epoch is selected, or else the newest. `None` for the newest
+        checkpoint.
     output_dir : `str`, optional (default = `None`)
-        Where to write the files, replacing earlier ones. `None` for a directory in
-        `serialization_dir` with the name of the checkpoint.
+        The directory to write the files to, replacing earlier ones. `None` for a directory in
+        `serialization_dir` that is named after the checkpoint.
     merge_adapters : `bool`, optional (default = `False`)
-        Whether LoRA's adapters are added to the weights that they adapt. The config in the archive
-        has no token embedder of type "lora" and no `model.lora` then.
+        Whether to merge LoRA adapters into the weights that they adapt. The config in the archive
+        then has no token embedder of type "lora" and no `model.lora`.
 
     # Returns
 
@@ -101,7 +101,7 @@ def export(
 
 
 def _prepare(serialization_dir: str, checkpoint: str, output_dir: Optional[str]) -> str:
-    """Makes the directory to write to, and returns its path."""
+    """Creates the output directory, and returns its path."""
     if output_dir is None:
         name = os.path.basename(checkpoint).replace("checkpoint", "export", 1)
         output_dir = os.path.join(serialization_dir, name)
@@ -111,7 +111,7 @@ def _prepare(serialization_dir: str, checkpoint: str, output_dir: Optional[str])
 
 
 def _state_dict(serialization_dir: str, checkpoint: str, record: CommitRecord) -> Dict[str, Any]:
-    """The whole `state_dict` of the model, in fp32."""
+    """Returns the full `state_dict` of the model, in fp32."""
     state_dict = ShardedCheckpoint(checkpoint).state_dict()
     if not record.frozen:
         return state_dict
@@ -120,7 +120,7 @@ def _state_dict(serialization_dir: str, checkpoint: str, record: CommitRecord) -
 
 
 def _load_model(serialization_dir: str, checkpoint: str, record: CommitRecord) -> Model:
-    """The model, constructed and with the weights of the checkpoint."""
+    """Constructs the model and loads the weights of the checkpoint."""
     model = frozen_parameters.construct_model(serialization_dir)
     state_dict = ShardedCheckpoint(checkpoint).state_dict()
     if record.frozen:
@@ -131,14 +131,17 @@ def _load_model(serialization_dir: str, checkpoint: str, record: CommitRecord) -
 
 @contextmanager
 def _without_adapters(serialization_dir: str) -> Iterator[str]:
-    """A copy of what an archive is made of, but for the weights, with a config without adapters."""
+    """
+    Context manager that yields a copy of the files of an archive without the weights, with a config
+    without adapters.
+    """
     with tempfile.TemporaryDirectory() as directory:
         copy = os.path.join(directory, "copy")
         left_out = shutil.ignore_patterns(*_NOT_ARCHIVED)
         shutil.copytree(
             serialization_dir,
             copy,
-            # What is further down may be a part of the archive.
+            # Files in subdirectories may be a part of the archive.
             ignore=lambda path, names: left_out(path, names) if path == serialization_dir else [],
         )
         path = os.path.join(copy, CONFIG_NAME)
@@ -148,7 +151,7 @@ def _without_adapters(serialization_dir: str) -> Iterator[str]:
 
 
 def _finish(path: str) -> None:
-    """Gives a file its name when it is on disk."""
+    """Renames a file to its final name after it has been flushed to disk."""
     files.flush(path + _UNFINISHED)
     files.rename(path + _UNFINISHED, path)
     files.flush(os.path.dirname(path))

@@ -1,6 +1,6 @@
 """
-The frozen parameters of checkpoints that leave them out: what identifies their weights, and where
-else to get them from.
+Identifies the frozen parameters that a checkpoint leaves out, and restores them from the
+constructed model.
 """
 
 import os
@@ -21,13 +21,13 @@ from allennlp_deepspeed.engine import agreement
 
 def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
     """
-    What identifies the weights of each frozen parameter. To be called by every rank. Takes as long
-    as reading all of them, and the memory of one.
+    Returns the identity of each frozen parameter's weights. Must be called on every rank. It reads
+    all of them, and gathers one at a time.
 
     # Returns
 
     `Dict[str, FrozenRecord]`
-        By name, the same on every rank. A parameter with several names goes by the first.
+        By name, the same on every rank. A tied parameter is listed under its first name.
     """
     records = {}
     for name, parameter in engine.module.named_parameters():
@@ -39,7 +39,7 @@ def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
 
 
 def frozen_names(model: torch.nn.Module) -> Set[str]:
-    """All names of the frozen parameters, tied ones included."""
+    """Returns all names of the frozen parameters, including those of tied parameters."""
     named_parameters = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named_parameters if not parameter.requires_grad}
 
@@ -48,12 +48,14 @@ def check_same(
     actual: Mapping[str, FrozenRecord], expected: Mapping[str, FrozenRecord], checkpoint: str
 ) -> None:
     """
+    Checks that the frozen parameters are the ones that the checkpoint was trained with.
+
     # Parameters
 
     actual : `Mapping[str, FrozenRecord]`, required.
-        Of the model.
+        The records of the model.
     expected : `Mapping[str, FrozenRecord]`, required.
-        Of the checkpoint.
+        The records of the checkpoint.
     checkpoint : `str`, required.
 
     # Raises
@@ -74,12 +76,12 @@ def check_same(
 
 def construct_model(serialization_dir: str) -> Model:
     """
-    The model of a training as it is before the first step, on the CPU.
+    Constructs the model of a training as it is before the first step, on the CPU.
 
     # Parameters
 
     serialization_dir : `str`, required.
-        With the config and the vocabulary of the training.
+        Directory with the config and the vocabulary of the training.
     """
     params = Params.from_file(os.path.join(serialization_dir, CONFIG_NAME))
     prepare_environment(params)
@@ -89,12 +91,14 @@ def construct_model(serialization_dir: str) -> Model:
 
 def load_vocabulary(serialization_dir: str, params: Params) -> Vocabulary:
     """
+    Loads the vocabulary of a training.
+
     # Parameters
 
     serialization_dir : `str`, required.
-        With the vocabulary of a training.
+        Directory with the vocabulary.
     params : `Params`, required.
-        Its whole configuration, from which the section of the vocabulary is taken.
+        The complete configuration, from which the section `vocabulary` is popped.
     """
     vocabulary = params.pop("vocabulary", Params({}))
     vocabulary_class, _ = Vocabulary.resolve_class_name(
@@ -111,22 +115,22 @@ def complete(
     state_dict: Dict[str, Any], model: Model, records: Mapping[str, FrozenRecord], checkpoint: str
 ) -> Dict[str, Any]:
     """
-    Adds the frozen parameters to what a checkpoint has.
+    Adds the frozen parameters to the `state_dict` of a checkpoint.
 
     # Parameters
 
     state_dict : `Dict[str, Any]`, required.
-        In fp32.
+        The state of the checkpoint, in fp32.
     model : `Model`, required.
-        As it is before the first step.
+        The model as it is before the first step.
     records : `Mapping[str, FrozenRecord]`, required.
-        Of the checkpoint.
+        The records of the checkpoint.
     checkpoint : `str`, required.
 
     # Returns
 
     `Dict[str, Any]`
-        What `state_dict` would be if none had been left out.
+        The `state_dict` with all parameters, in fp32.
 
     # Raises
 

@@ -1,5 +1,5 @@
 """
-Makes of what training leaves a directory that transformers load without AllenNLP.
+Exports trained models to directories that transformers loads without AllenNLP.
 """
 
 import logging
@@ -43,19 +43,19 @@ _UNFINISHED = ".unfinished"
 
 class _Trained(NamedTuple):
     """
-    What a training has left.
+    Weights of a training, with the directory of its config and vocabulary.
 
     # Parameters
 
     serialization_dir : `str`
-        With its config and vocabulary.
+        Directory with the config and the vocabulary.
     state_dict : `Dict[str, Any]`
-        Of the plain model, in fp32.
+        State of the plain model, in fp32.
     default_output_dir : `str`
     checkpoint : `str`, optional (default = `None`)
-        Where the weights are from, if it is a checkpoint.
+        The checkpoint that the weights are from, if they are from one.
     record : `CommitRecord`, optional (default = `None`)
-        Of that.
+        The record of that checkpoint.
     """
 
     serialization_dir: str
@@ -75,33 +75,33 @@ def export_huggingface(
     max_shard_size: str = "5GB",
 ) -> str:
     """
-    Writes a transformer and its tokenizer, as `AutoModelForCausalLM.from_pretrained` (of a
-    "causal_lm") or `AutoModel.from_pretrained` (of an encoder in a token embedder), and
-    `AutoTokenizer.from_pretrained` read them: weights in fp32 and in safetensors, configurations
-    of the model and of generation, and the tokenizer with its chat template. LoRA's adapters are
-    added to the weights.
+    Writes a transformer and its tokenizer in the layout that `AutoModelForCausalLM.from_pretrained`
+    (of a "causal_lm") or `AutoModel.from_pretrained` (of an encoder in a token embedder), and
+    `AutoTokenizer.from_pretrained` read: weights in fp32 and in safetensors, configurations of the
+    model and of generation, and the tokenizer with its chat template. LoRA adapters are merged into
+    the weights.
 
-    On one CPU, without a process group, and within the memory of the weights; those of an archive
-    stay on disk until they are written. Where a checkpoint lacks frozen parameters, these are read
-    from where training has read them.
+    Runs on one CPU without a process group, in the memory of the weights; the weights of an archive
+    stay on disk until they are written. If a checkpoint lacks frozen parameters, they are read from
+    the source that training has read them from.
 
     # Parameters
 
     source : `str`, required.
         An archive, a serialization directory, or a checkpoint in one.
     output_dir : `str`, optional (default = `None`)
-        Where to write the files. `None` for a directory next to the archive or in the serialization
-        directory, whose name begins with `export_huggingface`.
+        The directory to write the files to. `None` for one next to the archive or in the
+        serialization directory, whose name begins with `export_huggingface`.
     epoch : `int`, optional (default = `None`)
         The number of epochs that the checkpoint has completed, as in `export`.
     best : `bool`, optional (default = `False`)
-        Whether to take the weights of the best epoch, and not those of the newest checkpoint.
+        Whether to export the weights of the best epoch instead of the newest checkpoint's.
     module : `str`, optional (default = `None`)
         The transformer's name in the model. `None` for the only one.
     adapters_only : `bool`, optional (default = `False`)
-        Whether to write LoRA's adapters alone, in the files of peft, beside the tokenizer.
+        Whether to write only the LoRA adapters, in peft's format, and the tokenizer.
     max_shard_size : `str`, optional (default = `"5GB"`)
-        What a file of weights is at most, in KB, MB, GB or TB.
+        The maximum size of a file of weights, in KB, MB, GB or TB.
 
     # Returns
 
@@ -113,7 +113,7 @@ def export_huggingface(
     `CheckpointError`
         If there is no such checkpoint, or it is damaged.
     `ConfigurationError`
-        If there is no such transformer, if it can't be written as is asked for, or if the directory
+        If there is no such transformer, if it can't be written in this form, or if the directory
         isn't empty.
     """
     with _trained(source, epoch, best) as trained:
@@ -191,10 +191,12 @@ def _trained(source: str, epoch: Optional[int], best: bool) -> Iterator[_Trained
 
 def _check_output(output_dir: str) -> None:
     """
+    Checks that the output directory is missing or empty.
+
     # Raises
 
     `ConfigurationError`
-        If there are files in the directory.
+        If there are files in the directory, or it isn't a directory.
     """
     if os.path.exists(output_dir) and (not os.path.isdir(output_dir) or os.listdir(output_dir)):
         raise ConfigurationError(
@@ -220,12 +222,13 @@ def _model(trained: _Trained) -> Model:
 
 def _assign(model: Model, state_dict: Dict[str, Any]) -> None:
     """
-    Puts the tensors of a `state_dict` in the place of the model's. Of tied ones it may have some.
+    Assigns the tensors of a `state_dict` to the model. It may have only some of the names of tied
+    tensors.
 
     # Raises
 
     `CheckpointError`
-        If it isn't of such a model.
+        If the `state_dict` is of another model.
     """
     own = model.state_dict(keep_vars=True)
     by_tensor = {id(own[name]): value for name, value in state_dict.items() if name in own}
@@ -237,7 +240,7 @@ def _assign(model: Model, state_dict: Dict[str, Any]) -> None:
             "The weights are not those of the model that the config describes: they lack "
             f"{_listing(missing)}, and have {_listing(unexpected)} besides."
         )
-    # AllenNLP's own method of this name can't.
+    # AllenNLP's method of this name has no `assign`.
     torch.nn.Module.load_state_dict(model, complete, assign=True)
 
 
@@ -247,7 +250,7 @@ def _listing(names: List[str]) -> str:
 
 
 def _transformer(model: Model, module: Optional[str]) -> Any:
-    """The name and the transformer."""
+    """Returns the name and the transformer."""
     transformers = lora.transformers_in(model)
     if not transformers:
         raise ConfigurationError(
@@ -272,10 +275,12 @@ def _transformer(model: Model, module: Optional[str]) -> Any:
 
 def _check_loadable(transformer: "PreTrainedModel", name: str) -> None:
     """
+    Checks that transformers would load the files as the same class of model.
+
     # Raises
 
     `ConfigurationError`
-        If transformers would take what is written for another model.
+        If transformers would load the files as another class of model.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
@@ -283,7 +288,7 @@ def _check_loadable(transformer: "PreTrainedModel", name: str) -> None:
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         classes: Any = mapping.get(type(transformer.config), ())
         loaded += classes if isinstance(classes, tuple) else [classes]
-    # Of a configuration that comes with its own code nothing is known.
+    # A configuration with its own code isn't in the mappings.
     if loaded and type(transformer) not in loaded:
         raise ConfigurationError(
             f"'{name}' is a {type(transformer).__name__}, a part of a model that can't be loaded "
@@ -295,7 +300,7 @@ def _check_loadable(transformer: "PreTrainedModel", name: str) -> None:
 def _tokenizer(
     serialization_dir: str, transformer: "PreTrainedModel"
 ) -> Optional[PreTrainedTokenizerBase]:
-    """That which the training has saved, or that which it has loaded for the pretrained model."""
+    """Returns the tokenizer that training has saved, or else the one of the pretrained model."""
     from transformers import AutoTokenizer
 
     saved = pretrained.saved_tokenizer(serialization_dir)
@@ -328,7 +333,7 @@ def _tokenizer_kwargs(config: Dict[str, Any], model_name: str) -> Dict[str, Any]
 
 
 def _parameters_with(model_name: str, config: Any) -> Iterator[Dict[str, Any]]:
-    """Those in a config that name this pretrained model."""
+    """Yields the sections of a config that name this pretrained model."""
     if isinstance(config, dict):
         if config.get("model_name") == model_name:
             yield config

@@ -1,5 +1,5 @@
 """
-What a model keeps besides its `state_dict`: the metrics it has added up, and counters.
+Saves and loads state of a model that isn't in its `state_dict`: accumulated metrics and counters.
 """
 
 import copy
@@ -17,10 +17,10 @@ from allennlp_deepspeed.deepspeed_api import get_accelerator
 
 logger = logging.getLogger(__name__)
 
-# Exactly these, and no classes derived from them, which couldn't be loaded safely.
+# Exactly these classes: their subclasses couldn't be loaded safely.
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), np.ndarray})
 _NOT_OURS = frozenset(vars(torch.nn.Module()))
-# What ZeRO-3 counts in while it gathers and releases parameters.
+# Counters of ZeRO-3 for gathering and releasing parameters.
 _DEEPSPEED_PREFIXES = ("ds_", "applied_pre_backward_ref_cnt")
 
 State = Dict[str, Any]
@@ -28,15 +28,15 @@ State = Dict[str, Any]
 
 def module_states(model: torch.nn.Module) -> Dict[str, State]:
     """
-    The numbers and tensors in the attributes of each module, and everything in its metrics, also
-    where tensors or metrics are in lists, tuples or dictionaries. Other attributes are taken to be
-    constant: a model that changes one while it trains says so with PyTorch's `get_extra_state` and
-    `set_extra_state`.
+    Returns the numbers and tensors in the attributes of each module, and the full state of its
+    metrics, including tensors and metrics in lists, tuples and dictionaries. Other attributes are
+    assumed to be constant: a model that changes one during training has to declare it with
+    PyTorch's `get_extra_state` and `set_extra_state`.
 
     # Returns
 
     `Dict[str, Dict[str, Any]]`
-        By the module's name and the attribute's. Tensors are copies.
+        By name of the module and of the attribute. Tensors are copies.
     """
     states = {}
     for name, module in model.named_modules():
@@ -54,12 +54,12 @@ def module_states(model: torch.nn.Module) -> Dict[str, State]:
 
 def fingerprints(states: Dict[str, State]) -> Dict[str, Any]:
     """
-    What tells whether states are still the same, without their tensors.
+    Returns fingerprints by which changed states are found without storing their tensors.
 
     # Parameters
 
     states : `Dict[str, Dict[str, Any]]`, required.
-        As `module_states` gave them.
+        As returned by `module_states`.
     """
     return {
         name: {key: _fingerprint(encoded) for key, encoded in state.items()}
@@ -69,15 +69,15 @@ def fingerprints(states: Dict[str, State]) -> Dict[str, Any]:
 
 def changed_states(states: Dict[str, State], before: Dict[str, Any]) -> Dict[str, State]:
     """
-    The part of `states` that isn't as it was: what else there is, such as a rank, was constructed
-    so and may be constructed otherwise when training goes on.
+    Returns the part of `states` that has changed. The rest, such as a rank, was set at construction
+    and may be constructed with another value when training resumes.
 
     # Parameters
 
     states : `Dict[str, Dict[str, Any]]`, required.
-        As `module_states` gave them.
+        As returned by `module_states`.
     before : `Dict[str, Any]`, required.
-        The `fingerprints` of those of before.
+        The `fingerprints` of the earlier states.
     """
     changed = {
         name: _changed({"some": state}, {"some": before.get(name, {})})["some"]
@@ -88,12 +88,14 @@ def changed_states(states: Dict[str, State], before: Dict[str, Any]) -> Dict[str
 
 def load_module_states(model: torch.nn.Module, states: Dict[str, State]) -> None:
     """
+    Loads states into the modules of a model, by name.
+
     # Parameters
 
     model : `torch.nn.Module`, required.
-        Constructed as the one that the states are of.
+        A model that was constructed like the one that the states are from.
     states : `Dict[str, Dict[str, Any]]`, required.
-        As `module_states` gave them.
+        As returned by `module_states`.
     """
     modules = dict(model.named_modules())
     for name, state in states.items():
@@ -103,15 +105,15 @@ def load_module_states(model: torch.nn.Module, states: Dict[str, State]) -> None
 
 def _encode(value: Any, within_metric: bool) -> Optional[State]:
     """
-    A value as plain data with a tag, `None` if it is of no interest. Outside of metrics, containers
-    are of interest only for the metrics in them.
+    Encodes a value as plain data with a tag, or returns `None` if the value isn't saved. Outside of
+    metrics, a container is saved only for the metrics in it, or if it contains nothing but tensors.
     """
     if isinstance(value, torch.Tensor):
         is_state = not isinstance(value, torch.nn.Parameter) and value.grad_fn is None
         kind = "value" if value.device.type == "cpu" else "device_value"
         return {kind: value.detach().clone()} if is_state else None
     if _is_plain(value):
-        return {"value": copy.copy(value)}  # an array is added to in place
+        return {"value": copy.copy(value)}  # an array may be accumulated into in place
     if isinstance(value, Metric):
         attributes = {k: _encode(v, within_metric=True) for k, v in vars(value).items()}
         return {"metric": {k: v for k, v in attributes.items() if v is not None}}
@@ -133,10 +135,10 @@ def _is_plain(value: Any) -> bool:
 def _encode_items(kind: str, items: Dict[Any, Any], within_metric: bool) -> Optional[State]:
     encoded = {key: _encode(value, within_metric) for key, value in items.items()}
     if within_metric:
-        # A container that holds anything else as well can't be rebuilt.
+        # A container with other items can't be rebuilt.
         return {kind: encoded} if None not in encoded.values() else None
     if encoded and all(isinstance(value, torch.Tensor) for value in items.values()):
-        # Such as the state that a stateful recurrent encoder carries to the next batch.
+        # For example, the state that a stateful recurrent encoder carries to the next batch.
         return {kind: encoded} if None not in encoded.values() else None
     metrics = {k: v for k, v in encoded.items() if v is not None and set(v) & {"metric", "some"}}
     return {"some": metrics} if metrics else None
@@ -144,8 +146,8 @@ def _encode_items(kind: str, items: Dict[Any, Any], within_metric: bool) -> Opti
 
 def _changed(encoded: State, before: Any) -> State:
     """
-    `encoded` without what is as it was in metrics and in what is filled in place. Other containers
-    are made anew, and need all of their items.
+    Returns `encoded` without the unchanged items of metrics and of containers that are filled in
+    place. Other containers are rebuilt, and need all of their items.
     """
     ((kind, items),) = encoded.items()
     if not isinstance(items, dict):
@@ -169,7 +171,7 @@ def _fingerprint(value: Any) -> Any:
         return str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()
     if isinstance(value, dict):
         return {key: _fingerprint(item) for key, item in value.items()}
-    # Of a float, all its digits; of NaN, something that is equal to itself.
+    # `repr` has all digits of a float, and NaN's is equal to itself.
     return type(value).__name__, sorted(map(repr, value)) if isinstance(value, set) else repr(value)
 
 
@@ -189,8 +191,8 @@ def _load_attributes(owner: Any, state: State) -> None:
 
 def _decode(encoded: State, current: Any) -> Any:
     """
-    The value that was encoded. Metrics, and containers of special types such as `defaultdict`, are
-    those that are there at present, filled with what was saved.
+    Decodes a value. Metrics, and containers of special types such as `defaultdict`, are the current
+    objects, filled with the saved state.
     """
     ((kind, saved),) = encoded.items()
     if kind == "value":

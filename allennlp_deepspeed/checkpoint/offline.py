@@ -1,6 +1,6 @@
 """
-Finds checkpoints for commands that work on files, and puts the parts of one together. No process
-group is needed.
+Finds checkpoints for commands that work on files, and gathers the parts of one. No process group is
+needed.
 """
 
 import os
@@ -18,14 +18,14 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import (
 )
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 
-# What AllenNLP writes into a serialization directory and a training continues with.
+# Files that AllenNLP writes into a serialization directory and that resuming needs.
 _CONTINUED_WITH = (CONFIG_NAME, "meta.json", "vocabulary")
 
 
 def locate(path: str) -> Tuple[str, Optional[PointInTime]]:
     """
-    The serialization directory that a path is of, and the point in time of the checkpoint if it is
-    that of one.
+    Returns the serialization directory of a path, and the point in time if the path is a
+    checkpoint.
     """
     parent = os.path.dirname(os.path.abspath(path))
     directory = CheckpointDirectory(parent)
@@ -37,10 +37,12 @@ def locate(path: str) -> Tuple[str, Optional[PointInTime]]:
 
 def check_archive(source: str, epoch: Optional[int], best: bool = False) -> None:
     """
+    Refuses options that select one of several states, because an archive has one.
+
     # Raises
 
     `ConfigurationError`
-        If it is said which state of an archive to take.
+        If `epoch` or `best` is set.
     """
     if best or epoch is not None:
         raise ConfigurationError(
@@ -53,26 +55,26 @@ def find(
     serialization_dir: str, epoch: Optional[int] = None, point: Optional[PointInTime] = None
 ) -> Tuple[str, CommitRecord]:
     """
-    Finds the newest checkpoint, or the one that has completed `epoch` epochs. Of several such it is
-    the one at the end of the epoch, or the newest if there is none.
+    Finds the newest checkpoint, or the one that has completed `epoch` epochs. Among several such
+    checkpoints, it selects the one at the end of the epoch, or else the newest.
 
     # Parameters
 
     serialization_dir : `str`, required.
     epoch : `int`, optional (default = `None`)
     point : `PointInTime`, optional (default = `None`)
-        That of the one to find.
+        The point in time of the checkpoint to find.
 
     # Returns
 
     `Tuple[str, CommitRecord]`
-        Its directory and its record.
+        The checkpoint's directory and its record.
 
     # Raises
 
     `CheckpointError`
-        If there is none, if a file is missing or damaged, if some are in other directories, or if
-        the vocabulary isn't the one that it was trained with.
+        If there is no checkpoint, if a file is missing or damaged, if some files are in other
+        directories, or if the vocabulary isn't the one that it was trained with.
     """
     checkpoints = CheckpointDirectory(serialization_dir)
     point = point or _points([checkpoints], epoch)[0]
@@ -88,15 +90,15 @@ def find(
 
 def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[int] = None) -> str:
     """
-    Copies the parts of a checkpoint into one serialization directory, with what else a training
-    continues with. Each file is compared with its checksum after that.
+    Copies the parts of a checkpoint into one serialization directory, together with the other files
+    that resuming needs. Each file of the checkpoint is then compared with its checksum.
 
     # Parameters
 
     serialization_dirs : `Sequence[str]`, required.
-        Those of all nodes, in any order.
+        The directories of all nodes, in any order.
     output_dir : `str`, required.
-        Is made if it isn't there. A checkpoint of the same name in it is replaced.
+        Created if it is missing. A checkpoint of the same name in it is replaced.
     epoch : `int`, optional (default = `None`)
         As in `find`.
 
@@ -108,7 +110,8 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
     # Raises
 
     `CheckpointError`
-        If there is no such checkpoint, or a file of it is missing or damaged, here or there.
+        If there is no such checkpoint, or a file of it is missing or damaged, in a source or in the
+        copy.
     """
     directories = [CheckpointDirectory(path) for path in serialization_dirs]
     point, parts = _newest_parts(directories, epoch)
@@ -141,7 +144,7 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
 
 
 def _points(directories: Sequence[CheckpointDirectory], epoch: Optional[int]) -> List[PointInTime]:
-    """The checkpoints to choose from, the preferred one first."""
+    """Returns the candidate checkpoints, the preferred one first."""
     every = sorted({point for each in directories for point in each.find()}, reverse=True)
     points = [point for point in every if epoch in (None, point.epochs)]
     if not points:
@@ -159,12 +162,15 @@ def _points(directories: Sequence[CheckpointDirectory], epoch: Optional[int]) ->
 def _newest_parts(
     directories: Sequence[CheckpointDirectory], epoch: Optional[int]
 ) -> Tuple[PointInTime, Dict[str, CommitRecord]]:
-    """A checkpoint of which the directories have the files of all ranks, and its parts by path."""
+    """
+    Returns the newest checkpoint that is complete across the directories, and the records of its
+    parts by path.
+    """
     first_problem: Optional[str] = None
     for point in _points(directories, epoch):
         paths = [d.path(point) for d in directories if os.path.isdir(d.path(point))]
         records = {path: CommitRecord.read(path) for path in paths}
-        # Another checkpoint of this name is of a training that was not continued.
+        # Checkpoints of this name with another ID are of a training that was not continued.
         for id_ in dict.fromkeys(record.id for record in records.values()):
             parts = {path: record for path, record in records.items() if record.id == id_}
             missing = _missing_ranks(list(parts.values()))

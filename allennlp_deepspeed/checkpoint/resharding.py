@@ -1,7 +1,7 @@
 """
-Loads a checkpoint of ZeRO stages 1 to 3 into another number of ranks: each rank reads its shards
-out of the files that the others wrote, as `torch.distributed.checkpoint` does. DeepSpeed's
-`ds_to_universal` writes the whole checkpoint once more for that, and knows Adam's states only.
+Loads a checkpoint of ZeRO stages 1 to 3 into another world size: each rank reads its shards from
+the files that the other ranks wrote, as `torch.distributed.checkpoint` does. DeepSpeed's
+`ds_to_universal` would write the full checkpoint once more, and supports Adam's states only.
 """
 
 from functools import partial
@@ -18,21 +18,21 @@ from allennlp_deepspeed.engine.shards import Shards, own_partition, whole_shape
 
 def is_needed(record: CommitRecord, world_size: int) -> bool:
     """
-    Whether the shards of `world_size` ranks are not those of the checkpoint. At ZeRO stage 0 every
-    rank has everything.
+    Returns whether the shards of `world_size` ranks differ from the checkpoint's. At ZeRO stage 0
+    every rank has the full state.
     """
     return record.zero_stage > 0 and record.world_size != world_size
 
 
 def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, left_out: Collection[str]) -> None:
     """
-    Loads weights, optimizer, loss scaler, counters and DeepSpeed's own learning rate schedule. To
-    be called by every rank.
+    Loads weights, optimizer states, loss scaler, counters and DeepSpeed's own learning rate
+    schedule. Must be called on every rank.
 
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-        A fresh one, of the same model and the same optimizer.
+        A newly constructed engine with the same model and the same optimizer.
     checkpoint : `ShardedCheckpoint`, required.
     left_out : `Collection[str]`, required.
         The frozen parameters that are not in the checkpoint.
@@ -40,8 +40,8 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, left_out: Colle
     # Raises
 
     `CheckpointError`
-        On every rank, if the checkpoint is not of this model and this optimizer, or if weights
-        are on NVMe.
+        On every rank, if the checkpoint is of another model or another optimizer, or if weights are
+        on NVMe.
     """
     is_partitioned = engine.zero_optimization_partition_weights()
     if is_partitioned and engine.optimizer.params_in_nvme_and_cpu:
@@ -56,7 +56,8 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, left_out: Colle
     with shards.in_param_groups():
         _load_optimizer(engine, shards, checkpoint)
     if is_partitioned:
-        # Partitions the parameters that stage 3 keeps whole, until `update_parameters`.
+        # Partitions the parameters that stage 3 has gathered persistently, until
+        # `update_parameters`.
         engine.optimizer.checkpoint_event_prologue()
     _load_frozen_and_buffers(engine, checkpoint)
     shards.update_parameters()
@@ -70,8 +71,8 @@ def moving_average(
     engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint
 ) -> Optional[Dict[str, Any]]:
     """
-    The state that `ShardedMovingAverage.load_state_dict` takes on this rank, or `None` if the
-    training of the checkpoint had no moving average. Not a collective.
+    Returns this rank's state for `ShardedMovingAverage.load_state_dict`, or `None` if the training
+    of the checkpoint had no moving average. Not a collective.
     """
     if not checkpoint.has_moving_average:
         return None
@@ -89,7 +90,7 @@ def _fill(
     index: int,
     read: Callable[[str, Tuple[int, int]], torch.Tensor],
 ) -> None:
-    """Reads this rank's elements of one of the masters, or of a tensor that is like it."""
+    """Reads this rank's elements of a master weight, or of a tensor with the same layout."""
     for parameter in shards.parameters_of_masters[index]:
         fragment = shards.fragments.get(parameter)
         if fragment is not None:
@@ -146,10 +147,13 @@ def _load_optimizer(engine: DeepSpeedEngine, shards: Shards, checkpoint: Sharded
 
 
 def _shard_state(shards: Shards, index: int, checkpoint: ShardedCheckpoint) -> Dict[str, Any]:
-    """The optimizer's state of a master, which has the scalars of any parameter in it."""
+    """
+    Returns the optimizer state of a master weight. Its scalars are those of the first parameter in
+    it.
+    """
     parameter = shards.names[shards.parameters_of_masters[index][0]]
     values = {
-        # A copy each, because optimizers count steps in place.
+        # Copied, because optimizers count steps in place.
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in checkpoint.scalars(parameter).items()
     }

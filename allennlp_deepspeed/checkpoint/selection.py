@@ -1,6 +1,6 @@
 """
-Selects the checkpoint that a training continues from, which every rank must do, and refuses one of
-another model, configuration or version.
+Selects the checkpoint to resume from, the same on every rank, and refuses one of another model,
+configuration or version.
 """
 
 import logging
@@ -32,7 +32,7 @@ class Found(NamedTuple):
     point : `PointInTime`
         The same on every rank.
     record : `CommitRecord`
-        That of this rank's directory.
+        The record in this rank's directory.
     """
 
     point: PointInTime
@@ -43,16 +43,16 @@ def newest_intact(
     checkpoints: CheckpointDirectory, directories: Directories, on_corrupt: str
 ) -> Optional[Found]:
     """
-    Finds the newest checkpoint that all directories have, as it was written. Completes a commit in
-    which a node died, and removes what was never finished.
+    Finds the newest intact checkpoint that all directories have. Completes a commit during which a
+    node died, and removes unfinished checkpoints.
 
     # Parameters
 
     checkpoints : `CheckpointDirectory`, required.
-        As this rank sees it.
+        The directory on this rank.
     directories : `Directories`, required.
     on_corrupt : `str`, required.
-        `"previous"` to set aside checkpoints that are damaged, or `"error"`.
+        `"previous"` to rename damaged checkpoints and select an older one, or `"error"`.
 
     # Returns
 
@@ -62,8 +62,8 @@ def newest_intact(
     # Raises
 
     `CheckpointError`
-        On every rank, if a checkpoint is damaged and is not to be set aside, or if the directories
-        have the files of other ranks.
+        On every rank, if a checkpoint is damaged and `on_corrupt` is `"error"` or no older one is
+        intact, or if the directories have the files of other ranks.
     """
     _complete_commits(checkpoints, directories)
     if directories.is_first_here:
@@ -90,8 +90,9 @@ def newest_intact(
 
 def _complete_commits(checkpoints: CheckpointDirectory, directories: Directories) -> None:
     """
-    Commits in each directory what another one has committed: all were prepared before any did. A
-    node that died in between has the checkpoint under the name of an unfinished one.
+    Commits in each directory the checkpoints that another directory has committed. All directories
+    are prepared before any is committed, so a node that died in between has the checkpoint as an
+    unfinished one.
     """
     if directories.are_one:
         return
@@ -107,20 +108,20 @@ def _complete_commits(checkpoints: CheckpointDirectory, directories: Directories
 
 def _points_of_all(checkpoints: CheckpointDirectory, directories: Directories) -> List[PointInTime]:
     """
-    The checkpoints that all directories have, the newest last.
+    Returns the checkpoints that all directories have, the newest last.
 
     # Raises
 
     `CheckpointError`
-        If there are none, but some directories have some.
+        If no checkpoint is in all directories, but some are in some of them.
     """
     everyones = [
         {PointInTime(*point): id_ for point, id_ in own}
         for own in agreement.of_all([(p, _id(checkpoints.path(p))) for p in checkpoints.find()])
     ]
     every = sorted({point for own in everyones for point in own})
-    # Parts with another ID are of a training that was not continued. Of a damaged record there is
-    # none, and it is found later.
+    # Parts with another ID are of a training that was not continued. A damaged record has no ID
+    # here, and is found later.
     common = [
         point
         for point in every
@@ -155,12 +156,13 @@ def _inspect(
     checkpoints: CheckpointDirectory, point: PointInTime, directories: Directories
 ) -> Tuple[Optional[CommitRecord], Optional[str]]:
     """
-    Compares all files of a checkpoint with their checksums, each rank some of those that it sees.
+    Compares all files of a checkpoint with their checksums. The ranks of a directory divide the
+    files.
 
     # Returns
 
     `Tuple[Optional[CommitRecord], Optional[str]]`
-        The record, and what is wrong with the files. The latter is the same on every rank.
+        The record, and the problems of the files. The latter are the same on every rank.
     """
     path, here = checkpoints.path(point), directories.here
     record = None
@@ -175,10 +177,12 @@ def _inspect(
 
 def _check_ranks(path: str, record: CommitRecord, directories: Directories) -> None:
     """
+    Checks that each directory has the files of the ranks that read it.
+
     # Raises
 
     `CheckpointError`
-        On every rank, if a directory has the files of other ranks than those that read them.
+        On every rank, if a directory has the files of other ranks.
     """
     problem = None
     here, world_size = directories.here, len(directories.hosts)
@@ -227,10 +231,12 @@ def _refuse_unless_previous(
 
 def check_version(path: str, record: CommitRecord, trainer_state: Dict[str, Any]) -> None:
     """
+    Checks the format version of the training state.
+
     # Raises
 
     `CheckpointError`
-        If another version of this package has written the training state in another form.
+        If another version of this package has written the training state in another format.
     """
     version = trainer_state.get("version")
     if version != TRAINING_STATE_VERSION:
@@ -245,10 +251,12 @@ def check_version(path: str, record: CommitRecord, trainer_state: Dict[str, Any]
 
 def check_model(path: str, record: CommitRecord, trainer: Training) -> None:
     """
+    Checks that the checkpoint is of this ZeRO stage and these parameters.
+
     # Raises
 
     `CheckpointError`
-        If the checkpoint is of another ZeRO stage, or its parameters are others.
+        If the checkpoint is of another ZeRO stage, or its parameters have other names or shapes.
     """
     stage = trainer.engine.zero_optimization_stage()
     if record.zero_stage != stage:
@@ -274,16 +282,18 @@ def check_model(path: str, record: CommitRecord, trainer: Training) -> None:
 
 
 def parameter_shapes(model: torch.nn.Module) -> Dict[str, List[int]]:
-    """Those of the whole parameters, by name."""
+    """Returns the full (unsharded) shapes of the parameters, by name."""
     return {name: list(whole_shape(parameter)) for name, parameter in model.named_parameters()}
 
 
 def refuse_allennlp_checkpoints(serialization_dir: str) -> None:
     """
+    Refuses a directory with checkpoints of AllenNLP's own trainer.
+
     # Raises
 
     `CheckpointError`
-        If there is a checkpoint of AllenNLP's own trainer: starting anew would ignore it.
+        If there is such a checkpoint, which a training from scratch would ignore.
     """
     if not os.path.isdir(serialization_dir):
         return

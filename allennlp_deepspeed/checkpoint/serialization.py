@@ -1,5 +1,5 @@
 """
-Loads what checkpoints hold, without running code that is in them.
+Loads files of checkpoints without running code that is in them.
 """
 
 import io
@@ -21,7 +21,7 @@ _NUMPY_SCALARS = [type(np.dtype(code)) for code in np.typecodes["All"] if code n
 
 def _pickle_by_value(enumeration: Type[Enum]) -> None:
     """
-    Has the members of an enumeration pickled as their class and value.
+    Makes pickle store the members of an enumeration as their class and value.
 
     Works around Python 3.11.0 to 3.11.4: members of enumerations are pickled as a call of
     `getattr`, which PyTorch refuses to load, in any Python; DeepSpeed's files have such a member,
@@ -38,12 +38,12 @@ def _pickle_by_value(enumeration: Type[Enum]) -> None:
 _pickle_by_value(ZeroStageEnum)
 
 SAFE_GLOBALS = [
-    # The classes in DeepSpeed's files. They hold plain numbers.
+    # The classes in DeepSpeed's files. They contain plain numbers.
     DynamicLossScaler,
     LossScaler,
     ZeroStageEnum,
     fragment_address,
-    # In the states of callbacks and metrics.
+    # Classes in the states of callbacks and metrics.
     np.dtype,
     np.ndarray,
     np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
@@ -51,10 +51,11 @@ SAFE_GLOBALS = [
     *dict.fromkeys(_NUMPY_SCALARS),
 ]
 
-# For the process: PyTorch's context manager would take away what was allowed before.
+# For the process, because PyTorch's context manager would remove the globals that were allowed
+# before.
 torch.serialization.add_safe_globals(SAFE_GLOBALS)
 
-# Raised by `torch.load` for files that `torch.save` hasn't written, or that hold other classes.
+# Raised by `torch.load` for files that `torch.save` hasn't written, or that contain other classes.
 _ERRORS_OF_OTHER_FILES = (
     pickle.UnpicklingError,
     EOFError,
@@ -64,7 +65,7 @@ _ERRORS_OF_OTHER_FILES = (
     AttributeError,
     AssertionError,
 )
-# In its errors that are raised for other reasons too.
+# Text of those errors whose class is raised for other reasons too.
 _OF_OTHER_FILES = re.compile("weights_only|mmap can only|PytorchStreamReader|inline_container")
 _FORBIDDEN = re.compile(r"GLOBAL (\S+)")
 _CHECKPOINT = re.compile(r".*checkpoint_e\d+_b\d+(?=/)")
@@ -79,12 +80,13 @@ def load(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
     path : `str`, required.
     map_location : `Any`, optional (default = `"cpu"`)
     mmap : `bool`, optional (default = `False`)
-        If `True`, tensors are read when they are used.
+        Whether to map the file into memory, so that tensors are read when they are used.
 
     # Raises
 
     `CheckpointError`
-        If it holds anything but tensors and plain data. The message says what to do.
+        If it contains anything except tensors and plain data. The message tells the user what to
+        do.
     """
     try:
         return torch.load(path, map_location=map_location, mmap=mmap or None, weights_only=True)
@@ -94,7 +96,7 @@ def load(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
         message = str(error)
         if not _OF_OTHER_FILES.search(message):
             raise
-    # Not as its cause: PyTorch advises to load the file in a way that runs code.
+    # Not chained to the original error, which advises to load the file in a way that runs code.
     raise CheckpointError(_describe_other_file(path, message))
 
 
@@ -115,7 +117,7 @@ def _describe_other_file(path: str, message: str) -> str:
 
 
 def unsafe_classes(value: Any) -> List[str]:
-    """The names of what is in `value` that `load` would refuse if it were saved."""
+    """Returns the names of the classes in `value` that `load` would refuse if it were saved."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -123,5 +125,5 @@ def unsafe_classes(value: Any) -> List[str]:
 
 
 def unsafe_classes_in(file: Any) -> List[str]:
-    """The names of what is in a file, or under a path, that `load` would refuse."""
+    """Returns the names of the classes that `load` would refuse in a file or under a path."""
     return torch.serialization.get_unsafe_globals_in_checkpoint(file)

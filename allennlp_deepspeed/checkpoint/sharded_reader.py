@@ -1,6 +1,5 @@
 """
-Reads the checkpoints of any number of ranks at any ZeRO stage, on one CPU and without a process
-group.
+Reads checkpoints of any world size and any ZeRO stage, on one CPU and without a process group.
 """
 
 import glob
@@ -21,20 +20,20 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.shards import Shards
 
 Part = Tuple[int, int]
-"""Elements of a flattened parameter: the first of them, and their number."""
+"""A range of elements of a flattened parameter: the index of the first one, and their number."""
 
 _PARAMETERS_OF_GROUPS = "parameters_of_groups"
 
 _LOSS_SCALER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""The attributes of the engine that count what it has done."""
+"""The counter attributes of the engine."""
 
 
 def client_state(engine: DeepSpeedEngine) -> Dict[str, Any]:
     """
-    What `engine.save_checkpoint` has to be given as its `client_state`: the names of the parameters
-    in the optimizer's order. DeepSpeed saves them too, but not at stage 0.
+    Returns the `client_state` for `engine.save_checkpoint`: the names of the parameters in the
+    optimizer's order. DeepSpeed saves them itself, except at stage 0.
     """
     if engine.zero_optimization():
         return {}
@@ -43,16 +42,16 @@ def client_state(engine: DeepSpeedEngine) -> Dict[str, Any]:
 
 class Fragment(NamedTuple):
     """
-    A part of a parameter in a flat shard. All numbers count elements.
+    Part of a parameter in a flat shard. All numbers count elements.
 
     # Parameters
 
     parameter : `str`
         Its name.
     start : `int`
-        Of the part, in the flattened parameter.
+        Offset of the part in the flattened parameter.
     shard_start : `int`
-        Of the part, in the shard.
+        Offset of the part in the shard.
     numel : `int`
     """
 
@@ -66,8 +65,8 @@ def partitions(
     shapes: Dict[str, torch.Size], rank: int, world_size: int
 ) -> Tuple[List[Fragment], int]:
     """
-    How ZeRO stage 3 shares parameters: each is cut into `world_size` parts of one size, the last
-    ones padded, and a rank's shard has its part of each.
+    Computes the partitions of ZeRO stage 3: each parameter is cut into `world_size` parts of equal
+    size, the last ones padded, and a rank's shard contains its part of each.
 
     # Returns
 
@@ -86,24 +85,27 @@ def partitions(
 
 
 class _Shard(NamedTuple):
-    """What the optimizer of one rank steps as one tensor: fp32 weights, and its states of them."""
+    """
+    Tensor that one rank's optimizer updates as a unit: flat fp32 weights, and their optimizer
+    states.
+    """
 
     fragments: List[Fragment]
     master: torch.Tensor
     state: Dict[str, Any] = {}
     padding: int = 0
-    """The number of elements by which states can be longer than what is saved of the weights."""
+    """The number of elements by which states can be longer than the saved weights."""
 
 
 class ShardedCheckpoint:
     """
-    A checkpoint as its ranks wrote it. When it is constructed only metadata is read; tensors are
-    read when they are asked for, one parameter at a time.
+    A checkpoint as its ranks wrote it. The constructor reads only metadata; tensors are read on
+    access, one parameter at a time.
 
     # Parameters
 
     directory : `str`, required.
-        A checkpoint, complete and undamaged.
+        A complete and undamaged checkpoint.
 
     # Attributes
 
@@ -111,8 +113,8 @@ class ShardedCheckpoint:
     world_size : `int`
         The number of ranks that wrote it.
     trainable : `Dict[str, torch.Size]`
-        The shapes of the parameters that the optimizer steps, by name. A parameter with several
-        names goes by the first.
+        The shapes of the trainable parameters, by name. A tied parameter is listed under its first
+        name.
     frozen : `Dict[str, torch.Size]`
         The shapes of the other parameters, unless the checkpoint leaves them out.
     buffers : `Dict[str, torch.Tensor]`
@@ -120,9 +122,9 @@ class ShardedCheckpoint:
         The groups of the optimizer, with the names of their parameters. Empty at stage 0, where an
         engine can load the optimizer as it is.
     loss_scaler : `Dict[str, Any]`
-        What DeepSpeed's optimizer saves of it at stages 1 to 3.
+        The state of the loss scaler that DeepSpeed's optimizer saves at stages 1 to 3.
     counters : `Dict[str, int]`
-        The engine's.
+        The counters of the engine.
     lr_scheduler : `Optional[Dict[str, Any]]`
         The state of the scheduler in DeepSpeed's own section, if there is one.
     has_moving_average : `bool`
@@ -130,7 +132,7 @@ class ShardedCheckpoint:
     # Raises
 
     `CheckpointError`
-        If something isn't there.
+        If a file or a part of the data is missing.
     """
 
     def __init__(self, directory: str) -> None:
@@ -180,7 +182,7 @@ class ShardedCheckpoint:
             for name in dict.fromkeys(self._canonical_names.values())
             if name not in self.trainable
         }
-        # By parameter: the rank, which of its shards, and where in it.
+        # By parameter: rank, index of the shard, and position in the shard.
         self._places: Dict[str, List[Tuple[int, int, Fragment]]] = {n: [] for n in self.trainable}
         for rank, shards in enumerate(self._shards):
             for index, shard in enumerate(shards):
@@ -190,19 +192,19 @@ class ShardedCheckpoint:
         self.has_moving_average = self._moving_averages is not None
 
     def master(self, name: str, part: Optional[Part] = None) -> torch.Tensor:
-        """The full weight of a trainable parameter, or a part of it, in fp32."""
+        """Returns the full weight of a trainable parameter, or a part of it, in fp32."""
         weight = self._assemble(name, lambda rank, index: self._shards[rank][index].master, part)
         return weight.float() if _is_half(weight) else weight
 
     def state_names(self, name: str) -> List[str]:
         """
-        The names of the optimizer's states that have one number for each weight of a trainable
-        parameter, such as Adam's moments.
+        Returns the names of the element-wise optimizer states of a trainable parameter, such as
+        Adam's moments.
 
         # Raises
 
         `CheckpointError`
-            If there is a state that is neither that nor one number.
+            If a state is neither element-wise nor a scalar.
         """
         shard = self._first_shard(name)
         names = [key for key, value in shard.state.items() if not _is_scalar(value)]
@@ -218,21 +220,26 @@ class ShardedCheckpoint:
         return names
 
     def state(self, key: str, name: str, part: Optional[Part] = None) -> torch.Tensor:
-        """One of the `state_names`, of the parameter's shape, or a part of it."""
+        """Returns one of the `state_names`, in the shape of the parameter, or a part of it."""
         return self._assemble(name, lambda rank, index: self._shards[rank][index].state[key], part)
 
     def scalars(self, name: str) -> Dict[str, Any]:
-        """The optimizer's other states of a trainable parameter, such as the number of steps."""
+        """
+        Returns the scalar optimizer states of a trainable parameter, such as the number of steps.
+        """
         return {k: v for k, v in self._first_shard(name).state.items() if _is_scalar(v)}
 
     def moving_average(self, name: str, part: Optional[Part] = None) -> torch.Tensor:
-        """The moving average of a trainable parameter, or a part of it, if there is one."""
+        """
+        Returns the moving average of a trainable parameter, or a part of it. The checkpoint must
+        have one.
+        """
         averages = self._moving_averages
         assert averages is not None
         return self._assemble(name, lambda rank, index: averages[rank][str(index)], part)
 
     def frozen_weight(self, name: str) -> torch.Tensor:
-        """The whole weight of a frozen parameter, in the precision of the model."""
+        """Returns the full weight of a frozen parameter, in the precision of the model."""
         if name not in self._frozen_partitions:
             return self._module[name]
         shape = self.frozen[name]
@@ -246,9 +253,9 @@ class ShardedCheckpoint:
 
     def state_dict(self) -> Dict[str, Any]:
         """
-        What `model.state_dict()` would be of the same model on one CPU in fp32: with the moving
-        average where there is one, because it is what AllenNLP validates and archives, and with
-        tied parameters tied. Besides the result it needs the memory of one parameter.
+        Returns the `state_dict` of the same model on one CPU in fp32, with tied parameters tied.
+        Where there is a moving average, it contains the averaged weights, which AllenNLP validates
+        and archives. In addition to the result it needs the memory of one parameter.
         """
         weights: Dict[str, torch.Tensor] = {}
         state_dict: Dict[str, Any] = {}
@@ -271,11 +278,13 @@ class ShardedCheckpoint:
         self, name: str, tensor: Callable[[int, int], torch.Tensor], part: Optional[Part]
     ) -> torch.Tensor:
         """
+        Assembles a full parameter, or a part of it, from the shards.
+
         # Parameters
 
         name : `str`
         tensor : `Callable[[int, int], torch.Tensor]`
-            Gives the tensor that is laid out like a shard, for a rank and the shard's index.
+            Returns a tensor with the layout of a shard, given the rank and the shard's index.
         part : `Optional[Part]`
             `None` for the full parameter, in its shape.
         """
@@ -312,7 +321,7 @@ class ShardedCheckpoint:
         return {**group, "params": list(dict.fromkeys(names))}
 
     def _load(self, pattern: str) -> List[Dict[str, Any]]:
-        """The engine's files, one a rank and in the order of the ranks, or one in all."""
+        """Loads the engine's files, in the order of the ranks: one per rank, or a single one."""
         paths = glob.glob(os.path.join(glob.escape(self._engine_directory), pattern))
         if not paths and pattern.startswith("*mp_rank"):
             raise CheckpointError(f"DeepSpeed's files are missing in {self._engine_directory}.")
@@ -336,8 +345,8 @@ def _rank(path: str) -> int:
 
 def _canonical_names(module: Dict[str, Any], buffers: List[str]) -> Dict[str, str]:
     """
-    For each name of each parameter the first of its names. A parameter has one storage under all
-    its names, at stage 3 too, where it is empty.
+    Maps each name of each parameter to its first name. A tied parameter has one storage under all
+    its names, also at stage 3, where it is empty.
     """
     first: Dict[Any, str] = {}
     names = {}
@@ -359,7 +368,9 @@ def _shapes_at_stage_0(directory: str, model: Dict[str, Any]) -> List[Dict[str, 
 
 
 def _shards_at_stage_0(model: Dict[str, Any], shapes: List[Dict[str, torch.Size]]) -> List[_Shard]:
-    """What every rank has: the parameters, or fp32 copies of them, some flat and some not."""
+    """
+    Returns the shards that every rank has: the parameters or fp32 copies of them, flat or not.
+    """
     optimizer = model["optimizer"]
     shards = []
     for i, group in enumerate(shapes):
@@ -380,8 +391,8 @@ def _shards_at_stage_0(model: Dict[str, Any], shapes: List[Dict[str, torch.Size]
 
 def _shards_at_stages_1_and_2(optimizers: List[Dict[str, Any]]) -> List[List[_Shard]]:
     """
-    A rank has one flat shard of each group: its slice of the group's parameters one after another.
-    Where a parameter goes on in the next rank's, its earlier part is the one of the lower rank.
+    Returns one flat shard per rank and group: the rank's slice of the group's concatenated
+    parameters. If a parameter crosses ranks, the lower rank has its earlier part.
     """
     ends: Dict[str, int] = defaultdict(int)
     shards: List[List[_Shard]] = []
@@ -406,7 +417,10 @@ def _shards_at_stages_1_and_2(optimizers: List[Dict[str, Any]]) -> List[List[_Sh
 def _shards_at_stage_3(
     optimizers: List[Dict[str, Any]], shapes: List[Dict[str, torch.Size]]
 ) -> List[List[_Shard]]:
-    """A rank has one flat shard of each sub-group: its partitions of the parameters in it."""
+    """
+    Returns one flat shard per rank and sub-group: the rank's partitions of the sub-group's
+    parameters.
+    """
     shards: List[List[_Shard]] = []
     for rank, optimizer in enumerate(optimizers):
         shards.append([])
@@ -432,7 +446,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, in fp32 if it is in half precision."""
+    """Returns a copy, in fp32 if the tensor is in half precision."""
     return tensor.detach().to(torch.float32 if _is_half(tensor) else tensor.dtype, copy=True)
 
 

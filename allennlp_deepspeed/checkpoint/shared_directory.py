@@ -1,6 +1,6 @@
 """
-By which processes on several hosts find out whether the directory that each of them sees is the
-same: each puts a file of its own there, and when all have, each looks whose files it sees.
+Finds out which processes on several hosts share a directory: each puts a file of its own into the
+directory that it sees, and when all have, each lists the files that it sees.
 """
 
 import os
@@ -14,45 +14,54 @@ _TOKEN = re.compile(r"token_([0-9a-f]{32})_(\d+)\.tmp$")
 
 
 def new_key() -> str:
-    """That one of the processes has made is for all, so that they see no others' files."""
+    """
+    Returns a random key. All processes use the key of one of them, so that files of others don't
+    count.
+    """
     return uuid.uuid4().hex
 
 
 def put(directory: str, key: str, number: int) -> None:
     """
+    Writes this process's file.
+
     # Parameters
 
     directory : `str`, required.
-        Is made if it isn't there.
+        Created if it is missing.
     key : `str`, required.
     number : `int`, required.
-        Of this process.
+        The number of this process.
     """
     files.make_directory(directory)
     files.write("", _path(directory, key, number))
 
 
 def seen(directory: str, key: str) -> List[int]:
-    """The numbers of those that see this directory. When all have called `put`."""
-    # That of the parent is opened first, so that NFS doesn't answer from its cache.
+    """
+    Returns the numbers of the processes that share this directory. To use after all have called
+    `put`.
+    """
+    # Lists the parent first, so that NFS doesn't answer from its cache.
     os.listdir(os.path.dirname(os.path.abspath(directory)))
     matches = map(_TOKEN.match, os.listdir(directory))
     return sorted(int(match.group(2)) for match in matches if match and match.group(1) == key)
 
 
 def remove(directory: str, key: str, number: int) -> None:
-    """When all have looked."""
+    """Removes this process's file. To use after all have called `seen`."""
     files.remove(_path(directory, key, number))
 
 
 def is_token(name: str) -> bool:
-    """Whether a file of this name is one that a process puts, of any key."""
+    """Returns whether a file of this name was written by `put`, with any key."""
     return _TOKEN.match(name) is not None
 
 
 def remove_left(directory: str) -> None:
     """
-    What processes that were killed have left of any key. When nobody looks for others there.
+    Removes files that killed processes have left, of any key. No process may be looking for others
+    there.
     """
     for name in filter(_TOKEN.match, os.listdir(directory) if os.path.isdir(directory) else []):
         files.remove(os.path.join(directory, name))
@@ -60,16 +69,18 @@ def remove_left(directory: str) -> None:
 
 def groups(seen_by: Sequence[Sequence[int]]) -> List[List[int]]:
     """
+    Groups the processes by directory.
+
     # Parameters
 
     seen_by : `Sequence[Sequence[int]]`, required.
-        What `seen` has returned, by number.
+        The results of `seen`, by number of the process.
 
     # Returns
 
     `List[List[int]]`
-        The numbers that share a directory, for each directory, by the first of them. A file system
-        that shows a file to one of two only counts as shared.
+        The numbers that share a directory, for each directory, sorted by their first number. A
+        directory counts as shared if only one of two processes sees the other's file.
     """
     first = list(range(len(seen_by)))
     for number, others in enumerate(seen_by):

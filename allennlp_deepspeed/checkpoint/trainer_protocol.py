@@ -10,21 +10,23 @@ from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 
 TRAINING_STATE_VERSION = 6
-"""Of what is in a `TrainerCheckpoint`. Version 2 was that of 0.1.0."""
+"""The format version of a `TrainerCheckpoint`. Version 0.1.0 of this package wrote version 2."""
 
 
 class Part(Protocol):
-    """Something of a training that goes on from a checkpoint where it was."""
+    """Part of a training whose state is in checkpoints."""
 
     def state_dict(self) -> Any:
-        """Plain data, on this rank."""
+        """Returns this rank's state as plain data."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """The same back."""
+        """Loads the output of `state_dict`."""
 
 
 class ModelStateOfEngine(Mapping):
-    """The model state of a `TrainerCheckpoint`, which can't be read: the engine saves it itself."""
+    """
+    Model state of a `TrainerCheckpoint`, which can't be read: the engine saves the model itself.
+    """
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise RuntimeError(
@@ -43,44 +45,50 @@ class ModelStateOfEngine(Mapping):
         self._refuse()
 
     def __reduce__(self) -> NoReturn:
-        # It would be saved.
+        # Pickling would save it.
         self._refuse()
 
 
 class Training(Protocol):
-    """All that the checkpointer asks of a trainer."""
+    """Interface of a trainer that the checkpointer uses."""
 
     @property
     def model(self) -> Model:
-        """Whose parameters may be partitioned."""
+        """The model, whose parameters may be partitioned."""
 
     @property
     def engine(self) -> DeepSpeedEngine:
-        """Which is up."""
+        """The initialized engine."""
 
     @property
     def directories(self) -> Directories:
-        """Which ranks share a serialization directory."""
+        """The groups of ranks that share a serialization directory."""
 
     @property
     def callbacks(self) -> List[TrainerCallback]:
-        """Whose states are in the training state."""
+        """The callbacks, whose states are in the training state."""
 
     @property
     def best_weights(self) -> BestWeights:
-        """Those of the best epoch so far."""
+        """The weights of the best epoch so far."""
 
     def get_checkpoint_state(self) -> TrainerCheckpoint:
-        """This rank's training state: that of each part, and what the checkpointer reads of it."""
+        """
+        Returns this rank's training state: the state of each part, and the values that the
+        checkpointer reads.
+        """
 
     def save_best_weights(self) -> None:
-        """If the epoch that has just ended was the best. To be called by every rank."""
+        """
+        Saves the weights if the epoch that has just ended was the best. Must be called on every
+        rank.
+        """
 
     def instances_per_step(self) -> int:
-        """Of all ranks."""
+        """Returns the number of instances per optimizer step, over all ranks."""
 
 
 def overridden(own: type, subclass: type, names: Iterable[str]) -> List[str]:
-    """Return those of the names that a subclass defines otherwise than the class `own` does."""
+    """Returns the names whose definition in a subclass differs from the one in the class `own`."""
     find = inspect.getattr_static
     return [name for name in names if find(subclass, name, None) is not find(own, name, None)]

@@ -1,6 +1,6 @@
 """
-Identifies the vocabulary that a checkpoint was trained with: with another one, words have other
-indices than those whose weights the checkpoint has.
+Identifies the vocabulary that a checkpoint was trained with. With another vocabulary, words would
+have other indices than the weights in the checkpoint.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ _DIRECTORY = "vocabulary"
 
 def checksums(serialization_dir: str) -> Dict[str, str]:
     """
-    Returns the SHA-256 of each file of the vocabulary, by name; nothing if there is no vocabulary.
-    AllenNLP writes one of the files from a set, in any order.
+    Returns the SHA-256 of each file of the vocabulary, by name; empty if there is no vocabulary.
+    The order of lines is ignored for the file that AllenNLP writes from a set.
     """
     directory = os.path.join(serialization_dir, _DIRECTORY)
     if not os.path.isdir(directory):
@@ -32,6 +32,8 @@ def checksums(serialization_dir: str) -> Dict[str, str]:
 
 def difference(serialization_dir: str, recorded: Dict[str, str], checkpoint: str) -> Optional[str]:
     """
+    Compares the vocabulary with a checkpoint's.
+
     # Parameters
 
     serialization_dir : `str`, required.
@@ -42,7 +44,7 @@ def difference(serialization_dir: str, recorded: Dict[str, str], checkpoint: str
     # Returns
 
     `Optional[str]`
-        What to say if the vocabulary is another one than the recorded one.
+        An error message if the vocabulary differs from the recorded one.
     """
     actual = checksums(serialization_dir) if recorded else {}
     names = sorted(n for n in {**recorded, **actual} if recorded.get(n) != actual.get(n))
