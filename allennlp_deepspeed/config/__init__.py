@@ -1,3 +1,3 @@
 """
-The user's keys, checked and completed into one configuration.
+Validates the user's keys and resolves them into one configuration.
 """

@@ -1,5 +1,5 @@
 """
-Refuses what DeepSpeed can't do together, in terms of the config file.
+Refuses combinations of settings that DeepSpeed doesn't support, in terms of the config file.
 """
 
 import json
@@ -49,7 +49,7 @@ def check_moving_average(
     moving_average: Any, zero: DeepSpeedZeroConfig, findings: Findings
 ) -> None:
     optimizer = zero.offload_optimizer
-    # At other stages that is in memory too.
+    # At other stages the optimizer states are in memory.
     is_in_files = zero.stage == 3 and optimizer is not None and optimizer.device == "nvme"
     if moving_average is not None and is_in_files:
         findings.add(
@@ -71,7 +71,10 @@ def check_gradient_synchronization(mode: Any, zero: DeepSpeedZeroConfig) -> None
 def check_data_types(
     config: Dict[str, Any], zero: DeepSpeedZeroConfig, precision: str, findings: Findings
 ) -> None:
-    """DeepSpeed checks these only once it wraps the optimizer, with a bare assertion."""
+    """
+    Checks the types of `data_types` before DeepSpeed does, which only does so when it wraps the
+    optimizer, with a bare assertion.
+    """
     model = DtypeEnum(precision if precision in ("bf16", "fp16") else "fp32")
     accumulation = said(config, "data_types.grad_accum_dtype")
     if zero.stage == 0 and accumulation is not None and DtypeEnum(accumulation) is not model:
@@ -83,7 +86,7 @@ def check_data_types(
     parameters = said(config, "data_types.param_dtype")
     if parameters is not None and DtypeEnum(parameters) is not model:
         wanted = DtypeEnum(parameters).name
-        # Where one is turned on already, another would be too many.
+        # At most one precision can be enabled.
         others = f', or turn on "{wanted}"' if precision == "fp32" and wanted != "int8" else ""
         findings.add(
             f'{ROOT}.data_types.param_dtype is "{parameters}", but the model trains in '
@@ -92,8 +95,8 @@ def check_data_types(
 
 
 def check_with_deepspeed(config: Dict[str, Any]) -> None:
-    """Has DeepSpeed make the checks across sections that it makes when the engine is built."""
-    # The number of workers that `train_batch_size` is for need not be running yet.
+    """Runs DeepSpeed's checks across sections, which it makes when the engine is constructed."""
+    # `train_batch_size` depends on a world size that may not be running yet.
     config = {key: value for key, value in deepcopy(config).items() if key != "train_batch_size"}
     config["train_micro_batch_size_per_gpu"] = 1
     try:
@@ -103,7 +106,7 @@ def check_with_deepspeed(config: Dict[str, Any]) -> None:
         raise ConfigurationError(f"{ROOT} is refused by DeepSpeed: {reason}") from error
 
 
-# They record kernels together with the addresses of what these read.
+# CUDA graphs record kernels together with the addresses of their inputs.
 _MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
@@ -115,17 +118,19 @@ def check_torch_compile(
     findings: Findings,
 ) -> None:
     """
+    Checks that nothing in the config rules out compilation.
+
     # Parameters
 
     arguments : `Dict[str, Any]`
-        As `torch_compile_settings` returns them.
+        The result of `torch_compile_settings`.
     settings : `TrainerSettings`
     config : `Dict[str, Any]`
-        DeepSpeed's.
+        DeepSpeed's configuration.
     zero : `DeepSpeedZeroConfig`
-        Its "zero_optimization".
+        Its section "zero_optimization".
     findings : `Findings`
-        Gets a line for each key that doesn't go with them.
+        Collects a line for each incompatible key.
     """
     for key, is_used in (
         ("sequence_parallel_size", settings.sequence_parallel_size > 1),

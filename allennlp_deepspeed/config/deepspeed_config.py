@@ -21,7 +21,7 @@ class DeepSpeedConfig(Registrable):
     """
     DeepSpeed's configuration in [its own schema](https://www.deepspeed.ai/docs/config-json).
 
-    In a config file it is that schema as it is, pasted or imported; the name of a preset; or a
+    In a config file it is that schema unchanged, pasted or imported; the name of a preset; or a
     preset with changes, which are merged deeply:
 
     ```jsonnet
@@ -31,17 +31,18 @@ class DeepSpeedConfig(Registrable):
     "deepspeed_config": {"type": "zero_3_offload", "bf16": {"enabled": true}}
     ```
 
-    The value "auto", or no value at all, leaves a key to the AllenNLP side of the config file. The
-    ZeRO stage is 2 unless something here says otherwise, wherever it comes from: with
-    `{"bf16": {"enabled": true}}`, with `{"zero_optimization": {}}` and with nothing at all. To
-    register a preset of your own, give a subclass its own `preset`.
+    A key that is "auto" or unset is filled from the AllenNLP side of the config file. The default
+    ZeRO stage is 2, for any form of the configuration: with `{"bf16": {"enabled": true}}`, with
+    `{"zero_optimization": {}}` and without any. To register a preset of your own, set `preset` in a
+    subclass.
 
     # Parameters
 
     config : `Dict[str, Any]`, optional (default = `None`)
         In DeepSpeed's schema, merged over the preset. `None` for a section removes it.
 
-    What is wrong with it `resolve` says, along with what contradicts the AllenNLP side.
+    The constructor doesn't validate it. `resolve` does, and refuses contradictions with the
+    AllenNLP side.
     """
 
     default_implementation = "ds_config"
@@ -55,13 +56,13 @@ class DeepSpeedConfig(Registrable):
     @classmethod
     def of(cls, value: Union[str, Dict[str, Any], "DeepSpeedConfig", None]) -> "DeepSpeedConfig":
         """
-        The configuration that a user means.
+        Constructs the configuration from any form that a user can write.
 
         # Parameters
 
         value : `Union[str, Dict[str, Any], DeepSpeedConfig, None]`
-            A preset's name; DeepSpeed's schema, with the name of a preset to change under "type" or
-            without; a configuration already made; or `None`, which is `"zero_2"`.
+            The name of a preset; DeepSpeed's schema, optionally with the name of the preset that it
+            changes as "type"; a constructed configuration; or `None`, which is `"zero_2"`.
 
         # Raises
 
@@ -83,7 +84,7 @@ class DeepSpeedConfig(Registrable):
             raise ConfigurationError(
                 f"{ROOT}.type is {as_json(name)}: must be a preset's name ({', '.join(presets)})"
             )
-        # A name with a dot is the path to a class, as everywhere in AllenNLP.
+        # A name with a dot is the path of a class, as everywhere in AllenNLP.
         if name not in presets and ("." not in name or name.endswith(".json")):
             hint = did_you_mean(name, presets)
             if name.endswith(".json"):
@@ -102,15 +103,16 @@ class DeepSpeedConfig(Registrable):
         constructor_to_inspect: Optional[Callable] = None,
         **extras: Any,
     ) -> "DeepSpeedConfig":
-        # AllenNLP's own would look for DeepSpeed's keys in the signature of the constructor.
+        # AllenNLP's implementation would look for DeepSpeed's keys in the signature of the
+        # constructor.
         config = params.as_dict(quiet=True) if isinstance(params, Params) else params
         return cls.of(config) if cls is DeepSpeedConfig else cls(config)
 
     @staticmethod
     def merge(config: Dict[str, Any], changes: Dict[str, Any]) -> Dict[str, Any]:
         """
-        A copy of `config` with `changes` made at any depth. Only objects are merged; any other
-        value, a list too, takes the place of the old one.
+        Returns a copy of `config` with `changes` merged at any depth. Only objects are merged. Any
+        other value, including a list, replaces the old one.
         """
         merged = deepcopy(config)
         for key, value in changes.items():
@@ -122,22 +124,22 @@ class DeepSpeedConfig(Registrable):
 
     def resolve(self, settings: TrainerSettings) -> ResolvedConfig:
         """
-        Fills what is left open from the AllenNLP side, and refuses contradictions. Needs no device
-        and no process group, so that a config file can be checked before any data is read. For such
-        a check give a stand-in for what is not known yet, such as the `batches_per_epoch`.
+        Fills unset keys from the AllenNLP side, and refuses contradictions. Needs no device and no
+        process group, so a config file can be checked before data are read. For such a check, pass
+        stand-ins for unknown values, such as the `batches_per_epoch`.
 
         # Parameters
 
         settings : `TrainerSettings`
-            What the AllenNLP side says.
+            The settings of the AllenNLP side.
 
         # Raises
 
         `ConfigurationError`
             If a key is unknown or has no meaning in an AllenNLP trainer, if a value is wrong, if
-            both sides say something and they differ, if the settings can't work together, or if
-            nothing says what an "auto" stands for. With a line for each of these; the values of
-            keys are checked before the sides are compared.
+            the two sides set different values, if the settings are incompatible, or if an "auto"
+            can't be filled. The message has a line for each of these. The values of keys are
+            checked before the two sides are compared.
         """
         findings = Findings()
         self.check_schema(findings)
@@ -145,23 +147,23 @@ class DeepSpeedConfig(Registrable):
         return config_resolution.resolve(self.config, settings)
 
     def check_schema(self, findings: Findings) -> None:
-        """Adds to the `findings` what is wrong whatever the AllenNLP side says."""
+        """Adds the errors that don't depend on the AllenNLP side to `findings`."""
         validate(self.config, findings)
 
     def partitioning(self, settings: TrainerSettings) -> Dict[str, Any]:
         """
-        The sections that decide how parameters are partitioned, resolved. For constructing a model
-        before there is an optimizer, which the others are about.
+        Resolves the sections that decide how parameters are partitioned. A model can be constructed
+        with them before there is an optimizer, which the other sections depend on.
 
         # Parameters
 
         settings : `TrainerSettings`
-            Those about precision, devices and folders.
+            The settings of precision, devices and directories.
 
         # Raises
 
         `ConfigurationError`
-            As `resolve` does.
+            For the same reasons as `resolve`.
         """
         sections = {key: self.config[key] for key in _PARTITIONING if key in self.config}
         resolved = PlainConfig(sections).resolve(settings).engine_config
@@ -170,7 +172,7 @@ class DeepSpeedConfig(Registrable):
 
 @DeepSpeedConfig.register("ds_config")
 class PlainConfig(DeepSpeedConfig):
-    """DeepSpeed's schema as it is. Registered as a `DeepSpeedConfig` with name "ds_config"."""
+    """DeepSpeed's schema, unchanged. Registered as a `DeepSpeedConfig` with name "ds_config"."""
 
 
 @DeepSpeedConfig.register("zero_1")
@@ -183,8 +185,8 @@ class Zero1(DeepSpeedConfig):
 @DeepSpeedConfig.register("zero_2")
 class Zero2(DeepSpeedConfig):
     """
-    Partitions optimizer states and gradients. Registered as a `DeepSpeedConfig` with name "zero_2",
-    and used where no configuration is given.
+    Partitions optimizer states and gradients. Registered as a `DeepSpeedConfig` with name "zero_2".
+    This is the default.
     """
 
     preset: ClassVar[Dict[str, Any]] = {"zero_optimization": {"stage": 2}}
@@ -203,7 +205,7 @@ class Zero3(DeepSpeedConfig):
 @DeepSpeedConfig.register("zero_2_offload")
 class Zero2Offload(DeepSpeedConfig):
     """
-    Like "zero_2", with optimizer states and the optimizer step on the CPU. Registered as a
+    Offloads the optimizer states and the optimizer step of "zero_2" to the CPU. Registered as a
     `DeepSpeedConfig` with name "zero_2_offload".
     """
 
@@ -215,7 +217,7 @@ class Zero2Offload(DeepSpeedConfig):
 @DeepSpeedConfig.register("zero_3_offload")
 class Zero3Offload(DeepSpeedConfig):
     """
-    Like "zero_3", with optimizer states and parameters in CPU memory. Registered as a
+    Offloads the optimizer states and parameters of "zero_3" to CPU memory. Registered as a
     `DeepSpeedConfig` with name "zero_3_offload".
     """
 
@@ -231,8 +233,9 @@ class Zero3Offload(DeepSpeedConfig):
 @DeepSpeedConfig.register("zero_3_nvme")
 class Zero3Nvme(DeepSpeedConfig):
     """
-    Like "zero_3", with optimizer states and parameters in files, by default in the folder "nvme" of
-    the serialization directory. Registered as a `DeepSpeedConfig` with name "zero_3_nvme".
+    Offloads the optimizer states and parameters of "zero_3" to files, by default in the directory
+    "nvme" of the serialization directory. Registered as a `DeepSpeedConfig` with name
+    "zero_3_nvme".
     """
 
     preset: ClassVar[Dict[str, Any]] = {

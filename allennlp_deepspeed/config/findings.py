@@ -1,5 +1,5 @@
 """
-Collects everything that is wrong with a config into one message.
+Collects all errors of a config into one message.
 """
 
 from contextlib import contextmanager
@@ -9,14 +9,17 @@ from allennlp.common.checks import ConfigurationError
 
 
 class Findings:
-    """List of what several checks find, so that a user sees all of it at once, a line each."""
+    """
+    List of the errors that several checks find, so that a user sees all of them at once, one per
+    line.
+    """
 
     def __init__(self) -> None:
         self.lines: List[str] = []
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Context manager that adds the message of a `ConfigurationError`, which ends it."""
+        """Context manager that ends at a `ConfigurationError` and adds its message."""
         try:
             yield
         except ConfigurationError as error:
@@ -25,20 +28,24 @@ class Findings:
 
     def add(self, line: str) -> None:
         """
+        Adds a line, unless it is in the list already.
+
         # Parameters
 
         line : `str`, required.
-            With the full paths of the keys that it is about.
+            The error, with the full paths of the keys.
         """
         if line not in self.lines:
             self.lines.append(line)
 
     def raise_any(self) -> None:
         """
+        Raises one error with all lines.
+
         # Raises
 
         `ConfigurationError`
-            With all lines, if there are any.
+            If there are any lines.
         """
         if self.lines:
             raise ConfigurationError("\n".join(self.lines))

@@ -1,6 +1,6 @@
 """
-What `"num_gradient_accumulation_steps": "auto"` needs: a `global_batch_size`, of which every worker
-reads its share, and nothing else that divides batches.
+Resolves `"num_gradient_accumulation_steps": "auto"`, which requires a `global_batch_size` that
+divides evenly among the workers, and no other key that divides batches.
 """
 
 import json
@@ -14,30 +14,32 @@ from allennlp_deepspeed.config.schema_validation import AUTO, ROOT
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, TrainerSettings, registered_name
 from allennlp_deepspeed.config.values import is_integer
 
-# Data loaders of AllenNLP's whose "batch_size" is that of a batch.
+# AllenNLP's data loaders whose "batch_size" is the size of a batch.
 _LOADERS = (DEFAULT_TYPE, "multiprocess", "simple")
 
 
 def finds_micro_batch_size(trainer: Mapping[str, Any]) -> bool:
-    """Whether keys of the trainer leave it to the first step."""
+    """Returns whether the trainer's keys leave the micro-batch size to the first step."""
     return trainer.get("num_gradient_accumulation_steps") == AUTO
 
 
 def resolve_share(config: Dict[str, Any], settings: TrainerSettings, findings: Findings) -> int:
     """
+    Computes the number of instances that each worker reads per optimizer step.
+
     # Parameters
 
     config : `Dict[str, Any]`, required.
-        In DeepSpeed's schema.
+        The configuration in DeepSpeed's schema.
     settings : `TrainerSettings`, required.
-        With accumulation "auto".
+        The settings, with accumulation "auto".
     findings : `Findings`, required.
-        Gets a line for each key that contradicts it.
+        Collects a line for each contradicting key.
 
     # Returns
 
     `int`
-        How many instances of an optimizer step each worker reads.
+        The number of instances per optimizer step and worker.
     """
     size, workers = settings.global_batch_size, settings.data_parallel_size
     if size is None:
@@ -81,7 +83,7 @@ def resolve_share(config: Dict[str, Any], settings: TrainerSettings, findings: F
 
 
 def check_whether_given(settings: TrainerSettings, findings: Findings) -> None:
-    """Refuses a `global_batch_size` where a number of micro-batches is written."""
+    """Refuses a `global_batch_size`, for settings whose number of micro-batches isn't "auto"."""
     if settings.global_batch_size is not None:
         findings.add(
             f"global_batch_size is {settings.global_batch_size}, which needs "
@@ -93,15 +95,17 @@ def check_whether_given(settings: TrainerSettings, findings: Findings) -> None:
 
 def check_others(trainer: Mapping[str, Any]) -> None:
     """
+    Refuses other keys that divide batches.
+
     # Parameters
 
     trainer : `Mapping[str, Any]`, required.
-        Its keys.
+        The trainer's keys.
 
     # Raises
 
     `ConfigurationError`
-        If another one divides batches, too.
+        If "grad_cache" is set as well.
     """
     if finds_micro_batch_size(trainer) and trainer.get("grad_cache") is not None:
         raise ConfigurationError(
@@ -112,7 +116,10 @@ def check_others(trainer: Mapping[str, Any]) -> None:
 
 
 def no_fixed_size() -> ConfigurationError:
-    """The error where a worker's share of a step can't be told from the data loader's batches."""
+    """
+    Returns the error for data loaders whose batches have no fixed size, so that a worker's share of
+    a step is unknown.
+    """
     return ConfigurationError(
         "'trainer.num_gradient_accumulation_steps' is \"auto\", but batches of 'data_loader' have "
         "no fixed size: write a \"batch_size\", 'trainer.global_batch_size' divided by the number "
@@ -121,22 +128,22 @@ def no_fixed_size() -> ConfigurationError:
 
 
 def has_fixed_size(data_loader: Any) -> bool:
-    """Whether nothing in a section says that the size of batches varies."""
+    """Returns whether the batches of a data loader's section have a fixed size."""
     sampler = data_loader.get("batch_sampler") if isinstance(data_loader, dict) else None
     return sampler is None or (isinstance(sampler, dict) and is_integer(sampler.get("batch_size")))
 
 
 def fill_batch_size(config: Dict[str, Any], num_workers: int) -> None:
     """
-    Has the data loader read a worker's share of the global batch, if it says nothing of its size.
+    Sets the data loader's batch size to a worker's share of the global batch, if it is unset.
 
     # Parameters
 
     config : `Dict[str, Any]`, required.
-        A whole training configuration. The batch size of its data loader, or of its "bucket"
-        sampler, is written into it.
+        A complete training configuration. The batch size of its data loader, or of its "bucket"
+        sampler, is set in place.
     num_workers : `int`, required.
-        Of the whole training.
+        The total number of workers.
     """
     trainer, loader = config.get("trainer"), config.get("data_loader")
     if not isinstance(trainer, dict) or not isinstance(loader, dict):

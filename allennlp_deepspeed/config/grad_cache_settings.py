@@ -7,14 +7,14 @@ AUTO = "auto"
 
 class GradCacheSettings(BaseModel):
     """
-    The trainer's `grad_cache`.
+    Value of the trainer's `grad_cache`.
 
     # Parameters
 
     chunk_size : `Union[int, Literal["auto"], Dict[str, int]]`
-        Examples to encode at a time, on each rank. A number; a number for each argument of the
-        model's `encode`, which is then called for one at a time, as in `{"query": 64, "document":
-        16}`; or `"auto"`, the largest number that fits.
+        The number of examples per chunk, on each rank: a number; a number for each argument of the
+        model's `encode`, which is then called with one argument at a time, as in `{"query": 64,
+        "document": 16}`; or `"auto"`, the largest number that fits.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -25,5 +25,5 @@ class GradCacheSettings(BaseModel):
 
     @property
     def names(self) -> List[str]:
-        """Arguments of `encode`, if they are chunked apart."""
+        """The arguments of `encode`, if each has a chunk size of its own."""
         return list(self.chunk_size) if isinstance(self.chunk_size, dict) else []

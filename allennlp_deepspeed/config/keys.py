@@ -1,5 +1,5 @@
 """
-Declares what a key of the config file may be, and explains wrong keys and values.
+Declares the valid values of config keys, and explains wrong keys and values.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from allennlp_deepspeed.config.values import as_json
 
 
 def nearest(name: str, known: List[str]) -> Optional[str]:
-    """Returns the known name that is most like an unknown one, `None` if none is like it."""
+    """Returns the known name that is most similar to an unknown one, `None` if none is similar."""
     spellings = {spelling.lower(): spelling for spelling in known}
     return next(map(spellings.get, difflib.get_close_matches(name.lower(), spellings, n=1)), None)
 
@@ -23,8 +23,8 @@ def did_you_mean(
     name: str, known: List[str], page: str = "https://www.deepspeed.ai/docs/config-json"
 ) -> str:
     """
-    Returns the end of a message about an unknown name: the nearest known one, all of a short list,
-    or the `page` that lists them.
+    Returns the end of a message about an unknown name: the nearest known name, all names of a short
+    list, or the `page` that lists them.
     """
     meant = nearest(name, known)
     if meant:
@@ -36,7 +36,7 @@ def did_you_mean(
 
 def explain(error: Any, value: Any) -> Tuple[List[str], str]:
     """
-    Puts one of pydantic's errors in terms of the config file.
+    Translates one of pydantic's errors into terms of the config file.
 
     # Parameters
 
@@ -48,7 +48,7 @@ def explain(error: Any, value: Any) -> Tuple[List[str], str]:
     # Returns
 
     `Tuple[List[str], str]`
-        The keys that lead to what is wrong, and the end of a message that starts with their path.
+        The keys that lead to the wrong value, and the end of a message that starts with their path.
     """
     keys = list(_keys_in(value, error["loc"]))
     if error["type"] == "missing":
@@ -69,7 +69,10 @@ def explain(error: Any, value: Any) -> Tuple[List[str], str]:
 
 
 def _keys_in(value: Any, location: Tuple[Any, ...]) -> Iterator[str]:
-    """Yields the keys of a location that a value has: pydantic adds the names of types to them."""
+    """
+    Yields the keys of a location that exist in a value. The names of types, which pydantic adds,
+    are left out.
+    """
     for key in location:
         is_index = isinstance(value, list) and isinstance(key, int)
         if is_index or (isinstance(value, dict) and key in value):
@@ -80,19 +83,21 @@ def _keys_in(value: Any, location: Tuple[Any, ...]) -> Iterator[str]:
 @dataclass(frozen=True)
 class Key:
     """
+    Declaration of a config key.
+
     # Parameters
 
     type : `Any`
-        What it may be, as pydantic checks it without converting anything.
+        The type of its value, which pydantic checks without conversion.
     default : `Any`
     doc : `str`
-        For the reference, in Markdown.
+        Its documentation for the reference, in Markdown.
     advice : `str`, optional (default = pydantic's message)
         The end of the message about a value of another type.
     check : `Callable[[Any], None]`, optional
-        Raises a `ConfigurationError` for what the type doesn't tell.
+        Raises a `ConfigurationError` for values that are wrong but have the right type.
     may_change : `Union[bool, Tuple[str, ...]]`, optional (default = `False`)
-        Whether a run that is continued may change it, or which keys in it.
+        Whether a resumed run may change it, or the keys in it that may change.
     """
 
     type: Any
@@ -103,7 +108,7 @@ class Key:
     may_change: Union[bool, Tuple[str, ...]] = False
 
     def problems(self, path: str, value: Any) -> Dict[str, str]:
-        """Returns a message by the path of each value in `value` that has a wrong type."""
+        """Returns a message for each value in `value` that has a wrong type, by path."""
         found: Dict[str, str] = {}
         try:
             TypeAdapter(self.type, config=ConfigDict(strict=True)).validate_python(value)
@@ -117,17 +122,18 @@ class Key:
                     hint = did_you_mean(keys[-1], self._names())
                     text = f" is unknown: {FORMER_KEYS.get(where, hint)}"
                 found.setdefault(where, f"'{where}'{text}")
-        # Of several types, a value is meant to have the one about which there is more to say.
+        # For a union of types, the errors inside an object are more specific than the error of the
+        # union.
         inside = {where: line for where, line in found.items() if where != path}
         return inside or found
 
     def _names(self) -> List[str]:
-        """Returns the keys of the section that the type is, if it is one."""
+        """Returns the keys of the section if the type is a section."""
         types = (self.type, *get_args(self.type))
         return [name for type_ in types for name in getattr(type_, "__annotations__", {})]
 
 
-# Something that is constructed, which says what is wrong.
+# A constructed object, which checks its own value.
 OBJECT = Any
 
 FORMER_KEYS: Dict[str, str] = {
@@ -138,22 +144,24 @@ FORMER_KEYS: Dict[str, str] = {
     "trainer.grad_cache.trim_padding": "chunks have the padding of their batch: remove it",
     "trainer.reduce_within": "DeepSpeed's own collectives reduce gradients: remove it",
 }
-"""What to write instead of keys that this package no longer has, by path."""
+"""Replacements of removed keys, by path."""
 
 
 def check_values(
     section: str, keys: Dict[str, Key], values: Dict[str, Any], findings: Findings
 ) -> None:
     """
+    Checks the values of a section against the declarations of its keys.
+
     # Parameters
 
     section : `str`, required.
-        The path of the section that they are in, such as "trainer".
+        The path of the section, such as "trainer".
     keys : `Dict[str, Key]`, required.
     values : `Dict[str, Any]`, required.
-        What is written there. Other keys in it are left alone.
+        The section. Keys that aren't in `keys` are ignored.
     findings : `Findings`, required.
-        Gets a line for each value that is wrong.
+        Collects a line for each wrong value.
     """
     for name, value in values.items():
         if name not in keys:
@@ -170,15 +178,17 @@ def check_names(
     section: str, owner: str, known: List[str], values: Dict[str, Any], findings: Findings
 ) -> None:
     """
+    Checks that all keys of a section are known.
+
     # Parameters
 
     section : `str`, required.
     owner : `str`, required.
-        Whose keys the `known` are, for the message.
+        The owner of the `known` keys, for the message.
     known : `List[str]`, required.
     values : `Dict[str, Any]`, required.
     findings : `Findings`, required.
-        Gets a line for each key that isn't known, with what to write instead.
+        Collects a line for each unknown key, with a replacement.
     """
     for name in values:
         path = f"{section}.{name}"

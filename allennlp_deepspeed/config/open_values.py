@@ -1,5 +1,5 @@
 """
-What either side of a config file leaves open, and how the other fills it.
+Fills keys that one side of a config file leaves unset from the other side.
 """
 
 import json
@@ -16,17 +16,17 @@ logger = logging.getLogger(__name__)
 STAGE = "zero_optimization.stage"
 
 DEFAULT = "default of this trainer"
-"""The source of a value that neither side sets."""
+"""The source of values that neither side sets."""
 
 
 def said(config: Dict[str, Any], path: str) -> Any:
-    """What the DeepSpeed side says at a path, `None` if it leaves it open."""
+    """Returns the value that the DeepSpeed side sets at a path, `None` if it is unset or "auto"."""
     value = lookup(config, path)
     return None if value == AUTO else value
 
 
 def fill(config: Dict[str, Any], path: str, value: Any, source: str) -> None:
-    """Writes a value at a dotted path, and logs where it comes from."""
+    """Sets a value at a dotted path, and logs its source."""
     *sections, key = path.split(".")
     for section in sections:
         config = config.setdefault(section, {})
@@ -35,12 +35,12 @@ def fill(config: Dict[str, Any], path: str, value: Any, source: str) -> None:
 
 
 def log_value(path: str, value: Any, source: str) -> None:
-    """Logs the value at a path, and where it comes from."""
+    """Logs the value at a path and its source."""
     logger.info("%s.%s is %s (%s)", ROOT, path, json.dumps(value), source)
 
 
 def fill_if_open(config: Dict[str, Any], path: str, value: Any) -> None:
-    """Writes a default of this trainer where the DeepSpeed side leaves a path open."""
+    """Sets a default of this trainer at a path that the DeepSpeed side leaves unset."""
     if said(config, path) is None:
         fill(config, path, value, DEFAULT)
 
@@ -53,7 +53,10 @@ def agreed(
     findings: Findings,
     advice: str = "remove one of them",
 ) -> Any:
-    """The value of an AllenNLP key and its counterpart of DeepSpeed's, `None` if both are open."""
+    """
+    Returns the value of an AllenNLP key and its DeepSpeed counterpart, `None` if both are unset.
+    Adds a line to `findings` if they differ.
+    """
     deepspeed_value = said(config, path)
     if value is None:
         return deepspeed_value
@@ -68,12 +71,12 @@ def agreed(
 
 
 def cannot_fill(path: str, hint: str) -> str:
-    """A line about an "auto" for which neither side says what it stands for."""
+    """Returns the message for an unset value that neither side fills."""
     return f"{ROOT}.{path} is left open, and nothing in the AllenNLP config says what it is: {hint}"
 
 
 def is_enabled(config: Dict[str, Any], section: str) -> Optional[bool]:
-    """Whether a section's feature is turned on, `None` if the config leaves it unset."""
+    """Returns whether a section's feature is enabled, `None` if the config leaves it unset."""
     value = said(config, f"{section}.enabled")
-    # DeepSpeed's models take "true" for true.
+    # DeepSpeed's models accept "true" for true.
     return None if value is None else TypeAdapter(bool).validate_python(value)

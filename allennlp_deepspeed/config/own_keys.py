@@ -1,8 +1,7 @@
 """
-The keys of the config file that are this package's own, each said once: what it may be, what it is
-if it isn't given, what it does, and whether a run that is continued may change it. From here come
-the check before training and in the constructors of the trainer and of the checkpointer, what
-`--recover` accepts, and docs/reference.md.
+Declares this package's config keys: type, default, documentation, and whether a resumed run may
+change them. The check before training, the constructors of the trainer and of the checkpointer,
+`--recover` and docs/reference.md all use these declarations.
 """
 
 import inspect
@@ -32,7 +31,7 @@ def _check_patterns(name: str, patterns: Any) -> None:
             ) from None
 
 
-# Of a process that waits. Not infinite, which C++ doesn't take.
+# A timeout. Finite, because C++ doesn't accept infinity.
 _Seconds = Annotated[PositiveFloat, Field(le=10**9)]
 
 _Patterns = Annotated[List[str], Field(min_length=1)]
@@ -216,7 +215,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         may_change=True,
     ),
 }
-"""The keys under "trainer" that are new, or mean more than in AllenNLP."""
+"""The keys under "trainer" that are new, or that mean more than in AllenNLP."""
 
 CHECKPOINTER_KEYS: Dict[str, Key] = {
     "save_completed_epochs": Key(
@@ -270,7 +269,7 @@ CHECKPOINTER_KEYS: Dict[str, Key] = {
         "that is intact.",
     ),
 }
-"""The keys under "checkpointer", but for its "type"."""
+"""The keys under "checkpointer", except its "type"."""
 
 DISTRIBUTED_KEYS: Dict[str, Key] = {
     "timeout": Key(
@@ -338,16 +337,16 @@ ALLENNLP_DISTRIBUTED_KEYS: Dict[str, Key] = {
         advice="must be an integer from 1 to 65535",
     ),
 }
-"""Those that it has, and doesn't check."""
+"""AllenNLP's keys under "distributed", which AllenNLP doesn't check."""
 
 NEW_TRAINER_KEYS: List[str] = [
     name
     for name in TRAINER_KEYS
     if name not in inspect.signature(GradientDescentTrainer.from_partial_objects).parameters
 ]
-"""Those that AllenNLP's own trainer would drop in silence."""
+"""The keys that AllenNLP's own trainer would ignore silently."""
 
-# How the work is divided among workers and micro-batches. AllenNLP's own.
+# AllenNLP's keys that divide the work among workers and micro-batches, and the number of epochs.
 _MAY_CHANGE = (
     r"distributed(\..*)?|trainer\.(cuda_device|num_epochs)"
     r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
@@ -356,12 +355,12 @@ _MAY_CHANGE = (
 
 def may_change(path: str) -> bool:
     """
-    Whether a run that is continued may change a key.
+    Returns whether a resumed run may change a key.
 
     # Parameters
 
     path : `str`, required.
-        With the names of the sections that it is in, such as "trainer.grad_cache.chunk_size".
+        The full path of the key, such as "trainer.grad_cache.chunk_size".
     """
     if path in FORMER_KEYS:
         return True

@@ -1,5 +1,6 @@
 """
-Settings of ZeRO stage 3 that say when, and over which ranks, parameters are sharded again.
+Resolves the settings of ZeRO stage 3 that decide when, and over which ranks, parameters are
+resharded.
 """
 
 from typing import Union
@@ -17,13 +18,13 @@ def resolve_reshard_after_micro_batch(
     settings: TrainerSettings, zero: DeepSpeedZeroConfig, finds_micro_batch_size: bool
 ) -> Union[bool, str]:
     """
-    Whether parameters are resharded after each micro-batch of a step. "auto" stays only where there
-    may be something to gain.
+    Resolves whether parameters are resharded after each micro-batch of a step. "auto" remains only
+    if leaving them gathered may help.
 
     # Raises
 
     `ConfigurationError`
-        If they can't stay gathered.
+        If the setting is `False` and parameters can't stay gathered.
     """
     setting = settings.reshard_after_micro_batch
     if setting is False:
@@ -31,7 +32,7 @@ def resolve_reshard_after_micro_batch(
     if settings.world_size == 1:
         return True
     if setting == AUTO:
-        # What larger micro-batches have room for is found in the first steps, too.
+        # An automatic micro-batch size uses the same free memory, which the first steps measure.
         can_stay = zero.stage == 3 and zero.zero_hpz_partition_size <= 1 and not _is_on_nvme(zero)
         return AUTO if can_stay and not finds_micro_batch_size else True
     return setting

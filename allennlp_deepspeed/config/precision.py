@@ -1,5 +1,5 @@
 """
-The precision that a model trains in.
+Resolves the precision that a model trains in.
 """
 
 from typing import Any, Dict
@@ -74,7 +74,10 @@ def _check_dtype(
 
 
 def _check_multi(precision: str, settings: TrainerSettings, stage: int) -> None:
-    """At the other stages it is refused whatever the precision."""
+    """
+    Refuses the optimizer "multi" in half precision at stage 0. Other checks refuse it at the other
+    stages.
+    """
     is_multi = settings.optimizer in ("multi", "MultiOptimizer")
     if precision in ("bf16", "fp16") and stage == 0 and is_multi:
         raise ConfigurationError(
@@ -87,8 +90,9 @@ def _check_multi(precision: str, settings: TrainerSettings, stage: int) -> None:
 
 def _precision_of_amp(config: Dict[str, Any], settings: TrainerSettings) -> str:
     """
-    What `use_amp` stands for: the first precision left to it that works, or autocast. Where that
-    would have to be autocast to fp16, which is right at stage 0 only, it is fp16.
+    Returns the precision that `use_amp` selects: the first one that works among those set to
+    "auto", or else autocast. Instead of autocast to fp16, which is right at stage 0 only, it
+    selects fp16.
     """
     needs_fp16 = not settings.bf16_supported and lookup(config, STAGE) > 0
     works = {

@@ -1,6 +1,6 @@
 """
-Fills DeepSpeed's configuration from what the AllenNLP side of a config file says, and refuses the
-two where they contradict each other.
+Fills DeepSpeed's configuration from the AllenNLP side of a config file, and refuses contradictions
+between the two.
 """
 
 import importlib.util
@@ -52,19 +52,19 @@ DEFAULT_STAGE = 2
 
 def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig:
     """
-    Brings both sides together. Where only one of them sets a value, it holds for both.
+    Merges both sides. A value that only one of them sets applies to both.
 
     # Parameters
 
     config : `Dict[str, Any]`
-        In DeepSpeed's schema, validated. It is not changed.
+        A validated configuration in DeepSpeed's schema. It is not changed.
     settings : `TrainerSettings`
 
     # Raises
 
     `ConfigurationError`
-        With a line for each two values that differ, for settings that can't work together, and for
-        each "auto" that nothing fills.
+        If two values differ, if settings are incompatible, or if an "auto" can't be filled. The
+        message has a line for each.
     """
     findings = Findings()
     config = {key: value for key, value in deepcopy(config).items() if value != AUTO}
@@ -82,19 +82,19 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     with findings.collect():
         _resolve_sequence_parallel_size(config, settings)
     _resolve_reports(config, settings, findings)
-    # AllenNLP's optimizers are subclasses that DeepSpeed has not listed as tested with ZeRO, and
-    # offloading works with any optimizer, if slower than with DeepSpeed's own, which take the place
-    # of AllenNLP's where they can.
+    # AllenNLP's optimizers are subclasses, which DeepSpeed doesn't list as tested with ZeRO.
+    # Offloading works with any optimizer, but is slower than with DeepSpeed's, which replace
+    # AllenNLP's where possible.
     fill_if_open(config, "zero_allow_untested_optimizer", True)
     forces_cpu_optimizer = said(config, "zero_force_ds_cpu_optimizer")
     fill_if_open(config, "zero_force_ds_cpu_optimizer", has_optimizer)
-    # The trainer decides where an accumulated batch ends, which can be early at the end of an
-    # epoch, and calls the engine's `step` there. An engine that counted itself would drift.
+    # The trainer decides where the gradient accumulation boundary is, which can be earlier at the
+    # end of an epoch, and calls the engine's `step` there. The engine's own count would drift.
     config.update(
         gradient_accumulation_steps=1,
         train_micro_batch_size_per_gpu=micro_batch_size,
         train_batch_size=micro_batch_size * settings.data_parallel_size,
-        # DeepSpeed clips to 1.0 where nothing is said.
+        # DeepSpeed clips to 1.0 if it is unset.
         gradient_clipping=0.0 if isinstance(grad_norm, bool) else grad_norm,
     )
     _drop_remaining_autos(config, findings)
@@ -140,7 +140,7 @@ def _offload_device(zero: DeepSpeedZeroConfig) -> str:
 
 
 def _resolve_stage(config: Dict[str, Any]) -> None:
-    """What a config doesn't say is as if there were none, which is "zero_2"."""
+    """Sets the stage to the default, that of "zero_2", if the config leaves it unset."""
     if said(config, STAGE) is None:
         fill(config, STAGE, DEFAULT_STAGE, 'default, as with "zero_2"')
     else:
@@ -150,7 +150,7 @@ def _resolve_stage(config: Dict[str, Any]) -> None:
 def _resolve_batch_sizes(
     config: Dict[str, Any], settings: TrainerSettings, findings: Findings
 ) -> Tuple[int, int]:
-    """The number of instances in a micro-batch, and of micro-batches in an optimizer step."""
+    """Returns the number of instances per micro-batch, and of micro-batches per optimizer step."""
     if settings.num_gradient_accumulation_steps == AUTO:
         return resolve_share(config, settings, findings), 1
     check_whether_given(settings, findings)
@@ -178,7 +178,7 @@ def _resolve_batch_sizes(
 
     if len(findings.lines) > num_lines:
         return micro_batch_size or 1, steps or 1
-    # As in DeepSpeed, the total says what of its factors is left open.
+    # As in DeepSpeed, the total determines an unset factor.
     if micro_batch_size is None:
         micro_batch_size = max(1, batch_size // ((steps or 1) * settings.data_parallel_size))
         log_value("train_micro_batch_size_per_gpu", micro_batch_size, "from train_batch_size")
@@ -205,7 +205,7 @@ def _resolve_sequence_parallel_size(config: Dict[str, Any], settings: TrainerSet
             f"{settings.world_size}: write another number, or remove the key"
         )
     if size > 1:
-        # By which DeepSpeed counts batches, too.
+        # DeepSpeed counts batches by it, too.
         config["sequence_parallel_size"] = size
 
 
@@ -225,7 +225,7 @@ def _resolve_grad_norm(
     clipping = agreed("grad_norm", norm, config, "gradient_clipping", findings)
     if clipping is None:
         log_value("gradient_clipping", 0.0, DEFAULT)
-    # AllenNLP takes 0 for false.
+    # AllenNLP treats 0 as false.
     return clipping or False
 
 
@@ -254,7 +254,7 @@ def _resolve_optimizer(
             )
 
 
-# Keys of `optimizer.params` whose "auto" is filled or the optimizer's default.
+# Keys of `optimizer.params` whose "auto" is filled, or becomes the optimizer's default.
 _AUTO_OF_OPTIMIZERS = (
     "lr",
     "betas",
@@ -268,7 +268,10 @@ _INSTEAD_OF_AUTO = {"max_grad_norm": 'remove it, and write "grad_norm" in the tr
 
 
 def _resolve_muon(config: Dict[str, Any], settings: TrainerSettings) -> None:
-    """At stage 3 it needs whole gradients, and DeepSpeed wants to be told so."""
+    """
+    Turns off `reduce_scatter` for Muon at stage 3: it needs full (unsharded) gradients, and
+    DeepSpeed requires the setting.
+    """
     name = settings.optimizer or said(config, "optimizer.type") or ""
     if name.lower() in ("muon", "muonwithauxadam") and lookup(config, STAGE) == 3:
         fill_if_open(config, "zero_optimization.reduce_scatter", False)
@@ -320,7 +323,10 @@ def _resolve_scheduler(
 
 
 def _params(section: Dict[str, Any]) -> Dict[str, Any]:
-    """Those of an optimizer or a scheduler, of which "auto" and null leave all open."""
+    """
+    Returns the parameters of an optimizer or a scheduler. If they are "auto" or null, all are
+    unset.
+    """
     if "params" in section and not isinstance(section["params"], dict):
         section["params"] = {}
     return section.get("params", {})
@@ -379,7 +385,7 @@ def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings
                 if said(config, f"{section}.{key}") is None:
                     fill(config, f"{section}.{key}", value, "in the serialization directory")
     if not is_enabled(config, "comms_logger"):
-        config.pop("comms_logger", None)  # DeepSpeed turns it on where the section is there at all
+        config.pop("comms_logger", None)  # DeepSpeed enables it whenever the section exists
     if said(config, "dump_state") and said(config, "log_level") is None:
         fill(config, "log_level", "info", "to log what dump_state asks for")
     if is_enabled(config, "timers.throughput"):
@@ -387,7 +393,7 @@ def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings
             f"{ROOT}.timers.throughput.enabled is true, but DeepSpeed's timer takes a micro-batch "
             "for a step: remove the key; the console and metrics.jsonl have samples per second"
         )
-    # DeepSpeed waits for the device to time it.
+    # DeepSpeed's timer synchronizes with the device.
     fill(config, "timers.throughput.enabled", False, DEFAULT)
 
 
@@ -401,7 +407,7 @@ def _check_scheduler_type(config: Dict[str, Any], findings: Findings) -> None:
         )
 
 
-# What DeepSpeed imports for each of its monitors.
+# The package that DeepSpeed imports for each of its monitors.
 _MONITOR_PACKAGES = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -413,8 +419,8 @@ _MONITORS_WITH_FILES = ("tensorboard", "csv_monitor")
 
 def _drop_remaining_autos(section: Dict[str, Any], findings: Findings, path: str = "") -> None:
     """
-    An "auto" that nothing fills is DeepSpeed's default, which is what DeepSpeed makes of it too,
-    except where a default would decide what kind of training this is.
+    Drops each "auto" that hasn't been filled, so that DeepSpeed's default applies, as in DeepSpeed
+    itself. Refuses it where the default would decide what kind of training this is.
     """
     for key, value in list(section.items()):
         here = f"{path}.{key}".lstrip(".")

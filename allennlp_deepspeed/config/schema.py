@@ -1,9 +1,9 @@
 """
-DeepSpeed's configuration schema as one pydantic model: the list of the keys that are known.
+Models DeepSpeed's configuration schema with pydantic, as the list of known keys.
 
-DeepSpeed models some of its sections with pydantic; it reads the others as dictionaries, where it
-ignores what it does not know. Each of those gets a model here. The sections that can't work in an
-AllenNLP trainer are of any type: `support` refuses them.
+DeepSpeed models some of its sections with pydantic. It reads the others as dictionaries and ignores
+unknown keys in them. Each of those has a model here. The sections that can't work in an AllenNLP
+trainer have any type: `support` refuses them.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from allennlp_deepspeed.config.keys import did_you_mean
 
 
 def _one_of(*known: str, spelling: Callable[[str], str] = str) -> AfterValidator:
-    """Validates a string that DeepSpeed folds to one `spelling` and looks up among `known`."""
+    """Validates a string that DeepSpeed normalizes to one `spelling` and looks up among `known`."""
 
     def check(value: Optional[str]) -> Optional[str]:
         if value is not None and spelling(value) not in known:
@@ -49,10 +49,10 @@ _SCHEDULERS = {
     **{name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES},
     **_classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler),
 }
-# DeepSpeed steps its scheduler without the metric that this one of torch's needs.
+# DeepSpeed steps its scheduler without the metric that this scheduler of PyTorch's needs.
 del _SCHEDULERS["ReduceLROnPlateau"]
 
-# What DeepSpeed used to have, and what does the same without compressing what it communicates.
+# Removed optimizers of DeepSpeed's, and their equivalents without compressed communication.
 _FORMER_OPTIMIZERS = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
 
@@ -76,7 +76,7 @@ def _check_scheduler_type(name: str) -> str:
 
 
 def scheduler_parameters(name: str) -> Dict[str, inspect.Parameter]:
-    """Returns what `scheduler.params` can hold for a type, nothing if that isn't known."""
+    """Returns the valid `scheduler.params` of a type; empty if the type is unknown."""
     if name not in _SCHEDULERS:
         return {}
     parameters = inspect.signature(_SCHEDULERS[name]).parameters
@@ -94,8 +94,8 @@ class _Scheduler(DeepSpeedConfigModel):
     params: Dict[str, Any] = {}
 
 
-# DeepSpeed takes the values of a section that it reads as a dictionary as they are: there, the
-# string "false" is true.
+# DeepSpeed doesn't convert the values of a section that it reads as a dictionary: there, the string
+# "false" is true.
 _Bool = Optional[StrictBool]
 _Int = Optional[int]
 _DType = Annotated[
@@ -177,7 +177,7 @@ class _Timers(DeepSpeedConfigModel):
 
 
 class Schema(DeepSpeedConfigModel):
-    """What a `ds_config.json` may hold."""
+    """Schema of a `ds_config.json`."""
 
     # Batch and step
     train_batch_size: Optional[PositiveInt] = None
@@ -218,7 +218,7 @@ class Schema(DeepSpeedConfigModel):
     vocabulary_size: Optional[PositiveInt] = None
     flops_profiler: Optional[_FlopsProfiler] = None
     timers: Optional[_Timers] = None
-    # Refused by `support`, whatever is in them, unless they are turned off
+    # Refused by `support` with any value, unless they are disabled
     autotuning: Any = None
     bfloat16: Any = None
     compile: Any = None

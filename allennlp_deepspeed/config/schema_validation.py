@@ -1,6 +1,6 @@
 """
-Checks a configuration against DeepSpeed's schema, in terms of the config file: which key, what it
-holds, what is wrong and what to write.
+Validates a configuration against DeepSpeed's schema. Errors are in terms of the config file: the
+key, its value, what is wrong and what to write.
 """
 
 import inspect
@@ -41,7 +41,7 @@ _Problems = Iterator[Tuple[str, str]]
 
 _KEYS_OF_TRAINER = {*TRAINER_KEYS, *inspect.signature(GradientDescentTrainer.__init__).parameters}
 
-# For keys whose nearest known name isn't what is meant.
+# Replacements for keys whose nearest known name would be misleading.
 _INSTEAD = {
     "aio.thread_count": '"intra_op_parallelism"',
     "sparse_attention": 'its keys into the "attention" of an encoder',
@@ -50,15 +50,16 @@ _INSTEAD = {
 
 def validate(config: Dict[str, Any], findings: Findings) -> None:
     """
-    Checks a configuration against DeepSpeed's schema. The string "auto" passes for the value of any
-    known key.
+    Validates a configuration against DeepSpeed's schema. The string "auto" is valid for any known
+    key.
 
     # Parameters
 
     config : `Dict[str, Any]`
-        The content of a `ds_config.json`.
+        The contents of a `ds_config.json`.
     findings : `Findings`
-        Gets a line for each key that is unknown, removed or unsupported, or whose value is wrong.
+        Collects a line for each key that is unknown, removed or unsupported, or whose value is
+        wrong.
     """
     found: Dict[str, str] = {}
     for check in (_unsupported, _wrong_keys, _wrong_values):
@@ -82,7 +83,7 @@ def _unsupported(config: Dict[str, Any]) -> _Problems:
 
 
 def _from_string(value: Any) -> Any:
-    """DeepSpeed's models take "false" for false."""
+    """Converts "true" and "false" to booleans, as DeepSpeed's models do."""
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
@@ -90,8 +91,8 @@ def _wrong_keys(
     section: Dict[str, Any], keys: Tuple[str, ...] = (), model: Type[BaseModel] = Schema
 ) -> _Problems:
     """
-    Yields what DeepSpeed's models let pass, which drop an "auto" before they look at its key, and
-    convert a string to a number that DeepSpeed then reads as it is written.
+    Yields errors that DeepSpeed's models miss: they drop an "auto" before they look at its key, and
+    convert a string to a number, although DeepSpeed reads the original string.
     """
     fields = _fields(model)
     for key, value in section.items():
@@ -110,7 +111,10 @@ def _wrong_keys(
 
 
 def _wrong_values(config: Dict[str, Any]) -> _Problems:
-    """Yields what DeepSpeed's models refuse, section by section: some validators raise at once."""
+    """
+    Yields the errors of DeepSpeed's models, section by section, because some validators raise at
+    once.
+    """
     for key, value in config.items():
         try:
             Schema(**{key: value})
@@ -123,7 +127,7 @@ def _wrong_values(config: Dict[str, Any]) -> _Problems:
 
 
 def _explain_unknown(keys: Tuple[str, ...], known: List[str]) -> str:
-    """Says why a key is refused that no model of DeepSpeed's has, and which key is meant."""
+    """Explains why a key that no model of DeepSpeed's has is refused, and which key is meant."""
     *sections, name = keys
     if "." in name:
         outer, _, inner = name.partition(".")
@@ -157,7 +161,7 @@ def _sections_with(name: str) -> List[str]:
 
 
 def lookup(config: Dict[str, Any], path: str) -> Any:
-    """Returns the value at a dotted path; `None` where there is none."""
+    """Returns the value at a dotted path, or `None` if there is none."""
     value: Any = config
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -171,7 +175,7 @@ def _fields(model: Optional[Type[BaseModel]]) -> Dict[str, FieldInfo]:
 
 
 def _submodel(field: FieldInfo) -> Optional[Type[BaseModel]]:
-    """Returns the model of a section, `None` if the field is no section."""
+    """Returns the model of a section, or `None` if the field isn't a section."""
     for type_ in (field.annotation, *get_args(field.annotation)):
         if isinstance(type_, type) and issubclass(type_, BaseModel):
             return type_
@@ -179,7 +183,7 @@ def _submodel(field: FieldInfo) -> Optional[Type[BaseModel]]:
 
 
 def _is_number(annotation: Any) -> bool:
-    """Whether a value has to be a number, if it isn't null."""
+    """Returns whether a value must be a number, unless it is null."""
     if get_origin(annotation) is Annotated:
         return _is_number(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

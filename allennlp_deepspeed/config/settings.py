@@ -1,6 +1,6 @@
 """
-What DeepSpeed's configuration is filled from: keys of the trainer, which `own_keys` declares, and
-what the data, the optimizer and the machine are.
+Collects the settings that DeepSpeed's configuration is filled from: keys of the trainer, which
+`own_keys` declares, and facts of the data, the optimizer and the machine.
 """
 
 from dataclasses import dataclass, fields
@@ -11,11 +11,13 @@ import torch
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 
 DEFAULT_TYPE = "of the default type"
-"""The name of what is an object without a `"type"`."""
+"""The name of an object without a `"type"`."""
 
 
 def registered_name(component: Any) -> Optional[str]:
-    """The registered name of a component in a config file. `None` if it isn't given."""
+    """
+    Returns the registered name of a component in a config file, `None` if the component is unset.
+    """
     if isinstance(component, dict):
         return component.get("type", DEFAULT_TYPE)
     return component
@@ -24,43 +26,43 @@ def registered_name(component: Any) -> Optional[str]:
 @dataclass
 class TrainerSettings:
     """
-    What the AllenNLP side says, of a config file or of objects. `None` stands for what it doesn't.
+    Settings of the AllenNLP side, from a config file or from objects. `None` means unset.
 
     # Parameters
 
     num_gradient_accumulation_steps : `Union[int, str]`, optional (default = `None`)
-        A number, or "auto".
+        A number or "auto".
     global_batch_size : `int`, optional (default = `None`)
     gradient_synchronization : `str`, optional (default = `"auto"`)
     grad_norm : `Union[float, bool]`, optional (default = `None`)
-        `False`, as 0, is no clipping.
+        `False` and 0 mean no clipping.
     use_amp : `bool`, optional (default = `None`)
     grad_scaling : `bool`, optional (default = `True`)
     optimizer : `str`, optional (default = `None`)
         The registered name or the class name of the AllenNLP optimizer.
     learning_rate : `float`, optional (default = `None`)
-        That of the AllenNLP optimizer.
+        The learning rate of the AllenNLP optimizer.
     learning_rate_scheduler : `str`, optional (default = `None`)
         The registered name or the class name of the AllenNLP scheduler.
     moving_average : `Any`, optional (default = `None`)
-        Whatever stands for one, `None` if there is none.
+        Any value, or `None` if there is no moving average.
     micro_batch_size : `int`, optional (default = `None`)
-        The data loader's batch size. `None` if it is not known or varies.
+        The data loader's batch size. `None` if it is unknown or varies.
     num_epochs : `int`, optional (default = `None`)
     batches_per_epoch : `int`, optional (default = `None`)
-        In micro-batches.
+        The length of an epoch in micro-batches.
     world_size : `int`, optional (default = `1`)
     sequence_parallel_size : `int`, optional (default = `1`)
     device_type : `str`, optional (default = `"cpu"`)
         "cpu" or "cuda".
     bf16_supported : `bool`, optional (default = `True`)
-        Whether the device computes in bf16.
+        Whether the device supports bf16.
     serialization_dir : `str`, optional (default = `None`)
     reshard_after_micro_batch : `Union[bool, str]`, optional (default = `"auto"`)
     sequence_tiling : `Dict[str, Any]`, optional (default = `None`)
     torch_compile : `Union[bool, Dict[str, Any]]`, optional (default = `None`)
     workers_per_node : `int`, optional (default = `None`)
-        `None` if it is not known.
+        `None` if it is unknown.
     """
 
     num_gradient_accumulation_steps: Union[int, str, None] = None
@@ -88,7 +90,10 @@ class TrainerSettings:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of workers, or of groups that share sequences, which read different data."""
+        """
+        The number of workers that read different data. A group of workers that share sequences
+        counts once.
+        """
         return max(1, self.world_size // self.sequence_parallel_size)
 
     @classmethod
@@ -96,23 +101,24 @@ class TrainerSettings:
         cls, config: Dict[str, Any], deepspeed_config: Dict[str, Any], **others: Any
     ) -> "TrainerSettings":
         """
-        What the trainer will say when it is constructed. What it only knows then has a stand-in:
-        the length of the epoch, and the learning rate of an optimizer that doesn't name one.
+        Returns the settings that the trainer will have when it is constructed. Values that are
+        unknown before are stand-ins: the length of the epoch, and the learning rate of an optimizer
+        whose section sets none.
 
         # Parameters
 
         config : `Dict[str, Any]`, required.
-            A whole training configuration.
+            A complete training configuration.
         deepspeed_config : `Dict[str, Any]`, required.
             Its `trainer.deepspeed_config` in DeepSpeed's schema.
         others : `Any`
-            What the config doesn't say: the workers, their devices and folders.
+            Settings that aren't in the config: the workers, their devices and directories.
         """
         trainer = config["trainer"]
         optimizer = trainer.get("optimizer")
         learning_rate = optimizer.get("lr", 1.0) if isinstance(optimizer, dict) else 1.0
         if optimizer is None and "optimizer" in deepspeed_config:
-            learning_rate = None  # it is for DeepSpeed's own section to say
+            learning_rate = None  # DeepSpeed's own section sets it
         return cls(
             **cls._keys(trainer),
             optimizer=registered_name(optimizer),
@@ -133,15 +139,17 @@ class TrainerSettings:
         **others: Any,
     ) -> "TrainerSettings":
         """
+        Returns the settings of a trainer that is being constructed.
+
         # Parameters
 
         arguments : `Dict[str, Any]`, required.
-            Those of the trainer.
+            The arguments of the trainer.
         optimizer : `Optional[torch.optim.Optimizer]`, required.
         learning_rate_scheduler : `Any`, required.
             `None` if there is none.
         others : `Any`
-            What is known of the data, the workers, their devices and folders.
+            Settings of the data, the workers, their devices and directories.
         """
         scheduler = learning_rate_scheduler
         return cls(
@@ -155,7 +163,7 @@ class TrainerSettings:
 
     @classmethod
     def _keys(cls, values: Dict[str, Any]) -> Dict[str, Any]:
-        """Those of the trainer's keys that DeepSpeed's configuration depends on, as they are."""
+        """Returns the trainer's keys that DeepSpeed's configuration depends on, unchanged."""
         names = {field.name for field in fields(cls)} & set(TRAINER_KEYS) - {"optimizer"}
         return {name: values.get(name, TRAINER_KEYS[name].default) for name in sorted(names)}
 
@@ -163,16 +171,16 @@ class TrainerSettings:
 @dataclass(frozen=True)
 class ResolvedConfig:
     """
-    A configuration with nothing left to fill in.
+    Configuration without unset values.
 
     # Parameters
 
     engine_config : `Dict[str, Any]`
-        What `deepspeed.initialize` takes. Its gradient accumulation is always 1: the trainer, not
-        the engine, knows where an accumulated batch ends.
+        The configuration for `deepspeed.initialize`. Its gradient accumulation is always 1: the
+        trainer, not the engine, knows the gradient accumulation boundaries.
     num_gradient_accumulation_steps : `int`
-        What the user means, for the trainer. With "auto" it is 1: the batches that are read are a
-        worker's share of a step.
+        The number that the trainer uses. With "auto" it is 1, because a batch of the data loader is
+        a worker's share of a step.
     grad_norm : `Union[float, bool]`
         The norm that gradients are clipped to, `True` to report their norm without clipping, or
         `False`.
@@ -184,16 +192,16 @@ class ResolvedConfig:
     has_scheduler : `bool`
         Whether DeepSpeed builds the learning rate scheduler.
     offload_device : `str`
-        Where the states of the optimizer are, and where it steps: "cpu" or "nvme", which is on the
-        CPU too, or "none" if it is the device that the model trains on.
+        The device of the optimizer states and the optimizer step: "cpu", "nvme" with the step on
+        the CPU, or "none" for the device that the model trains on.
     forces_cpu_optimizer : `bool`, optional
-        What the config says for `zero_force_ds_cpu_optimizer`, `None` if it leaves it open.
+        The value of `zero_force_ds_cpu_optimizer` in the config, `None` if it is unset.
     reshard_after_micro_batch : `Union[bool, str]`
-        "auto" if it depends on the memory that there is. `True` at stages other than 3.
+        "auto" if it depends on the free memory. `True` at stages other than 3.
     torch_compile : `Dict[str, Any]`, optional
-        Arguments of `torch.compile`, `None` if nothing is compiled.
+        The arguments of `torch.compile`, `None` if nothing is compiled.
     finds_micro_batch_size : `bool`, optional (default = `False`)
-        Whether the trainer divides the batches that are read, into as few as fit into memory.
+        Whether the trainer divides each batch into the fewest micro-batches that fit into memory.
     """
 
     engine_config: Dict[str, Any]
@@ -211,12 +219,15 @@ class ResolvedConfig:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step may have several micro-batches."""
+        """Returns whether a step may have several micro-batches."""
         return self.finds_micro_batch_size or self.num_gradient_accumulation_steps > 1
 
 
 def fixed_size(batch_size: Any) -> Optional[int]:
-    """`batch_size` if it is one: where it varies, AllenNLP's samplers say -1 or `None`."""
+    """
+    Returns `batch_size` if it is a fixed size, else `None`. AllenNLP's samplers report -1 or `None`
+    if it varies.
+    """
     return batch_size if isinstance(batch_size, int) and batch_size > 0 else None
 
 

@@ -1,10 +1,10 @@
 """
-Lists the keys of DeepSpeed's that can't work in an AllenNLP trainer.
+Lists DeepSpeed's keys that can't work in an AllenNLP trainer.
 """
 
 from typing import Any, Dict, Tuple
 
-# Keys to remove, with the values that leave them turned off.
+# Keys to remove, with the values that disable them.
 _TO_REMOVE: Dict[str, Tuple[Any, ...]] = {
     "data_parallel_size": (),
     "expert_parallel": ({},),
@@ -26,7 +26,7 @@ _TO_REMOVE: Dict[str, Tuple[Any, ...]] = {
     "activation_checkpointing.partition_activations": (False,),
     "activation_checkpointing.contiguous_memory_optimization": (False,),
     "activation_checkpointing.number_checkpoints": (None,),
-    # By which DeepSpeed takes the fp32 weights of one parameter for those of another.
+    # DeepSpeed confuses the fp32 weights of parameters with it.
     "zero_optimization.round_robin_gradients": (False,),
     "zero_optimization.elastic_checkpoint": (False,),
     "zero_optimization.allgather_partitions": (True,),
@@ -36,15 +36,15 @@ _TO_REMOVE: Dict[str, Tuple[Any, ...]] = {
     "zero_optimization.override_module_apply": (True,),
     "zero_optimization.parameter_alignment": (False,),
     "zero_optimization.pipeline_loading_checkpoint": (False,),
-    # Which steps parts of the weights later than the schedule and checkpoints say.
+    # It updates parts of the weights later than the schedule and checkpoints assume.
     "zero_optimization.zenflow": (),
-    # Which are for GPUs, and aren't tested here.
+    # These are for GPUs, and aren't tested here.
     "zero_optimization.zero_quantized_gradients": (False,),
     "zero_optimization.zero_quantized_nontrainable_weights": (False,),
     "zero_optimization.zero_quantized_weights": (False,),
 }
 
-# Those for which there is something to write instead.
+# Keys with a replacement.
 _INSTEAD: Dict[str, Tuple[Tuple[Any, ...], str]] = {
     "pipeline": ((), "use ZeRO stage 3"),
     "tensor_parallel": (({},), "use ZeRO stage 3"),
@@ -79,4 +79,4 @@ UNSUPPORTED: Dict[str, Tuple[Tuple[Any, ...], str]] = {
     **{path: (accepted, "remove it") for path, accepted in _TO_REMOVE.items()},
     **_INSTEAD,
 }
-"""By path, the values that leave a key turned off, and what to do about any other."""
+"""By path, the values that disable a key, and advice for any other value."""

@@ -1,5 +1,5 @@
 """
-What the trainer's `torch_compile` may be.
+Declares and resolves the trainer's `torch_compile`.
 """
 
 from typing import Any, Dict, Literal, Optional, Union
@@ -8,12 +8,12 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 KEY = "trainer.torch_compile"
 
-# PyTorch's own default.
+# PyTorch's default.
 DEFAULT_BACKEND = "inductor"
 
 
 class TorchCompile(BaseModel):
-    """The arguments of `torch.compile` that a config file can set."""
+    """Arguments of `torch.compile` that a config file can set."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -29,6 +29,8 @@ class TorchCompile(BaseModel):
 
 def torch_compile_settings(value: Union[bool, Dict[str, Any], None]) -> Optional[Dict[str, Any]]:
     """
+    Resolves the trainer's `torch_compile`.
+
     # Parameters
 
     value : `Union[bool, Dict[str, Any], None]`
@@ -37,7 +39,7 @@ def torch_compile_settings(value: Union[bool, Dict[str, Any], None]) -> Optional
     # Returns
 
     `Optional[Dict[str, Any]]`
-        The arguments of `torch.compile`, with a `backend`. `None` where nothing is compiled.
+        The arguments of `torch.compile`, with a `backend`. `None` if nothing is compiled.
     """
     if value is None or value is False:
         return None

@@ -1,6 +1,6 @@
 """
-Which arguments of `transformers.AutoModel.from_pretrained` a model in the config can have been
-given, as `transformer_kwargs`, for an engine to train it.
+Checks `transformer_kwargs`, the arguments of `transformers.AutoModel.from_pretrained` in a config,
+for values that an engine can't train with.
 """
 
 import json
@@ -19,7 +19,7 @@ _QUANTIZED = (
 )
 _PLACED = "the engine itself puts the model on each worker's device; remove the key"
 
-# Of which no value will do but null and false.
+# Refused with any value except null and false.
 _REFUSED = {
     "load_in_4bit": _QUANTIZED,
     "load_in_8bit": _QUANTIZED,
@@ -36,18 +36,20 @@ _OF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 
 def check_transformer_kwargs(model: Any, resolved: ResolvedConfig, device_type: str) -> None:
     """
+    Checks all `transformer_kwargs` in the config of a model.
+
     # Parameters
 
     model : `Any`, required.
-        The "model" of a config.
+        The section "model" of a config.
     resolved : `ResolvedConfig`, required.
     device_type : `str`, required.
-        "cpu" or "cuda", what the model trains on.
+        The device that the model trains on, "cpu" or "cuda".
 
     # Raises
 
     `ConfigurationError`
-        With a line for each argument that an engine can't train with.
+        If an engine can't train with an argument. The message has a line for each.
     """
     findings = Findings()
     for path, section in _sections(model, "model"):
@@ -70,7 +72,7 @@ def check_transformer_kwargs(model: Any, resolved: ResolvedConfig, device_type: 
 
 
 def _sections(value: Any, path: str) -> Iterator[Tuple[str, Dict[str, Any]]]:
-    """Those that have `transformer_kwargs`, with their paths."""
+    """Yields the sections that have `transformer_kwargs`, with their paths."""
     if isinstance(value, list):
         for i, each in enumerate(value):
             yield from _sections(each, f"{path}.{i}")
@@ -87,7 +89,7 @@ def _check_dtype(path: str, section: Dict[str, Any], precision: str, findings: F
         if dtype is None or str(dtype) in _FP32:
             continue
         if not str(section.get("type")).startswith("pretrained_transformer"):
-            # A model that is one transformer, which the engine takes as it computes.
+            # A model that is a single transformer may be loaded in the engine's precision.
             if dtype in ("auto", _OF_PRECISION.get(precision)) or section.get("lora"):
                 continue
             wanted = _OF_PRECISION.get(precision, "float32")

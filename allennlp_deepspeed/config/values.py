@@ -1,4 +1,6 @@
-"""What a value of a config is, and how a message quotes it."""
+"""
+Tests the types of config values, and quotes them in messages.
+"""
 
 import json
 import math
@@ -6,7 +8,10 @@ from typing import Any, TypeGuard
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """JSON's true and false are none, though they are integers for Python."""
+    """
+    Returns whether a value is a number. JSON's true and false aren't, although Python counts them
+    as integers.
+    """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -15,7 +20,7 @@ def is_integer(value: Any) -> TypeGuard[int]:
 
 
 def unquoted(value: Any) -> str:
-    """What a message says of a number that is written as a string, "" of anything else."""
+    """Returns advice for a number that is written as a string, and "" for any other value."""
     try:
         number = float(value) if isinstance(value, str) else None
     except ValueError:
@@ -26,5 +31,5 @@ def unquoted(value: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """As it is written in a config."""
+    """Formats a value as in a config."""
     return json.dumps(value, default=repr)
