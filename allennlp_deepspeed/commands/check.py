@@ -14,14 +14,17 @@ from allennlp_deepspeed.launch import failures
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, settings_of
 from allennlp_deepspeed.launch.preflight import fill_in
 
-# The modules that say where they take the values from that the file leaves open.
+# The modules that log the sources of values that the file leaves unset.
 _RESOLUTION = "allennlp_deepspeed.config"
 
 _NUM_STEPS = "scheduler.params.total_num_steps"
 
 
 class Check:
-    """`allennlp deepspeed check`: what `allennlp train` would refuse before it reads data."""
+    """
+    Command `allennlp deepspeed check`: refuses the configs that `allennlp train` refuses before it
+    reads data.
+    """
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
@@ -52,7 +55,9 @@ class Check:
 
 
 class _FilledValues(logging.Handler):
-    """Collects the lines in which the resolution of a config says what it fills, and from where."""
+    """
+    Collects the log lines of the values that the resolution of a config fills, with their sources.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -60,12 +65,12 @@ class _FilledValues(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
-        if _NUM_STEPS not in line:  # of which there is a stand-in
+        if _NUM_STEPS not in line:  # its value is a stand-in
             self.lines.append(line)
 
 
 def _resolved(params: Params, filled: _FilledValues) -> Dict[str, Any]:
-    """Returns DeepSpeed's configuration as a training would have it."""
+    """Returns DeepSpeed's configuration as it would be in training."""
     config: Dict[str, Any] = params.as_dict(quiet=True)
     deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
     settings = settings_of(config, deepspeed_config, "<serialization-dir>")
@@ -75,7 +80,7 @@ def _resolved(params: Params, filled: _FilledValues) -> Dict[str, Any]:
     logger.propagate = False
     resolved = deepspeed_config.resolve(settings)
     engine_config = resolved.engine_config
-    # The engine itself counts no micro-batches.
+    # The engine itself doesn't count micro-batches.
     steps = resolved.num_gradient_accumulation_steps
     engine_config["gradient_accumulation_steps"] = steps
     engine_config["train_batch_size"] *= steps

@@ -19,11 +19,12 @@ from allennlp_deepspeed.versions import own_version
 @Subcommand.register("deepspeed")
 class DeepSpeed(Subcommand):
     """
-    `allennlp deepspeed ...`: what there is to do before training, and with its checkpoints.
+    Command `allennlp deepspeed ...`: prepares trainings, and works with their checkpoints and
+    metrics.
 
-    AllenNLP finds it where a file `.allennlp_plugins` in the working directory or
-    `~/.allennlp/plugins` names `allennlp_deepspeed`. `--include-package` comes too late for a
-    command.
+    AllenNLP finds it if a file `.allennlp_plugins` in the working directory or
+    `~/.allennlp/plugins` names `allennlp_deepspeed`. `--include-package` is too late for a command:
+    AllenNLP imports these packages after it has parsed the arguments.
     """
 
     @overrides
@@ -41,7 +42,7 @@ class DeepSpeed(Subcommand):
             command_parser = command.add_subparser(subparsers)
             run: Callable[[Any], None] = command_parser.get_default("func")
             command_parser.set_defaults(func=functools.partial(_run, run))
-            # AllenNLP adds it before the name of the command only.
+            # AllenNLP adds it to the parser of `deepspeed` only, before the name of the command.
             command_parser.add_argument(
                 "--include-package",
                 type=str,
@@ -53,7 +54,9 @@ class DeepSpeed(Subcommand):
 
 
 def _run(run: Callable[[Any], None], args: argparse.Namespace) -> None:
-    """Runs a command, which ends with a message where it can't do what it is asked for."""
+    """
+    Runs a command, and exits with a message if it raises a `ConfigurationError` or an `OSError`.
+    """
     try:
         run(args)
     except ConfigurationError as error:

@@ -41,7 +41,7 @@ _COLOUR = re.compile(r"\x1b\[\d*m")
 
 
 class Env:
-    """`allennlp deepspeed env`: prints what to paste into a bug report."""
+    """Command `allennlp deepspeed env`: prints the environment for a bug report."""
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
@@ -59,7 +59,7 @@ class Env:
 
 def report() -> str:
     """
-    Describes this Python, its packages and this machine. A section that fails has its error
+    Describes this Python, its packages and this machine. A section that fails contains its error
     instead, and paths are relative to the home directory.
     """
     sections: Dict[str, Callable[[], str]] = {
@@ -75,7 +75,7 @@ def report() -> str:
 def _or_error(section: Callable[[], str]) -> str:
     try:
         return section().strip()
-    except Exception:  # a report of what is broken must not break on it
+    except Exception:  # a report on a broken environment must not fail on it
         return traceback.format_exc()
 
 

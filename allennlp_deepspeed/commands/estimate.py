@@ -19,7 +19,7 @@ from rich.table import Table
 from allennlp_deepspeed.commands.memory_estimate import Estimate, Estimator, PlacementEstimate
 from allennlp_deepspeed.launch import failures
 
-_WIDTH = 130  # characters, where it isn't that of a terminal
+_WIDTH = 130  # characters, if the output isn't a terminal
 
 _NOTE = (
     "Model states and DeepSpeed's buffers only. Activations, the model's own buffers, what an "
@@ -30,7 +30,7 @@ _NOTE = (
 
 
 class EstimateMemory:
-    """`allennlp deepspeed estimate`: what a model takes in memory, before it is trained."""
+    """Command `allennlp deepspeed estimate`: estimates the memory of a model before training."""
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
@@ -84,7 +84,7 @@ class EstimateMemory:
 
 
 def add_config(subparser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that reads a config as 'allennlp train' does."""
+    """Adds the arguments of a command that reads a config as 'allennlp train' does."""
     subparser.add_argument("param_path", type=str, help="the config file of the training")
     subparser.add_argument(
         "-o",
@@ -98,8 +98,8 @@ def add_config(subparser: argparse.ArgumentParser) -> None:
 @contextmanager
 def only_warnings() -> Iterator[None]:
     """
-    Without the pages that AllenNLP and the resolution of a config, once for each placement, would
-    log at level INFO.
+    Context manager that disables log lines below WARNING. AllenNLP and the resolution of a config,
+    which runs once per placement, would log pages at level INFO.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.INFO)
@@ -166,7 +166,7 @@ def _add_rows(table: Table, placement: PlacementEstimate, estimate: Estimate) ->
         return
     rows = {"GPU": states.gpu, "CPU": states.cpu, "NVMe": states.nvme}
     if estimate.device_type == "cpu":
-        # Where the model trains is what it would be offloaded to.
+        # The model trains on the device that it would be offloaded to.
         rows = {"CPU": states.gpu + states.cpu, "NVMe": states.nvme}
     for label, kinds in rows.items():
         if name == "" and kinds.total == 0:
@@ -211,14 +211,17 @@ def _gpu_memory() -> Optional[int]:
 
 
 def _free_space(folders: List[str]) -> int:
-    """Of the folders that are on this machine, or else the current one, what the fullest has."""
+    """
+    Returns the least free space in bytes among the directories that exist on this machine, or else
+    the current directory's.
+    """
     there = [folder for folder in folders if os.path.isdir(folder)] or [os.curdir]
     return min(shutil.disk_usage(folder).free for folder in there)
 
 
 def _bytes(text: str) -> int:
     try:
-        # Without a unit it would be bytes, which nobody means.
+        # A number without a unit would be bytes, which is never intended.
         num_bytes = TypeAdapter(ByteSize).validate_python("" if text.isdigit() else text)
     except ValidationError:
         num_bytes = ByteSize(0)

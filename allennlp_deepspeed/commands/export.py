@@ -8,8 +8,8 @@ from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
 
 class Export:
     """
-    `allennlp deepspeed export`: makes fp32 weights and an archive out of a checkpoint, or what
-    transformers load.
+    Command `allennlp deepspeed export`: exports a checkpoint to fp32 weights and an archive, or to
+    files that transformers loads.
     """
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:

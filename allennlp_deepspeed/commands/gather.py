@@ -5,8 +5,8 @@ from allennlp_deepspeed.checkpoint.offline import gather
 
 class Gather:
     """
-    `allennlp deepspeed gather`: makes one whole checkpoint out of the parts that nodes without a
-    shared directory have.
+    Command `allennlp deepspeed gather`: merges the parts of a checkpoint, from nodes without a
+    shared directory, into one.
     """
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:

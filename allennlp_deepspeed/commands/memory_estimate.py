@@ -1,6 +1,5 @@
 """
-What a config's model takes in memory at each ZeRO stage and with each offload, before it is
-trained.
+Estimates the memory of a config's model at each ZeRO stage and with each offload, before training.
 """
 
 import math
@@ -36,15 +35,15 @@ from allennlp_deepspeed.training.reduction_schedule import STEP
 @dataclass(frozen=True)
 class Placement:
     """
-    Where model states are kept.
+    Placement of model states: a ZeRO stage and its offload.
 
     # Parameters
 
     name : `str`
     preset : `str`
-        The preset of `DeepSpeedConfig` that comes closest.
+        The closest preset of `DeepSpeedConfig`.
     changes : `Dict[str, Any]`
-        What the preset's `"zero_optimization"` lacks.
+        Additions to the preset's `"zero_optimization"`.
     """
 
     name: str
@@ -58,8 +57,8 @@ class Placement:
 
 _TO_CPU: Dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 
-# From the fastest to the slowest, which is the order of Hugging Face's and DeepSpeed's advice: what
-# crosses the network least comes first, the host's memory before sharded weights.
+# From the fastest to the slowest, in the order of Hugging Face's and DeepSpeed's advice: the least
+# network traffic first, and offload to the host's memory before sharded weights.
 PLACEMENTS = (
     Placement("0", "ds_config", {"stage": 0}),
     Placement("1", "zero_1", {}),
@@ -76,17 +75,19 @@ PLACEMENTS = (
 @dataclass(frozen=True)
 class PlacementEstimate:
     """
+    Estimate of one placement.
+
     # Parameters
 
     placement : `Placement`
     deepspeed_config : `Union[str, Dict[str, Any]]`
-        What to write in the trainer's section of the config.
+        The value for the trainer's section of the config.
     states : `ModelStates`, optional
-        Of one rank. `None` if the config can't be trained so.
+        The model states of one rank. `None` if the config can't be trained with this placement.
     problem : `str`, optional
-        Why not.
+        The reason why it can't.
     fits : `bool`, optional
-        `None` if nothing says how much memory there is.
+        Whether it fits into memory. `None` if the GPU memory is unknown.
     """
 
     placement: Placement
@@ -99,18 +100,20 @@ class PlacementEstimate:
 @dataclass(frozen=True)
 class Estimate:
     """
+    Estimate of all placements of a config's model.
+
     # Parameters
 
     size : `ModelSize`
     largest_parameter : `str`
     largest_module : `str`
-        Their names.
+        The names of the largest parameter and module.
     precision : `str`
     optimizer : `str`
     device_type : `str`
-        "cpu" or "cuda", what the model trains on.
+        The device that the model trains on, "cpu" or "cuda".
     workers : `int`
-        Of the whole training.
+        The total number of workers.
     workers_per_node : `int`
     gpu_memory : `int`, optional
         Bytes of each GPU.
@@ -142,19 +145,21 @@ class Estimate:
 
 class Estimator:
     """
+    Estimates the memory of a config's model.
+
     # Parameters
 
     params : `Params`
-        A whole training configuration, with any trainer. It is not changed. The model is
-        constructed, if its constructor allows without allocating it; what its vocabulary is made of
-        is read. That this machine can train it is not asked.
+        A complete training configuration, with any trainer. It is not changed. The model is
+        constructed, without allocating it if its constructor allows, and the data of its vocabulary
+        are read. This machine need not be able to train it.
     workers : `int`, optional (default = `None`)
-        How many to train with. `None` for as many as the config names.
+        The number of workers. `None` for the number in the config.
 
     # Raises
 
     `ConfigurationError`
-        If training would refuse the config wherever its model states were.
+        If training would refuse the config with any placement.
     """
 
     def __init__(self, params: Params, workers: Optional[int] = None) -> None:
@@ -165,7 +170,7 @@ class Estimator:
         self._settings = _settings(config, self._config, workers)
         self._precision = self._config.resolve(self._settings).precision
         self._names_cpu = _names_cpu(config)
-        # Data loaders, which need a batch size, are constructed with the model.
+        # Data loaders are constructed with the model, and need a batch size.
         params = params.duplicate()
         fill_batch_size(params.params, num_workers=1)
         self._model = construct_without_weights(params)
@@ -181,18 +186,20 @@ class Estimator:
 
     @property
     def nvme_paths(self) -> List[str]:
-        """The folders on NVMe that the config names."""
+        """The directories on NVMe that the config names."""
         zero = self._config.config.get("zero_optimization", {})
         sections = [zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}]
         return [section["nvme_path"] for section in sections if section.get("nvme_path")]
 
     def estimate(self, gpu_memory: Optional[int], cpu_memory: int, nvme_memory: int) -> Estimate:
         """
+        Estimates all placements.
+
         # Parameters
 
         gpu_memory : `int`, optional
-            Bytes of each GPU. Without it nothing is said about what fits, and a config whose
-            workers are on the CPU is taken to stay there.
+            Bytes of each GPU. If unset, `fits` is `None`, and a config whose workers are on the CPU
+            is estimated for the CPU.
         cpu_memory : `int`
             Bytes of each node.
         nvme_memory : `int`
@@ -237,7 +244,7 @@ class Estimator:
         if section is None:
             return optimizer_bytes(self._optimizer_class, self._optimizer, self._size)
         known = {name.lower(): kind for name, kind in vars(torch.optim).items()}
-        # Others are DeepSpeed's, which keep as much as Adam or less.
+        # The others are DeepSpeed's, whose states take as much as Adam's or less.
         optimizer = known.get(section["type"].lower(), torch.optim.Adam)
         return optimizer_bytes(optimizer, section.get("params", {}), self._size)
 
@@ -265,7 +272,7 @@ class Estimator:
         )
 
     def _settings_for(self, placement: Placement) -> TrainerSettings:
-        """Without what has a meaning at other stages only."""
+        """Returns the settings without those that apply to other stages only."""
         settings = self._settings
         if placement.stage < 3:
             settings = replace(settings, reshard_after_micro_batch="auto")
@@ -286,6 +293,8 @@ class Estimator:
 
 def measure(model: Model) -> Tuple[ModelSize, str, str]:
     """
+    Measures the size of a model.
+
     # Returns
 
     `Tuple[ModelSize, str, str]`
@@ -303,7 +312,7 @@ def measure(model: Model) -> Tuple[ModelSize, str, str]:
 def _settings(
     config: Dict[str, Any], deepspeed_config: DeepSpeedConfig, workers: Optional[int]
 ) -> TrainerSettings:
-    """As of a training on GPUs, which the config need not name yet."""
+    """Returns the settings of a training on GPUs, even if the config names none."""
     world_size = len(preflight.worker_devices(config)) if workers is None else workers
     num_nodes = (config.get("distributed") or {}).get("num_nodes", 1)
     settings = TrainerSettings.of_config(
@@ -315,20 +324,20 @@ def _settings(
         serialization_dir="",
     )
     if workers is not None and settings.num_gradient_accumulation_steps == AUTO:
-        # Model states don't depend on how many instances each of so many workers would read.
+        # Model states don't depend on the number of instances that each worker reads.
         return replace(settings, num_gradient_accumulation_steps=2, global_batch_size=None)
     return settings
 
 
 def _names_cpu(config: Dict[str, Any]) -> bool:
-    """Whether the config has its workers on the CPU, whatever the machine has."""
+    """Returns whether the config places its workers on the CPU, on any machine."""
     if config.get("distributed") is None:
         return config["trainer"].get("cuda_device") == -1
     return all(device < 0 for device in preflight.worker_devices(config))
 
 
 def _config_with(config: Dict[str, Any], placement: Placement) -> Dict[str, Any]:
-    """`config` with its model states placed so, as a preset with changes."""
+    """Returns `config` with this placement of its model states, as a preset with changes."""
     config = deepcopy(config)
     said = config.pop("zero_optimization", {})
     preset = {} if placement.stage == 0 else DeepSpeedConfig.of(placement.preset).config
