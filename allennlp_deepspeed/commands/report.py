@@ -6,7 +6,7 @@ from allennlp_deepspeed import files
 
 class Report:
     """
-    `allennlp deepspeed report`: writes one HTML page of one or several runs.
+    Command `allennlp deepspeed report`: writes an HTML page of one or several runs.
     """
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -30,7 +30,7 @@ class Report:
         return subparser
 
     def run(self, args: argparse.Namespace) -> None:
-        # Optional, unlike this command.
+        # Imported here, because its dependencies are optional.
         from allennlp_deepspeed.report_page.page import page
 
         directories = args.serialization_dirs
@@ -38,7 +38,7 @@ class Report:
         path = args.output
         if path is None:
             path = str(Path(directories[0]) / "report.html")
-            # One that is a link would have another file written.
+            # If it is a link, writing would change its target.
             Path(path).unlink(missing_ok=True)
         files.write(html, path)
         print(path)

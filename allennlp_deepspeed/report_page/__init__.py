@@ -1,3 +1,3 @@
 """
-The HTML page of `allennlp deepspeed report`, from what trainings have left in their directories.
+Builds the HTML page of `allennlp deepspeed report` from the files of trainings.
 """

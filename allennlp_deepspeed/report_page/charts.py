@@ -1,5 +1,5 @@
 """
-Charts of the values in metrics files, drawn by Bokeh.
+Draws charts of the values in metrics files with Bokeh.
 """
 
 import math
@@ -9,12 +9,13 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.report_page.run import Line, Run, is_finite, mapping
 
-# By run. Distinct with any colour vision (Okabe and Ito, "Color Universal Design", 2008).
+# The colours of runs, distinct with any colour vision (Okabe and Ito, "Color Universal Design",
+# 2008).
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 
-_MAX_POINTS = 20_000  # of a page, which keeps it small enough to be sent by mail
+_MAX_POINTS = 20_000  # per page, so that it is small enough for mail
 
-# Keys of `step` lines, by the charts' titles.
+# Keys of `step` lines, by title of the chart.
 _OF_STEPS = {
     "Learning rate": "lr",
     "Gradient norm": "grad_norm",
@@ -23,7 +24,7 @@ _OF_STEPS = {
     "Tokens a second": "tokens_per_second",
     "Memory of a worker": "memory_bytes",
 }
-# Parts of the names of epoch metrics that aren't the model's.
+# Parts of the names of epoch metrics that aren't metrics of the model.
 _NOT_OF_MODEL = ("_memory_MB", "_duration", "_epochs")
 
 _WITHIN_EPOCHS, _TRAINING, _VALIDATION = "within epochs", "training", "validation"
@@ -31,18 +32,20 @@ _WITHIN_EPOCHS, _TRAINING, _VALIDATION = "within epochs", "training", "validatio
 
 class Curve(NamedTuple):
     """
+    Curve of a chart.
+
     # Parameters
 
     run : `int`
-        Its index among the runs.
+        The index of the run.
     kind : `str`
-        "within epochs", or "training" or "validation", with a point an epoch.
+        "within epochs", or "training" or "validation" with one point per epoch.
     steps : `List[int]`
-        Optimizer steps completed, by point.
+        The optimizer steps completed at each point.
     hours : `List[float]`
-        Trained, by point.
+        The hours trained at each point.
     values : `List[float]`
-        By point.
+        The value at each point.
     """
 
     run: int
@@ -54,8 +57,8 @@ class Curve(NamedTuple):
 
 def charts(runs: List[Run]) -> Dict[str, List[Curve]]:
     """
-    Curves by the title of their chart: the loss, each metric of the models, and what `step` lines
-    have. Charts without values are left out.
+    Returns the curves by title of their chart: the loss, each metric of the models, and the values
+    of `step` lines. Charts without values are left out.
     """
     found = {"Loss": [*_of_steps(runs, "loss"), *_of_epochs(runs, "loss")]}
     for name in dict.fromkeys(name for run in runs for name in _metric_names(run)):
@@ -114,7 +117,7 @@ def _metric_names(run: Run) -> List[str]:
 
 
 def _thinned(curve: Curve, limit: int) -> Curve:
-    """Has at most `limit` points, which are means of neighbouring ones."""
+    """Returns at most `limit` points, which are means of neighbouring ones."""
     size = math.ceil(len(curve.values) / limit)
     if size <= 1:
         return curve
@@ -128,10 +131,12 @@ def _thinned(curve: Curve, limit: int) -> Curve:
 
 class Drawing(NamedTuple):
     """
+    Elements of an HTML page with charts.
+
     # Parameters
 
     library : `str`
-        Bokeh's JavaScript.
+        The JavaScript of Bokeh.
     script : `str`
         The element with the charts' data.
     place : `str`
@@ -163,7 +168,7 @@ def draw(runs: List[Run]) -> Drawing:
             "The report needs Bokeh: pip install 'allennlp-deepspeed[report]'"
         ) from error
     library = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
-    # One source for both tabs.
+    # Both tabs share one source.
     sources = {
         title: [
             (curve, ColumnDataSource({"y": c.values, "step": c.steps, "hours": c.hours}))

@@ -11,6 +11,8 @@ from allennlp_deepspeed.report_page.run import Run, differences, is_finite, mapp
 
 def page(directories: List[str]) -> str:
     """
+    Builds the HTML page of some runs.
+
     # Parameters
 
     directories : `List[str]`, required.
@@ -32,7 +34,7 @@ def page(directories: List[str]) -> str:
         raise ConfigurationError(
             f"A line or the config of {' or '.join(directories)} is nested too deeply to be shown."
         ) from error
-    # A string of JSON can have half a character.
+    # A JSON string can contain a lone surrogate.
     return text.encode(errors="replace").decode()
 
 
@@ -60,12 +62,12 @@ def _render(runs: List[Run]) -> str:
 
 
 def age(seconds_since_1970: float) -> str:
-    """Until now, such as "3 h 20 min"."""
+    """Formats the time until now, such as "3 h 20 min"."""
     return duration(time.time() - seconds_since_1970)
 
 
 def duration(seconds: float) -> str:
-    """Such as "45 s", "3 h 20 min" or "3 days"."""
+    """Formats a duration, such as "45 s", "3 h 20 min" or "3 days"."""
     if seconds < 60:
         return f"{max(0, int(seconds))} s"
     minutes = int(seconds) // 60
@@ -93,7 +95,7 @@ def _summary(run: Run) -> Dict[str, str]:
 
 
 def _best(run: Run) -> Dict[str, str]:
-    """Of the best epoch, or the last one if there is no validation."""
+    """Returns the metrics of the best epoch, or of the last one if there is no validation."""
     metrics = {k: v for k, v in run.final_metrics.items() if is_finite(v)}
     best = {key: value for key, value in metrics.items() if key.startswith("best_")}
     shown = best or {key: v for key, v in metrics.items() if key.startswith("training_")}
@@ -109,7 +111,7 @@ def _environment(run: Run) -> Dict[str, str]:
 
 
 def _table(columns: List[Dict[str, str]]) -> Dict[str, List[str]]:
-    """Rows by name, with a value for each column."""
+    """Returns the rows by name, with a value for each column."""
     rows = dict.fromkeys(name for column in columns for name in column)
     return {row: [column.get(row, "") for column in columns] for row in rows}
 

@@ -11,7 +11,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirecto
 from allennlp_deepspeed.config.values import is_number
 from allennlp_deepspeed.reports import metrics_file
 
-# Seconds without a line after which a run without an archive isn't taken for one that trains.
+# Seconds without a line after which a run without an archive counts as stopped.
 _SILENCE = 120.0
 
 _MAX_TIME = 1e11  # seconds since 1970
@@ -24,9 +24,10 @@ class Line(NamedTuple):
     # Parameters
 
     hours : `float`
-        That the run had trained until then, without the time between a crash and a recovery.
+        The hours that the run had trained at this line, without the time between a crash and the
+        recovery.
     values : `Dict[str, Any]`
-        As written.
+        The values in the file.
     """
 
     hours: float
@@ -35,15 +36,17 @@ class Line(NamedTuple):
 
 class Checkpoint(NamedTuple):
     """
+    Checkpoint of a run.
+
     # Parameters
 
     name : `str`
     epochs : `int`
-        That had been completed.
+        The number of completed epochs.
     steps : `int`
-        Of the epoch after them.
+        The optimizer steps completed in the epoch after them.
     saved : `float`
-        Seconds since 1970.
+        The time of saving, in seconds since 1970.
     num_bytes : `int`
     """
 
@@ -56,7 +59,7 @@ class Checkpoint(NamedTuple):
 
 class Run:
     """
-    What a training has left in its serialization directory, also while it trains.
+    Metrics, config and checkpoints of a training, also while it runs.
 
     # Parameters
 
@@ -65,7 +68,7 @@ class Run:
     # Raises
 
     `ConfigurationError`
-        If there is no `metrics.jsonl` in it, or nothing in that.
+        If there is no `metrics.jsonl` in the directory, or it has no lines.
     """
 
     def __init__(self, directory: str) -> None:
@@ -87,10 +90,12 @@ class Run:
 
     def _has(self, path: Path) -> bool:
         """
+        Returns whether a file exists.
+
         # Raises
 
         `ConfigurationError`
-            If it is a link to a file somewhere else, which isn't of this run.
+            If it is a link to a file outside of the directory, which isn't of this run.
         """
         if path.is_file() and not path.resolve().is_relative_to(self.directory.resolve()):
             raise ConfigurationError(
@@ -100,41 +105,46 @@ class Run:
         return path.is_file()
 
     def of_kind(self, *kinds: str) -> List[Line]:
-        """The lines of these kinds, in the order in which they were written."""
+        """Returns the lines of these kinds, in the order in which they were written."""
         return [line for line in self.lines if line.values["kind"] in kinds]
 
     @property
     def environment(self) -> Dict[str, Any]:
-        """Of the last start or recovery. Empty if its line is lost."""
+        """The environment of the last start or recovery. Empty if its line is lost."""
         starts = self.of_kind("start", "recover")
         return starts[-1].values if starts else {}
 
     @property
     def deepspeed_config(self) -> Dict[str, Any]:
-        """As it was resolved."""
+        """The resolved DeepSpeed configuration."""
         return mapping(self.environment.get("deepspeed_config"))
 
     @property
     def final_metrics(self) -> Dict[str, Any]:
-        """Of the last epoch that was completed, with those of the best one."""
+        """The metrics of the last completed epoch, including those of the best one."""
         epochs = self.of_kind("epoch")
         return mapping(epochs[-1].values.get("metrics")) if epochs else {}
 
     @property
     def num_steps(self) -> int:
-        """That have been completed, also where a checkpoint of before was the last to be told."""
+        """
+        The number of completed optimizer steps, the maximum over all lines: a checkpoint's line may
+        be written late.
+        """
         return max(line.values["step"] for line in self.lines)
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """The state of the run: "finished", "training" or "stopped"."""
         if (self.directory / "model.tar.gz").exists():
             return "finished"
         last = _time(self.lines[-1].values)
         return "training" if last is not None and time.time() - last < _SILENCE else "stopped"
 
     def checkpoints(self) -> List[Checkpoint]:
-        """Those that are on disk, the newest first. One that is being removed is left out."""
+        """
+        Returns the checkpoints on disk, the newest first. One that is being removed is left out.
+        """
         directory = CheckpointDirectory(str(self.directory))
         found = []
         for point in directory.find():
@@ -148,7 +158,7 @@ class Run:
         return found
 
     def warnings(self) -> Dict[str, int]:
-        """How often each was logged."""
+        """Returns how often each warning was logged."""
         counts: Dict[str, int] = {}
         for line in self.of_kind("warning"):
             message = f"{line.values.get('logger', '')}: {line.values.get('message', '')}"
@@ -158,6 +168,8 @@ class Run:
 
 def named(directories: List[str]) -> List[Run]:
     """
+    Loads runs, and gives them distinct names.
+
     # Parameters
 
     directories : `List[str]`, required.
@@ -165,12 +177,13 @@ def named(directories: List[str]) -> List[Run]:
     # Returns
 
     `List[Run]`
-        With names of their own: the last folder of the path, or the path if another has the same.
+        The runs. A name is the last directory of the path, or the path if another run has the same
+        one.
 
     # Raises
 
     `ConfigurationError`
-        If one has no metrics, or is given twice.
+        If a directory has no metrics, or is given twice.
     """
     resolved = [os.path.realpath(directory) for directory in directories]
     if len(set(resolved)) < len(resolved):
@@ -184,12 +197,14 @@ def named(directories: List[str]) -> List[Run]:
 
 
 def mapping(value: Any) -> Dict[str, Any]:
-    """The value if it is an object, else an empty one: anything may be in a metrics file."""
+    """
+    Returns the value if it is an object, else an empty one: a metrics file may contain anything.
+    """
     return value if isinstance(value, dict) else {}
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number that a float can hold."""
+    """Returns whether a value is a finite number in the range of a float."""
     try:
         return is_number(value) and math.isfinite(value)
     except OverflowError:
@@ -197,7 +212,7 @@ def is_finite(value: Any) -> TypeGuard[float]:
 
 
 def flattened(config: Any, path: str = "") -> Dict[str, str]:
-    """The values of a config by their paths, such as "trainer.optimizer.lr", as JSON."""
+    """Returns the values of a config as JSON, by path, such as "trainer.optimizer.lr"."""
     if isinstance(config, dict) and config:
         parts = [(f"{path}.{key}" if path else str(key), value) for key, value in config.items()]
     elif isinstance(config, list) and any(isinstance(item, (dict, list)) for item in config):
@@ -209,6 +224,8 @@ def flattened(config: Any, path: str = "") -> Dict[str, str]:
 
 def differences(configs: List[Dict[str, Any]]) -> Dict[str, List[Optional[str]]]:
     """
+    Compares configs.
+
     # Parameters
 
     configs : `List[Dict[str, Any]]`, required.
@@ -216,8 +233,7 @@ def differences(configs: List[Dict[str, Any]]) -> Dict[str, List[Optional[str]]]
     # Returns
 
     `Dict[str, List[Optional[str]]]`
-        For each path that isn't the same in all of them, the value in each as JSON, `None` where it
-        isn't given.
+        The values of each path that differs between configs, as JSON, `None` if unset.
     """
     flat = [flattened(config) for config in configs]
     paths = dict.fromkeys(path for config in flat for path in config)
@@ -240,13 +256,13 @@ def _with_hours(lines: List[Dict[str, Any]]) -> List[Line]:
 
 
 def _time(values: Dict[str, Any]) -> Optional[float]:
-    """Seconds since 1970, `None` if it isn't told or can't be."""
+    """Returns the time of a line in seconds since 1970, `None` if it is missing or invalid."""
     time = values.get("time")
     return float(time) if is_finite(time) and 0 <= time < _MAX_TIME else None
 
 
 def _config(path: Path) -> Dict[str, Any]:
-    """As AllenNLP has written it. Not as Jsonnet, which could put secrets into the page."""
+    """Reads a config as AllenNLP has written it. As Jsonnet, it could add secrets to the page."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

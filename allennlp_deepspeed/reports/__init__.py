@@ -1,3 +1,3 @@
 """
-Console, `metrics.jsonl`, log writers and profiler.
+Reports a training: console, `metrics.jsonl`, log writers and profiler.
 """

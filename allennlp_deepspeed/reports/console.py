@@ -1,9 +1,9 @@
 """
-Shows announcements, warnings and errors of a training on the console; AllenNLP's log files have
-everything.
+Shows announcements, warnings and errors of a training on the console. AllenNLP's log files have all
+records.
 
 AllenNLP's train command logs to files and to the console alike. Each process sets that up in
-`prepare_global_logging`, which is surrounded here, since there is no seam.
+`prepare_global_logging`, which is patched here, because there is no other hook.
 """
 
 import logging
@@ -32,7 +32,7 @@ from allennlp_deepspeed.announcements import announcement, with_quiet_imports
 # Loggers with a console handler of their own.
 _LIBRARIES = ("DeepSpeed", "huggingface_hub", "torch", "transformers")
 
-_PLAIN_WIDTH = 120  # of tables, where there is no terminal
+_PLAIN_WIDTH = 120  # of tables without a terminal
 
 _NUM_EARLY_RECORDS = 10_000
 
@@ -53,7 +53,7 @@ _ROUTINE = {
 
 class ConsoleSettings(NamedTuple):
     """
-    Settings that the command's process chooses for itself and its workers.
+    Console settings that the command's process chooses for itself and its workers.
 
     # Parameters
 
@@ -76,7 +76,8 @@ class ConsoleSettings(NamedTuple):
 
 class Console(RichConsole):
     """
-    Writes to the standard output. One that is closed, or that lacks characters, doesn't raise.
+    Writes to the standard output. Doesn't raise if the output is closed or can't encode a
+    character.
 
     # Parameters
 
@@ -110,7 +111,7 @@ class _StandardOutput:
         return self._stream.fileno()
 
     def write(self, text: str) -> None:
-        # A terminal that is closed is no reason not to train.
+        # Training continues if the terminal is closed.
         with suppress(OSError, ValueError):
             self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
 
@@ -121,7 +122,7 @@ class _StandardOutput:
 
 class ConsoleHandler(RichHandler):
     """
-    Shows announcements, and each warning and error once.
+    Log handler that shows announcements, and each warning and error once.
 
     # Parameters
 
@@ -137,7 +138,7 @@ class ConsoleHandler(RichHandler):
     @overrides
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() != self._process:
-            # Forked, perhaps while another thread had the console's lock.
+            # Forked, perhaps while another thread owned the console's lock.
             self._process, self.console = os.getpid(), Console(self._settings)
         try:
             if announcement(record) is not None or self._is_new_warning(record):
@@ -163,13 +164,13 @@ class ConsoleHandler(RichHandler):
 
     def _text(self, record: logging.LogRecord) -> str:
         text = self.format(record)
-        # Python's warnings begin with the line of code that they are about, and end with it.
+        # Python's warnings begin and end with the line of code that they are about.
         match = re.match(r".*?:\d+: (\w+: .*)", text) if record.name == "py.warnings" else None
         return match[1] if match else text
 
 
 def is_routine(record: logging.LogRecord) -> bool:
-    """Whether every training logs this warning."""
+    """Returns whether every training logs this warning."""
     pattern = _ROUTINE.get(record.name)
     return pattern is not None and re.match(pattern, record.getMessage()) is not None
 
@@ -178,7 +179,7 @@ _current: Optional[Console] = None
 
 
 def current() -> Optional[Console]:
-    """This process's console, `None` if it shows nothing or AllenNLP's log."""
+    """Returns this process's console, `None` if it shows nothing or AllenNLP's log."""
     return _current
 
 
@@ -190,13 +191,13 @@ def set_current(console: Optional[Console]) -> None:
 @contextmanager
 def shown_on_console(settings: Optional[ConsoleSettings]) -> Iterator[None]:
     """
-    Context manager in which the console shows announcements and warnings of a training. Afterwards
-    logging is as AllenNLP leaves it.
+    Context manager in which the console shows the announcements and warnings of a training. On exit
+    it restores AllenNLP's logging.
 
     # Parameters
 
     settings : `Optional[ConsoleSettings]`, required.
-        `None` to leave everything as it is.
+        `None` to change nothing.
     """
     if settings is None:
         yield
@@ -206,8 +207,11 @@ def shown_on_console(settings: Optional[ConsoleSettings]) -> Iterator[None]:
 
 
 def disable_progress_bars_of_transformers() -> None:
-    """In a worker, where each would draw its own, unless the user has asked for them."""
-    # `False` is what the user has written.
+    """
+    Disables transformers' progress bars, unless the user has asked for them: each worker would draw
+    its own.
+    """
+    # `False` only if the user has set it.
     is_asked_for = constants.HF_HUB_DISABLE_PROGRESS_BARS is False
     if transformers_logging.is_progress_bar_enabled() and not is_asked_for:
         transformers_logging.disable_progress_bar()
@@ -215,7 +219,10 @@ def disable_progress_bars_of_transformers() -> None:
 
 @contextmanager
 def _routed(settings: ConsoleSettings) -> Iterator[None]:
-    """Replaces the console handlers of this process, also those that AllenNLP is going to add."""
+    """
+    Context manager that replaces the console handlers of this process, including those that
+    AllenNLP adds later.
+    """
     root, console = logging.getLogger(), Console(settings)
     handler, early_records = ConsoleHandler(console), MemoryHandler(_NUM_EARLY_RECORDS)
     early_records.flushLevel = logging.CRITICAL + 1
@@ -275,7 +282,7 @@ def _is_for_console(handler: logging.Handler) -> bool:
 
 
 class _BarOutput:
-    """Standard error for AllenNLP's progress bars, which are for a terminal only."""
+    """Standard error for AllenNLP's progress bars, which are shown on a terminal only."""
 
     def write(self, message: str) -> None:
         if _current is not None and _current.settings.is_terminal:

@@ -1,5 +1,5 @@
 """
-Shows a training on the console: an overview, a progress bar and a table for each epoch, and
+Shows a training on the console: an overview, a progress bar and a table for each epoch, and saved
 checkpoints.
 """
 
@@ -33,7 +33,8 @@ from allennlp_deepspeed.reports.console import Console, ConsoleSettings
 
 logger = logging.getLogger(__name__)
 
-# Values of a `step` line of `metrics.jsonl` that the bar has: their names there, and formats.
+# Values of a `step` line of `metrics.jsonl` that the progress bar shows, with their names in it and
+# formats.
 _VALUES = {
     "loss": ("loss", "{:.4g}"),
     "lr": ("lr", "{:.3g}"),
@@ -48,7 +49,8 @@ _LEFT_OUT = re.compile(r"(gpu|worker)_\d+_memory_MB$")
 
 _DRAWING_INTERVAL = 0.5  # seconds
 
-# Seconds between two lines of plain text, which also take this share of an epoch, or the maximum.
+# Minimum seconds between two lines of plain text. They also wait for this share of an epoch, or for
+# the maximum.
 _LINE_INTERVAL = 10.0
 _LINE_SHARE = 0.05
 _MAX_LINE_INTERVAL = 300.0
@@ -56,7 +58,7 @@ _MAX_LINE_INTERVAL = 300.0
 
 class ConsoleReport:
     """
-    Announces what the console and the log show of a training.
+    Announces a training's progress on the console and in the log.
 
     # Parameters
 
@@ -89,7 +91,7 @@ class ConsoleReport:
             )
 
     def epoch_progress(self, epoch: int, total: Optional[int]) -> Optional["EpochProgress"]:
-        """The bar of an epoch that begins, `None` if AllenNLP's is to be shown."""
+        """Returns the progress bar of an epoch that begins, `None` to show AllenNLP's."""
         console = consoles.current()
         if console is None:
             return None
@@ -101,10 +103,12 @@ class ConsoleReport:
 
     def reading(self, values: Mapping[str, Any]) -> None:
         """
+        Updates the values of the progress bar.
+
         # Parameters
 
         values : `Mapping[str, Any]`, required.
-            Those of a `step` line of `metrics.jsonl`.
+            The values of a `step` line of `metrics.jsonl`.
         """
         if self._progress is None:
             return
@@ -119,13 +123,15 @@ class ConsoleReport:
 
     def epoch(self, epoch: int, metrics: Dict[str, Any], seconds: float) -> None:
         """
+        Announces the metrics of a completed epoch.
+
         # Parameters
 
         epoch : `int`, required.
         metrics : `Dict[str, Any]`, required.
-            As AllenNLP has them after the epoch.
+            AllenNLP's metrics after the epoch.
         seconds : `float`, required.
-            Its duration.
+            The duration of the epoch.
         """
         prefix = "best_validation_"
         best = {k[len(prefix) :]: v for k, v in metrics.items() if k.startswith(prefix)}
@@ -136,22 +142,22 @@ class ConsoleReport:
         self._best = best
 
     def checkpoint(self, path: str, num_bytes: int, seconds: float) -> None:
-        """Called by a thread."""
+        """Announces a saved checkpoint. Called in a thread."""
         name = os.path.basename(path)
         announce(logger, "Saved %s, %s in %.1f s", name, decimal(num_bytes), seconds)
 
 
 class EpochProgress:
     """
-    Shows the progress of an epoch: a bar on a terminal, and a line from time to time elsewhere and
-    in the log. A context manager, instead of the progress bar of `tqdm`.
+    Shows the progress of an epoch: a bar on a terminal, and occasional lines elsewhere and in the
+    log. A context manager that replaces the progress bar of `tqdm`.
 
     # Parameters
 
     console : `Console`, required.
     title : `str`, required.
     total : `int`, optional (default = `None`)
-        The number of steps, if it is known.
+        The number of steps, if known.
     """
 
     def __init__(self, console: Console, title: str, total: Optional[int] = None) -> None:
@@ -164,7 +170,7 @@ class EpochProgress:
             TimeRemainingColumn(),
             TextColumn("{task.fields[values]}"),
             console=console,
-            auto_refresh=False,  # which would need a thread
+            auto_refresh=False,  # it would need a thread
             disable=not console.settings.is_terminal,
             get_time=time.monotonic,
         )
@@ -178,18 +184,18 @@ class EpochProgress:
         return self
 
     def __exit__(self, *args: Any) -> None:
-        if not self._bar.disable:  # rich 13 prints an empty line for one that is disabled
+        if not self._bar.disable:  # rich 13 prints an empty line for a disabled bar
             self._bar.stop()
 
     def set_description(self, description: str, refresh: bool = True) -> None:
-        """Does nothing, unlike that of `tqdm`: `show` has the values."""
+        """Does nothing, unlike `tqdm`'s method: `show` sets the values."""
 
     def show(self, values: str) -> None:
-        """Shows values of the last steps with the next drawing."""
+        """Sets the values of the last steps, which the next refresh shows."""
         self._bar.update(self._task.id, values=values)
 
     def update(self) -> None:
-        """To be called after each step."""
+        """Advances the bar. Must be called after each step."""
         self._bar.advance(self._task.id)
         now = time.monotonic()
         if now - self._drawing_time >= _DRAWING_INTERVAL:
@@ -224,15 +230,15 @@ class EpochProgress:
 
 def epoch_table(title: str, metrics: Dict[str, Any], best_before: Dict[str, Any]) -> Group:
     """
-    The metrics of an epoch, next to those of the best epoch before it.
+    Builds a table of the metrics of an epoch, next to those of the best epoch before it.
 
     # Parameters
 
     title : `str`, required.
     metrics : `Dict[str, Any]`, required.
-        As AllenNLP has them after an epoch.
+        AllenNLP's metrics after the epoch.
     best_before : `Dict[str, Any]`, required.
-        Validation metrics of the best epoch before it; empty for the first.
+        The validation metrics of the best epoch before it; empty for the first epoch.
     """
     matches = (re.fullmatch("(training|validation)_(.*)", key) for key in metrics)
     names = {
@@ -261,7 +267,7 @@ def _announce_table(table: RenderableType) -> None:
 
 
 def as_text(renderable: RenderableType) -> str:
-    """Plain text, as of a console without a terminal."""
+    """Renders as plain text, as on a console without a terminal."""
     console = Console(ConsoleSettings(is_terminal=False, is_file_friendly=False))
     with console.capture() as capture:
         console.print(renderable)

@@ -1,6 +1,5 @@
 """
-Has AllenNLP's "tensorboard" and "wandb" callbacks log what they can of a model that DeepSpeed has
-sharded.
+Adapts AllenNLP's "tensorboard" and "wandb" callbacks to models that DeepSpeed has sharded.
 """
 
 import logging
@@ -20,19 +19,19 @@ _REPLACED = ("_log_parameter_and_gradient_statistics", "_log_learning_rates")
 
 class LogWriters:
     """
-    Replaces those methods of the trainer's `LogWriterCallback`s that read parameters, of which a
-    rank has only a shard. They log the gradient norm and the learning rates, and no statistics of
-    single parameters and gradients.
+    Replaces the methods of the trainer's `LogWriterCallback`s that read parameters, of which a rank
+    has only a shard. The replacements log the gradient norm and the learning rates, and no
+    statistics of single parameters and gradients.
 
     # Parameters
 
     trainer : `DeepSpeedTrainer`, required.
-        With its callbacks and its engine.
+        A trainer with callbacks and an engine.
 
     # Raises
 
     `ConfigurationError`
-        If one of them is to log distributions.
+        If a callback is configured to log distributions.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -59,7 +58,7 @@ class LogWriters:
                 setattr(callback, name, method)
 
     def remove(self) -> None:
-        """Leaves the callbacks as they were."""
+        """Restores the methods of the callbacks."""
         for callback in self._callbacks:
             for name in _REPLACED:
                 delattr(callback, name)
@@ -73,7 +72,10 @@ def _log_gradient_norm(callback: LogWriterCallback, norm: Optional[float] = None
 def _log_learning_rates(
     callback: LogWriterCallback, names_of_groups: List[List[str]], is_trained: Dict[str, bool]
 ) -> None:
-    """By the names of parameters, which a parameter group of flat shards doesn't tell."""
+    """
+    Logs the learning rates by parameter name. A parameter group of flat shards doesn't have the
+    names.
+    """
     assert callback.trainer is not None
     rates = {
         name: group["lr"] * float(is_trained[name])

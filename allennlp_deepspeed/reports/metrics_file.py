@@ -1,5 +1,6 @@
 """
-`metrics.jsonl`: what a training says of itself, for programs. docs/console.md has its format.
+Writes and reads `metrics.jsonl`, a training's metrics for programs. docs/console.md documents the
+format.
 """
 
 import json
@@ -19,19 +20,18 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
 
-# Seconds for which lines may wait in memory.
+# Maximum seconds that lines are buffered.
 _INTERVAL = 1.0
 
-# Of steps and epochs, which JavaScript can tell from the next one.
+# The maximum number of steps and epochs: JavaScript represents larger integers inexactly.
 _MAX_COUNT = 2**53
 
 
 class MetricsFile:
     """
-    Writes a JSON object a line. A line is whole or it isn't there, but for one that a full disk or
-    a crash has cut, which is the last. For one process, which may have several threads; nothing in
-    it waits for a device or another process. What is forked from it, such as a data loader's
-    worker, has it too and writes nothing.
+    Writes one JSON object per line. Lines are complete, except possibly the last one after a full
+    disk or a crash. For one process with any number of threads. No method waits for a device or
+    another process. Forked processes, such as a data loader's workers, write nothing.
 
     # Parameters
 
@@ -48,15 +48,16 @@ class MetricsFile:
 
     def start(self, num_epochs: int, num_steps: int) -> None:
         """
-        Keeps what there is of a training from before a point in time, and drops what the training
-        will do again, in one rename.
+        Removes the lines from after a point in time, which the training will write again, in one
+        rename. Earlier lines remain.
 
         # Parameters
 
         num_epochs : `int`, required.
-            That had been completed there; 0 with 0 steps for a training that begins anew.
+            Epochs completed at that point. 0, with 0 steps, for a training that starts from
+            scratch.
         num_steps : `int`, required.
-            Optimizer steps of all epochs that had been completed there.
+            Optimizer steps completed at that point, over all epochs.
         """
         with self._lock:
             self._buffer = b""
@@ -75,17 +76,17 @@ class MetricsFile:
 
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
         """
-        Adds a line, which may stay in memory until the next `flush`.
+        Adds a line, which may be buffered until the next `flush`.
 
         # Parameters
 
         kind : `str`, required.
         step : `int`, required.
-            Optimizer steps of all epochs that had been completed then.
+            Optimizer steps completed, over all epochs.
         epoch : `int`, required.
-            From 0.
+            The epoch, from 0.
         values : `Any`
-            Those that are `None` are left out.
+            The values of the line. `None` is left out.
         """
         if os.getpid() != self._process:
             return
@@ -98,7 +99,7 @@ class MetricsFile:
                 self.flush()
 
     def flush(self) -> None:
-        """Writes the lines that are in memory. What can't be written is kept for the next time."""
+        """Writes the buffered lines. Lines that can't be written remain in the buffer."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -106,14 +107,16 @@ class MetricsFile:
             if not self._buffer:
                 return
             try:
-                # Opened each time, so that a fork doesn't have it, and another host sees the lines.
+                # Opened each time, so that a fork doesn't inherit it, and another host sees the
+                # lines.
                 descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 try:
                     self._buffer = self._buffer[os.write(descriptor, self._buffer) :]
                 finally:
                     os.close(descriptor)
             except OSError as error:
-                # Not what a training is for. What it is for will fail of the same.
+                # Only logged: metrics aren't essential, and saving a checkpoint will fail with the
+                # same error.
                 if not self._has_failed:
                     self._has_failed = True
                     logger.warning("%s can't be written: %s", self.path, error)
@@ -121,7 +124,7 @@ class MetricsFile:
 
 def read(path: str) -> Iterator[Dict[str, Any]]:
     """
-    The lines of a metrics file that are whole, also while it is written.
+    Yields the complete lines of a metrics file, also while it is being written.
 
     # Parameters
 
@@ -149,7 +152,7 @@ def _to_json(line: Dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """With `None` for what JSON has no number for."""
+    """Converts a value to plain data, with `None` for numbers that JSON doesn't have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
 """
-What a training is going to do, in about ten lines.
+Summarizes the settings of a training in about ten lines.
 """
 
 import collections
@@ -28,10 +28,12 @@ Lines = List[Tuple[str, str]]
 
 def overview(trainer: Any, keys: Mapping[str, Any], serialization_dir: str) -> Lines:
     """
+    Returns the lines of the overview.
+
     # Parameters
 
     trainer : `DeepSpeedTrainer`
-        Which is about to begin.
+        A trainer that is about to start.
     keys : `Mapping[str, Any]`
         The trainer's arguments, by name.
     serialization_dir : `str`
@@ -39,7 +41,7 @@ def overview(trainer: Any, keys: Mapping[str, Any], serialization_dir: str) -> L
     # Returns
 
     `List[Tuple[str, str]]`
-        What each line is about, and what it says.
+        The title and the text of each line.
     """
     config = trainer.resolved_config
     lines = [
@@ -121,8 +123,8 @@ def _schedule(scheduler: Any) -> str:
 
 
 def _peak_learning_rate(scheduler: Any, optimizer: torch.optim.Optimizer) -> Optional[float]:
-    """That a schedule warms up to, `None` if it isn't known."""
-    # Of DeepSpeed's, after which the optimizer's own is only what the schedule says.
+    """Returns the learning rate that a schedule warms up to, `None` if it is unknown."""
+    # DeepSpeed's schedules have one of these, and overwrite the optimizer's learning rate.
     rates = getattr(scheduler, "max_lrs", None) or getattr(scheduler, "org_lrs", None)
     if re.search("Warmup|PolynomialDecay|SlantedTriangular", type(scheduler).__name__):
         rates = rates or [group.get("initial_lr", 0.0) for group in optimizer.param_groups]
@@ -167,13 +169,13 @@ def _saving_memory(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
 
 
 def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
-    """As `allennlp deepspeed estimate` counts them."""
+    """Describes the size of the model states, as counted by `allennlp deepspeed estimate`."""
     states = _states_of(trainer, keys)
     there_is = memory_size(trainer.cuda_device)
     is_gpu = trainer.cuda_device.type == "cuda"
     places = {"the GPU": states.gpu, "the CPU": states.cpu, "NVMe": states.nvme}
     if not is_gpu:
-        # Where the model trains is what it would be offloaded to.
+        # The model trains on the device that it would be offloaded to.
         places = {"the CPU": states.gpu + states.cpu, "NVMe": states.nvme}
     texts = []
     for place, kinds in places.items():
@@ -190,7 +192,7 @@ def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
 
 
 def _states_of(trainer: Any, keys: Mapping[str, Any]) -> ModelStates:
-    """Those of this rank, when all are there."""
+    """Returns the model states of this rank, including those that aren't allocated yet."""
     config, size = trainer.resolved_config, ModelSize.of(trainer.engine.module)
     optimizer = trainer.optimizer
     states = optimizer_bytes(type(optimizer), optimizer.param_groups[0], size)

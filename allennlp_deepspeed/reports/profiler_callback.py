@@ -14,15 +14,15 @@ from allennlp_deepspeed.announcements import announce
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "profile"
-"""In the serialization directory."""
+"""The directory of the traces, in the serialization directory."""
 
-_NUM_ROWS = 30  # of a table
+_NUM_ROWS = 30  # per table
 
 
 @TrainerCallback.register("profiler")
 class ProfilerCallback(TrainerCallback):
     """
-    Records some optimizer steps with `torch.profiler`. It does nothing in other steps.
+    Profiles some optimizer steps with `torch.profiler`. It does nothing in other steps.
 
     Registered as a `TrainerCallback` with name "profiler":
 
@@ -33,27 +33,27 @@ class ProfilerCallback(TrainerCallback):
     For each run of consecutive steps, each rank writes a trace to
     `profile/steps_10-12_rank_0.json.gz` in the serialization directory, which Perfetto and
     `chrome://tracing` open, and PyTorch's table of operators to its log. Both have the phases of
-    the step: data loading, forward, backward, optimizer, host waits, callbacks and saving. It makes
-    no collective and doesn't wait for the device.
+    the step: data loading, forward, backward, optimizer, host waits, callbacks and saving. The
+    callback runs no collective and doesn't synchronize with the device.
 
     # Parameters
 
     serialization_dir : `str`
         Passed in by the trainer.
     steps : `List[int]`, optional (default = `[10, 11, 12]`)
-        Which optimizer steps of the run are recorded, from 1 on, with the loading of their data.
-        The first steps of a run are slower than others.
+        The optimizer steps of the run to profile, counted from 1, including the loading of their
+        data. The first steps of a run are slower than others.
     record_shapes : `bool`, optional (default = `False`)
-        Whether the trace has the shapes of operators' inputs.
+        Whether to record the shapes of operators' inputs.
     profile_memory : `bool`, optional (default = `False`)
-        Whether it has what is allocated and freed.
+        Whether to record allocations and deallocations.
     with_stack : `bool`, optional (default = `False`)
-        Whether it has Python's stacks, which makes steps several times slower.
+        Whether to record Python stacks, which makes steps several times slower.
 
     # Raises
 
     `ConfigurationError`
-        If `steps` are no positive integers; when training starts, if the trainer isn't the
+        If `steps` isn't a list of positive integers; when training starts, if the trainer isn't the
         "deepspeed" one.
     """
 

@@ -17,7 +17,7 @@ from allennlp_deepspeed.reports.console_report import ConsoleReport, EpochProgre
 from allennlp_deepspeed.reports.metrics_file import MetricsFile
 from allennlp_deepspeed.reports.step_figures import Reading, StepFigures
 
-# Of the trainer's arguments, those that are told.
+# The trainer's arguments that are reported.
 _KEYS = (
     "activation_checkpointing",
     "grad_cache",
@@ -31,15 +31,15 @@ _KEYS = (
 
 class RunReport(TrainerCallback):
     """
-    Writes what rank 0 gets to know of a training into `metrics.jsonl`, and has it shown on the
-    console. Not registered: each `DeepSpeedTrainer` has one, as the last of its callbacks. It makes
-    no collective, and asks the device for nothing that a reading doesn't wait for anyway.
+    Writes the metrics of a training on rank 0 into `metrics.jsonl`, and shows them on the console.
+    Not registered: each `DeepSpeedTrainer` has one, as the last of its callbacks. It runs no
+    collective and adds no synchronization with the device.
 
     # Parameters
 
     keys : `Mapping[str, Any]`, required.
-        The trainer's arguments, by name, with its serialization directory, `None` if nothing is
-        written.
+        The trainer's arguments, by name, including its serialization directory, which is `None` if
+        nothing is written.
     """
 
     def __init__(self, keys: Mapping[str, Any]) -> None:
@@ -69,9 +69,7 @@ class RunReport(TrainerCallback):
         self._warnings.start()
 
     def progress_bar(self, num_steps: Optional[int]) -> Optional[EpochProgress]:
-        """
-        For an epoch that begins; `None` if AllenNLP's is to be shown.
-        """
+        """Returns the progress bar of an epoch that begins; `None` to show AllenNLP's."""
         self._epoch_start_time = time.monotonic()
         trainer = self._get_trainer()
         if self._shown is None or trainer is None:
@@ -79,7 +77,10 @@ class RunReport(TrainerCallback):
         return self._shown.epoch_progress(trainer.progress.epochs_completed, num_steps)
 
     def reading(self, reading: Reading, figures: StepFigures) -> None:
-        """To be called by every rank, when the host has waited for the device."""
+        """
+        Reports the values of the last steps. Must be called on every rank, after the host has
+        synchronized with the device.
+        """
         trainer = self._get_trainer()
         if trainer is None or (self._file is None and self._shown is None):
             return
@@ -128,7 +129,7 @@ class RunReport(TrainerCallback):
     def _report_checkpoint(
         self, path: str, num_bytes: int, seconds: float, num_epochs: int, num_steps: int
     ) -> None:
-        """Called by a thread."""
+        """Reports a committed checkpoint. Called in a thread."""
         if self._shown is not None and dist.get_rank() == 0:
             self._shown.checkpoint(path, num_bytes, seconds)
         if self._file is not None:
@@ -159,7 +160,8 @@ class RunReport(TrainerCallback):
 
 class _Warnings(logging.Handler):
     """
-    Takes the warnings and errors that this process logs, from `start` to `stop`, each text once.
+    Log handler that passes on the warnings and errors of this process from `start` to `stop`, each
+    text once.
     """
 
     def __init__(self, write: Callable[[logging.LogRecord], None]) -> None:
@@ -183,7 +185,7 @@ class _Warnings(logging.Handler):
         except Exception:
             self.handleError(record)
         if logging.getLogger().handlers == [self] and logging.lastResort is not None:
-            # Which Python has print them where nobody has set up logging.
+            # Python's fallback, which prints them if logging isn't set up.
             logging.lastResort.handle(record)
 
 

@@ -5,19 +5,19 @@ import torch
 
 class Reading(NamedTuple):
     """
-    What the host has got to know of the optimizer steps since the reading before, on one rank.
+    Values of the optimizer steps since the last device synchronization, on one rank.
 
     # Parameters
 
     num_steps : `int`
     seconds : `float`
-        That they have taken on the slowest rank.
+        Their duration on the slowest rank.
     num_instances : `int`
-        In their batches, on this rank.
+        The number of instances in their batches, on this rank.
     loss : `float`
-        The mean over the steps.
+        The mean loss over the steps.
     metrics : `Dict[str, Any]`
-        Of the epoch so far, with the losses as AllenNLP has them.
+        The metrics of the epoch so far, with losses as in AllenNLP.
     """
 
     num_steps: int
@@ -29,16 +29,16 @@ class Reading(NamedTuple):
 
 class StepFigures(NamedTuple):
     """
-    Figures of the last optimizer steps.
+    Values of the last optimizer steps.
 
     # Parameters
 
     learning_rate : `float`
-        The highest of all parameter groups.
+        The highest learning rate of all parameter groups.
     grad_norm : `Optional[float]`
-        Of the last step before clipping, if anyone has computed it.
+        The gradient norm of the last step before clipping, if it has been computed.
     num_tokens : `Optional[int]`
-        Tokens of the loss on all ranks since the last call, if the model counts them.
+        The tokens of the loss on all ranks since the last call, if the model counts them.
     """
 
     learning_rate: float
@@ -47,7 +47,10 @@ class StepFigures(NamedTuple):
 
 
 def num_instances(batch: Any) -> int:
-    """Of a batch, by the first tensor that is found in it; 0 if there is none. Doesn't wait."""
+    """
+    Returns the number of instances of a batch, from the first tensor in it; 0 if there is none.
+    Doesn't synchronize with the device.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.dim() else 0
     if isinstance(batch, dict):
