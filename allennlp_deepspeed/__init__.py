@@ -1,8 +1,8 @@
 """
 Trains any AllenNLP model on DeepSpeed's engine, from the config file.
 
-Works around DeepSpeed 0.19.8: importing it has it log to the standard output, which is for what our
-commands print. Gone when its logger writes to the standard error.
+Works around DeepSpeed 0.19.8: on import its logger is set up for the standard output, which is for
+the output of our commands. Gone when its logger writes to the standard error.
 """
 
 import contextlib
@@ -10,16 +10,17 @@ import sys
 
 from allennlp_deepspeed.announcements import imported_quietly
 
-# Installs itself where no `.pth` file has.
+# Installs the import hook, unless a `.pth` file has.
 from allennlp_deepspeed_import_hook import fork_server
 
-# To what is the standard output now it will log.
+# DeepSpeed's logger will write to the stream that is the standard output during the import.
 with imported_quietly("DeepSpeed", "torch"), contextlib.redirect_stdout(sys.stderr):
-    # It imports the same meanwhile, if the hook hasn't started it yet.
+    # The fork server imports the same modules at the same time, unless the hook has started it
+    # already.
     fork_server.start_for_command()
 
     import deepspeed  # noqa: F401
-    import torch.utils.cpp_extension  # noqa: F401  # which DeepSpeed does later
+    import torch.utils.cpp_extension  # noqa: F401 # DeepSpeed imports it later
 
 from allennlp_deepspeed import (
     attention,

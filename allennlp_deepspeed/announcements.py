@@ -1,5 +1,5 @@
 """
-Log records that are for whoever watches a training, and not only for its log files.
+Marks log records that are shown on the console in addition to the log files.
 """
 
 import logging
@@ -10,20 +10,22 @@ from unittest import mock
 
 _ATTRIBUTE = "announcement"
 
-# With which AllenNLP is told what to log, to the console too.
+# The user's variables for AllenNLP's log level, which also applies to the console.
 _VARIABLES = ("ALLENNLP_LOG_LEVEL", "ALLENNLP_DEBUG")
 
 _QUIET_IMPORTS = "ALLENNLP_DEEPSPEED_QUIET_IMPORTS"
 
 
 def wants_whole_log() -> bool:
-    """Whether the user has said what AllenNLP is to log: then the console has all of it."""
+    """
+    Returns whether the user has set AllenNLP's log level. The console then shows the complete log.
+    """
     return any(os.environ.get(name) for name in _VARIABLES)
 
 
 @contextmanager
 def with_quiet_imports() -> Iterator[None]:
-    """Within it, processes that are started have `imported_quietly` be quiet."""
+    """Context manager in which processes are started with quiet imports (`imported_quietly`)."""
     with mock.patch.dict(os.environ, {_QUIET_IMPORTS: "1"}):
         yield
 
@@ -31,8 +33,8 @@ def with_quiet_imports() -> Iterator[None]:
 @contextmanager
 def imported_quietly(*loggers: str) -> Iterator[None]:
     """
-    Surrounds an import. In a worker, loggers of these names don't warn: what there is to say of a
-    machine, the process that has started it has said.
+    Context manager for an import. In a worker it suppresses warnings of loggers with these names,
+    because the parent process has already logged them.
     """
     if _QUIET_IMPORTS not in os.environ:
         yield
@@ -40,7 +42,8 @@ def imported_quietly(*loggers: str) -> Iterator[None]:
     with ExitStack() as undo:
         for name in loggers:
             logger = logging.getLogger(name)
-            # Its own records, also if it is given a level meanwhile, and those of loggers below it.
+            # The filter applies to the logger's own records, even if its level changes during the
+            # import. The level applies to child loggers.
             logger.addFilter(_is_error)
             undo.callback(logger.removeFilter, _is_error)
             if logger.level != logging.NOTSET:
@@ -51,7 +54,7 @@ def imported_quietly(*loggers: str) -> Iterator[None]:
 
 @contextmanager
 def silenced(*names: str) -> Iterator[None]:
-    """A context in which loggers whose name begins with one of `names` log nothing."""
+    """Context manager in which loggers whose names begin with one of `names` log nothing."""
     with ExitStack() as undo:
         for other in [n for n in logging.root.manager.loggerDict if n.startswith(names)]:
             silent = logging.getLogger(other)
@@ -70,21 +73,21 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 def announce(logger: logging.Logger, message: str, *args: Any, drawn: Any = None) -> None:
     """
-    Logs with level INFO what the console is to show.
+    Logs a message at level INFO that the console shows.
 
     # Parameters
 
     logger : `logging.Logger`
     message : `str`
     args : `Any`
-        As for `Logger.info`.
+        The arguments of the message, as for `Logger.info`.
     drawn : `Any`, optional (default = the message)
-        What of `rich` a console shows in its place.
+        A renderable of `rich` that a console shows instead.
     """
     drawn = message % args if drawn is None else drawn
     logger.info(message, *args, extra={_ATTRIBUTE: drawn}, stacklevel=2)
 
 
 def announcement(record: logging.LogRecord) -> Any:
-    """What the console is to show, `None` if nothing."""
+    """Returns what the console shows for a record, `None` for nothing."""
     return getattr(record, _ATTRIBUTE, None)

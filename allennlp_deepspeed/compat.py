@@ -1,5 +1,5 @@
 """
-What today's PyTorch breaks in AllenNLP 2.10.1, mended. Importing this package applies it.
+Adapts AllenNLP 2.10.1 to current PyTorch. Importing this package applies all workarounds.
 """
 
 import copy
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 
 def apply() -> None:
-    """May be called more than once."""
+    """Applies all workarounds. May be called more than once."""
     construct_reduce_on_plateau_without_verbose()
     allow_numpy_scalars_in_training_states()
     support_bf16_in_tiny_value_of_dtype()
@@ -39,7 +39,7 @@ def apply() -> None:
 
 def construct_reduce_on_plateau_without_verbose() -> None:
     """
-    The key is still taken from a config, and means nothing.
+    Makes "reduce_on_plateau" accept and ignore the key `verbose`.
 
     Works around AllenNLP 2.10.1: it passes `verbose` on to PyTorch's `ReduceLROnPlateau`, which
     since 2.7 doesn't take it. Gone when "reduce_on_plateau" can be constructed.
@@ -76,19 +76,19 @@ def construct_reduce_on_plateau_without_verbose() -> None:
 
 def allow_numpy_scalars_in_training_states() -> None:
     """
-    `torch.load` now loads weights only, unless told what else is harmless.
+    Allows `torch.load` to load NumPy scalars. By default it loads weights only.
 
-    Works around AllenNLP 2.10.1: its training states can hold metrics that are NumPy scalars, which
-    PyTorch doesn't load since 2.6. Gone when `torch.load` does.
+    Works around AllenNLP 2.10.1: its training states can contain metrics that are NumPy scalars,
+    which PyTorch doesn't load since 2.6. Gone when `torch.load` does.
     """
-    reconstruct, _ = np.float64(0).__reduce__()  # has moved from module to module between versions
+    reconstruct, _ = np.float64(0).__reduce__()  # its module differs between versions of NumPy
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
     torch.serialization.add_safe_globals([reconstruct, np.dtype, *dtypes])
 
 
 def support_bf16_in_tiny_value_of_dtype() -> None:
     """
-    bf16 has the range of fp32, so that it takes the same value.
+    Makes `tiny_value_of_dtype` return the value of fp32 for bf16, which has the same range.
 
     Works around AllenNLP 2.10.1: its masks refuse bf16. Gone when `tiny_value_of_dtype` has a value
     for it.
@@ -107,11 +107,12 @@ def support_bf16_in_tiny_value_of_dtype() -> None:
 
 def tell_cached_transformers_apart() -> None:
     """
-    Transformers are kept by all arguments that they have been loaded with.
+    Caches transformers by all arguments that they were loaded with.
 
     Works around AllenNLP 2.10.1: its cache of transformers ignores `transformer_kwargs` and
-    `load_weights`, so that an embedder gets what another with the same `model_name` has loaded.
-    Gone when two with different `attn_implementation` have these.
+    `load_weights`, so that an embedder gets the transformer that another one with the same
+    `model_name` has loaded. Gone when two embedders with different `attn_implementation` get
+    different transformers.
     """
     get = cached_transformers.get
     if not hasattr(get, "tells_transformers_apart"):
@@ -142,12 +143,12 @@ def _by_all_arguments(get: Callable[..., Any]) -> Callable[..., Any]:
 
 def transformer_key(arguments: Dict[str, Any]) -> Hashable:
     """
-    What `cached_transformers` keeps a transformer under.
+    Returns the key of a transformer in the cache of `cached_transformers`.
 
     # Parameters
 
     arguments : `Dict[str, Any]`, required.
-        All of `cached_transformers.get`, by name, with `kwargs` for the others.
+        All arguments of `cached_transformers.get`, by name, with the variable ones as `kwargs`.
     """
     spec = TransformerSpec(*(arguments[field] for field in TransformerSpec._fields))
     others = arguments["kwargs"]
@@ -170,11 +171,10 @@ def hide_deprecations_of_renamed_functions() -> None:
 
 def show_progress_without_widgets() -> None:
     """
-    In a notebook without ipywidgets a bar is a line of text, as elsewhere.
+    Shows progress bars as text in a notebook without ipywidgets.
 
-    Works around AllenNLP 2.10.1: in a notebook it asks tqdm for bars made of widgets, whether
-    ipywidgets are there or not, and ends with an `ImportError` where they aren't. Gone when it asks
-    for `tqdm.auto`.
+    Works around AllenNLP 2.10.1: in a notebook it uses tqdm's widget bars even if ipywidgets isn't
+    installed, and fails with an `ImportError`. Gone when it uses `tqdm.auto`.
     """
     is_of_notebooks = allennlp_tqdm._tqdm is not tqdm
     if is_of_notebooks and importlib.util.find_spec("ipywidgets") is None:
@@ -183,10 +183,10 @@ def show_progress_without_widgets() -> None:
 
 def name_runs_of_wandb() -> None:
     """
-    The callback "wandb" begins a run with an ID of its own.
+    Starts the runs of the callback "wandb" with an ID of our own.
 
     Works around AllenNLP 2.10.1: the callback calls `wandb.util.generate_id`, which wandb 0.31
-    doesn't have. Gone when a run of the callback begins with today's wandb.
+    doesn't have. Gone when a run of the callback starts with the current wandb.
     """
     on_start = WandBCallback.on_start
     if hasattr(on_start, "has_id"):
@@ -194,7 +194,7 @@ def name_runs_of_wandb() -> None:
 
     @functools.wraps(on_start)
     def on_start_with_id(self: WandBCallback, *args: Any, **kwargs: Any) -> None:
-        # As long as wandb's own.
+        # The length of wandb's own IDs.
         self._run_id = self._run_id or uuid.uuid4().hex[:8]
         on_start(self, *args, **kwargs)
 

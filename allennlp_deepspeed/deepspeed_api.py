@@ -1,6 +1,6 @@
 """
-The public names of DeepSpeed that this package uses, so that one module shows which they are, and
-one changes when a release moves them. Private attributes are in `engine/internals.py`.
+Imports the public names of DeepSpeed that this package uses, so that only this module changes when
+a release moves one. Private attributes are in `engine/internals.py`.
 """
 
 from deepspeed import zero

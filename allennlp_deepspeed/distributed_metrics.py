@@ -1,11 +1,12 @@
 """
-Metrics of AllenNLP's that with several workers are refused or wrong, mended. Importing this package
-applies it, and a trainer does for what has been imported since. As with AllenNLP's others, each
-batch of a metric has collectives: every worker has to give it as many batches.
+Fixes AllenNLP's metrics that are refused or wrong with several workers. Importing this package
+applies it, and a trainer applies it again for metrics imported since. As in AllenNLP's other
+metrics, each batch runs collectives: every worker must update a metric with the same number of
+batches.
 
 Works around AllenNLP 2.10.1: with several workers it refuses some metrics, and others are wrong,
-because they sum over the workers what isn't a sum of batches. Gone when all metrics here equal
-those of one worker with all batches.
+because they all-reduce values that aren't sums over batches. Gone when all metrics here equal those
+of one worker with all batches.
 """
 
 import functools
@@ -31,7 +32,7 @@ State = Dict[str, Any]
 
 
 def apply() -> None:
-    """May be called more than once."""
+    """Applies all fixes. May be called more than once."""
     support_several_workers()
     take_batches_of_any_size_once()
     sum_counts_of_all_workers()
@@ -40,22 +41,22 @@ def apply() -> None:
 
 def support_several_workers() -> None:
     """
-    With several workers AllenNLP refuses `SpanBasedF1Measure`, `PearsonCorrelation` and
-    `Covariance` after the first step.
+    Supports `SpanBasedF1Measure`, `PearsonCorrelation` and `Covariance` with several workers, which
+    AllenNLP refuses after the first step.
     """
     true_and_false = ("_true_positives", "_false_positives", "_false_negatives")
     _merge_over_workers(SpanBasedF1Measure, true_and_false)
     moments = ("_total_prediction_mean", "_total_label_mean", "_total_co_moment", "_total_count")
     _merge_over_workers(Covariance, moments, _merge_moments)
-    # It consists of three of these.
+    # It consists of three `Covariance` metrics.
     _measures_alone(PearsonCorrelation)
 
 
 def take_batches_of_any_size_once() -> None:
     """
-    With several workers AllenNLP's `Auc` and `SpearmanCorrelation` gather with each batch all that
-    they have gathered before, so that the first batches count most, and refuse batches of different
-    sizes.
+    Fixes `Auc` and `SpearmanCorrelation` with several workers: at each batch AllenNLP gathers all
+    earlier predictions again, so that the first batches count most, and refuses batches of
+    different sizes.
     """
     _merge_over_workers(Auc, ("_all_predictions", "_all_gold_labels"))
     _merge_over_workers(SpearmanCorrelation, ("total_predictions", "total_gold_labels"))
@@ -63,9 +64,9 @@ def take_batches_of_any_size_once() -> None:
 
 def sum_counts_of_all_workers() -> None:
     """
-    With several workers AllenNLP's `AttachmentScores` reduces tensors of the shapes of batches,
-    which have to be the same, and `BLEU` divides its counts by the number of workers, so that
-    without any match of a length it is too high.
+    Fixes `AttachmentScores` and `BLEU` with several workers: AllenNLP's `AttachmentScores`
+    all-reduces tensors in the shape of batches, which must be equal, and its `BLEU` divides its
+    counts by the number of workers, so that it is too high without any match of a length.
     """
     exact = ("_exact_labeled_correct", "_exact_unlabeled_correct")
     correct = ("_labeled_correct", "_unlabeled_correct", *exact)
@@ -76,17 +77,17 @@ def sum_counts_of_all_workers() -> None:
 
 def sum_counts_of_all_labels() -> None:
     """
-    With several workers AllenNLP's `Separation` and `Sufficiency` sum the counts of the last label
-    only, so that each worker has its own of the others. Does nothing as long as `allennlp.fairness`
-    isn't imported, which nothing of AllenNLP's imports.
+    Fixes `Separation` and `Sufficiency` with several workers: AllenNLP all-reduces the counts of
+    the last label only, so that the other counts differ between workers. Does nothing until
+    `allennlp.fairness` is imported, which no module of AllenNLP's imports.
     """
     module: Any = sys.modules.get("allennlp.fairness.fairness_metrics")
     if not hasattr(module, "Sufficiency"):
-        return  # It may be about to be imported.
+        return  # It may be in the process of being imported.
     predicted = "_predicted_label_counts"
     gold = "_gold_label_counts_by_predicted_label"
     for metric_class, counts in (
-        # The module doesn't reduce any more, for this one neither.
+        # The module no longer reduces, so this class needs it, too.
         (module.Independence, (predicted, f"{predicted}_by_protected_variable_label")),
         (
             module.Separation,
@@ -106,17 +107,17 @@ def _merge_over_workers(
     merge: Optional[Callable[[State, State], State]] = None,
 ) -> None:
     """
-    Has a metric measure each batch alone, and merge what came out in all workers, in the order of
-    their ranks, so that all have the same. A batch takes one all-gather of numbers or, for those
-    that need all predictions, of these.
+    Makes a metric measure each batch locally, and merge the states of all workers in the order of
+    their ranks, so that all workers have the same state. Each batch takes one all-gather of counts
+    or, for metrics that need all predictions, of predictions.
 
     # Parameters
 
     metric_class : `Type[Metric]`, required.
     attributes : `Sequence[str]`, required.
-        With all that a metric has measured.
+        The attributes with the metric's state.
     merge : `Callable[[State, State], State]`, optional (default = the sum of each)
-        What two have measured together, by the values of their attributes.
+        Merges two states, given as values of the attributes by name.
     """
     merge = merge or _sums
     measure = metric_class.__call__
@@ -133,7 +134,7 @@ def _merge_over_workers(
             measure(self, *args, **kwargs)
             return
         before = state_of(self)
-        # Not what a subclass counts besides.
+        # Doesn't reset additional counts of a subclass.
         metric_class.reset(self)
         measure(self, *args, **kwargs)
         own = state_of(self)
@@ -149,7 +150,7 @@ def _merge_over_workers(
 
 
 def _measures_alone(metric_class: Type[Metric]) -> None:
-    """Has what its module does with several workers be what it does with one."""
+    """Makes the metric's module behave with several workers as with one."""
     module = sys.modules[metric_class.__module__]
     module.is_distributed = lambda: False  # type: ignore[attr-defined]
     if hasattr(module, "dist_reduce_sum"):
@@ -161,7 +162,7 @@ def _sums(one: State, other: State) -> State:
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Of numbers and counters; lists of values are put together."""
+    """Adds numbers or counters, and concatenates lists of values."""
     if isinstance(one, dict):
         result = one.copy()
         for key, value in other.items():
@@ -173,14 +174,14 @@ def _sum(one: Any, other: Any) -> Any:
 
 
 def _added(one: State, other: State) -> State:
-    """Of tensors of counts, which a metric without any batch yet has on the CPU."""
+    """Adds tensors of counts, which are on the CPU in a metric without batches."""
     return {name: value.to(other[name].device) + other[name] for name, value in one.items()}
 
 
 def _merge_moments(one: State, other: State) -> State:
     """
-    Of means and co-moments. Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm
-    for Computing Sample Variances" (1979), section 2.
+    Merges means and co-moments, after Chan, Golub and LeVeque, "Updating Formulae and a Pairwise
+    Algorithm for Computing Sample Variances" (1979), section 2.
     """
     count, other_count = one["_total_count"], other["_total_count"]
     total = count + other_count

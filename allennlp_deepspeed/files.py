@@ -1,7 +1,6 @@
 """
-The file operations of which checkpoints are made. But for what DeepSpeed writes into a checkpoint
-that is not finished, there are no others: what is on disk after a crash is what a prefix of them
-leaves.
+Implements all file operations of checkpoints, except DeepSpeed's writes into an unfinished
+checkpoint. After a crash, the disk has the results of a prefix of these operations.
 """
 
 import hashlib
@@ -22,19 +21,19 @@ def _do_nothing(operation: str, path: str) -> None:
 
 before_operation: Callable[[str, str], None] = _do_nothing
 """
-Called with the name of each operation and its path before it is carried out. Tests put a function
-in its place to see what is left if a process dies there.
+Called before each operation, with its name and path. Tests replace it to simulate a crash at this
+point.
 """
 
 
 @contextmanager
 def _naming(path: str) -> Iterator[None]:
     """
-    Has errors of the operating system, such as a full disk, name the file.
+    Context manager that adds the path to errors of the operating system, such as a full disk.
 
-    Works around PyTorch 2.14.1: where a file can't be written, `torch.save` doesn't say why: given
-    a path it raises an error without a cause, and given a file one of its own while it closes it.
-    Gone when it raises an `OSError` on a full disk.
+    Works around PyTorch 2.14.1: if a file can't be written, `torch.save` doesn't report the reason:
+    given a path it raises an error without a cause, and given a file an error of its own while it
+    closes it. Gone when it raises an `OSError` on a full disk.
     [#10577](https://github.com/pytorch/pytorch/issues/10577)
     """
     try:
@@ -52,7 +51,7 @@ def make_directory(path: str) -> None:
 
 
 def save(value: Any, path: str) -> None:
-    """`torch.save`. The file is not on disk before `flush`."""
+    """Calls `torch.save`. The file is not on disk before `flush`."""
     before_operation("save", path)
     with _naming(path), open(path, "wb") as file:
         torch.save(value, file)
@@ -60,9 +59,9 @@ def save(value: Any, path: str) -> None:
 
 def empty_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
     """
-    A tensor of the same shape and type on the CPU, whose values are kept in a file without a name
-    that is gone with it. The system writes them there when it needs the memory. While it is made
-    the file is called `mapped_*.tmp`.
+    Returns a tensor of the same shape and type on the CPU, whose values are backed by an unnamed
+    file that is deleted with it. The system writes them to the file when it needs the memory.
+    During creation the file has the name `mapped_*.tmp`.
     """
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes == 0:
@@ -71,16 +70,17 @@ def empty_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
         _naming(directory),
         tempfile.NamedTemporaryFile(dir=directory, prefix="mapped_", suffix=".tmp") as file,
     ):
-        # A full disk is an error here, and would be a crash where it is written to.
+        # A full disk raises an error here, instead of a crash at a later write.
         os.posix_fallocate(file.fileno(), 0, num_bytes)
-        # Unlike Python's `mmap` it doesn't keep a descriptor, of which there are as few as 1,024.
+        # Unlike Python's `mmap` it needs no open file descriptor. Their number can be limited to
+        # 1,024.
         storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=num_bytes)
     empty = torch.empty(0, dtype=tensor.dtype)
     return empty.set_(storage).view(tensor.shape)  # type: ignore[arg-type]
 
 
 def write(text: str, path: str) -> None:
-    """The file is not on disk before `flush`."""
+    """Writes a text file. It is not on disk before `flush`."""
     before_operation("write", path)
     with _naming(path), open(path, "w", encoding="utf-8") as file:
         file.write(text)
@@ -99,8 +99,8 @@ def flush(path: str) -> None:
 
 def link(path: str, new_path: str) -> None:
     """
-    Gives the file a second name, or copies it where the file system has no hard links. There must
-    be no file at `new_path`: it could be a link to another one, which a copy would write over.
+    Creates a hard link, or a copy if the file system has no hard links. No file may exist at
+    `new_path`: it could be a link to another file, which a copy would overwrite.
     """
     before_operation("link", new_path)
     try:
@@ -113,7 +113,7 @@ def link(path: str, new_path: str) -> None:
 
 
 def copy(path: str, new_path: str) -> None:
-    """Of a file, or a directory with all that is in it. It is flushed to disk."""
+    """Copies a file, or a directory with its contents, and flushes the copy to disk."""
     if os.path.isdir(path):
         make_directory(new_path)
         for name in os.listdir(path):
@@ -126,17 +126,17 @@ def copy(path: str, new_path: str) -> None:
 
 
 def rename(path: str, new_path: str) -> None:
-    """Atomic. A file at `new_path` is replaced; a directory there has to be empty."""
+    """Renames atomically. A file at `new_path` is replaced. A directory there must be empty."""
     before_operation("rename", path)
     os.replace(path, new_path)
-    # Where both are links to one file, POSIX has a rename leave both.
+    # If both are links to one file, a POSIX rename does nothing.
     if os.path.lexists(path):
         remove(path)
 
 
 def remove(path: str) -> None:
     """
-    Removes a file, or a directory with all that is in it. It is no error if it isn't there, or if
+    Removes a file, or a directory with its contents. It isn't an error if it doesn't exist, or if
     another process removes it at the same time.
     """
     with suppress(FileNotFoundError):

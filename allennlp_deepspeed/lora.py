@@ -1,6 +1,6 @@
 """
-Low-rank adapters of a transformer, after "LoRA: Low-Rank Adaptation of Large Language Models" (Hu
-et al., 2021, https://arxiv.org/abs/2106.09685), by the library `peft`.
+Adds low-rank adapters to transformers, after "LoRA: Low-Rank Adaptation of Large Language Models"
+(Hu et al., 2021, https://arxiv.org/abs/2106.09685), with the library `peft`.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _INITIALIZATIONS = (True, False, "gaussian")
 
-# Arguments of peft's LoraConfig that have no effect here, or another than they have with peft.
+# Arguments of peft's LoraConfig that have no effect here, or a different one than in peft.
 _REFUSED = {
     "inference_mode": "freezes the adapters",
     "alora_invocation_tokens": "has an effect in a PeftModel only",
@@ -43,8 +43,8 @@ _REFUSED = {
 @TokenEmbedder.register("lora")
 class LoraEmbedder(TokenEmbedder):
     """
-    Gives a token embedder's transformer adapters to train, and freezes all its own weights. In a
-    config file:
+    Adds trainable adapters to the transformer of a token embedder, and freezes all weights of the
+    transformer. In a config file:
 
     ```jsonnet
     {
@@ -57,24 +57,24 @@ class LoraEmbedder(TokenEmbedder):
     ```
 
     The other keys are those of `peft`'s
-    [`LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora). What is constructed is
-    no `LoraEmbedder`, but the `embedder` itself, with adapters inside, so that it is called as
-    before. Parameters that the embedder has beside its transformer stay trainable.
+    [`LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora). The constructed object
+    isn't a `LoraEmbedder` but the `embedder` itself with adapters inside, so that it is called as
+    before. Parameters of the embedder outside of its transformer stay trainable.
 
     Registered as a `TokenEmbedder` with name "lora".
 
     # Parameters
 
     embedder : `TokenEmbedder`, required.
-        With one of `transformers`' models inside, such as a "pretrained_transformer" or a
-        "pretrained_transformer_mismatched".
+        A token embedder that contains a model of `transformers`, such as a "pretrained_transformer"
+        or a "pretrained_transformer_mismatched".
     r : `int`, optional (default = `8`)
         The rank of the adapters.
     lora_alpha : `int`, optional (default = `8`)
-        What comes out of the adapters is multiplied by `lora_alpha / r`.
+        The outputs of the adapters are multiplied by `lora_alpha / r`.
     target_modules : `Union[str, List[str]]`, optional (default = `None`)
-        The ends of the names of the modules that get adapters, or a regular expression for the
-        whole names. `None` for what `peft` has for this kind of transformer.
+        The modules to adapt: suffixes of their names, or a regular expression for their full names.
+        `None` for `peft`'s default for this kind of transformer.
     lora_dropout : `float`, optional (default = `0.0`)
 
     # Raises
@@ -100,16 +100,17 @@ class LoraEmbedder(TokenEmbedder):
 
 def add_adapters(module: torch.nn.Module, settings: Dict[str, Any], where: str) -> None:
     """
-    Gives the one transformer in a module adapters to train, and freezes all its own weights.
+    Adds trainable adapters to the single transformer in a module, and freezes all weights of the
+    transformer.
 
     # Parameters
 
     module : `torch.nn.Module`, required.
-        It is changed.
+        The module. It is changed in place.
     settings : `Dict[str, Any]`, required.
-        Arguments of `peft`'s `LoraConfig`.
+        The arguments of `peft`'s `LoraConfig`.
     where : `str`, required.
-        Where these are in a config file, for messages.
+        The place of the settings in a config file, for messages.
 
     # Raises
 
@@ -117,7 +118,7 @@ def add_adapters(module: torch.nn.Module, settings: Dict[str, Any], where: str) 
         If a key is unknown or refused, or the transformer can't have such adapters.
     """
     peft = _import_peft()
-    # Files of peft's have all keys, most of them null.
+    # Config files of peft's have all keys, most of them null.
     for name in filter(settings.get, _REFUSED):
         raise ConfigurationError(f"{where} has a key '{name}', which {_REFUSED[name]}: remove it.")
     initialization = settings.get("init_lora_weights", True)
@@ -151,9 +152,9 @@ def add_adapters(module: torch.nn.Module, settings: Dict[str, Any], where: str) 
 
 
 def transformers_in(model: torch.nn.Module) -> Dict[str, "PreTrainedModel"]:
-    """Those of transformers' models that are no part of another such, by name."""
+    """Returns the outermost models of transformers in `model`, by name."""
     if "transformers.modeling_utils" not in sys.modules:
-        return {}  # of which it takes seconds to import
+        return {}  # the import takes seconds
     from transformers import PreTrainedModel
 
     return _outermost(model, lambda module: isinstance(module, PreTrainedModel))
@@ -165,7 +166,7 @@ def has_adapters(transformer: torch.nn.Module) -> bool:
 
 def adapted_transformers(model: torch.nn.Module) -> Dict[str, "PreTrainedModel"]:
     """
-    The transformers in `model` that have adapters, by name.
+    Returns the transformers in `model` that have adapters, by name.
 
     # Raises
 
@@ -183,16 +184,16 @@ def adapted_transformers(model: torch.nn.Module) -> Dict[str, "PreTrainedModel"]
 
 def save_adapters(transformer: "PreTrainedModel", directory: str) -> None:
     """
-    Writes the adapters alone, as `peft.PeftModel.from_pretrained` loads them into the transformer
-    that they were trained in, and of a language model `peft.AutoPeftModelForCausalLM` with it:
-    `adapter_config.json` and `adapter_model.safetensors`.
+    Writes the adapters without the model, to `adapter_config.json` and `adapter_model.safetensors`.
+    `peft.PeftModel.from_pretrained` loads them into the transformer that they were trained in, and
+    `peft.AutoPeftModelForCausalLM` together with a language model.
 
     # Parameters
 
     transformer : `PreTrainedModel`, required.
         One of the `adapted_transformers`.
     directory : `str`, required.
-        It has to exist.
+        An existing directory.
     """
     from safetensors.torch import save_file
 
@@ -200,7 +201,7 @@ def save_adapters(transformer: "PreTrainedModel", directory: str) -> None:
     weights = peft.get_peft_model_state_dict(transformer, save_embedding_layers=False)
     path = os.path.join(directory, peft.utils.SAFETENSORS_WEIGHTS_NAME)
     save_file(
-        # The names that they have in a `PeftModel`.
+        # The names in a `PeftModel`.
         {f"base_model.model.{name}": weight.contiguous() for name, weight in weights.items()},
         path,
         metadata={"format": "pt"},
@@ -222,13 +223,14 @@ def _is_causal_lm(transformer: "PreTrainedModel") -> bool:
 
 def merge_adapters(model: torch.nn.Module) -> None:
     """
-    Adds the adapters to the weights that they adapt. The `model` is then as it would be without
-    adapters, with the same names of parameters.
+    Merges the adapters into the weights that they adapt. The `model` then has the same parameter
+    names as without adapters.
 
     # Raises
 
     `ConfigurationError`
-        If it has no adapters, or if one is of a module whose weights another one has too.
+        If the model has no adapters, or if an adapted module shares its weights with another
+        module.
     """
     for transformer in adapted_transformers(model).values():
         adapted = _adapted_modules(transformer)
@@ -247,7 +249,7 @@ def merge_adapters(model: torch.nn.Module) -> None:
 
 
 def _adapted_modules(transformer: torch.nn.Module) -> Dict[str, Any]:
-    """The modules with adapters, and those of `modules_to_save`, by name."""
+    """Returns the modules with adapters, and those of `modules_to_save`, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -257,22 +259,24 @@ def _adapted_modules(transformer: torch.nn.Module) -> Dict[str, Any]:
 
 def check_not_shared(transformer: "PreTrainedModel", alternative: str = "") -> None:
     """
+    Checks that no adapted module shares its weights with another module.
+
     # Parameters
 
     transformer : `PreTrainedModel`, required.
-        With adapters.
+        A transformer with adapters.
     alternative : `str`, optional (default = `""`)
-        What else can be done, for the message.
+        An alternative, for the message.
 
     # Raises
 
     `ConfigurationError`
-        If weights that adapters would be added to are those of another module too.
+        If the weights of an adapted module are shared.
     """
     adapted = list(_adapted_modules(transformer))
     names: Dict[int, List[str]] = {}
     for name, parameter in transformer.named_parameters(remove_duplicate=False):
-        # By memory, where there is some: of those that are loaded several may have the same.
+        # By address, if there is one: several loaded parameters may share their memory.
         names.setdefault(parameter.data_ptr() or id(parameter), []).append(name)
     for sharing in names.values():
         modules = {next((a for a in adapted if n.startswith(f"{a}.")), None) for n in sharing}
@@ -287,7 +291,7 @@ def check_not_shared(transformer: "PreTrainedModel", alternative: str = "") -> N
 
 
 def without_adapters(config: Any) -> Any:
-    """A copy of a config, or a part of one, in which no transformer has adapters."""
+    """Returns a copy of a config, or of a part of one, without adapters."""
     if isinstance(config, list):
         return [without_adapters(value) for value in config]
     if not isinstance(config, dict):
@@ -305,7 +309,7 @@ def without_adapters(config: Any) -> Any:
 def _import_peft() -> ModuleType:
     try:
         import peft
-        import torch.distributed.tensor  # noqa: F401  # which peft 0.21 uses unimported
+        import torch.distributed.tensor  # noqa: F401 # peft 0.21 uses it without importing it
     except ImportError as error:
         raise ConfigurationError(
             f"Adapters need the package 'peft' ({error}): install it with "
@@ -317,7 +321,9 @@ def _import_peft() -> ModuleType:
 def _outermost(
     model: torch.nn.Module, condition: Callable[[torch.nn.Module], bool]
 ) -> Dict[str, Any]:
-    """The modules that meet a condition, without those inside of such, by name."""
+    """
+    Returns the modules that meet a condition and aren't inside of another such module, by name.
+    """
     found: Dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
         is_inside = any(not outer or name.startswith(f"{outer}.") for outer in found)

@@ -23,7 +23,7 @@ _is_without_weights: ContextVar[bool] = ContextVar("is_without_weights", default
 
 
 def is_without_weights() -> bool:
-    """Whether a model is being constructed whose pretrained weights aren't to be read."""
+    """Returns whether a model is being constructed without its pretrained weights."""
     return _is_without_weights.get()
 
 
@@ -33,25 +33,25 @@ def construct_without_weights(
     serialization_dir: Optional[str] = None,
 ) -> Model:
     """
-    The model of a training configuration, on the meta device, where tensors have shapes and no
-    memory. A model whose constructor computes with values can't be there: it is constructed on the
-    CPU, with random weights. Pretrained weights aren't read, but for the archive of a
-    `"from_archive"`. Parameters that `trainer.no_grad` names are not trainable.
+    Constructs the model of a training configuration on the meta device, where tensors have shapes
+    and no memory. A model whose constructor computes with values can't be constructed there: it is
+    constructed on the CPU, with random weights. Pretrained weights aren't read, except the archive
+    of a `"from_archive"`.
 
     # Parameters
 
     params : `Params`, required.
-        A whole training configuration. It is not changed.
+        A complete training configuration. It is not changed.
     vocabulary : `Vocabulary`, optional (default = `None`)
-        `None` for the one of the configuration. What it is made of is read.
+        `None` for the vocabulary of the configuration, whose data are read.
     serialization_dir : `str`, optional (default = `None`)
-        Of a training that has been, from which the model may take what it has saved there. `None`
-        for an empty one.
+        The directory of a finished training, from which the model may load files that it has saved.
+        `None` for an empty one.
 
     # Raises
 
     `ConfigurationError`
-        If there is no model in it.
+        If the configuration has no model.
     """
     if "model" not in params:
         raise ConfigurationError("The config has no 'model', so there is nothing to construct.")
@@ -87,14 +87,19 @@ def _construct(params: Params, vocabulary: Vocabulary, serialization_dir: str) -
 @contextmanager
 def _on_meta_device() -> Iterator[None]:
     """
-    Works around PyTorch 2.14.1: `torch.FloatTensor(num, dimension)`, as which AllenNLP's
-    `Embedding` makes its weight, is on the CPU whatever the default device is. Gone when it is on
-    that. [#126533](https://github.com/pytorch/pytorch/issues/126533)
+    Context manager that constructs tensors on the meta device.
+
+    Works around PyTorch 2.14.1: `torch.FloatTensor(num, dimension)`, with which AllenNLP's
+    `Embedding` constructs its weight, is on the CPU with any default device. Gone when it is on the
+    default device. [#126533](https://github.com/pytorch/pytorch/issues/126533)
     """
     float_tensor = torch.FloatTensor
 
     class SizedOnMeta(type):
-        """A type, because modules that are imported meanwhile say `torch.FloatTensor | None`."""
+        """
+        Metaclass for a type, because modules imported in this context evaluate `torch.FloatTensor |
+        None`.
+        """
 
         def __call__(cls, *args: Any) -> torch.Tensor:
             is_size = all(isinstance(arg, int) for arg in args)
@@ -112,7 +117,10 @@ def _on_meta_device() -> Iterator[None]:
 
 @contextmanager
 def _without_pretrained_weights() -> Iterator[None]:
-    """AllenNLP's own way, `load_weights=False`, for all pretrained transformers in a model."""
+    """
+    Context manager that passes `load_weights=False`, AllenNLP's own argument, for all pretrained
+    transformers in a model.
+    """
     get = cached_transformers.get
     from_pretrained = TransformerModule.from_pretrained_module.__func__  # type: ignore[attr-defined]
 
@@ -124,7 +132,7 @@ def _without_pretrained_weights() -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(cached_transformers, "get", get_without_weights))
-        # What has been constructed here is of no use to others, and the other way round.
+        # Models constructed here and elsewhere can't share this cache.
         patches.enter_context(mock.patch.object(cached_transformers, "_model_cache", {}))
         patches.enter_context(
             mock.patch.object(

@@ -1,5 +1,5 @@
 """
-Reads texts from files, and says where a file isn't as it should be.
+Reads texts from files, with errors that name the file and the line.
 """
 
 import json
@@ -12,14 +12,14 @@ from allennlp.common.file_utils import cached_path
 
 class Line(NamedTuple):
     """
-    A line of a file. It is only decoded when it is parsed, so that a worker can pass over the lines
-    of others.
+    A line of a file. It is only decoded when it is parsed, so that a worker can skip the lines of
+    other workers.
 
     # Parameters
 
     file_path : `str`
     number : `int`
-        That of the file's first line is 1.
+        The number of the line, from 1.
     content : `bytes`
     """
 
@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
     def parse_text(self) -> str:
         try:
-            # A file that comes from Windows can begin with a byte order mark.
+            # A file from Windows can begin with a byte order mark.
             return self.content.decode("utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise self.error(f"This isn't UTF-8: {error}.") from error
@@ -47,20 +47,22 @@ class Line(NamedTuple):
         return value
 
     def error(self, message: str) -> ConfigurationError:
-        """To be raised."""
+        """Returns an error that names the file and the line, to be raised."""
         return ConfigurationError(f"{self.file_path}, line {self.number}: {message}")
 
     def check_text(self, value: Any, name: str) -> str:
         """
+        Checks that a value is a string that isn't empty.
+
         # Returns
 
         `str`
-            The value, if it is a text with something in it.
+            The value.
 
         # Raises
 
         `ConfigurationError`
-            Else, with the file, the line and the name.
+            If it is something else. The message has the file, the line and the name.
         """
         if not isinstance(value, str) or not value.strip():
             raise self.error(f"Expected {name} to be a string that isn't empty, and not {value!r}.")
@@ -69,15 +71,17 @@ class Line(NamedTuple):
 
 def read_lines(file_path: Union[str, PathLike]) -> Iterator[Line]:
     """
+    Reads the lines of a file that aren't empty.
+
     # Parameters
 
     file_path : `Union[str, PathLike]`, required.
-        Or whatever else `cached_path` takes.
+        A path, or anything else that `cached_path` accepts.
 
     # Returns
 
     `Iterator[Line]`
-        All lines but empty ones.
+        The lines that aren't empty.
     """
     with open(cached_path(file_path), "rb") as file:
         for number, content in enumerate(file, start=1):

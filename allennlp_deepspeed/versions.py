@@ -1,5 +1,5 @@
 """
-What has to be the same everywhere, and what is said where it isn't.
+Compares values that must be the same on all hosts and ranks, and reads versions of packages.
 """
 
 import functools
@@ -15,15 +15,17 @@ _LACKING = "not set"
 
 def differences(everyones: Sequence[Tuple[str, Dict[str, Any]]]) -> List[str]:
     """
+    Describes values that differ between hosts or ranks.
+
     # Parameters
 
     everyones : `Sequence[Tuple[str, Dict[str, Any]]]`, required.
-        Of each host or rank, what it is called, and values by what they are called.
+        For each host or rank, its name, and its values by name.
 
     # Returns
 
     `List[str]`
-        A line for each value that isn't the same everywhere: what it is called, and who has which.
+        A line for each value that differs, with its name, and the hosts or ranks of each value.
     """
     lines = []
     for name in dict.fromkeys(name for _, values in everyones for name in values):
@@ -38,7 +40,7 @@ def differences(everyones: Sequence[Tuple[str, Dict[str, Any]]]) -> List[str]:
 
 
 def versions() -> Dict[str, str]:
-    """Of Python and of the packages that compute, by their names."""
+    """Returns the versions of Python and of the packages that affect results, by name."""
     versions = {"version of python": ".".join(platform.python_version_tuple()[:2])}
     for package in _PACKAGES:
         try:
@@ -51,8 +53,9 @@ def versions() -> Dict[str, str]:
 @functools.cache
 def version(package: str) -> str:
     """
-    Of an installed package, from its metadata. These have all of its documentation, and to read
-    them takes milliseconds, which a checkpoint would otherwise take each time.
+    Returns the version of an installed package from its metadata. It is cached, because reading the
+    metadata, which include all documentation of the package, takes milliseconds, also at each
+    checkpoint.
 
     # Raises
 
@@ -62,7 +65,10 @@ def version(package: str) -> str:
 
 
 def own_version() -> str:
-    """Of this package, or "unknown" if it isn't installed but used from a checkout."""
+    """
+    Returns the version of this package, or "unknown" if it is used from a checkout without being
+    installed.
+    """
     try:
         return version("allennlp-deepspeed")
     except metadata.PackageNotFoundError:

@@ -1,12 +1,12 @@
 """
-Finder that has modules of AllenNLP run within the shims that they need on today's libraries, and
-starts the fork server of workers when a command begins to import AllenNLP.
+Runs modules of AllenNLP within the shims that they need on current libraries, and starts the
+workers' fork server when a command begins to import AllenNLP.
 
-Importing this package installs it. `allennlp_deepspeed.start`, beside the installed package, has
-Python 3.15 and newer do so when it starts
-([PEP 829](https://peps.python.org/pep-0829/)), `allennlp_deepspeed.pth` earlier versions. It costs
-a Python that never imports AllenNLP one dictionary look-up for each import. With the environment
-variable `ALLENNLP_DEEPSPEED_IMPORT_HOOK=0` nothing is installed.
+Importing this package installs its finder. A file next to the installed package imports it at
+Python's start: `allennlp_deepspeed.start` for Python 3.15 and newer ([PEP
+829](https://peps.python.org/pep-0829/)), `allennlp_deepspeed.pth` for earlier versions. A Python
+that never imports AllenNLP pays one dictionary look-up per import. With the environment variable
+`ALLENNLP_DEEPSPEED_IMPORT_HOOK=0` nothing is installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-# Importing `typing` takes longer than all that is done here.
+# Importing `typing` takes longer than the rest of this module.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 
-# Context managers in `shims`, by the module of AllenNLP that is run within them.
+# Context managers in `shims`, by the module of AllenNLP that runs within them.
 _SHIMS = {
     "allennlp.common.cached_transformers": "former_transformers",
     "allennlp.common.push_to_hf": "former_classes_of_the_hub",
@@ -33,7 +33,7 @@ _SHIMS = {
 
 
 class _Finder:
-    """Finds modules by the other finders, and wraps those that need a shim."""
+    """Finds modules with the other finders, and wraps those that need a shim."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
@@ -50,7 +50,9 @@ class _Finder:
 
 
 def _start_fork_server() -> None:
-    """Has a command that is going to start workers do so while it imports AllenNLP."""
+    """
+    Starts the fork server of a command that may start workers, while the command imports AllenNLP.
+    """
     if "train" in sys.argv[1:]:
         from allennlp_deepspeed_import_hook import fork_server
 
@@ -71,7 +73,7 @@ def _wrap(spec: ModuleSpec) -> None:
 
 
 def start() -> None:
-    """Install the finder, if it isn't installed yet."""
+    """Installs the finder, unless it is installed already."""
     if os.environ.get(ENVIRONMENT_VARIABLE) != "0" and _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
 

@@ -1,6 +1,6 @@
 """
-Starts `multiprocessing`'s fork server, which imports what workers need while the command that has
-started it imports the same.
+Starts `multiprocessing`'s fork server, which imports the workers' modules while the command that
+has started it imports them, too.
 """
 
 import multiprocessing
@@ -16,18 +16,18 @@ from allennlp_deepspeed_import_hook import process_setup
 
 _PRELOAD = "allennlp_deepspeed.launch.preload"
 
-# A process with any of these was started for one worker by a launcher.
+# A launcher has started a process with any of these for one worker.
 _OF_LAUNCHERS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def ensure_running() -> None:
-    """Starts the fork server, if it isn't running. To be called by the main thread."""
+    """Starts the fork server, unless it is running. Must be called in the main thread."""
     process_setup.prepare()
     multiprocessing.set_forkserver_preload([_PRELOAD])
     variables = {
         "ALLENNLP_DEEPSPEED_FORK_SERVER_OF": str(os.getpid()),
         "ALLENNLP_DEEPSPEED_QUIET_IMPORTS": "1",
-        # The driver of a GPU, once initialized, could not be used in a forked process: NVML can.
+        # A GPU driver that has been initialized can't be used in a forked process; NVML can.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     with mock.patch.dict(os.environ, variables):
@@ -36,11 +36,12 @@ def ensure_running() -> None:
 
 def start_for_command() -> None:
     """
-    Starts the fork server if this process is an `allennlp train` that is going to start workers of
-    this package, as far as its arguments and the text of its config tell.
+    Starts the fork server if this process is an `allennlp train` that will start workers of this
+    package, judging by its arguments and the text of its config.
     """
     if not any(name in os.environ for name in _OF_LAUNCHERS) and _starts_workers(sys.argv):
-        # Each try to reach a store that is gone is a warning of PyTorch's with 20 lines of frames.
+        # At a lower level, PyTorch warns with 20 lines of frames at each attempt to reach a store
+        # that has ended.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         ensure_running()
 

@@ -1,5 +1,5 @@
 """
-What a process has to have before it starts others.
+Prepares a process for starting others.
 """
 
 import os
@@ -10,15 +10,16 @@ import threading
 
 def prepare() -> None:
     """
-    Opens the null device as standard streams that are closed, as after `>&-` in a shell: a socket
-    that is opened later would have the number of one, and what libraries print. And has the system
-    keep how children end, which it doesn't where SIGCHLD is ignored. May be called again.
+    Opens the null device for closed standard streams, as after `>&-` in a shell, because a socket
+    opened later would get the descriptor of a stream, and receive the output of libraries. Also
+    resets an ignored SIGCHLD, with which the system discards the exit statuses of child processes.
+    May be called more than once.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest number that is free.
+            # `os.open` returns the lowest free number.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"

@@ -1,11 +1,11 @@
 """
-Context managers that give AllenNLP what transformers 5 and huggingface_hub 1 have dropped. Each
-surrounds the execution of one module of AllenNLP's.
+Context managers that give AllenNLP the APIs that transformers 5 and huggingface_hub 1 have removed.
+Each surrounds the execution of one module of AllenNLP's.
 
 Works around AllenNLP 2.10.1: it is written for transformers 4 and huggingface_hub 0, whose classes,
 methods of tokenizers, precision of loaded models and names of files have changed since. Gone when
-it can be imported, and its "pretrained_transformer" tokenizer, indexer and embedder and the modules
-of `allennlp.modules.transformer` can be used, with those of today.
+it can be imported with the current versions, and its "pretrained_transformer" tokenizer, indexer
+and embedder and the modules of `allennlp.modules.transformer` work.
 """
 
 import functools
@@ -23,9 +23,9 @@ _SAFETENSORS = "model.safetensors"
 @contextmanager
 def former_classes_of_the_hub(module: ModuleType) -> Iterator[None]:
     """
-    AllenNLP imports `HfFolder` and `Repository`. These are names alone, and only while they are
-    imported: what AllenNLP does with them, `push-to-hf`, has worked with no version of the hub for
-    years, and says so.
+    Provides `HfFolder` and `Repository` as stand-ins while AllenNLP imports them. AllenNLP's
+    `push-to-hf`, which uses them, has not worked with any version of the hub for years, and raises
+    an error that explains it.
     """
     import huggingface_hub
 
@@ -37,7 +37,7 @@ def former_classes_of_the_hub(module: ModuleType) -> Iterator[None]:
 
 
 class Dropped:
-    """In the place of a class that `push-to-hf` uses."""
+    """Stand-in for a class that `push-to-hf` uses."""
 
     @staticmethod
     def get_token() -> str:
@@ -50,14 +50,15 @@ class Dropped:
 @contextmanager
 def former_transformers(module: ModuleType) -> Iterator[None]:
     """
-    Models are loaded in fp32 unless `transformer_kwargs` says otherwise, and can be initialized
-    anew. Where a tokenizer is loaded, the argument has never meant anything: AllenNLP gives it
-    again with each text. `batch_encode_plus` is there for AllenNLP's tests, and what is like them.
+    Restores the behaviour of transformers 4 that AllenNLP relies on: models are loaded in fp32
+    unless `transformer_kwargs` sets a type, and can be re-initialized; a tokenizer can be loaded
+    with `add_special_tokens`, which has never had an effect there, because AllenNLP passes it again
+    with each text; and tokenizers have their former methods. `batch_encode_plus` is for AllenNLP's
+    tests and similar code.
 
-    AllenNLP passes `add_special_tokens` where it loads a tokenizer, which transformers 5 refuses,
-    calls `encode_plus` and `build_inputs_with_special_tokens`, which its tokenizers don't have, and
-    counts on models in fp32 and on `_init_weights`, where it takes the file's type and leaves what
-    has been loaded.
+    transformers 5 refuses `add_special_tokens` when a tokenizer is loaded, has no `encode_plus` and
+    no `build_inputs_with_special_tokens`, loads models in the type of the file, and its
+    `_init_weights` skips weights that have been loaded.
     """
     import transformers
 
@@ -81,7 +82,10 @@ def _without_argument(get_tokenizer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class AutoModelInFp32:
-    """What AllenNLP calls of `transformers.AutoModel`, as that was before version 5."""
+    """
+    The methods of `transformers.AutoModel` that AllenNLP calls, with their behaviour before version
+    5.
+    """
 
     @staticmethod
     def from_pretrained(model_name: str, **kwargs: Any) -> Any:
@@ -92,7 +96,7 @@ class AutoModelInFp32:
         loaded = transformers.AutoModel.from_pretrained(model_name, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for module in model.modules():
-            # Not `parameters`, which would gather partitioned ones.
+            # `parameters` would gather partitioned parameters.
             for owner in (module, *module._parameters.values(), *module._buffers.values()):
                 if owner is not None:
                     vars(owner).pop("_is_hf_initialized", None)
@@ -106,14 +110,17 @@ class AutoModelInFp32:
 
 
 def encode_plus(self: Any, text: str, *args: Any, **kwargs: Any) -> Any:
-    """What calling a tokenizer with a text does now. A list would be taken for several texts."""
+    """
+    Calls the tokenizer with a text, as `encode_plus` did. A list is refused, because it would be
+    taken for several texts.
+    """
     if not isinstance(text, str):
         raise TypeError(f"It takes a text, and not {type(text).__name__}: call the tokenizer.")
     return self(text, *args, **kwargs)
 
 
 def batch_encode_plus(self: Any, batch: List[Any], *args: Any, **kwargs: Any) -> Any:
-    """What calling a tokenizer with several texts does now, or with pairs of texts."""
+    """Calls the tokenizer with several texts or pairs of texts."""
     return self(batch, *args, **kwargs)
 
 
@@ -121,7 +128,7 @@ def build_inputs_with_special_tokens(
     self: Any, token_ids_0: List[int], token_ids_1: Optional[List[int]] = None
 ) -> List[int]:
     """
-    The special tokens that a tokenizer puts around any text, or around and between any two.
+    Adds the special tokens that a tokenizer puts around any text, or around and between any two.
 
     # Parameters
 
@@ -136,7 +143,7 @@ def build_inputs_with_special_tokens(
     # Raises
 
     `ValueError`
-        If the tokenizer has no tokens for the texts that it is tried with.
+        If the tokenizer has no tokens for the example texts.
     """
     texts = {0: token_ids_0} if token_ids_1 is None else {0: token_ids_0, 1: token_ids_1}
     example = self(*["a", "b"][: len(texts)])
@@ -154,8 +161,8 @@ def build_inputs_with_special_tokens(
 @contextmanager
 def weights_of_today(module: ModuleType) -> Iterator[None]:
     """
-    The modules of `allennlp.modules.transformer` look for `pytorch_model.bin` only, where today's
-    models have `model.safetensors`. A model that has both files is read from the former.
+    Makes the modules of `allennlp.modules.transformer`, which look for `pytorch_model.bin` only,
+    read `model.safetensors` as well. A model that has both files is read from the former.
     """
     yield
     transformer_module: Any = module
@@ -175,7 +182,10 @@ def weights_of_today(module: ModuleType) -> Iterator[None]:
 
 
 def _weights_path(model_name: str) -> Optional[str]:
-    """`None` if there is neither file, or if it can't be known: then AllenNLP says so."""
+    """
+    Returns the path of the weights, or `None` if neither file exists or it can't be known: AllenNLP
+    then reports it.
+    """
     from transformers.utils import cached_file
 
     for name in ("pytorch_model.bin", _SAFETENSORS):
@@ -197,7 +207,8 @@ def _of_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., An
             return read_state_dict(path, *args, **kwargs)
         from safetensors.torch import load_file
 
-        # It leaves out what it is told to, and renames; what reads the file is the same.
+        # Only the call that reads the file is replaced. Left-out and renamed weights are handled as
+        # before.
         with mock.patch.object(torch, "load", lambda path, map_location: load_file(path)):
             return read_state_dict(path, *args, **kwargs)
 
@@ -207,8 +218,8 @@ def _of_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., An
 @contextmanager
 def former_adamw(module: ModuleType) -> Iterator[None]:
     """
-    AllenNLP's "huggingface_adamw" inherits from `transformers.AdamW`, which transformers 5 doesn't
-    have.
+    Provides `transformers.AdamW`, from which AllenNLP's "huggingface_adamw" inherits and which
+    transformers 5 has removed.
     """
     import transformers
 
@@ -220,8 +231,8 @@ def former_adamw(module: ModuleType) -> Iterator[None]:
 class AdamW(torch.optim.Optimizer):
     """
     Adam with decoupled weight decay ([Loshchilov and Hutter,
-    2019](https://arxiv.org/abs/1711.05101), algorithm 2) as transformers had it: `eps` is added to
-    the root of the second moment before the correction of its bias, and weights are decayed after
+    2019](https://arxiv.org/abs/1711.05101), algorithm 2), as transformers implemented it: `eps` is
+    added to the root of the second moment before its bias correction, and weights are decayed after
     the step.
 
     # Parameters
@@ -230,13 +241,13 @@ class AdamW(torch.optim.Optimizer):
         Parameters, or groups of them with their settings.
     lr : `float`, optional (default = `1e-3`)
     betas : `Tuple[float, float]`, optional (default = `(0.9, 0.999)`)
-        Of the moving averages of the gradient and of its square.
+        The decay rates of the moving averages of the gradient and of its square.
     eps : `float`, optional (default = `1e-6`)
     weight_decay : `float`, optional (default = `0.0`)
     correct_bias : `bool`, optional (default = `True`)
-        Of the moving averages, which begin with 0.
+        Whether to correct the bias of the moving averages, which start at 0.
     no_deprecation_warning : `bool`, optional (default = `False`)
-        Means nothing.
+        Ignored.
     """
 
     def __init__(

@@ -195,8 +195,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         trainer : `DeepSpeedTrainer`
         num_epochs_completed : `int`
         num_batches_in_epoch_completed : `int`
-            In optimizer steps. 0 at the end of an epoch, where the ranks agree on the time in this
-            method.
+            The number of optimizer steps. 0 at the end of an epoch, where the ranks agree on the
+            time in this method.
         """
         if self._commits is not None:
             self._commits.raise_error()

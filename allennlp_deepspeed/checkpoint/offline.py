@@ -100,7 +100,7 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
     output_dir : `str`, required.
         Created if it is missing. A checkpoint of the same name in it is replaced.
     epoch : `int`, optional (default = `None`)
-        As in `find`.
+        The number of completed epochs, as in `find`.
 
     # Returns
 

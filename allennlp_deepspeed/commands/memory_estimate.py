@@ -122,7 +122,7 @@ class Estimate:
     nvme_memory : `int`
         Bytes of each node's NVMe device.
     placements : `List[PlacementEstimate]`
-        From the fastest to the slowest.
+        The estimates, from the fastest to the slowest placement.
     """
 
     size: ModelSize

@@ -39,7 +39,8 @@ class DeepSpeedConfig(Registrable):
     # Parameters
 
     config : `Dict[str, Any]`, optional (default = `None`)
-        In DeepSpeed's schema, merged over the preset. `None` for a section removes it.
+        A configuration in DeepSpeed's schema, which is merged over the preset. `None` for a section
+        removes it.
 
     The constructor doesn't validate it. `resolve` does, and refuses contradictions with the
     AllenNLP side.
