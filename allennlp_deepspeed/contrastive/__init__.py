@@ -1,6 +1,4 @@
-"""
-Contrastive training: a model with its reader, metrics and predictors.
-"""
+"""Contrastive training: a model, its dataset reader, metrics and predictor."""
 
 from allennlp_deepspeed.contrastive.bi_encoder import BiEncoder, TextEncoder
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel

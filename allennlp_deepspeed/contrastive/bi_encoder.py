@@ -19,13 +19,13 @@ from allennlp_deepspeed.contrastive.retrieval_metric import RetrievalMetric
 @Model.register("bi_encoder")
 class BiEncoder(ContrastiveModel):
     """
-    Embeds queries and documents so that those that belong together have a large dot product. For
-    the fields of the "text_pairs" reader.
+    Embeds queries and documents so that a query and its relevant documents have a large dot
+    product. Takes the fields of the "text_pairs" reader.
 
-    In training each query's document is told from all other documents of the global batch, and from
-    the hard negatives of all queries, by InfoNCE. All documents with which a query is paired in the
-    batch are its positives; a hard negative that is one of them is left out. The metrics of
-    validation are those of retrieval from all its documents.
+    The training loss is InfoNCE: each query's document against all other documents of the global
+    batch and the hard negatives of all queries. All documents that a query is paired with in the
+    batch are its positives; a hard negative that is one of them is ignored. The validation metrics
+    measure retrieval from all documents of the validation set.
 
     Registered as a `Model` with name "bi_encoder".
 
@@ -37,26 +37,26 @@ class BiEncoder(ContrastiveModel):
     document_text_field_embedder : `TextFieldEmbedder`, optional (default = `None`)
         `None` embeds documents and negatives with `text_field_embedder`.
     document_seq2vec_encoder : `Seq2VecEncoder`, optional (default = `None`)
-        `None` encodes them with `seq2vec_encoder`. With neither, one encoder has both sides;
-        otherwise each has a projection of its own.
+        `None` encodes them with `seq2vec_encoder`. If both document modules are `None`, both sides
+        share one encoder; if not, each side has its own projection.
     projection_dim : `int`, optional (default = `None`)
-        The dimension of the representations, by a linear layer after the encoder. `None` takes the
-        encoder's.
+        The dimension of the representations, which a linear layer after the encoder projects to.
+        `None` means no projection.
     dropout : `float`, optional (default = `0.0`)
-        Of the embedded tokens.
+        Dropout probability on the embedded tokens.
     normalize : `bool`, optional (default = `True`)
-        Whether representations have a length of 1, so that dot products are cosines.
+        Whether to scale representations to unit length, so that dot products are cosines.
     temperature : `float`, optional (default = `0.05`)
-        Of the softmax over similarities.
+        Temperature of the softmax over similarities.
     learn_temperature : `bool`, optional (default = `False`)
-        Whether that is only where it starts.
+        Whether the temperature is trainable, with `temperature` as its initial value.
     bidirectional : `bool`, optional (default = `False`)
-        If `True`, each document's query is also told from all other queries, and the loss is the
-        mean of both directions.
+        If `True`, the loss is the mean of both directions: InfoNCE of each query against documents
+        and of each document against queries.
     negatives : `str`, optional (default = `"global"`)
         As in `ContrastiveModel`.
     recall_at : `List[int]`, optional (default = `[1, 10, 100]`)
-        The k of the metrics "recall@k". The others are "mrr@10" and "ndcg@10".
+        The values of k for the metrics "recall@k". The other metrics are "mrr@10" and "ndcg@10".
     initializer : `InitializerApplicator`, optional
     regularizer : `RegularizerApplicator`, optional (default = `None`)
     """
@@ -107,7 +107,7 @@ class BiEncoder(ContrastiveModel):
                     f"Queries are encoded in {dims[0]} dimensions and documents in {dims[1]}: give "
                     "'model.projection_dim', or encoders with the same output dimension."
                 )
-        # A logarithm, so that no step can make the temperature negative.
+        # The parameter is a logarithm, so that no step can make the temperature negative.
         log_scale = torch.tensor([-math.log(temperature)])
         self._log_scale = torch.nn.Parameter(log_scale, requires_grad=learn_temperature)
         self._bidirectional = bidirectional
@@ -118,8 +118,8 @@ class BiEncoder(ContrastiveModel):
     @overrides(check_signature=False)
     def forward(self, **inputs: Any) -> Dict[str, torch.Tensor]:
         """
-        With both a query and a document, the loss. Otherwise, for prediction, the representations
-        of what there is.
+        Computes the loss if both a query and a document are given, and else, for prediction, the
+        representations of the given side.
 
         # Parameters
 
@@ -138,6 +138,8 @@ class BiEncoder(ContrastiveModel):
         negatives: Optional[TextFieldTensors] = None,
     ) -> Dict[str, torch.Tensor]:
         """
+        Encodes each text by itself.
+
         # Parameters
 
         query : `TextFieldTensors`, optional (default = `None`)
@@ -150,8 +152,8 @@ class BiEncoder(ContrastiveModel):
         # Returns
 
         `Dict[str, torch.Tensor]`
-            By the same names, "query" and "document" of shape (batch_size, dim), "negatives" of
-            shape (batch_size, num_negatives, dim).
+            Representations under the same names: "query" and "document" of shape (batch_size, dim),
+            "negatives" of shape (batch_size, num_negatives, dim).
         """
         document_encoder = self._document_encoder or self._query_encoder
         representations = {}
@@ -175,20 +177,23 @@ class BiEncoder(ContrastiveModel):
         rows: Optional[slice] = None,
     ) -> Dict[str, torch.Tensor]:
         """
+        Computes InfoNCE of the representations and updates the metrics.
+
         # Parameters
 
         representations : `Dict[str, torch.Tensor]`, required.
             As `encode` returns them.
         query_id : `torch.Tensor`, optional (default = `None`)
-            Of shape (batch_size,), the same for the same query. Without it each is another; in
-            evaluation it must be given.
+            Shape (batch_size,), equal for equal queries. If `None`, all queries are different.
+            Required in evaluation.
         document_id : `torch.Tensor`, optional (default = `None`)
-            Of shape (batch_size,), the same for the same document. Likewise.
+            Shape (batch_size,), equal for equal documents. If `None`, all documents are different.
+            Required in evaluation.
         negative_ids : `torch.Tensor`, optional (default = `None`)
-            Of shape (batch_size, num_negatives), ids of documents, 0 where there is none. To be
-            given with negatives.
+            Document ids of shape (batch_size, num_negatives), 0 where there is no negative.
+            Required with negatives.
         rows : `slice`, optional (default = `None`)
-            The examples whose part of the loss is computed. `None` for all.
+            The examples whose part of the loss is computed. `None` means all.
 
         # Returns
 
@@ -229,7 +234,7 @@ class BiEncoder(ContrastiveModel):
 
     @overrides
     def get_metrics(self, reset: bool = False) -> Dict[str, float]:
-        """With `reset`, to be called by every rank."""
+        """Returns the metrics of the epoch so far. With `reset`, every rank must call it."""
         return {
             **self._in_batch_accuracy.get_metric(reset),
             **self._retrieval.get_metric(reset),
@@ -238,8 +243,7 @@ class BiEncoder(ContrastiveModel):
 
 class Pairs:
     """
-    Which queries and documents of a batch belong together: those of which there is a pair, by their
-    ids.
+    Relates the queries and documents of a batch: they belong together if a pair has both ids.
 
     # Parameters
 
@@ -266,7 +270,7 @@ class Pairs:
             self._negatives = _first_of_each(negative_ids, document_ids)
 
     def relate_query(self, start: int, stop: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        """`Relation` of queries to documents and then negatives."""
+        """Returns the `Relation` of queries to documents followed by negatives."""
         belongs = _any_by(self.query_ids[start:stop, None] == self.query_ids, self._documents)
         is_positive = belongs[:, self._documents]
         is_left_out = torch.zeros_like(is_positive)
@@ -280,7 +284,7 @@ class Pairs:
         )
 
     def relate_document(self, start: int, stop: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        """`Relation` of documents to queries."""
+        """Returns the `Relation` of documents to queries."""
         same_document = self.document_ids[start:stop, None] == self.document_ids
         is_positive = _any_by(same_document, self._queries)[:, self._queries]
         return is_positive, torch.zeros_like(is_positive)
@@ -288,8 +292,8 @@ class Pairs:
 
 def _first_of_each(ids: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     """
-    For each id the index of one element of `among` that is equal to it, the same for equal ids; any
-    index if there is none.
+    Returns for each id the index of an equal element of `among`, the same index for equal ids, and
+    any index if there is none.
     """
     ordered, order = among.sort(stable=True)
     return order[torch.searchsorted(ordered, ids).clamp_(max=len(among) - 1)]
@@ -297,15 +301,14 @@ def _first_of_each(ids: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
 
 def _any_by(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """
-    Of boolean rows of shape (num_rows, num_columns), and a group for each column: of the same
-    shape, whether any column of a group is true.
+    Returns for each row and column whether any column of that column's group is true in the row.
     """
     counts = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
     return counts.index_add_(1, groups, rows.float()) > 0
 
 
 def _flat_texts(texts: TextFieldTensors) -> TextFieldTensors:
-    """Of shape (batch_size * num_texts, num_tokens) instead of (batch_size, num_texts, ...)."""
+    """Reshapes (batch_size, num_texts, ...) to (batch_size * num_texts, num_tokens)."""
     return {
         indexer: {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
         for indexer, tensors in texts.items()
@@ -314,18 +317,18 @@ def _flat_texts(texts: TextFieldTensors) -> TextFieldTensors:
 
 class TextEncoder(torch.nn.Module):
     """
-    One side of a bi-encoder: a vector for each text.
+    Encodes one side of a bi-encoder: a vector for each text.
 
     # Parameters
 
     text_field_embedder : `TextFieldEmbedder`, required.
     seq2vec_encoder : `Seq2VecEncoder`, required.
     projection_dim : `int`, optional (default = `None`)
-        If given, a linear layer follows, with as many outputs.
+        The output dimension of a linear layer after the encoder. `None` means no such layer.
     dropout : `float`, optional (default = `0.0`)
-        Of the embedded tokens.
+        Dropout probability on the embedded tokens.
     normalize : `bool`, optional (default = `True`)
-        Whether vectors are scaled to a length of 1.
+        Whether to scale vectors to unit length.
     """
 
     def __init__(
@@ -374,9 +377,9 @@ class TextEncoder(torch.nn.Module):
 
 def _mask(texts: TextFieldTensors) -> torch.Tensor:
     """
-    Of shape (num_texts, num_tokens). A text without any token, as those are that lists are padded
-    with, has its first: encoders divide by lengths, or take a maximum.
+    Returns the mask of shape (num_texts, num_tokens). In texts without tokens, which pad lists, the
+    first position is set, since encoders divide by lengths or take a maximum.
     """
-    mask = get_text_field_mask(texts).clone()  # it may be the indexer's
+    mask = get_text_field_mask(texts).clone()  # the mask may be the indexer's own tensor
     mask[:, 0] |= ~mask.any(dim=-1)
     return mask

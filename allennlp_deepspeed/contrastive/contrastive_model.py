@@ -15,38 +15,39 @@ from allennlp_deepspeed.engine.agreement import world_size
 
 class ContrastiveModel(Model):
     """
-    A model whose loss compares each example with all others, in the two parts that gradient caching
-    needs apart: `encode`, which sees each example alone, and `contrastive_loss`, which sees the
-    representations of all. `forward` is one after the other, so that the model also trains without
-    gradient caching, with any trainer, validates and predicts.
+    Base class of models whose loss compares each example with all others. The loss has the two
+    parts that gradient caching needs: `encode` sees each example by itself, and `contrastive_loss`
+    sees the representations of all examples. `forward` runs both, so that the model also trains
+    without gradient caching, with any trainer, validates and predicts.
 
-    Which inputs go to which part is said by the names of their arguments. An input that both name
-    goes to both; `**inputs` takes what the other part doesn't name, that of `encode` first.
+    The names of the arguments decide which part an input is passed to. An input that both name is
+    passed to both. `**inputs` takes the inputs that the other part doesn't name; if both parts have
+    it, `encode` takes them.
 
     # Parameters
 
     vocab : `Vocabulary`, required.
     negatives : `str`, optional (default = `"global"`)
-        What the loss sees in training with several workers: `"global"`, the batches of all of them
-        as one, or `"local"`, those of its own worker.
+        What the training loss compares with several workers: `"global"`, the batches of all ranks
+        as one batch, or `"local"`, each rank's own batch.
     regularizer : `RegularizerApplicator`, optional (default = `None`)
     """
 
     compares_examples = True
-    """Whether the loss of a batch isn't the mean of those of its parts."""
+    """If `True`, the loss of a batch isn't the mean of the losses of its parts."""
 
     validates_whole_set = False
     """
-    Whether the metrics of validation are those of all examples together, each counted once also if
-    it comes twice. The "deepspeed" trainer then leaves none out where workers have different
-    amounts.
+    If `True`, the validation metrics are computed over all examples together and count each example
+    once, even if it is repeated. The "deepspeed" trainer then leaves no example out where workers
+    have different numbers of batches.
     """
 
     divides_loss = False
     """
-    Whether `contrastive_loss` has an argument `rows`, a slice of the examples, and returns their
-    part of the loss: the sum over these examples divided by the number of all. Of several workers
-    with global negatives each then computes the part of its own examples, and not the whole.
+    If `True`, `contrastive_loss` has an argument `rows`, a slice of the examples, and returns their
+    part of the loss: the sum over these examples divided by the number of all examples. With
+    several workers and global negatives each rank then computes the part of its own examples only.
     """
 
     def __init__(
@@ -65,22 +66,21 @@ class ContrastiveModel(Model):
         self.negatives = negatives
         self._of_encode = _arguments(self.encode)
         self._of_loss = _arguments(self.contrastive_loss)
-        # A subclass that overrides it without the argument computes the whole.
+        # A subclass that overrides the method without the argument computes the full loss.
         self._divides_loss = self.divides_loss and "rows" in self._of_loss.names
         if self._divides_loss:
             self._of_loss.names.remove("rows")
 
     @property
     def has_loss_of_all_ranks(self) -> bool:
-        """Whether all ranks divide the loss by the same number of micro-batches."""
+        """Returns whether all ranks divide the loss by the same number of micro-batches."""
         return self.negatives == "global"
 
     def encode(self, **inputs: Any) -> Dict[str, torch.Tensor]:
         """
-        Must neither update metrics nor compute anything across examples: with gradient caching it
-        runs twice, and on a few examples at a time. For the same reason it must not change buffers.
-        A model for which the trainer is to have chunks of different sizes for each of its inputs
-        must take any of them alone.
+        Encodes each example by itself. With gradient caching it runs twice, on a few examples at a
+        time, so it must not update metrics, change buffers, or compute anything across examples. If
+        the trainer is to choose a chunk size for each input, it must accept any input alone.
 
         # Returns
 
@@ -93,34 +93,37 @@ class ContrastiveModel(Model):
         self, representations: Dict[str, torch.Tensor], **inputs: Any
     ) -> Dict[str, torch.Tensor]:
         """
-        Every worker computes the same, if negatives are global and the loss isn't divided.
+        Computes the loss of the representations of all examples. Every rank computes the same loss
+        if negatives are global and the loss isn't divided.
 
         # Parameters
 
         representations : `Dict[str, torch.Tensor]`
-            Of the whole global batch, in the order of the ranks; in evaluation, or where
-            `negatives` is "local", of the worker's own.
+            Those of the global batch, in rank order; in evaluation, or if `negatives` is "local",
+            those of this rank's batch.
         inputs : `Any`
-            Tensors that this method names, of the same examples. Where workers have different sizes
-            in other dimensions than the first, they are padded with zeros.
+            Tensors that this method names, of the same examples. Where ranks have different sizes
+            in dimensions after the first, they are padded with zeros.
 
         # Returns
 
         `Dict[str, torch.Tensor]`
-            With a scalar `"loss"`. If it is divided, what else there is is of this worker's part.
+            A dictionary with a scalar `"loss"`. If the loss is divided, all other outputs are for
+            this rank's part.
         """
         raise NotImplementedError
 
     @overrides(check_signature=False)
     def forward(self, **inputs: Any) -> Dict[str, torch.Tensor]:
         """
-        With several workers and global negatives, every one must call it in training.
+        Encodes the inputs and computes the loss over all ranks. In training with several workers
+        and global negatives, every rank must call it.
 
         # Returns
 
         `Dict[str, torch.Tensor]`
-            What `contrastive_loss` returns; not in training, the representations too, which are
-            what is predicted.
+            The outputs of `contrastive_loss`; in evaluation also the representations, which are the
+            predictions.
         """
         representations = self.encode(**self.encoder_inputs(inputs))
         outputs = self.loss_over_ranks(representations, self.loss_inputs(inputs))
@@ -130,8 +133,9 @@ class ContrastiveModel(Model):
         self, representations: Dict[str, torch.Tensor], loss_inputs: Dict[str, torch.Tensor]
     ) -> Dict[str, torch.Tensor]:
         """
-        `contrastive_loss` of what all ranks have given. Each goes back into its own
-        representations, which get the gradient of the one loss. To be called by every rank.
+        Computes `contrastive_loss` on the gathered examples of all ranks. Each rank backpropagates
+        into its own representations, which get the gradient of the global loss. Every rank must
+        call it.
         """
         if self.training and self.negatives == "global":
             for name, value in loss_inputs.items():
@@ -141,7 +145,7 @@ class ContrastiveModel(Model):
                         f"and a {type(value).__name__}: only tensors can be gathered from all "
                         "workers."
                     )
-            # Names of inputs and representations may be the same.
+            # Inputs and representations may have the same names.
             joined = {
                 **{f"r {name}": tensor for name, tensor in representations.items()},
                 **{f"i {name}": tensor for name, tensor in loss_inputs.items()},
@@ -162,17 +166,17 @@ class ContrastiveModel(Model):
         return self.contrastive_loss(representations, **loss_inputs)
 
     def filler(self, batch: TensorDict) -> TensorDict:
-        """The same one again, whose examples are counted once."""
+        """Returns the same batch, whose examples are counted once."""
         return batch
 
     def encoder_inputs(self, inputs: Dict[str, Any]) -> Dict[str, Any]:
         """
-        Those for `encode`.
+        Returns the inputs of `encode`.
 
         # Raises
 
         `ConfigurationError`
-            If there is an input for neither part.
+            If an input belongs to neither part.
         """
         for name in inputs:
             if not self.encodes(name) and not self._compares(name):
@@ -183,11 +187,11 @@ class ContrastiveModel(Model):
         return {name: value for name, value in inputs.items() if self.encodes(name)}
 
     def loss_inputs(self, inputs: Dict[str, Any]) -> Dict[str, torch.Tensor]:
-        """Those for `contrastive_loss`."""
+        """Returns the inputs of `contrastive_loss`."""
         return {name: value for name, value in inputs.items() if self._compares(name)}
 
     def encodes(self, name: str) -> bool:
-        """Whether an input of that name is for `encode`."""
+        """Returns whether an input of that name is passed to `encode`."""
         return name in self._of_encode.names or (
             self._of_encode.others and name not in self._of_loss.names
         )
@@ -197,7 +201,7 @@ class ContrastiveModel(Model):
 
 
 class _Arguments(NamedTuple):
-    """Those of a function: their names, and whether it takes others."""
+    """Arguments of a function: their names, and whether it takes others."""
 
     names: Set[str]
     others: bool

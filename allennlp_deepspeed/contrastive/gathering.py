@@ -1,6 +1,4 @@
-"""
-Brings the examples of all ranks together, and divides their loss.
-"""
+"""Gathers the examples of all ranks and divides their loss."""
 
 import functools
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
@@ -10,7 +8,7 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.engine.agreement import numbers_of_all, world_size
 
-_ALIGNMENT = 8  # bytes, of the largest elements that tensors have
+_ALIGNMENT = 8  # bytes, the size of the largest element that a tensor can have
 
 
 class Gathered(NamedTuple):
@@ -20,9 +18,9 @@ class Gathered(NamedTuple):
     # Parameters
 
     tensors : `Dict[str, torch.Tensor]`
-        By their names, the rows of all ranks one below the other.
+        By name, the rows of all ranks, concatenated in rank order.
     rows : `slice`
-        Which of the first tensor's are this rank's.
+        This rank's rows of the first tensor.
     """
 
     tensors: Dict[str, torch.Tensor]
@@ -31,25 +29,25 @@ class Gathered(NamedTuple):
 
 def gather_examples(tensors: Dict[str, torch.Tensor], is_divided: bool = False) -> Gathered:
     """
-    Puts the rows of all ranks one below the other, in the order of the ranks. To be called by every
-    rank. Two collectives: one for the shapes, one for the contents of all tensors.
+    Concatenates the rows of all ranks in rank order. Every rank must call it. It runs two
+    all-gathers: one of the shapes, one of the contents of all tensors.
 
-    What this rank has given keeps its graph. `DistributedDataParallel` and DeepSpeed go on to
-    average over the ranks, each of which only goes back into its own rows. So that the average is
-    the gradient of the one loss,
+    This rank's rows stay in the autograd graph. `DistributedDataParallel` and DeepSpeed average
+    gradients over the ranks, each of which only backpropagates into its own rows. To make that
+    average the gradient of the global loss,
 
-    - where all ranks compute the same loss of the result, this rank's rows get their gradient
-      multiplied by the world size.
-    - where each computes a part, which `sum_over_ranks` puts together, they get the sum of what all
-      parts give them: one more collective, in the backward pass. At least one tensor must have a
-      gradient on every rank.
+    - if all ranks compute the same loss, the gradient of this rank's rows is multiplied by the
+      world size;
+    - if each rank computes a part, which `sum_over_ranks` adds up, the gradients of all parts are
+      summed in one reduce-scatter in the backward pass. At least one tensor must require a gradient
+      on every rank.
 
     # Parameters
 
     tensors : `Dict[str, torch.Tensor]`, required.
-        The same names on every rank, in the same order and of the same types. Their first
-        dimension is the example. All may differ between ranks; dimensions but the first are padded
-        with zeros up to the largest.
+        The same names on every rank, in the same order and with the same dtypes. The first
+        dimension is the example. Sizes may differ between ranks; dimensions after the first are
+        padded with zeros up to the largest.
     is_divided : `bool`, optional (default = `False`)
         Whether each rank computes a part of the loss.
     """
@@ -58,7 +56,7 @@ def gather_examples(tensors: Dict[str, torch.Tensor], is_divided: bool = False) 
     shapes = _gather_shapes(list(tensors.values()))
     parts = _gather_contents(list(tensors.values()), shapes)
     gathered = {name: torch.cat(_padded(part)) for name, part in zip(tensors, parts)}
-    # By each name, how many rows each rank has given.
+    # By name, the number of rows of each rank.
     num_rows = {name: [of_rank[i][0] for of_rank in shapes] for i, name in enumerate(tensors)}
     graphs = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     if graphs:
@@ -72,10 +70,10 @@ def gather_examples(tensors: Dict[str, torch.Tensor], is_divided: bool = False) 
 
 def sum_over_ranks(part: torch.Tensor) -> torch.Tensor:
     """
-    The loss, of which each rank has computed a part. To be called by every rank.
+    Adds up the loss, of which each rank has computed a part. Every rank must call it.
 
-    Its gradient with respect to the part is multiplied by the world size, since what else has gone
-    into it, such as parameters of the loss, is averaged over the ranks in the end.
+    The gradient with respect to the part is multiplied by the world size, because gradients of
+    everything else in the loss, such as its parameters, are averaged over the ranks later.
 
     # Parameters
 
@@ -86,7 +84,7 @@ def sum_over_ranks(part: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_shapes(tensors: List[torch.Tensor]) -> List[List[Tuple[int, ...]]]:
-    """For each rank, the shape of each tensor."""
+    """Returns for each rank the shape of each tensor."""
     sizes = [size for tensor in tensors for size in tensor.shape]
     everyones = numbers_of_all(sizes, tensors[0].device)
     shapes = []
@@ -98,9 +96,9 @@ def _gather_shapes(tensors: List[torch.Tensor]) -> List[List[Tuple[int, ...]]]:
 def _gather_contents(
     tensors: List[torch.Tensor], shapes: List[List[Tuple[int, ...]]]
 ) -> List[List[torch.Tensor]]:
-    """For each tensor, that of each rank."""
-    # All in one buffer of bytes. Those with the largest elements come first, so that none begins
-    # where its elements couldn't.
+    """Returns for each tensor the contents on each rank."""
+    # All tensors share one byte buffer. Tensors with the largest elements are first, so that each
+    # tensor starts at an address that is aligned for its dtype.
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
 
     def num_bytes(rank: int, index: int) -> int:
@@ -127,7 +125,7 @@ def _gather_contents(
 
 
 def _padded(parts: List[torch.Tensor]) -> List[torch.Tensor]:
-    """With zeros, so that only the first dimensions differ."""
+    """Pads with zeros, so that only the first dimensions differ."""
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
     padded = []
     for part in parts:
@@ -140,8 +138,8 @@ def _padded(parts: List[torch.Tensor]) -> List[torch.Tensor]:
 
 class _OwnRows(torch.autograd.Function):
     """
-    Tensors of all ranks' rows, of which some are those of the `local` ones. One function for all of
-    them, because what its backward pass needs of other ranks is one collective.
+    Connects the gathered tensors to the autograd graph of this rank's rows, the `local` tensors. It
+    is one function for all tensors, because its backward pass uses one collective.
     """
 
     @staticmethod
@@ -166,7 +164,7 @@ class _OwnRows(torch.autograd.Function):
                 gradient.split(num_rows)[rank] * world_size()
                 for gradient, num_rows in zip(gradients, ctx.num_rows)
             ]
-        # Without what has been padded.
+        # Cut off the padding.
         own = [g[tuple(slice(size) for size in shape)] for g, shape in zip(own, ctx.shapes)]
         return (None, None, *own)
 
@@ -187,14 +185,14 @@ def _sum_own_rows(
     gradients: Sequence[torch.Tensor], num_rows: List[List[int]]
 ) -> List[torch.Tensor]:
     """
-    Of gradients with the rows of all ranks, the sum over all ranks of this rank's rows.
+    Reduce-scatters gradients of all ranks' rows and returns the sums for this rank's rows.
 
     # Parameters
 
     gradients : `Sequence[torch.Tensor]`, required.
-        Those in half precision are summed in fp32.
+        Gradients in half precision are summed in fp32.
     num_rows : `List[List[int]]`, required.
-        For each gradient, those of each rank.
+        For each gradient, the number of rows of each rank.
     """
     parts = [gradient.split(rows) for gradient, rows in zip(gradients, num_rows)]
     dtype = functools.reduce(torch.promote_types, (g.dtype for g in gradients), torch.float32)

@@ -11,12 +11,12 @@ from allennlp_deepspeed.engine.agreement import world_size
 @Metric.register("in_batch_accuracy")
 class InBatchAccuracy(Metric):
     """
-    The share of anchors that are more similar to one of their positives than to any negative of
-    their batch. Counted on the device, which is waited for when the metric is asked for.
+    Share of anchors that are more similar to one of their positives than to any negative of their
+    batch. It is counted on the device, without host synchronization before `get_metric`.
     """
 
     def __init__(self) -> None:
-        # Of anchors: how many are correct, and how many there were.
+        # Numbers of correct anchors and of all anchors.
         self._counts: Optional[torch.Tensor] = None
 
     @overrides(check_signature=False)
@@ -27,11 +27,13 @@ class InBatchAccuracy(Metric):
     @overrides(check_signature=False)
     def get_metric(self, reset: bool = False) -> Dict[str, float]:
         """
+        Returns the accuracy since the last reset, synchronizing with the device.
+
         # Returns
 
         `Dict[str, float]`
-            Empty if there was no anchor. With `reset` it is over all ranks, and to be called by
-            all of them.
+            Empty if there was no anchor. With `reset` it is reduced over all ranks, and every rank
+            must call it.
         """
         counts = self._counts
         if reset:

@@ -1,6 +1,4 @@
-"""
-The InfoNCE loss without the matrix of similarities.
-"""
+"""InfoNCE loss without a materialized similarity matrix."""
 
 from typing import Any, Callable, NamedTuple, Optional, Tuple
 
@@ -9,26 +7,25 @@ from torch.autograd.function import once_differentiable
 
 Relation = Callable[[int, int], Tuple[torch.Tensor, torch.Tensor]]
 """
-For the anchors from one index to before another, which candidates are their positives, and which
-are neither positives nor negatives: two boolean tensors of shape (stop - start, num_candidates).
+Relation of a range of anchors to all candidates. Given a start and an (exclusive) stop index, it
+returns two boolean tensors of shape (stop - start, num_candidates): which candidates are positives,
+and which are neither positives nor negatives.
 """
 
-BLOCK_ELEMENTS = 2**19  # similarities that exist at a time
-LEAST_ROWS = 64  # or those of so many anchors: each block reads all candidates
+BLOCK_ELEMENTS = 2**19  # similarities that are in memory at a time
+LEAST_ROWS = 64  # at least this number of anchors a block, since each block reads all candidates
 
 
 class InfoNCE(NamedTuple):
     """
-    The loss of a batch.
+    The loss of a batch. With `rows`, both values are for these anchors.
 
     # Parameters
 
     loss : `torch.Tensor`
         A scalar.
     num_correct : `torch.Tensor`
-        A scalar: for how many anchors the most similar candidate is a positive.
-
-    With `rows` both are of these anchors.
+        A scalar: the number of anchors whose most similar candidate is a positive.
     """
 
     loss: torch.Tensor
@@ -43,27 +40,27 @@ def info_nce(
     rows: Optional[slice] = None,
 ) -> InfoNCE:
     """
-    InfoNCE of [van den Oord et al., 2018](https://arxiv.org/abs/1807.03748), section 2.3, averaged
-    over the anchors. An anchor with several positives has the average over them, as in L_out of
-    [Khosla et al., 2020](https://arxiv.org/abs/2004.11362), equation 2.
+    Computes InfoNCE of [van den Oord et al., 2018](https://arxiv.org/abs/1807.03748), section 2.3,
+    averaged over the anchors. For an anchor with several positives it is the average over them, as
+    in L_out of [Khosla et al., 2020](https://arxiv.org/abs/2004.11362), equation 2.
 
-    Similarities are computed for a few anchors at a time, and so are the gradients, in the forward
-    pass: the loss is a scalar, and whatever comes back only scales them. So the memory is that of
-    the arguments, twice.
+    Similarities are computed for a block of anchors at a time. Gradients are computed in the
+    forward pass, block by block: the loss is a scalar, so the incoming gradient only scales them.
+    The memory is twice that of the arguments.
 
     # Parameters
 
     anchors : `torch.Tensor`, required.
-        Of shape (num_anchors, dim). As the candidates, it is converted to fp32.
+        Shape (num_anchors, dim). Anchors and candidates are converted to fp32.
     candidates : `torch.Tensor`, required.
-        Of shape (num_candidates, dim).
+        Shape (num_candidates, dim).
     scale : `torch.Tensor`, required.
-        A scalar that the dot products are multiplied by, the inverse of the temperature.
+        A scalar that multiplies the dot products: the inverse of the temperature.
     relation : `Relation`, required.
         Every anchor has at least one positive.
     rows : `slice`, optional (default = `None`)
-        The anchors whose losses are computed, from a start to before a stop: the sum of these over
-        the number of all. `None` for all.
+        The anchors whose losses are computed: their sum is divided by the number of all anchors.
+        `None` means all.
     """
     if rows is None:
         rows = slice(0, len(anchors))
@@ -91,7 +88,7 @@ class _InfoNCE(torch.autograd.Function):
             gradients = []
             if has_gradients:
                 gradients = [torch.zeros_like(tensor) for tensor in (anchors, candidates)]
-                # A sum of as many numbers as there are similarities.
+                # It is summed over all similarities, hence float64.
                 gradients.append(torch.zeros_like(scale, dtype=torch.float64))
             for start in range(own.start, own.stop, block_size):
                 rows = slice(start, min(start + block_size, own.stop))
@@ -105,7 +102,7 @@ class _InfoNCE(torch.autograd.Function):
                 loss += (log_sum[:, 0] - positives).sum()
                 num_correct += is_positive.gather(1, logits.argmax(dim=1, keepdim=True)).sum()
                 if has_gradients:
-                    # What the loss of a row is differentiated by each of its logits.
+                    # Gradient of each row's loss with respect to its logits.
                     by_logits = logits.sub_(log_sum).exp_().sub_(is_positive / num_positives)
                     gradients[2] += similarities.mul_(by_logits).sum(dtype=torch.float64)
                     by_similarities = by_logits.mul_(scale)

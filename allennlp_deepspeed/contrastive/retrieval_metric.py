@@ -10,9 +10,9 @@ from overrides import overrides
 
 from allennlp_deepspeed.engine import agreement
 
-# Documents are ranked in blocks of so many pairs and so many documents: of 2**24 scores.
+# Documents are ranked in blocks of this number of pairs by this number of documents: 2**24 scores.
 BLOCK_SIZE = 2**12
-CUTOFF = 10  # of the metrics that have it in their names
+CUTOFF = 10  # of the metrics with a cutoff in their names
 
 Rows = Tuple[torch.Tensor, ...]
 
@@ -20,8 +20,8 @@ Rows = Tuple[torch.Tensor, ...]
 @Metric.register("retrieval")
 class RetrievalMetric(Metric):
     """
-    How well queries find their documents: each query ranks all documents of the data set by the dot
-    product of its representation with theirs.
+    Retrieval metrics over the full data set: each query ranks all documents by the dot product of
+    their representations.
 
     * `recall@k`: the share of a query's relevant documents that are among its first `k`.
     * `mrr@10`: 1 divided by the rank of the first relevant document, 0 if that is beyond 10 (the
@@ -31,22 +31,21 @@ class RetrievalMetric(Metric):
       Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002, with binary relevance
       and a discount from the second rank on).
 
-    Each is the mean over queries. What has the same id is one query, or one document, however often
-    it comes: a query may have several relevant documents, a document several queries, and a pair
-    that is seen twice, by one worker or by two, counts once. Documents with the same score are
-    ranked by their ids. So the metrics don't depend on the number of workers, nor on which of them
-    sees what.
+    Each metric is the mean over queries. Queries, or documents, with the same id are the same: a
+    query may have several relevant documents, a document several queries, and a pair that is seen
+    twice, by one rank or by two, counts once. Documents with the same score are ranked by id. So
+    the metrics don't depend on the world size or on how data are sharded.
 
-    Since each pair is scored against all documents, there are no metrics before all have been seen:
-    `get_metric` gives none until it is asked to reset. Until then the representations are kept in
-    the host's memory, and for as long as they are scored each worker holds those of all.
+    Each pair is scored against all documents, so `get_metric` returns nothing without `reset`.
+    Representations are collected in host memory; while they are scored, each rank has those of all
+    ranks.
 
     Registered as a `Metric` with name "retrieval".
 
     # Parameters
 
     recall_at : `List[int]`, optional (default = `[1, 10, 100]`)
-        The numbers `k` of which to report `recall@k`.
+        The values of `k` for which `recall@k` is reported.
 
     # Raises
 
@@ -75,14 +74,15 @@ class RetrievalMetric(Metric):
         document_ids: torch.Tensor,
     ) -> None:
         """
-        Adds `n` pairs. No rank waits for another.
+        Adds `n` pairs. It runs no collective.
 
         # Parameters
 
         queries : `torch.Tensor`, required.
             The representations of the queries, of shape `(n, dim)`.
         documents : `torch.Tensor`, required.
-            Those of the documents, of shape `(n, dim)`. The i-th is relevant to the i-th query.
+            The representations of the documents, of shape `(n, dim)`. The i-th is relevant to the
+            i-th query.
         query_ids : `torch.Tensor`, required.
             Integers of shape `(n,)`, equal for equal queries.
         document_ids : `torch.Tensor`, required.
@@ -91,7 +91,7 @@ class RetrievalMetric(Metric):
         # Raises
 
         `ConfigurationError`
-            If the shapes aren't these.
+            If the shapes differ from these.
         """
         num_pairs = len(queries)
         if (
@@ -115,19 +115,20 @@ class RetrievalMetric(Metric):
 
     @property
     def names(self) -> List[str]:
-        """Of what `get_metric` returns."""
+        """Returns the names of the metrics that `get_metric` returns."""
         return [*(f"recall@{k}" for k in self._recall_at), f"mrr@{CUTOFF}", f"ndcg@{CUTOFF}"]
 
     @overrides
     def get_metric(self, reset: bool = False) -> Dict[str, float]:
         """
-        With `reset`, and if `torch.distributed` is initialized, all its ranks must call it.
+        Computes the metrics with `reset`. All ranks must call it then if `torch.distributed` is
+        initialized.
 
         # Returns
 
         `Dict[str, float]`
-            Without `reset`, or if no rank has seen a pair, nothing. Else the metrics of all pairs
-            that any rank has seen since it was last reset, the same on all ranks.
+            Empty without `reset`, or if no rank has seen a pair. Else the metrics of all pairs that
+            any rank has seen since the last reset, the same on all ranks.
         """
         if not reset:
             return {}
@@ -149,11 +150,12 @@ class RetrievalMetric(Metric):
 
     def _sums(self, pairs: Rows, rank: int, world_size: int) -> Tuple[torch.Tensor, int]:
         """
+        Sums the metrics over this rank's share of the queries.
+
         # Returns
 
         `Tuple[torch.Tensor, int]`
-            The sums of each metric over this rank's share of the queries, in float64, and the
-            number of all queries.
+            The sum of each metric in float64, and the number of queries of all ranks.
         """
         queries, documents, query_ids, document_ids = (tensor.numpy() for tensor in pairs)
         query_ids, queries, query_of_pair = _distinct(query_ids, queries)
@@ -169,7 +171,7 @@ class RetrievalMetric(Metric):
             torch.from_numpy(documents),
             of_query,
             of_document,
-            # A rank that has seen nothing has its share of the scores all the same.
+            # A rank that has seen no pair computes its share of the scores too.
             self._device or _device_of_group(),
         ).double()
 
@@ -191,20 +193,21 @@ def _ranks(
     device: torch.device,
 ) -> torch.Tensor:
     """
-    For each pair, how many documents its query ranks no later than its document.
+    Returns for each pair the rank of its document in its query's ranking, counting documents that
+    aren't ranked behind it.
 
     # Parameters
 
     queries : `torch.Tensor`
         Shape: `(num_queries, dim)`
     documents : `torch.Tensor`
-        In the order of documents that have the same score. Shape: `(num_documents, dim)`
+        In the order that breaks ties of scores. Shape: `(num_documents, dim)`
     of_query : `torch.Tensor`
         The indices of the pairs' queries. Shape: `(num_pairs,)`
     of_document : `torch.Tensor`
-        Likewise. Shape: `(num_pairs,)`
+        The indices of the pairs' documents. Shape: `(num_pairs,)`
     device : `torch.device`
-        Where to compute.
+        The device to compute on.
 
     # Returns
 
@@ -222,12 +225,12 @@ def _ranks(
         num_behind = torch.zeros_like(index[:, 0])
         for first in range(0, len(documents), BLOCK_SIZE):
             block = documents[first : first + BLOCK_SIZE].to(device, torch.float64)
-            # The order in which products are added up differs between blocks. The error of that in
-            # float64 is nearly always lost in float32, so that equal documents have equal scores.
+            # Blocks sum products in different orders. Rounding float64 to float32 removes that
+            # error nearly always, so that equal documents have equal scores.
             # Shape: (block_size, num_documents_of_block)
             scores = (query @ block.T).float()
             indices = torch.arange(first, first + len(block), device=device)
-            # What isn't a number is ahead of everything, and never makes a document look found.
+            # NaN ranks ahead of everything, so that it never makes a document look found.
             behind = (scores < score) | ((scores == score) & (indices > index))
             num_behind += (behind & (indices != index)).sum(1)
         ranks.append(len(documents) - num_behind.cpu())
@@ -236,6 +239,8 @@ def _ranks(
 
 def _distinct(ids: np.ndarray, rows: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
+    Groups rows by id.
+
     # Parameters
 
     ids : `np.ndarray`
@@ -246,9 +251,9 @@ def _distinct(ids: np.ndarray, rows: np.ndarray) -> Tuple[np.ndarray, np.ndarray
     # Returns
 
     `Tuple[np.ndarray, np.ndarray, np.ndarray]`
-        The different ids in ascending order, the row of each, and where each of the `n` ids is
-        among them. Where the rows of an id differ, as batches with different padding make them, it
-        is always the same one that is taken, in whatever order they come.
+        The distinct ids in ascending order, the row of each, and the index of each of the `n` ids
+        among them. Where the rows of an id differ, which different padding causes, the choice among
+        them doesn't depend on their order.
     """
     # Shape: (n,), the bytes of each row, which have an order
     row_bytes = rows.view(f"V{rows.itemsize * rows.shape[1]}")[:, 0]
@@ -258,20 +263,24 @@ def _distinct(ids: np.ndarray, rows: np.ndarray) -> Tuple[np.ndarray, np.ndarray
 
 
 def _device_of_group() -> torch.device:
-    """Where the tensors are that `torch.distributed` takes. The CPU, if it isn't initialized."""
+    """
+    Returns the device of the process group's tensors, or the CPU if `torch.distributed` isn't
+    initialized.
+    """
     on_gpus = is_distributed() and dist.get_backend() == dist.Backend.NCCL
     return torch.device("cuda" if on_gpus else "cpu")
 
 
 def _gather(seen: List[Rows]) -> Rows:
-    """The rows of all ranks, on the CPU. All must call it."""
+    """Gathers the rows of all ranks on the CPU. All ranks must call it."""
     rank, device = dist.get_rank(), _device_of_group()
     shape = seen[0][0].shape if seen else (0, 0)
     num_rows = sum(len(rows[0]) for rows in seen)
     counts, dims = zip(*agreement.numbers_of_all([num_rows, shape[1]], device))
     gathered = []
     for tensor in _concatenate(seen, dim=max(dims)):
-        # One after the other, since the counts differ, and the device needs to hold but one.
+        # One rank after the other, since counts differ and one part at a time has to fit on the
+        # device.
         parts = []
         for source, count in enumerate(counts):
             part = tensor.new_empty((count, *tensor.shape[1:]), device=device)

@@ -16,27 +16,27 @@ SIDES = ("query", "document")
 class TextEmbedderPredictor(Predictor):
     """
     Embeds texts with a `BiEncoder`. Takes `{"text": ...}`, `{"query": ...}` or `{"document": ...}`,
-    and gives `{"embedding": [...], "text": ...}`.
+    and returns `{"embedding": [...], "text": ...}`.
 
     Registered as a `Predictor` with name "text_embedder".
 
     # Parameters
 
     model : `Model`, required.
-        It takes batches with only queries or only documents, and gives their representations, of
-        shape `(batch_size, dim)`, by the same name.
+        Takes batches with only queries or only documents, and returns their representations of
+        shape `(batch_size, dim)` under the same name.
     dataset_reader : `DatasetReader`, required.
         A `TextPairsReader`, or another whose `text_to_instance` takes a `query` or a `document`.
     side : `str`, optional (default = `"query"`)
-        Whether a `"text"` is a `"query"` or a `"document"`, and which of them is embedded where
-        there are both. On the command line: `--predictor-args '{"side": "document"}'`
+        Whether a `"text"` is a `"query"` or a `"document"`, and which of them is embedded if the
+        input has both. On the command line: `--predictor-args '{"side": "document"}'`
     frozen : `bool`, optional (default = `True`)
         Whether to put the model into evaluation mode.
 
     # Raises
 
     `ConfigurationError`
-        If `side` is something else, or if an input has no text.
+        If `side` is another value, or if an input has no text.
     """
 
     def __init__(
@@ -51,12 +51,14 @@ class TextEmbedderPredictor(Predictor):
 
     def embed(self, texts: List[str], side: str) -> torch.Tensor:
         """
+        Embeds a batch of texts.
+
         # Parameters
 
         texts : `List[str]`
-            One batch, of at least one.
+            One batch, of at least one text.
         side : `str`
-            What they are: `"query"` or `"document"`.
+            The kind of all texts: `"query"` or `"document"`.
 
         # Returns
 
@@ -76,7 +78,7 @@ class TextEmbedderPredictor(Predictor):
     @overrides
     def predict_batch_json(self, inputs: List[JsonDict]) -> List[JsonDict]:
         outputs = []
-        # A batch has the same fields in all its instances.
+        # All instances of a batch have the same fields.
         for side, group in groupby(map(self._side_and_text, inputs), key=lambda pair: pair[0]):
             texts = [text for _, text in group]
             for text, embedding in zip(texts, self.embed(texts, side)):
@@ -94,10 +96,12 @@ class TextEmbedderPredictor(Predictor):
 
 def checked_text(inputs: JsonDict, key: str) -> str:
     """
+    Returns the text under a key of a predictor's input.
+
     # Raises
 
     `ConfigurationError`
-        If there isn't a text by this key.
+        If the key has no text.
     """
     text: Any = inputs.get(key)
     if not isinstance(text, str) or not text.strip():

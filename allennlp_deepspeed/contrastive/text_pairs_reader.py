@@ -19,9 +19,9 @@ Id = Union[int, str]
 @DatasetReader.register("text_pairs")
 class TextPairsReader(DatasetReader):
     """
-    Reads pairs of a query and a document that is relevant to it, and optionally documents that
-    look relevant and aren't ("hard negatives"). The file is UTF-8 with a pair a line, and its
-    ending says in which format:
+    Reads pairs of a query and a relevant document, and optionally hard negatives: documents that
+    look relevant and aren't. The file is UTF-8 with one pair a line. Its extension decides the
+    format:
 
     * `.jsonl` or `.json`: JSON objects such as
 
@@ -29,16 +29,15 @@ class TextPairsReader(DatasetReader):
            "negatives": ["K2 is a boat.", "K2 was first climbed in 1954."],
            "query_id": 17, "document_id": "d4", "negative_ids": ["d9", "d2"]}
 
-      in one line, of which only `query` and `document` are required. Ids are integers or strings.
-      Other keys are passed over.
+      in one line. Only `query` and `document` are required. Ids are integers or strings. Other keys
+      are ignored.
     * `.tsv`: columns of the query, the document, and any number of negatives, without a header and
       without quoting.
 
-    Queries, and documents, with the same id are taken to be the same: by the loss, which doesn't
-    count a relevant document as wrong because it belongs to another pair too, and by the metric.
-    Where the file gives no id, it is the text that makes the id. So a file that gives a
-    `document_id` should give `negative_ids` as well, or no negative is known to be the document of
-    another pair.
+    Queries, or documents, with the same id are the same for the loss and the metric. So a relevant
+    document of another pair doesn't count as a negative. If the file has no id, the id is a hash of
+    the text. A file with `document_id` should have `negative_ids` too, because the loss can't tell
+    without them that a negative is the document of another pair.
 
     Registered as a `DatasetReader` with name "text_pairs".
 
@@ -47,24 +46,24 @@ class TextPairsReader(DatasetReader):
     tokenizer : `Tokenizer`, optional (default = `SpacyTokenizer()`)
     token_indexers : `Dict[str, TokenIndexer]`, optional (default = `{"tokens": SingleIdTokenIndexer()}`)
     document_tokenizer : `Tokenizer`, optional (default = `None`)
-        For documents and negatives, if they are to be read otherwise than queries.
+        For documents and negatives. `None` means `tokenizer`.
     document_token_indexers : `Dict[str, TokenIndexer]`, optional (default = `None`)
-        Likewise.
+        For documents and negatives. `None` means `token_indexers`.
     num_negatives : `int`, optional (default = `0`)
-        How many negatives of a pair are read at most: its first. If this is more than 0, all
-        instances that are read have the fields for negatives.
+        The maximum number of negatives of a pair: its first ones are read. If it is above 0, all
+        instances have the fields for negatives.
     max_query_tokens : `int`, optional (default = `None`)
-        Cuts off what is longer, counting what the tokenizer gives. The tokenizer of a transformer
-        should be given a `max_length` instead, with which it keeps its special tokens.
+        Truncates queries to this number of tokens of the tokenizer. For the tokenizer of a
+        transformer, set its `max_length` instead, which preserves the special tokens.
     max_document_tokens : `int`, optional (default = `None`)
-        Likewise, for documents and negatives.
+        The same for documents and negatives.
 
     # Raises
 
     `ConfigurationError`
-        When it is constructed, if a number is out of range. When it reads, if the file has another
-        ending, or if a line isn't as described: with the file, the line's number, and what is
-        expected.
+        In the constructor, if a number is out of range. While reading, if the file has another
+        extension, or if a line has another format: the error names the file, the line number and
+        the expected format.
     """  # noqa: E501
 
     def __init__(
@@ -126,6 +125,8 @@ class TextPairsReader(DatasetReader):
         negative_ids: List[Id] = None,
     ) -> Instance:
         """
+        Converts a pair, or one side of it, to an instance.
+
         # Parameters
 
         query : `str`, optional (default = `None`)
@@ -134,23 +135,25 @@ class TextPairsReader(DatasetReader):
         query_id : `Union[int, str]`, optional (default = `None`)
         document_id : `Union[int, str]`, optional (default = `None`)
         negative_ids : `List[Union[int, str]]`, optional (default = `None`)
-            As many as there are negatives.
+            Of the same length as `negatives`.
 
         # Returns
 
-        An `Instance` with these fields, of which there are those for what is given:
+        An `Instance` with the fields of the given arguments:
 
         query : `TextField`
         query_id : `LabelField`
-            An integer that isn't 0. In a batch: int64 of shape `(batch_size,)`.
+            A nonzero integer. In a batch: int64 of shape `(batch_size,)`.
         document : `TextField`
         document_id : `LabelField`
-            Likewise.
+            The same for documents.
         negatives : `ListField[TextField]`
-            Only if the reader's `num_negatives` isn't 0. A pair without any has an empty text.
+            Only if the reader's `num_negatives` isn't 0. A pair without negatives has an empty
+            text.
         negative_ids : `TensorField`
-            With `negatives`. In a batch: int64 of shape `(batch_size, num_negatives)`, with the
-            number of the pair that has most. It is 0 exactly where there is no negative.
+            Present with `negatives`. In a batch: int64 of shape `(batch_size, num_negatives)`,
+            where `num_negatives` is the largest number of a pair in the batch. It is 0 exactly
+            where there is no negative.
         """
         fields: Dict[str, Field] = {}
         if query is not None:
@@ -185,13 +188,15 @@ class TextPairsReader(DatasetReader):
 
 def stable_hash(value: Id) -> int:
     """
+    Hashes an id.
+
     # Returns
 
     `int`
-        Positive and below `2 ** 63`, the same in every process. Two values have the same hash by
-        chance in 1 of `2 ** 63` cases. An integer has that of its digits.
+        Positive and below `2 ** 63`, the same in every process. Two values collide with probability
+        `2 ** -63`. An integer has the hash of its decimal digits.
     """
-    # A string out of JSON can hold half of a surrogate pair.
+    # A string from JSON can contain one half of a surrogate pair.
     content = str(value).encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 or 1
@@ -248,7 +253,7 @@ def _parse_tsv(line: Line) -> Dict[str, Any]:
     return {
         "query": line.check_text(query, "the query, the first column,"),
         "document": line.check_text(document, "the document, the second column,"),
-        # Programs that write tables give all lines as many columns.
+        # Spreadsheet programs write the same number of columns in all lines.
         "negatives": [negative for negative in negatives if negative.strip()],
     }
 
