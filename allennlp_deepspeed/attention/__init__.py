@@ -1,6 +1,4 @@
-"""
-Attention that leaves out blocks of pairs of tokens, and encoders that attend with it.
-"""
+"""Block-sparse attention, and the encoders that use it."""
 
 from allennlp_deepspeed.attention.block_sparse_attention import BlockSparseAttention
 from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (

@@ -1,6 +1,4 @@
-"""
-The section "attention" of an encoder, and what it computes.
-"""
+"""Block-sparse attention and its config section "attention"."""
 
 import functools
 import json
@@ -16,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from allennlp_deepspeed.attention.layouts import LAYOUTS, MAX_BLOCK, Layout
 
 MIN_HEAD_DIM = 16
-"""Of the kernels for GPUs."""
+"""The smallest head dimension that the GPU kernels support."""
 
 
 _any_layout: TypeAdapter = TypeAdapter(
@@ -25,9 +23,7 @@ _any_layout: TypeAdapter = TypeAdapter(
 
 
 class SparseAttention(Registrable):
-    """
-    Attention of a sequence to itself that leaves out pairs of tokens.
-    """
+    """Base class of self-attention that leaves out pairs of tokens."""
 
     def attend(
         self,
@@ -39,6 +35,8 @@ class SparseAttention(Registrable):
         scale: Optional[float] = None,
     ) -> torch.Tensor:
         """
+        Computes attention.
+
         # Parameters
 
         query, key, value : `torch.Tensor`
@@ -46,15 +44,14 @@ class SparseAttention(Registrable):
         key_mask : `torch.BoolTensor`
             Shape (batch_size, length), false where there is padding.
         layer : `int`, optional (default = `0`)
-            Which of the model's layers it is, counted from 0.
+            The index of the layer in the model, from 0.
         scale : `float`, optional (default = 1 / sqrt(head_dim))
-            By which scores are multiplied.
+            The factor of the scores.
 
         # Returns
 
         `torch.Tensor`
-            Shape (batch_size, num_heads, length, head_dim), and 0 for a token that has nobody to
-            attend to.
+            Shape (batch_size, num_heads, length, head_dim), 0 for tokens that attend to no token.
         """
         raise NotImplementedError
 
@@ -62,21 +59,21 @@ class SparseAttention(Registrable):
 @SparseAttention.register("block_sparse")
 class BlockSparseAttention(SparseAttention):
     """
-    Attention in blocks of tokens, of which a layout says which attend to which. It has no
-    parameters, and one of it serves all layers of a model.
+    Attention between blocks of tokens, as a layout selects them. It has no parameters, and all
+    layers of a model share one instance.
 
     Registered as a `SparseAttention` with name "block_sparse". In a config file the layout's keys
-    are beside it: `{"type": "block_sparse", "mode": "fixed", "block": 16, "num_local_blocks": 4}`,
-    where the keys but for `type` are those of DeepSpeed's former section "sparse_attention". See
+    are next to `type`: `{"type": "block_sparse", "mode": "fixed", "block": 16, "num_local_blocks":
+    4}`. All keys except `type` are those of DeepSpeed's former section "sparse_attention". See
     `docs/sparse_attention.md`.
 
-    On GPUs PyTorch's `flex_attention` computes it, compiled at its first use. Elsewhere, and for
-    heads of fewer than 16 dimensions, it is PyTorch's attention with the layout as a mask.
+    On GPUs it runs PyTorch's `flex_attention`, compiled at its first use. Elsewhere, and for heads
+    of fewer than 16 dimensions, it runs PyTorch's attention with the layout as a mask.
 
     # Parameters
 
     layout : `Layout`
-        In a config file `mode` and that layout's keys.
+        In a config file, `mode` and the keys of that layout.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -84,7 +81,7 @@ class BlockSparseAttention(SparseAttention):
 
     @property
     def section(self) -> Dict[str, Any]:
-        """As `from_section` takes it, and JSON can say it."""
+        """Returns the config section as JSON values, which `from_section` accepts."""
         return self.layout.model_dump(mode="json")
 
     @classmethod
@@ -94,6 +91,8 @@ class BlockSparseAttention(SparseAttention):
     @classmethod
     def from_section(cls, section: Dict[str, Any]) -> "BlockSparseAttention":
         """
+        Constructs the attention from a config section.
+
         # Parameters
 
         section : `Dict[str, Any]`
@@ -102,7 +101,7 @@ class BlockSparseAttention(SparseAttention):
         # Raises
 
         `ConfigurationError`
-            If it isn't one, with all that is wrong.
+            If the section is invalid. The message lists all errors.
         """
         keys = {key: value for key, value in section.items() if key != "type"}
         if section.get("type", "block_sparse") != "block_sparse":
@@ -153,7 +152,7 @@ class BlockSparseAttention(SparseAttention):
         num_heads, num_blocks = query.size(1), -(-query.size(2) // self.layout.block)
         blocks = _blocks(self.layout, num_blocks, num_heads, layer, query.device)
         attend = attend_with_flex_attention if uses_flex_attention else _attend_with_mask
-        # Both look after precision themselves.
+        # Both functions handle precision themselves.
         with torch.autocast(query.device.type, enabled=False):
             result = attend(query, key, value, key_mask, self.layout, blocks, scale)
         return result[:, :, :length]
@@ -164,7 +163,7 @@ class BlockSparseAttention(SparseAttention):
 def _blocks(
     layout: Layout, num_blocks: int, num_heads: int, layer: int, device: torch.device
 ) -> torch.Tensor:
-    # Under inference mode the tensors would be of no use to a later training step.
+    # Tensors created in inference mode could not be used in a later training step.
     with torch.inference_mode(False):
         return layout.blocks(num_blocks, num_heads, layer).to(device)
 
@@ -178,7 +177,7 @@ def _attend_with_mask(
     blocks: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Computes what `attend_with_flex_attention` does, for any length."""
+    """Computes the same as `attend_with_flex_attention`, for any length."""
     positions = torch.arange(query.size(2), device=query.device)
     block = positions // layout.block
     # Shape: (batch_size, num_layouts, length, length)
@@ -186,7 +185,7 @@ def _attend_with_mask(
     tokens = layout.tokens(positions[:, None], positions)
     if tokens is not None:
         allowed = allowed & tokens
-    # A softmax over nobody would be NaN.
+    # A softmax over no key would be NaN.
     is_attending = allowed.any(-1, keepdim=True)
     result = F.scaled_dot_product_attention(
         query, key, value, attn_mask=allowed | ~is_attending, scale=scale
@@ -196,15 +195,15 @@ def _attend_with_mask(
 
 @functools.lru_cache(maxsize=64)
 def attention_of(section: str) -> BlockSparseAttention:
-    """Of a section as JSON."""
+    """Returns the attention of a section in JSON."""
     return BlockSparseAttention.from_section(json.loads(section))
 
 
 def _explanations(errors: ValidationError, section: Dict[str, Any]) -> List[str]:
-    """A line for each error, which names the key."""
+    """Returns a line for each error, which names the key."""
     lines = []
     for error in errors.errors():
-        # The first is the mode, by which the layout is chosen.
+        # The first element is the mode, which selects the layout.
         path = ".".join(["attention", *map(str, error["loc"][1:])])
         if error["type"].startswith("union_tag"):
             modes = "'bigbird', 'bslongformer', 'dense', 'fixed' or 'sliding_window'"
@@ -233,30 +232,34 @@ def attend_with_flex_attention(
     scale: float,
 ) -> torch.Tensor:
     """
+    Computes attention with `flex_attention`.
+
     # Parameters
 
     query, key, value : `torch.Tensor`
-        Shape (batch_size, num_heads, length, head_dim), with a length that is a multiple of 128.
+        Shape (batch_size, num_heads, length, head_dim). The length is a multiple of 128.
     key_mask : `torch.BoolTensor`
         Shape (batch_size, length): which tokens may be attended to.
     layout : `Layout`
     blocks : `torch.BoolTensor`
-        Shape (num_layouts, length / layout.block, length / layout.block), as `Layout.blocks` gives
-        it.
+        Shape (num_layouts, length / layout.block, length / layout.block), from `Layout.blocks`.
     scale : `float`
-        By which scores are multiplied.
+        The factor of the scores.
 
     # Returns
 
     `torch.Tensor`
-        Shape (batch_size, num_heads, length, head_dim), and 0 for who attends to nobody.
+        Shape (batch_size, num_heads, length, head_dim), 0 for tokens that attend to no token.
     """
     block_mask = _block_mask(key_mask, layout, blocks)
     return _compiled()(query, key, value, block_mask=block_mask, scale=scale)
 
 
 def _block_mask(key_mask: torch.Tensor, layout: Layout, blocks: torch.Tensor) -> "BlockMask":
-    """In blocks of `flex_attention`'s size, in each of which the mask itself decides."""
+    """
+    Builds a block mask in blocks of `flex_attention`'s size. Within each block the mask function
+    decides.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     is_shared = len(blocks) == 1
@@ -273,7 +276,7 @@ def _block_mask(key_mask: torch.Tensor, layout: Layout, blocks: torch.Tensor) ->
     length = key_mask.size(1)
     number, each = length // MAX_BLOCK, MAX_BLOCK // size
     large = blocks.view(len(blocks), number, each, number, each).any(4).any(2)
-    # The blocks of keys of each block of queries, and then the others, which are not looked at.
+    # The key blocks of each query block first, then the rest, which are not read.
     order = large.int().argsort(dim=-1, descending=True, stable=True)
     return BlockMask.from_kv_blocks(
         large.sum(-1, dtype=torch.int32)[None],

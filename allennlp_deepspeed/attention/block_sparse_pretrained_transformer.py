@@ -1,6 +1,6 @@
 """
-AllenNLP's "pretrained_transformer" embedder with block-sparse attention, by the interface through
-which transformers 5 has attention replaced.
+AllenNLP's "pretrained_transformer" embedder with block-sparse attention, through the attention
+interface of transformers 5.
 """
 
 import json
@@ -17,17 +17,17 @@ from allennlp_deepspeed.attention.block_sparse_attention import BlockSparseAtten
 
 logger = logging.getLogger(__name__)
 
-# By `model_type`. Of these a test compares with dense attention.
+# Values of `model_type` for which a test compares with dense attention.
 TESTED = ("albert", "bert", "distilbert", "electra", "gpt2", "llama", "qwen3", "roberta")
 
-# As which it is registered with transformers, and where a model's config has the section.
+# The name in transformers' registry, and the attribute of a model's config with the section.
 _NAME = "block_sparse"
 _SECTION = "block_sparse_attention"
 
-# What the dropout of attention weights is called in the configs of models.
+# Keys of models' configs for the dropout of attention weights.
 _DROPOUT_KEYS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
 
-# What these models pass to attention functions that has nothing to say here.
+# Arguments of attention functions that have no effect here.
 _WITHOUT_EFFECT = {"is_causal", "position_ids", "use_cache", "cache_position"}
 
 
@@ -44,13 +44,13 @@ class BlockSparsePretrainedTransformerEmbedder(PretrainedTransformerEmbedder):
     model_name : `str`, required.
         A model of one of the types in `TESTED`.
     attention : `BlockSparseAttention`, required.
-        Such as `{"type": "block_sparse", "mode": "bslongformer", "block": 64}`. For a model that
-        attends to the left only, with `"attention": "unidirectional"`.
+        Such as `{"type": "block_sparse", "mode": "bslongformer", "block":
+        64}`. A causal model also needs `"attention": "unidirectional"`.
     transformer_kwargs : `Dict[str, Any]`, optional (default = `None`)
-        As that of `PretrainedTransformerEmbedder`. Must turn the dropout of attention weights off,
-        which most models have: `{"attention_probs_dropout_prob": 0}` for a BERT.
+        As for `PretrainedTransformerEmbedder`. It must disable the dropout of attention weights,
+        which most models have: `{"attention_probs_dropout_prob": 0}` for BERT.
     kwargs : `Any`
-        As those of `PretrainedTransformerEmbedder`.
+        As for `PretrainedTransformerEmbedder`.
     """
 
     def __init__(self, model_name: str, *, attention: BlockSparseAttention, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ class BlockSparsePretrainedTransformerEmbedder(PretrainedTransformerEmbedder):
 
 
 def warn_of_dense_attention(transformer: torch.nn.Module) -> None:
-    """Says what becomes of block-sparse attention, if it has some, where transformers load it."""
+    """Warns that transformers would load a block-sparse model with dense attention."""
     config: Any = getattr(transformer, "config", None)
     if getattr(config, "_attn_implementation", None) == _NAME:
         logger.warning(
@@ -84,10 +84,12 @@ def warn_of_dense_attention(transformer: torch.nn.Module) -> None:
 
 def _check(config: Any, attention: BlockSparseAttention) -> None:
     """
+    Checks that the model supports this attention.
+
     # Raises
 
     `ConfigurationError`
-        If the model can't attend like that.
+        If the model doesn't support it.
     """
     if config.model_type not in TESTED:
         raise ConfigurationError(
@@ -105,8 +107,8 @@ def _check(config: Any, attention: BlockSparseAttention) -> None:
 
 def _number_layers(transformer: torch.nn.Module) -> None:
     """
-    Has each module that attends say which layer's it is, by which random blocks are drawn. Most
-    models do, but DistilBERT doesn't, and ALBERT has one for all layers.
+    Sets the layer index of each attention module that has none; random blocks depend on it. Most
+    models set it, but DistilBERT doesn't, and ALBERT shares one module between all layers.
     """
     attending = [
         module
@@ -140,7 +142,8 @@ def _padding_mask(
     **_: Any,
 ) -> torch.Tensor:
     """
-    In the place of the masks that transformers make for attention. The layout says the rest.
+    Replaces the masks that transformers make for attention with the padding mask. The layout
+    decides the rest.
 
     # Returns
 
@@ -182,11 +185,13 @@ def _attend(
     **kwargs: Any,
 ) -> Tuple[torch.Tensor, None]:
     """
+    Attention function that is registered with transformers.
+
     # Parameters
 
     query, key, value : `torch.Tensor`
-        Shape (batch_size, heads, length, head_dim), with fewer heads of keys and values if several
-        heads of queries share one.
+        Shape (batch_size, heads, length, head_dim). Keys and values have fewer heads if several
+        query heads share one.
     attention_mask : `torch.BoolTensor`
         As `_padding_mask` returns it.
 

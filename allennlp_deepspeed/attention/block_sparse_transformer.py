@@ -14,8 +14,8 @@ from allennlp_deepspeed.attention.block_sparse_attention import SparseAttention
 @Seq2SeqEncoder.register("block_sparse_transformer")
 class BlockSparseTransformer(PytorchTransformer):
     """
-    AllenNLP's `PytorchTransformer` with block-sparse attention: the same layers, which start from
-    the same weights, under the same names in a state dict. Attention weights have no dropout.
+    AllenNLP's `PytorchTransformer` with block-sparse attention. Layers, initial weights and names
+    in the state dict are the same. Attention weights have no dropout.
 
     Registered as a `Seq2SeqEncoder` with name "block_sparse_transformer".
 
@@ -24,10 +24,10 @@ class BlockSparseTransformer(PytorchTransformer):
     attention : `SparseAttention`, required.
         Such as `{"type": "block_sparse", "mode": "bigbird", "block": 32}`.
     dropout_prob : `float`, optional (default = `0.1`)
-        After attention, in the feedforward network and after it.
+        Dropout probability after attention, in the feedforward network and after it.
     input_dim, num_layers, feedforward_hidden_dim, num_attention_heads, positional_encoding,
     positional_embedding_size, activation
-        As those of `PytorchTransformer`.
+        As for `PytorchTransformer`.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class BlockSparseTransformer(PytorchTransformer):
 
 class _SelfAttention(torch.nn.MultiheadAttention):
     """
-    PyTorch's module with the same parameters, as `TransformerEncoderLayer` calls it.
+    Replacement of PyTorch's module with the same parameters, called by `TransformerEncoderLayer`.
 
     # Parameters
 
     dense : `torch.nn.MultiheadAttention`
-        Whose parameters it takes.
+        The module whose parameters are reused.
     attention : `SparseAttention`
     layer : `int`
-        Counted from 0.
+        The index of the layer, from 0.
     """
 
     def __init__(
         self, dense: torch.nn.MultiheadAttention, attention: SparseAttention, layer: int
     ) -> None:
-        # What is drawn here is of no use, and must not change what is drawn afterwards.
+        # The weights drawn here are discarded, and must not change the random state.
         with torch.random.fork_rng(devices=[]):
             super().__init__(dense.embed_dim, dense.num_heads)
         self.in_proj_weight, self.in_proj_bias = dense.in_proj_weight, dense.in_proj_bias
@@ -91,10 +91,12 @@ class _SelfAttention(torch.nn.MultiheadAttention):
         **_: Any,
     ) -> Tuple[torch.Tensor, None]:
         """
+        Computes attention of a sequence to itself.
+
         # Parameters
 
         query, key, value : `torch.Tensor`
-            Shape (length, batch_size, embedding_dim), all the same.
+            Shape (length, batch_size, embedding_dim), all the same tensor.
         key_padding_mask : `torch.Tensor`
             Shape (batch_size, length): true or -inf where there is padding.
         """

@@ -1,10 +1,10 @@
 """
-Which blocks of queries attend to which blocks of keys: DeepSpeed's former layouts, as its section
-"sparse_attention" described them up to version 0.9, and a window in tokens.
+Layouts of block-sparse attention: which query blocks attend to which key blocks. They are
+DeepSpeed's former layouts of the section "sparse_attention" (up to version 0.9), and a sliding
+window in tokens.
 
-A layout doesn't depend on how long a sequence is: that of a shorter one is the upper left part of
-that of a longer one, so that what is computed for a text doesn't depend on how far its batch is
-padded.
+A layout doesn't depend on the sequence length: the layout of a shorter sequence is the upper left
+part of that of a longer one. So the outputs for a text don't depend on the padding of its batch.
 """
 
 from typing import Annotated, ClassVar, Iterator, Literal, Optional, Tuple
@@ -16,28 +16,28 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_
 Positive = Annotated[StrictInt, Field(ge=1)]
 NonNegative = Annotated[StrictInt, Field(ge=0)]
 
-# The size of the blocks that flex_attention goes by, of which a layout's are parts.
+# The block size of flex_attention, a multiple of each layout's block size.
 MAX_BLOCK = 128
 
 
 class Layout(BaseModel):
     """
-    Which tokens attend to which.
+    Base class of layouts.
 
     # Parameters
 
     block : `int`, optional (default = `16`)
-        The number of tokens in a block: a power of two, 128 at most.
+        The number of tokens of a block: a power of two up to 128.
     attention : `str`, optional (default = `"bidirectional"`)
-        With `"unidirectional"` no token attends to a later one, within a block neither.
+        With `"unidirectional"` no token attends to a later one, not even within a block.
     different_layout_per_head : `bool`, optional (default = `False`)
-        Whether heads have layouts of their own, where these can differ: with random blocks, and
-        with several patterns of global ones.
+        Whether each head has its own layout if layouts can differ: with random blocks, or with
+        several patterns of global blocks.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # Whether anything in it can depend on the head.
+    # Whether the layout can depend on the head.
     depends_on_head: ClassVar[bool] = False
 
     block: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 16
@@ -50,25 +50,26 @@ class Layout(BaseModel):
 
     @property
     def length_limit(self) -> Optional[int]:
-        """In tokens; `None` if there is none."""
+        """Returns the maximum sequence length in tokens, or `None`."""
         return None
 
     def blocks(self, num_blocks: int, num_heads: int, layer: int = 0) -> torch.Tensor:
         """
+        Computes which blocks attend to which.
+
         # Parameters
 
         num_blocks : `int`
-            Of a sequence.
+            The number of blocks of a sequence.
         num_heads : `int`
         layer : `int`, optional (default = `0`)
-            Counted from 0. Blocks that are drawn are others in each layer.
+            The index of the layer, from 0. Random blocks differ between layers.
 
         # Returns
 
         `torch.BoolTensor`
-            Shape (num_heads or 1, num_blocks, num_blocks), with 1 if all heads have the same:
-            whether tokens of a block of queries (second dimension) attend to tokens of a block of
-            keys (third).
+            Shape (num_heads or 1, num_blocks, num_blocks), 1 if all heads share a layout: whether a
+            query block (second dimension) attends to a key block (third).
         """
         has_layout_per_head = self.different_layout_per_head and self.depends_on_head
         heads = range(num_heads if has_layout_per_head else 1)
@@ -78,16 +79,17 @@ class Layout(BaseModel):
 
     def tokens(self, queries: torch.Tensor, keys: torch.Tensor) -> Optional[torch.Tensor]:
         """
+        Computes which tokens attend to which, within blocks that do.
+
         # Parameters
 
         queries, keys : `torch.LongTensor`
-            Positions in a sequence, of shapes that can be broadcast.
+            Positions in a sequence, of broadcastable shapes.
 
         # Returns
 
         `torch.BoolTensor`
-            Whether that query attends to that key, given that its block does. `None` if so in all
-            cases.
+            Whether the query attends to the key, given that its block does. `None` means always.
         """
         return keys <= queries if self.is_unidirectional else None
 
@@ -100,16 +102,17 @@ class Layout(BaseModel):
 
 class SlidingWindowLayout(Layout):
     """
-    Each token attends to those near it, and first tokens to all and all to them: the attention of
-    "Longformer: The Long-Document Transformer" (Beltagy et al., 2020,
-    https://arxiv.org/abs/2004.05150, section 3.1). Exact in tokens, whatever the `block`.
+    Sliding window with global first tokens: the attention of "Longformer: The Long-Document
+    Transformer" (Beltagy et al., 2020, https://arxiv.org/abs/2004.05150, section 3.1). It is exact
+    in tokens for any `block`.
 
     # Parameters
 
     window : `int`, required.
         The number of tokens on either side.
     num_global_tokens : `int`, optional (default = `0`)
-        How many of the first tokens are global. `1` is BERT's `[CLS]`.
+        The number of first tokens that are global: they attend to all tokens, and all tokens to
+        them. `1` is BERT's `[CLS]`.
     """
 
     mode: Literal["sliding_window"]
@@ -123,16 +126,14 @@ class SlidingWindowLayout(Layout):
         return allowed & (keys <= queries) if self.is_unidirectional else allowed
 
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
-        # A window that begins within a block reaches into one more.
+        # A window that begins within a block extends into one more block.
         layout = _near(num_blocks, -(-self.window // self.block))
         _make_global(layout, 0, -(-self.num_global_tokens // self.block), horizontal=True)
         return layout
 
 
 class DenseLayout(Layout):
-    """
-    DeepSpeed's "dense": each token attends to all, for comparison.
-    """
+    """DeepSpeed's "dense": each token attends to all tokens, for comparison."""
 
     mode: Literal["dense"]
 
@@ -143,20 +144,20 @@ class DenseLayout(Layout):
 class FixedLayout(Layout):
     """
     DeepSpeed's "fixed", after "Generating Long Sequences with Sparse Transformers" (Child et al.,
-    2019, https://arxiv.org/abs/1904.10509, section 4.2): windows beside each other, whose blocks
-    attend to each other, and of each window the last blocks are global.
+    2019, https://arxiv.org/abs/1904.10509, section 4.2): adjacent windows whose blocks attend to
+    each other. The last blocks of each window are global.
 
     # Parameters
 
     num_local_blocks : `int`, optional (default = `4`)
-        In a window.
+        The number of blocks of a window.
     num_global_blocks : `int`, optional (default = `1`)
-        Of each window, global ones.
+        The number of global blocks of a window.
     num_different_global_patterns : `int`, optional (default = `1`)
-        How many heads in a row have other global blocks: the last ones of a window, those before
-        them, and so on. More than 1 needs `different_layout_per_head`.
+        The number of consecutive heads with different global blocks: the last ones of a window,
+        those before them, and so on. A value above 1 needs `different_layout_per_head`.
     horizontal_global_attention : `bool`, optional (default = `False`)
-        Whether global blocks attend to all too, and aren't only attended to.
+        Whether global blocks also attend to all blocks, in addition to being attended to.
     """
 
     depends_on_head: ClassVar[bool] = True
@@ -200,22 +201,22 @@ class FixedLayout(Layout):
 class BigBirdLayout(Layout):
     """
     DeepSpeed's "bigbird", after "Big Bird: Transformers for Longer Sequences" (Zaheer et al., 2020,
-    https://arxiv.org/abs/2007.14062, section 2): neighbouring blocks, first blocks that attend to
-    all and all to them, and random ones.
+    https://arxiv.org/abs/2007.14062, section 2): neighbouring blocks, global first blocks and
+    random blocks.
 
     # Parameters
 
     num_sliding_window_blocks : `int`, optional (default = `3`)
         The block itself and its neighbours, half on either side.
     num_global_blocks : `int`, optional (default = `1`)
-        The first ones.
+        The number of first blocks that attend to all blocks and are attended to by all.
     num_random_blocks : `int`, optional (default = `1`)
-        How many blocks of keys are drawn for each block of queries.
+        The number of key blocks that are drawn for each query block.
     seed : `int`, optional (default = `0`)
-        Of the drawing. From the same seed come the same blocks, in each process and each time.
+        The random seed. The same seed draws the same blocks in each process and each run.
     max_length : `int`, optional (default = `2048`)
-        The tokens of the longest sequence: blocks are drawn from that many, so that shorter
-        sequences have fewer. It is in use only with random blocks.
+        The number of tokens of the longest sequence. Blocks are drawn from this number of tokens,
+        so that shorter sequences have fewer random blocks. It is ignored without random blocks.
     """
 
     depends_on_head: ClassVar[bool] = True
@@ -235,7 +236,7 @@ class BigBirdLayout(Layout):
         if self.num_random_blocks == 0:
             return super()._random_blocks(num_blocks, num_layouts, layer)
         size = -(-self.max_length // self.block)
-        # The stream of this generator is the same in all versions of NumPy.
+        # This generator has the same stream in all versions of NumPy.
         drawn = numpy.random.RandomState([self.seed, layer]).random_sample(
             (num_layouts, size, size)
         )
@@ -243,7 +244,7 @@ class BigBirdLayout(Layout):
             rows, later = numpy.triu_indices(size, 1)
             drawn[:, rows, later] = numpy.inf
         columns = torch.from_numpy(drawn).argsort(dim=-1)[..., : self.num_random_blocks]
-        # Blocks of padding may come after those of the longest sequence.
+        # Blocks of padding may follow those of the longest sequence.
         size = max(size, num_blocks)
         layout = torch.zeros(num_layouts, size, size, dtype=torch.bool)
         layout[:, : columns.size(1)].scatter_(-1, columns, True)
@@ -257,17 +258,17 @@ class BigBirdLayout(Layout):
 
 class BSLongformerLayout(Layout):
     """
-    DeepSpeed's "bslongformer", the Longformer's in blocks: neighbouring blocks, and global blocks
-    by their indices.
+    DeepSpeed's "bslongformer", Longformer's attention in blocks: neighbouring blocks, and global
+    blocks by index.
 
     # Parameters
 
     num_sliding_window_blocks : `int`, optional (default = `3`)
         The block itself and its neighbours, half on either side.
     global_block_indices : `List[int]`, optional (default = `[0]`)
-        The blocks that are global, or where ranges of global blocks begin.
+        The indices of global blocks, or of the first blocks of ranges of global blocks.
     global_block_end_indices : `List[int]`, optional (default = `None`)
-        Where these ranges end: the first block that isn't global any more.
+        The ends (exclusive) of these ranges.
     """
 
     mode: Literal["bslongformer"]
@@ -310,13 +311,18 @@ LAYOUTS = (
 
 
 def _near(num_blocks: int, distance: int) -> torch.Tensor:
-    """Of shape (num_blocks, num_blocks): whether two blocks are that near each other."""
+    """
+    Returns a mask of shape (num_blocks, num_blocks): whether two blocks are within that distance.
+    """
     index = torch.arange(num_blocks)
     return (index[:, None] - index).abs() <= distance
 
 
 def _make_global(layout: torch.Tensor, start: int, end: int, horizontal: bool) -> None:
-    """All attend to the blocks from `start` to before `end`, and if `horizontal`, these to all."""
+    """
+    Lets all blocks attend to the blocks from `start` to `end` (exclusive), and if `horizontal`,
+    these to all.
+    """
     layout[:, start:end] = True
     if horizontal:
         layout[start:end] = True
