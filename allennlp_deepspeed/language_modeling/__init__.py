@@ -1,6 +1,6 @@
 """
-Language modelling: a causal language model with its reader, metrics and predictor, and what models
-are whose loss is a mean over tokens.
+Language modelling: a causal language model, its dataset reader, metrics and predictor, and the base
+class of models whose loss is a mean over tokens.
 """
 
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM

@@ -38,20 +38,20 @@ _NO_ROUTER_LOSS = (
 @Model.register("causal_lm")
 class CausalLM(TokenLossModel):
     """
-    Any of transformers' causal language models, for the fields of the "causal_lm" reader:
+    Wraps any of transformers' causal language models. Takes the fields of the "causal_lm" reader:
 
     ```jsonnet
     "model": {"type": "causal_lm", "model_name": "HuggingFaceTB/SmolLM2-135M"}
     ```
 
-    Its loss is the mean over the tokens that are to be predicted. Where the configuration of a
-    mixture of experts has `"output_router_logits": true`, the loss that balances their load is
-    added, as transformers compute it for each batch. Logits are computed for a chunk
-    of positions at a time, so that those of a whole batch are never in memory. Its metrics,
-    "perplexity" and "token_accuracy", count each token alike, those of the data of all workers.
+    The loss is the mean over the target tokens. If the configuration of a mixture of experts has
+    `"output_router_logits": true`, the load-balancing loss is added, which transformers compute for
+    each batch. Logits are computed for a chunk of positions at a time, so that the logits of a full
+    batch are never in memory. The metrics "perplexity" and "token_accuracy" weight each token
+    equally, over the data of all ranks.
 
-    The transformer's configuration and the tokenizer go into the archive, which can be opened where
-    there is neither.
+    The archive contains the transformer's configuration and the tokenizer, so that it can be opened
+    where neither is available.
 
     Registered as a `Model` with name "causal_lm".
 
@@ -61,27 +61,27 @@ class CausalLM(TokenLossModel):
     model_name : `str`, optional (default = `None`)
         The name of a pretrained model, its directory, or a file that ends in `.gguf`.
     config : `Dict[str, Any]`, optional (default = `None`)
-        In the place of `model_name`: the configuration of a model with random weights, such as
+        Instead of `model_name`: the configuration of a model with random weights, such as
         `{"model_type": "llama", "hidden_size": 256}`.
     tokenizer : `str`, optional (default = `None`)
-        The name, the directory or the GGUF file of the tokenizer that goes into the archive. `None`
-        takes the reader's, and another one is refused. Without a reader it is that of `model_name`.
+        The name, the directory or the GGUF file of the tokenizer that is archived. `None` means the
+        reader's tokenizer, and a different one is refused. Without a reader it is that of
+        `model_name`.
     load_weights : `bool`, optional (default = `True`)
-        Whether the weights of `model_name` are loaded. They aren't if an archive is.
+        Whether to load the weights of `model_name`. It is `False` when an archive is loaded.
     lora : `Dict[str, Any]`, optional (default = `None`)
-        Gives the transformer low-rank adapters to train, and freezes its own weights. The keys are
-        those of `peft`'s
-        [`LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora), such as
-        `{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}`.
+        Adds trainable low-rank adapters to the transformer and freezes its weights. The keys are
+        those of `peft`'s [`LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora),
+        such as `{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}`.
     transformer_kwargs : `Dict[str, Any]`, optional (default = `None`)
         Further arguments of `AutoModelForCausalLM.from_pretrained`, or with `config` of
-        `from_config`, such as `attn_implementation`. `dtype` is a name such as `"bfloat16"`, and
-        fp32 if it isn't given.
+        `from_config`, such as `attn_implementation`. `dtype` is a name such as `"bfloat16"`; the
+        default is fp32.
     resize_embeddings : `bool`, optional (default = `False`)
-        Whether the model gets embeddings of the tokens that the tokenizer has beyond them. They
-        begin as the mean of the others.
+        Whether to add embeddings for tokens of the tokenizer that the model has none for. They are
+        initialized with the mean of the others.
     loss_chunk_size : `int`, optional (default = `1024`)
-        The number of positions of which there are logits at a time.
+        The number of positions whose logits are in memory at a time.
     regularizer : `RegularizerApplicator`, optional (default = `None`)
         As in AllenNLP. Its penalty is added to the loss.
 
@@ -150,7 +150,7 @@ class CausalLM(TokenLossModel):
             _check_output_layer(self.transformer)
             if load_weights and not is_without_weights():
                 adapters.check_not_shared(self.transformer)
-        # Of single examples and of packed ones.
+        # Whether batches of single examples and packed batches have been checked.
         self._checked_sights: Set[bool] = set()
         self._loss_chunk_size = loss_chunk_size
         self._metrics = TokenMetrics()
@@ -174,29 +174,30 @@ class CausalLM(TokenLossModel):
         is_filler: bool = False,
     ) -> Dict[str, torch.Tensor]:
         """
-        Padding is on the right, where causal attention doesn't look.
+        Computes the loss, or the logits without labels. Padding is on the right, where causal
+        attention doesn't look.
 
         # Parameters
 
         input_ids : `torch.Tensor`, required.
             Of shape (batch_size, length).
         labels : `torch.Tensor`, optional (default = `None`)
-            Of shape (batch_size, length), the same tokens, and -100 for those that aren't to be
-            predicted, such as padding.
+            Of shape (batch_size, length), the same tokens, and -100 for tokens without loss, such
+            as padding.
         position_ids : `torch.Tensor`, optional (default = `None`)
-            Of shape (batch_size, length). Examples in the same row that don't attend to each other
-            begin where it is 0.
+            Of shape (batch_size, length). Packed examples of a row, which don't attend to each
+            other, begin where it is 0.
         attention_mask : `torch.Tensor`, optional (default = `None`)
-            Of shape (batch_size, length), 0 for padding and 1 for other tokens. Only the loss that
-            balances the load of experts depends on it.
+            Of shape (batch_size, length), 0 for padding and 1 for other tokens. Only the
+            load-balancing loss of experts depends on it.
         is_filler : `bool`, optional (default = `False`)
-            Whether it is a `filler`, which has no loss.
+            Whether the batch is a `filler`, which has no loss.
 
         # Returns
 
         `Dict[str, torch.Tensor]`
-            With labels, a scalar "loss"; without, "logits" of shape
-            (batch_size, length, vocabulary_size).
+            A scalar "loss" with labels; "logits" of shape (batch_size, length, vocabulary_size)
+            without.
         """
         inputs = {"input_ids": input_ids, "use_cache": False}
         if position_ids is not None:
@@ -227,7 +228,7 @@ class CausalLM(TokenLossModel):
 
     @property
     def has_router_loss(self) -> bool:
-        """Whether the loss isn't one of tokens alone, but balances the load of experts too."""
+        """Returns whether the loss includes the load-balancing loss of experts."""
         return self._router_loss_factor != 0
 
     def _router_loss(
@@ -256,7 +257,7 @@ class CausalLM(TokenLossModel):
             pretrained.resize_embeddings(self.transformer, its_tokenizer)
 
     def _call(self, module: torch.nn.Module, inputs: Dict[str, Any]) -> Any:
-        """The outputs of the transformer, or a part of it, which first are looked at."""
+        """Returns the outputs of the transformer, or a part of it, checking its attention first."""
         if self.sequence_sharing is not None:
             return self._call_with_own_part(self.sequence_sharing, module, inputs)
         is_packed = "position_ids" in inputs
@@ -270,7 +271,7 @@ class CausalLM(TokenLossModel):
     def _call_with_own_part(
         self, sharing: SequenceSharing, module: torch.nn.Module, inputs: Dict[str, Any]
     ) -> Any:
-        """The outputs for this worker's part of the sequences."""
+        """Returns the outputs for this rank's part of the sequences."""
         input_ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
         is_packed = position_ids is not None
         if position_ids is None:
@@ -281,20 +282,22 @@ class CausalLM(TokenLossModel):
             return module(**{**inputs, "input_ids": own_ids, "position_ids": own_positions})
 
     def _targets(self, labels: torch.Tensor) -> torch.Tensor:
-        """The token after each position, of this worker's part of the sequences."""
+        """Returns the token after each position, for this rank's part of the sequences."""
         targets = _next_tokens(labels)
         sharing = self.sequence_sharing
         return targets if sharing is None else sharing.part(targets, IGNORED)
 
     def _token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
         """
+        Computes the losses of hidden states.
+
         # Parameters
 
         hidden : `torch.Tensor`, required.
             Of shape (batch_size, length, hidden_size).
         targets : `torch.Tensor`, required.
-            Of shape (batch_size, length): the token after each position, -100 where it isn't to be
-            predicted.
+            Of shape (batch_size, length): the token after each position, -100 where there is no
+            loss.
         """
         assert self._output_head is not None
         return chunked_cross_entropy(
@@ -306,23 +309,23 @@ class CausalLM(TokenLossModel):
         )
 
     def filler(self, batch: TensorDict) -> TensorDict:
-        """A batch like this one, of which nothing is counted."""
+        """Returns a batch of the same shapes that isn't counted in loss or metrics."""
         labels = batch["labels"]
         assert isinstance(labels, torch.Tensor)
         return {**batch, "labels": torch.full_like(labels, IGNORED), "is_filler": True}  # type: ignore[dict-item]
 
     @overrides
     def get_metrics(self, reset: bool = False) -> Dict[str, float]:
-        """With `reset`, to be called by every rank."""
+        """Returns the metrics of the epoch so far. With `reset`, every rank must call it."""
         return self._metrics.get_metric(reset)
 
     @classmethod
     @overrides
     def _load(cls, config: Params, *args: Any, **kwargs: Any) -> "Model":
-        """Without reading pretrained weights, in whose place those of the archive come."""
+        """Loads an archive without reading the pretrained weights first."""
         config["model"]["load_weights"] = False
         arguments = config["model"].get("transformer_kwargs") or {}
-        # What is in an archive is fp32, which flash attention doesn't take.
+        # The weights of an archive are fp32, which flash attention doesn't support.
         for key in ("dtype", "torch_dtype"):
             arguments.pop(key, None)
         if "flash" in str(arguments.get("attn_implementation")):
@@ -331,16 +334,18 @@ class CausalLM(TokenLossModel):
 
 
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """The token after each position, of the same shape."""
+    """Returns the token after each position, of the same shape."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def _check_causal(transformer: "PreTrainedModel") -> None:
     """
+    Checks that the transformer is causal.
+
     # Raises
 
     `ConfigurationError`
-        If it is an encoder, which sees the tokens that it predicts.
+        If it is an encoder, which attends to the tokens that it predicts.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -357,13 +362,12 @@ def _check_causal(transformer: "PreTrainedModel") -> None:
 
 def _router_loss_factor(transformer: "PreTrainedModel", has_output_head: bool) -> float:
     """
-    Returns what the loss that balances the load of experts is multiplied by, 0 if the config
-    doesn't ask for one.
+    Returns the factor of the load-balancing loss of experts, 0 if the config doesn't enable it.
 
     # Raises
 
     `ConfigurationError`
-        If it does, and the loss can't be computed.
+        If the config enables it, and the loss can't be computed.
     """
     config = transformer.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
@@ -382,11 +386,13 @@ def _router_loss_factor(transformer: "PreTrainedModel", has_output_head: bool) -
 
 def _check_output_layer(transformer: "PreTrainedModel") -> None:
     """
+    Checks that the output layer has no adapters.
+
     # Raises
 
     `ConfigurationError`
-        If the output layer has adapters, which at stage 3 are gathered once for each chunk, of
-        which ranks have different numbers.
+        If it has. At stage 3 its adapters would be gathered once for each chunk, and ranks have
+        different numbers of chunks.
     """
     output_layer = transformer.get_output_embeddings()
     if output_layer is not None and any(True for _ in output_layer.children()):

@@ -26,10 +26,10 @@ _INPUTS = '{"prompt": ...}, {"text": ...} or {"messages": [...]}'
 class CausalLMPredictor(Predictor):
     """
     Generates responses with a `CausalLM`. Takes `{"prompt": ...}`, `{"text": ...}` or
-    `{"messages": [...]}`, such as the "causal_lm" reader does, whose responses it passes over, and
-    gives `{"response": ..., "finish_reason": ...}`, where the latter is "stop", or "length" after
-    `max_new_tokens`. A response ends with the tokenizer's end of a sequence, the token with which
-    its chat template ends a turn, or another end that the model's file names.
+    `{"messages": [...]}` as the "causal_lm" reader does, ignoring responses, and returns
+    `{"response": ..., "finish_reason": ...}`. The `finish_reason` is "stop", or "length" after
+    `max_new_tokens`. A response ends at the tokenizer's end-of-sequence token, the end-of-turn
+    token of its chat template, or another end token of the model's generation config.
 
     Registered as a `Predictor` with name "causal_lm".
 
@@ -40,20 +40,20 @@ class CausalLMPredictor(Predictor):
     dataset_reader : `DatasetReader`, required.
         A `CausalLMReader`.
     max_new_tokens : `int`, optional (default = `256`)
-        After as many a response ends.
+        The maximum number of tokens of a response.
     sample : `bool`, optional (default = `False`)
-        Whether tokens are drawn, instead of the most probable one taken.
+        Whether to sample tokens instead of taking the most probable one.
     temperature : `float`, optional (default = `1.0`)
-        By which logits are divided before one is drawn.
+        The divisor of the logits before sampling.
     top_k : `int`, optional (default = `None`)
-        Of the most probable tokens, as many are drawn from.
+        Samples from this number of most probable tokens.
     top_p : `float`, optional (default = `None`)
-        Of the most probable tokens, as many as have this probability together.
+        Samples from the most probable tokens whose total probability reaches this.
     seed : `int`, optional (default = `0`)
-        Of what is drawn, for each batch of inputs anew.
+        The random seed, which is set again for each batch of inputs.
     stop : `List[str]`, optional (default = `None`)
-        Strings at which a response ends, which may be special tokens of the tokenizer. They are no
-        part of it.
+        Strings that end a response and are removed from it. They may be special tokens of the
+        tokenizer.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class CausalLMPredictor(Predictor):
             )
         self._seed = seed
         self._tokenizer = dataset_reader.tokenizer
-        # A response has none of them in its text.
+        # The text of a response contains no special tokens.
         special_ends = _special_tokens(stop or [], self._tokenizer)
         self._stop = [text for text in stop or [] if text not in special_ends]
         self._example_tokenizer = dataset_reader.example_tokenizer
@@ -102,7 +102,7 @@ class CausalLMPredictor(Predictor):
         pad_id = self._tokenizer.pad_token_id
         self._pad_id = 0 if pad_id is None else pad_id
         given = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
-        # In the place of the model's own, whose values would be taken for what isn't given.
+        # Replaces the model's own config, whose values would be used for arguments that are unset.
         self._transformer.generation_config = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=sample,
@@ -113,10 +113,12 @@ class CausalLMPredictor(Predictor):
 
     def predict(self, prompt: str) -> JsonDict:
         """
+        Generates the response to a prompt.
+
         # Returns
 
         `Dict[str, Any]`
-            With the "response" to a prompt.
+            The "response" and its "finish_reason".
         """
         return self.predict_json({"prompt": prompt})
 
@@ -129,7 +131,7 @@ class CausalLMPredictor(Predictor):
         prompts = [self._prompt(each) for each in inputs]
         length = max(map(len, prompts))
         device = next(self._transformer.parameters()).device
-        # Padded on the left, so that all go on at the same place.
+        # Padded on the left, so that all prompts end at the same position.
         input_ids = [[self._pad_id] * (length - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         arguments: Dict[str, Any] = {}
@@ -193,12 +195,12 @@ def _conversation(messages: List[Message], inputs: JsonDict) -> Conversation:
 
 def _special_tokens(stop: List[str], tokenizer: Any) -> Dict[str, int]:
     """
-    Those of the strings that are special tokens, and their indices.
+    Returns the strings that are special tokens, and their indices.
 
     # Raises
 
     `ConfigurationError`
-        If one has a special token beside other text.
+        If a string contains a special token and other text.
     """
     special = {str(each): i for i, each in tokenizer.added_tokens_decoder.items() if each.special}
     for text in stop:
@@ -213,15 +215,16 @@ def _special_tokens(stop: List[str], tokenizer: Any) -> Dict[str, int]:
 
 class _StopStrings(StoppingCriteria):
     """
-    Those of transformers have to know how a tokenizer makes strings of tokens, and don't of each.
+    Stopping criterion for strings. The one of transformers has to know how a tokenizer decodes
+    tokens, which it doesn't for every tokenizer.
 
     # Parameters
 
     stop : `List[str]`, required.
     text : `Callable[[List[int]], str]`, required.
-        Of tokens.
+        Decodes tokens.
     prompt_length : `int`, required.
-        Where what has been generated begins.
+        The number of tokens before the generated ones.
     """
 
     def __init__(

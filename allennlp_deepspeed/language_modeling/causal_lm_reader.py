@@ -34,45 +34,47 @@ Prompt = Union[str, List[Message]]
 @DatasetReader.register("causal_lm")
 class CausalLMReader(DatasetReader):
     """
-    Reads texts, prompts with responses, or conversations for a causal language model, a JSON object
-    a line:
+    Reads texts, prompts with responses, or conversations for a causal language model from JSON
+    lines:
 
         {"text": "In the beginning God created the heaven and the earth."}
         {"prompt": "The capital of France is", "response": " Paris."}
         {"messages": [{"role": "user", "content": "Hello!"},
                       {"role": "assistant", "content": "Good morning."}]}
 
-    Texts and responses get the tokenizer's end of a sequence, unless they end with it. Messages get
-    what its chat template writes. A prompt and its response are tokenized as one text, so the space
-    between them has to be in one of them. They may be lists of messages instead. Next to messages a
-    line may have `tools` and `chat_template_kwargs` for the template. Other keys are ignored.
+    The tokenizer's end-of-sequence token is appended to texts and responses that don't end with it.
+    Messages are formatted by its chat template. A prompt and its response are tokenized as one
+    text, so the space between them has to be in one of them. They may be lists of messages instead.
+    Next to messages a line may have `tools` and `chat_template_kwargs` for the template. Other keys
+    are ignored.
 
     Registered as a `DatasetReader` with name "causal_lm".
 
     # Parameters
 
     tokenizer : `str`, required.
-        The name of a pretrained model or its directory, or a file that ends in `.gguf`. It goes
-        into the archive, where it is taken from there.
+        The name of a pretrained model or its directory, or a file that ends in `.gguf`. It is saved
+        in the archive, and loaded from there with it.
     max_length : `int`, optional (default = `None`)
-        Cuts off what is longer, in tokens. How many examples were cut is logged for each file.
+        Truncates examples to this number of tokens. The number of truncated examples is logged for
+        each file.
     loss_on : `str`, optional (default = `"all"`)
-        Which tokens are to be predicted: `"all"`, or `"responses"` only. Of messages these are what
-        the chat template has between its `{% generation %}` marks. Without marks they are the
-        messages of the assistant and what the template has at their end.
+        The tokens with a loss: `"all"`, or `"responses"` only. In messages, responses are the text
+        between the `{% generation %}` marks of the chat template. Without marks they are the
+        messages of the assistant with their ending in the template.
     pack : `bool`, optional (default = `False`)
-        Whether short examples come one after another in sequences of up to `max_length` tokens. No
-        example sees another. Each worker tokenizes all examples then, so that the sequences are the
-        same for any number of them, and `max_instances` is a number of sequences.
+        Whether to pack short examples into sequences of up to `max_length` tokens. Examples don't
+        attend to each other. Each worker then tokenizes all examples, so that sequences don't
+        depend on the world size, and `max_instances` is a number of sequences.
     tokenizer_kwargs : `Dict[str, Any]`, optional (default = `None`)
         Further arguments of `AutoTokenizer.from_pretrained`.
 
     # Raises
 
     `ConfigurationError`
-        When it is constructed, if a key has no meaning, or if the tokenizer isn't the one that the
-        archive has. When it reads, if a line isn't as
-        described: with the file, the line's number, and what is expected.
+        In the constructor, if a key is invalid, or if the tokenizer differs from the archive's.
+        While reading, if a line has another format: the error names the file, the line number and
+        the expected format.
     """
 
     def __init__(
@@ -150,19 +152,21 @@ class CausalLMReader(DatasetReader):
         chat_template_kwargs: Optional[Dict[str, Any]] = None,
     ) -> Instance:
         """
+        Tokenizes an example and converts it to an instance.
+
         # Parameters
 
         text : `str`, optional (default = `None`)
         prompt : `Union[str, List[Dict[str, Any]]]`, optional (default = `None`)
-            With a `response`. A text or messages.
+            A text or messages, given with a `response`.
         response : `Union[str, List[Dict[str, Any]]]`, optional (default = `None`)
-            As the `prompt`.
+            A text or messages, given with a `prompt`.
         messages : `List[Dict[str, Any]]`, optional (default = `None`)
         tools : `Union[str, List[Dict[str, Any]]]`, optional (default = `None`)
-            With messages: JSON schemas of the functions that the assistant may call, or the JSON of
-            that list.
+            Given with messages: JSON schemas of the functions that the assistant may call, or that
+            list in JSON.
         chat_template_kwargs : `Dict[str, Any]`, optional (default = `None`)
-            With messages: further arguments of the chat template.
+            Given with messages: further arguments of the chat template.
 
         # Returns
 
@@ -171,12 +175,12 @@ class CausalLMReader(DatasetReader):
         input_ids : `TensorField`
             In a batch: int64 of shape `(batch_size, length)`, padded on the right.
         labels : `TensorField`
-            Likewise, the same tokens, and -100 for those that aren't to be predicted: the first,
-            padding, and with `loss_on` `"responses"` all but responses.
+            Of the same shape: the same tokens, and -100 for tokens without loss, which are the
+            first, padding, and with `loss_on` `"responses"` all tokens except responses.
         attention_mask : `TensorField`
-            Likewise, 1 for tokens and 0 for padding.
+            Of the same shape: 1 for tokens and 0 for padding.
         position_ids : `TensorField`
-            Only if examples are packed. Likewise, from 0 in each of them.
+            Only if examples are packed. Of the same shape: positions from 0 in each example.
         """
         kwargs = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         example = self._tokenize(text, prompt, response, messages, **kwargs)
@@ -242,7 +246,7 @@ class CausalLMReader(DatasetReader):
     def _instance(self, example: Example, position_ids: Optional[torch.Tensor] = None) -> Instance:
         input_ids, labels = (torch.tensor(values, dtype=torch.int64) for values in example)
         fields: Dict[str, Field] = {
-            # Nothing depends on what padding is, and every model has an embedding of this token.
+            # No output depends on the padding token, and every model has an embedding of token 0.
             "input_ids": TensorField(input_ids, padding_value=0),
             "labels": TensorField(labels, padding_value=IGNORED),
             "attention_mask": TensorField(torch.ones_like(input_ids), padding_value=0),
@@ -253,7 +257,7 @@ class CausalLMReader(DatasetReader):
 
 
 class _Counts:
-    """Of a file's examples, those that `max_length` has taken something from."""
+    """Counts the examples of a file that `max_length` truncates."""
 
     def __init__(self, file_path: str, max_length: Optional[int]) -> None:
         self._file_path = file_path
@@ -269,12 +273,12 @@ class _Counts:
 
     def finish(self) -> None:
         """
-        Logs how many examples were cut.
+        Logs how many examples were truncated.
 
         # Raises
 
         `ConfigurationError`
-            If nothing is to be predicted in the file. Other workers may have read other lines.
+            If no token of the file has a loss and no other worker has read other lines.
         """
         num_examples, is_whole = self._num_examples, world_size() == 1 and not get_worker_info()
         if is_whole and num_examples and self._num_without_targets == num_examples:

@@ -1,6 +1,4 @@
-"""
-Cross entropy of next tokens, without the logits of a whole batch in memory.
-"""
+"""Cross entropy of next tokens without materializing the logits of a full batch."""
 
 from functools import partial
 from typing import Any, Callable, NamedTuple, Optional
@@ -11,21 +9,21 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
-"""The target of a position that is not to be predicted, as PyTorch and transformers have it."""
+"""The target of a position without loss, as in PyTorch and transformers."""
 
 
 class TokenLosses(NamedTuple):
     """
-    Of a batch's targets.
+    Loss and accuracy of a batch's targets.
 
     # Parameters
 
     total : `torch.Tensor`
-        The sum of their losses, fp32, without dimensions.
+        The sum of their losses: an fp32 scalar.
     num_correct : `torch.Tensor`
-        How many have the highest logit, int64, without dimensions.
+        The number of targets with the highest logit: an int64 scalar.
     num_targets : `torch.Tensor`
-        Int64, without dimensions.
+        The number of targets: an int64 scalar.
     """
 
     total: torch.Tensor
@@ -42,24 +40,25 @@ def chunked_cross_entropy(
 ) -> TokenLosses:
     """
     Computes logits for a chunk of positions at a time. The output layer is called once, so that
-    ZeRO stage 3 gathers its weights once, however many chunks a rank has.
+    ZeRO stage 3 gathers its weights once for any number of chunks.
 
-    PyTorch's `linear_cross_entropy` computes gradients with them where it can: in fp32, for a
-    linear layer of whose logits the model makes nothing else. In half precision its sum is one in
-    half precision, of three digits. Elsewhere logits are computed again in the backward pass.
+    PyTorch's `linear_cross_entropy`, which computes gradients in the forward pass, is used in fp32
+    for a plain linear layer whose logits aren't adjusted. In half precision its sum would be in
+    half precision, with three digits. In all other cases logits are recomputed in the backward
+    pass.
 
     # Parameters
 
     output_layer : `torch.nn.Module`, required.
-        Gives the logits of hidden states.
+        Computes the logits of hidden states.
     hidden : `torch.Tensor`, required.
         Of shape (batch_size, length, hidden_size).
     targets : `torch.Tensor`, required.
-        Of shape (batch_size, length), the token that each position is to predict, or `IGNORED`.
+        Of shape (batch_size, length), the target token of each position, or `IGNORED`.
     chunk_size : `int`, required.
-        The number of positions of which there are logits at a time.
+        The number of positions whose logits are in memory at a time.
     adjust : `Callable[[torch.Tensor], torch.Tensor]`, required.
-        What the model does to logits, `None` if that is nothing.
+        The model's adjustment of the logits, `None` if there is none.
 
     # Returns
 
@@ -107,7 +106,9 @@ def chunked_cross_entropy(
 
 
 def _is_for_library(output_layer: torch.nn.Module, hidden: torch.Tensor) -> bool:
-    """Whether PyTorch has the function, since 2.13, and computes it as it is computed here."""
+    """
+    Returns whether PyTorch has the function (since 2.13) and computes the same as this module.
+    """
     return (
         hasattr(functional, "linear_cross_entropy")
         and hasattr(torch.nn, "LinearCrossEntropyOptions")
@@ -119,12 +120,14 @@ def _is_for_library(output_layer: torch.nn.Module, hidden: torch.Tensor) -> bool
 
 def whole_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
     """
+    Computes the losses of all logits at once.
+
     # Parameters
 
     logits : `torch.Tensor`, required.
         Of shape (..., vocabulary_size).
     targets : `torch.Tensor`, required.
-        Of shape (...), the token that each position is to predict, or `IGNORED`.
+        Of shape (...), the target token of each position, or `IGNORED`.
 
     # Returns
 

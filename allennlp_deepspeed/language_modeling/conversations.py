@@ -20,17 +20,19 @@ logger = logging.getLogger(__name__)
 
 Message = Dict[str, Any]
 
-# The first character of a part of a text, and the one after its last.
+# The indices of the first character of a part of a text and of the one after its last.
 Span = Tuple[int, int]
 
 PROBE = "\ufffc"
-"""A character that stands in no message."""
+"""A character that occurs in no message."""
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Conversation(NamedTuple):
     """
+    Messages of a conversation, and arguments of the chat template.
+
     # Parameters
 
     messages : `List[Dict[str, Any]]`
@@ -71,7 +73,7 @@ def to_template_kwargs(
     # Raises
 
     `ConfigurationError`
-        If the tools are no JSON.
+        If the tools aren't valid JSON.
     """
     if isinstance(tools, str):
         try:
@@ -83,11 +85,13 @@ def to_template_kwargs(
 
 class ExampleTokenizer:
     """
+    Tokenizes examples and labels their tokens.
+
     # Parameters
 
     tokenizer : `PreTrainedTokenizerBase`, required.
     only_responses : `bool`, required.
-        Whether only responses are to be predicted.
+        Whether only responses have a loss.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, only_responses: bool) -> None:
@@ -97,7 +101,7 @@ class ExampleTokenizer:
         self._has_warned = False
 
     def of_text(self, text: str) -> Example:
-        """Tokenizes a text and the end of a sequence."""
+        """Tokenizes a text and the end-of-sequence token."""
         tokens, _ = self._encode(self._ended(text))
         return self._example(tokens, [not self._only_responses] * len(tokens))
 
@@ -116,15 +120,15 @@ class ExampleTokenizer:
 
     def of_conversation(self, conversation: Conversation) -> Example:
         """
-        Tokenizes a conversation in the form of the tokenizer's chat template. Responses are what
-        the template has between `{% generation %}` marks. In one without marks they are the
-        messages whose role is "assistant", with what the template has at their end.
+        Tokenizes a conversation formatted by the tokenizer's chat template. Responses are the text
+        between the template's `{% generation %}` marks. In a template without marks they are the
+        messages whose role is "assistant", with their ending in the template.
 
         # Raises
 
         `ConfigurationError`
-            If the tokenizer has no chat template, or one that doesn't take these messages, or if
-            the responses can't be found in what it makes of them.
+            If the tokenizer has no chat template, if the template refuses these messages, or if the
+            responses can't be found in the rendered text.
         """
         text = self.render(conversation)
         tokens, spans = self._encode(text, add_special_tokens=False)
@@ -204,8 +208,8 @@ class ExampleTokenizer:
         self, text: str, conversation: Conversation, index: int, prompt: str, until: str
     ) -> Span:
         """
-        Finds it where the template leaves something of earlier messages out, such as their
-        thinking, or has responses generated after something that isn't in the text.
+        Finds the response if the template leaves out parts of earlier messages, such as their
+        thinking, or adds a generation prompt that isn't in the text.
         """
         content = conversation.messages[index].get("content") or ""
         history = self.render(conversation.first(index))
@@ -239,8 +243,8 @@ class ExampleTokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> Tuple[List[int], List[Span]]:
         """
-        Returns tokens, without the end of a sequence that the tokenizer may add, and their
-        characters in the text, if the tokenizer is a fast one.
+        Returns tokens without the end-of-sequence token that the tokenizer may add, and their spans
+        in the text if the tokenizer is a fast one.
         """
         encoded = self._tokenizer(
             text,
@@ -260,12 +264,12 @@ class ExampleTokenizer:
         pairs = zip(tokens, are_responses)
         all_count = not self._only_responses
         labels = [token if all_count or counts else IGNORED for token, counts in pairs]
-        # There is nothing from which the first could be predicted.
+        # The first token has no context to be predicted from.
         return Example(tokens, [IGNORED, *labels[1:]] if labels else [])
 
 
 def _adds_end(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether the tokenizer puts the end of a sequence after every text."""
+    """Returns whether the tokenizer appends the end-of-sequence token to every text."""
     last = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
     return tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id] != last
 

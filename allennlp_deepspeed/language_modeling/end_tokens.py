@@ -1,6 +1,4 @@
-"""
-Finds the tokens with which a response ends.
-"""
+"""Finds the tokens that end a response."""
 
 from typing import TYPE_CHECKING, Any, List, Optional
 
@@ -14,9 +12,9 @@ if TYPE_CHECKING:
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, transformer: "PreTrainedModel") -> List[int]:
     """
-    Returns the tokenizer's end of a sequence, the token with which its chat template ends a turn,
-    and the ends that the model's generation config names, if they are added tokens. A config that
-    names none has the default of its class, which may be an ordinary token of the tokenizer.
+    Returns the tokenizer's end-of-sequence token, the end-of-turn token of its chat template, and
+    the end tokens of the model's generation config that are added tokens. A config without end
+    tokens has the default of its class, which may be an ordinary token of the tokenizer.
     """
     named = getattr(transformer.generation_config, "eos_token_id", None)
     others = {tokenizer.bos_token_id, tokenizer.unk_token_id, tokenizer.mask_token_id}
@@ -28,7 +26,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, transformer: "PreTrainedModel
 
 
 def set_end_tokens(transformer: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes the `end_tokens` into the configs of a model and of its generation."""
+    """Writes the `end_tokens` into a model's config and generation config."""
     ends = end_tokens(tokenizer, transformer)
     transformer.config.get_text_config().eos_token_id = ends[0] if ends else None
     if transformer.generation_config is not None:
@@ -37,13 +35,13 @@ def set_end_tokens(transformer: "PreTrainedModel", tokenizer: PreTrainedTokenize
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> Optional[int]:
-    """The first token after a message of the assistant, if it is an added token."""
+    """Returns the first token after a message of the assistant if it is an added token."""
     if tokenizer.chat_template is None:
         return None
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # of any kind that a template raises which takes other messages
+    except Exception:  # of any type: a template may refuse these messages
         return None
     _, probe, after = text.rpartition(PROBE)
     tokens = tokenizer(after, add_special_tokens=False)["input_ids"] if probe else []

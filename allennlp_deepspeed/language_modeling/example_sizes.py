@@ -1,5 +1,6 @@
 """
-Compares the examples of readers with what the model has room for, before data are trained on.
+Compares the examples of readers with the vocabulary size and the positions of the model before
+training.
 """
 
 import logging
@@ -17,14 +18,16 @@ logger = logging.getLogger(__name__)
 
 class ModelSizes(NamedTuple):
     """
+    Sizes of a model that limit examples.
+
     # Parameters
 
     num_embeddings : `int`
-        The number of token ids that the model takes.
+        The number of token ids that the model has embeddings for.
     num_positions : `int`, optional (default = `None`)
-        The number of positions that it is made for.
+        The number of positions that it was trained for.
     has_position_table : `bool`, optional (default = `False`)
-        Whether positions are the rows of a table, so that there are no others.
+        Whether positions are rows of an embedding table, so that it supports no others.
     """
 
     num_embeddings: int
@@ -47,7 +50,7 @@ class ModelSizes(NamedTuple):
         return cls(
             getattr(embeddings, "num_embeddings", config.vocab_size),
             num_positions,
-            # Some models have a few rows more than positions.
+            # Some models have a few more rows than positions.
             num_positions is not None and any(0 <= n - num_positions <= 8 for n in tables),
         )
 
@@ -62,10 +65,12 @@ class ExampleSizes:
 
     def add(self, input_ids: List[int], line: Line) -> None:
         """
+        Updates the sizes with an example.
+
         # Raises
 
         `ConfigurationError`
-            If the model is known, and has no room for the example.
+            If the model is known and the example exceeds its sizes.
         """
         largest, length = max(input_ids, default=0), len(input_ids)
         if self._largest is None or largest > self._largest.size:
@@ -77,12 +82,12 @@ class ExampleSizes:
 
     def compare(self, model_sizes: ModelSizes) -> None:
         """
-        Compares with a model what has been read and what will be.
+        Compares a model with the examples that have been read and will be read.
 
         # Raises
 
         `ConfigurationError`
-            If the model has no room for an example.
+            If an example exceeds the model's sizes.
         """
         self._model_sizes = model_sizes
         self._check_largest()

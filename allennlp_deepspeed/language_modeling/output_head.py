@@ -1,6 +1,4 @@
-"""
-What comes after the layers of a causal language model: how logits are made of hidden states.
-"""
+"""Output head of a causal language model: how logits are computed from hidden states."""
 
 import logging
 from functools import partial
@@ -17,28 +15,28 @@ logger = logging.getLogger(__name__)
 
 Adjustment = Callable[[torch.Tensor], torch.Tensor]
 
-# Logits as they come, around 0 and where a cap makes a difference.
+# Typical logits, around 0 and where a cap has an effect.
 _PROBES = (-60.0, -7.0, -0.5, 0.0, 1.0, 9.0, 70.0)
 
 
 class OutputHead(NamedTuple):
     """
-    How logits are made, if they are `adjust(output_layer(hidden))`, number by number.
+    Output head whose logits are `adjust(output_layer(hidden))`, element by element.
 
     # Parameters
 
     backbone_name : `str`
-        The attribute, or the method, of the model that gives what gives hidden states. A name, so
-        that a copy of the model goes forward by its own.
+        The attribute or method of the model that returns the module that computes hidden states. It
+        is a name, so that a copy of the model uses its own backbone.
     adjust : `Callable[[torch.Tensor], torch.Tensor]`
-        What the model does to logits, such as a cap, `None` if that is nothing.
+        The model's adjustment of logits, such as a cap, `None` if there is none.
     """
 
     backbone_name: str
     adjust: Optional[Adjustment]
 
     def backbone(self, transformer: "PreTrainedModel") -> torch.nn.Module:
-        """That of a model like the one that the head has been found out for."""
+        """Returns the backbone of a model of the same kind."""
         backbone = getattr(transformer, self.backbone_name)
         return backbone if isinstance(backbone, torch.nn.Module) else backbone()
 
@@ -50,17 +48,17 @@ class OutputHead(NamedTuple):
         attention_mask: Optional[torch.Tensor],
     ) -> torch.Tensor:
         """
-        Has a mixture of experts compute the loss that balances their load, without its layers.
+        Computes the load-balancing loss of a mixture of experts without running its layers.
 
         # Parameters
 
         transformer : `PreTrainedModel`, required.
         outputs : `ModelOutput`, required.
-            What the backbone returned, with `router_logits`.
+            The backbone's outputs, with `router_logits`.
         input_ids : `torch.Tensor`, required.
             Of shape (batch_size, length).
         attention_mask : `torch.Tensor`, required.
-            Of the same shape, 0 where there is padding, which isn't counted.
+            Of the same shape, 0 for padding, which isn't counted.
         """
         backbone, output_layer = self.backbone(transformer), transformer.get_output_embeddings()
         with (
@@ -73,7 +71,10 @@ class OutputHead(NamedTuple):
 
 
 class _States(BaseModelOutputWithPast):
-    """What any backbone returns, without what only some do, such as the logits of routers."""
+    """
+    Outputs of any backbone. Fields that only some backbones have, such as router logits, are
+    `None`.
+    """
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -82,13 +83,13 @@ class _States(BaseModelOutputWithPast):
 
 def output_head(transformer: "PreTrainedModel") -> Optional[OutputHead]:
     """
-    Finds out what a model does between hidden states and logits by having it do so with other
-    values: no weight is used.
+    Finds how a model computes logits from hidden states by running it on probe values. No weight is
+    read.
 
     # Returns
 
     `Optional[OutputHead]`
-        `None` if it is something else than an output layer, and a factor or a cap.
+        `None` if it isn't an output layer with an optional factor or cap.
     """
     output_layer = transformer.get_output_embeddings()
     vocabulary_size = getattr(output_layer, "out_features", None)
@@ -96,7 +97,7 @@ def output_head(transformer: "PreTrainedModel") -> Optional[OutputHead]:
         return None
     probes = torch.tensor(_PROBES, device="cpu")
     values = probes[None, :, None].expand(1, len(probes), vocabulary_size).clone()
-    # A model that has an encoder besides, or could have one, calls its decoder.
+    # A model that also has an encoder, or could have one, calls its decoder.
     for name in ("base_model", "get_decoder", "model"):
         if not hasattr(transformer, name):
             continue
@@ -106,7 +107,7 @@ def output_head(transformer: "PreTrainedModel") -> Optional[OutputHead]:
         try:
             results = _applied(transformer, backbone, output_layer, values)
         except Exception as error:
-            # Any that a model raises where it does more with its layers than to call them.
+            # Any error of a model that does more with its layers than to call them.
             logger.debug("%s: %s", type(transformer).__name__, error)
             continue
         if results.shape != values.shape or (results != results[..., :1]).any():
@@ -125,7 +126,7 @@ def _applied(
     output_layer: torch.nn.Module,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """The model's logits where its output layer gives these values."""
+    """Returns the model's logits for these outputs of its output layer."""
 
     def states(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
         return _States(last_hidden_state=values.clone())

@@ -1,6 +1,4 @@
-"""
-Examples one after another in the same sequence, none of which sees another.
-"""
+"""Packs several examples into a sequence. They don't attend to each other."""
 
 from typing import TYPE_CHECKING, Iterable, Iterator, List, NamedTuple
 
@@ -10,17 +8,19 @@ from allennlp.common.checks import ConfigurationError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Sequences that wait for an example that fills them.
+# The maximum number of incomplete sequences.
 _MAX_OPEN = 64
 
 
 class Example(NamedTuple):
     """
+    Tokens and labels of an example.
+
     # Parameters
 
     input_ids : `List[int]`
     labels : `List[int]`
-        As many: the same tokens, and -100 for those that aren't to be predicted.
+        Of the same length: the same tokens, and -100 for tokens without loss.
     """
 
     input_ids: List[int]
@@ -32,6 +32,8 @@ Sequence = List[Example]
 
 def check_batch(transformer: "PreTrainedModel", batch_size: int) -> None:
     """
+    Checks that the model's attention separates packed examples in a batch of this size.
+
     # Parameters
 
     transformer : `PreTrainedModel`, required.
@@ -41,11 +43,11 @@ def check_batch(transformer: "PreTrainedModel", batch_size: int) -> None:
     # Raises
 
     `ConfigurationError`
-        If the model's attention doesn't keep examples apart in so many.
+        If it doesn't.
     """
     implementation = str(getattr(transformer.config, "_attn_implementation", None))
     if batch_size > 1 and "flash" in implementation:
-        # For these transformers look for borders in a single sequence only.
+        # For these implementations transformers look for example borders in a single sequence only.
         raise ConfigurationError(
             f"'dataset_reader.pack' is true, but {implementation} keeps packed examples apart only "
             'in batches of one sequence: write "attn_implementation": "sdpa" in '
@@ -55,15 +57,15 @@ def check_batch(transformer: "PreTrainedModel", batch_size: int) -> None:
 
 def pack(examples: Iterable[Example], max_length: int) -> Iterator[Sequence]:
     """
-    Puts each example into the fullest of the open sequences that has room for it. The order of what
-    comes out depends on nothing but that of what goes in.
+    Packs each example into the fullest incomplete sequence that has room for it. The order of the
+    sequences depends only on the order of the examples.
 
     # Parameters
 
     examples : `Iterable[Example]`, required.
-        None of them longer than `max_length`.
+        Each has at most `max_length` tokens.
     max_length : `int`, required.
-        Of a sequence, in tokens.
+        The maximum length of a sequence, in tokens.
 
     # Returns
 
@@ -92,5 +94,5 @@ def pack(examples: Iterable[Example], max_length: int) -> Iterator[Sequence]:
 
 
 def position_ids(sequence: Sequence) -> torch.Tensor:
-    """Of shape (length,), from 0 in each example."""
+    """Returns positions of shape (length,), from 0 in each example."""
     return torch.cat([torch.arange(len(example.input_ids)) for example in sequence])

@@ -1,5 +1,5 @@
 """
-Loads transformers and tokenizers, and keeps of them what an archive needs to be opened anywhere.
+Loads transformers and tokenizers, and saves the files that an archive needs to be opened anywhere.
 """
 
 import copy
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Beside the vocabulary, which AllenNLP archives as a whole. It takes what begins with a dot for no
-# namespace.
+# Next to the vocabulary, which AllenNLP archives completely. It doesn't read names with a leading
+# dot as namespaces.
 _SAVED = os.path.join("vocabulary", ".transformer")
 
-# Beside a saved tokenizer, what its reader loaded it from.
+# Next to a saved tokenizer: the source that its reader loaded it from.
 _SOURCE = "source.json"
 
-# Arguments that say where a tokenizer's files are, and mean nothing where they have been saved.
+# Arguments about the location of a tokenizer's files, which don't apply to saved ones.
 _OF_FILES = (
     "cache_dir",
     "force_download",
@@ -56,7 +56,7 @@ _OF_FILES = (
     "token",
 )
 
-# What `from_config` takes of the arguments of `from_pretrained`; others are about files.
+# The arguments of `from_pretrained` that `from_config` accepts; others are about files.
 _OF_CONFIG = ("attn_implementation", "dtype", "trust_remote_code")
 
 VERSION = transformers.__version__
@@ -74,18 +74,20 @@ def transformer(
     serialization_dir: Directory,
 ) -> "PreTrainedModel":
     """
+    Loads or constructs a transformer.
+
     # Parameters
 
     model_name : `str`, required.
         A name, a directory or a GGUF file; `None` if there is a `config`.
     config : `Dict[str, Any]`, required.
-        With its `model_type`, for random weights.
+        The configuration, with its `model_type`, of a model with random weights.
     arguments : `Dict[str, Any]`, required.
-        Further ones of `AutoModelForCausalLM.from_pretrained`. Without a `dtype` it is fp32.
+        Further arguments of `AutoModelForCausalLM.from_pretrained`. The default `dtype` is fp32.
     load_weights : `bool`, required.
-        Whether pretrained weights are loaded.
+        Whether to load pretrained weights.
     serialization_dir : `Union[str, PathLike]`, required.
-        If weights aren't loaded, the configuration is what has been saved here, if it has.
+        If weights aren't loaded, the configuration saved in this directory is used if there is one.
 
     # Raises
 
@@ -106,11 +108,11 @@ def transformer(
             return _unmarked(pretrained) if of_file else pretrained
         if saved is not None and not load_weights:
             loaded = transformers.AutoConfig.from_pretrained(saved)
-            # By which adapters know it, and not where it was saved.
+            # Adapters store the model's name, not the directory it was saved in.
             loaded.name_or_path = model_name or ""
         elif config is not None:
-            # Without an end of a sequence unless the config names one: the default of its class is
-            # for another tokenizer.
+            # The end-of-sequence token is unset unless the config names one: the default of its
+            # class is for another tokenizer.
             loaded = transformers.AutoConfig.for_model(**{"eos_token_id": None, **config})
         else:
             name, of_file = _name_and_file(model_name)
@@ -131,12 +133,14 @@ def transformer(
 
 def tokenizer(name: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
     """
+    Loads a tokenizer.
+
     # Parameters
 
     name : `str`, required.
         A name, a directory or a GGUF file.
     arguments : `Dict[str, Any]`, required.
-        Further ones of `AutoTokenizer.from_pretrained`.
+        Further arguments of `AutoTokenizer.from_pretrained`.
 
     # Raises
 
@@ -145,7 +149,7 @@ def tokenizer(name: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
     """
     try:
         directory, of_file = _name_and_file(name)
-        # One of its own for each, since what is assigned to it is for its owner.
+        # A copy for each caller, since callers set attributes of it.
         return copy.deepcopy(
             _loaded(directory, json.dumps({**of_file, **arguments}, sort_keys=True))
         )
@@ -159,8 +163,8 @@ def reader_tokenizer(
     name: str, arguments: Dict[str, Any], serialization_dir: Directory
 ) -> PreTrainedTokenizerBase:
     """
-    The tokenizer of a reader, which goes into the archive of the model that is constructed after
-    the reader: the one that has been saved, if one has.
+    Returns the tokenizer of a reader: the saved one, if there is one. It is archived with the
+    model, which is constructed after the reader.
 
     # Parameters
 
@@ -173,8 +177,8 @@ def reader_tokenizer(
     # Raises
 
     `ConfigurationError`
-        If there is no such tokenizer, or if it isn't the one that has been saved or that another
-        reader of the same training has.
+        If there is no such tokenizer, or if it differs from the saved one or from that of another
+        reader of the same run.
     """
     source = _Source(name, arguments)
     if saved_files(serialization_dir, "tokenizer_config.json"):
@@ -197,8 +201,8 @@ def reader_tokenizer(
 
 def example_sizes(reader_tokenizer: PreTrainedTokenizerBase) -> Optional[ExampleSizes]:
     """
-    Returns what a reader is to tell of its examples, `None` for one without a serialization
-    directory, whose model isn't known.
+    Returns the object that collects the sizes of a reader's examples, or `None` for a reader
+    without a serialization directory, whose model isn't known.
     """
     reader = _readers.get(reader_tokenizer)
     return None if reader is None else reader.example_sizes
@@ -206,13 +210,12 @@ def example_sizes(reader_tokenizer: PreTrainedTokenizerBase) -> Optional[Example
 
 def compare_examples(serialization_dir: Directory, transformer: "PreTrainedModel") -> None:
     """
-    Compares a model with the examples of the readers of the same training, those that have been
-    read and those that will be.
+    Compares a model with the examples that readers of the same run have read and will read.
 
     # Raises
 
     `ConfigurationError`
-        If the model has no room for an example.
+        If an example exceeds the model's sizes.
     """
     if serialization_dir is None:
         return
@@ -224,8 +227,8 @@ def resize_embeddings(
     transformer: "PreTrainedModel", its_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """
-    Gives a model embeddings of all tokens of a tokenizer, unless it has as many. The new ones are
-    the mean of the others, in the output layer too.
+    Adds embeddings for all tokens of a tokenizer that the model has none for. They are initialized
+    with the mean of the others, in the output layer too.
     """
     num_tokens = 1 + max(its_tokenizer.get_vocab().values())
     num_embeddings = ModelSizes.of(transformer).num_embeddings
@@ -242,23 +245,26 @@ def tokenizer_to_save(
     name: Optional[str], model_name: Optional[str], serialization_dir: Directory
 ) -> Optional[PreTrainedTokenizerBase]:
     """
+    Returns the tokenizer to archive.
+
     # Parameters
 
     name : `str`, required.
-        The value of `model.tokenizer`, if there is one.
+        The value of `model.tokenizer`, or `None`.
     model_name : `str`, required.
-        Whose tokenizer it is if there is neither a reader nor a `name`.
+        The model whose tokenizer is used if there is neither a reader nor a `name`.
     serialization_dir : `Union[str, PathLike]`, required.
 
     # Returns
 
     `Optional[PreTrainedTokenizerBase]`
-        The reader's. `None` if there is nothing to save, or it has been.
+        The reader's tokenizer if there is one. `None` if there is nothing to save, or it has been
+        saved.
 
     # Raises
 
     `ConfigurationError`
-        If `model.tokenizer` isn't the reader's.
+        If `model.tokenizer` differs from the reader's tokenizer.
     """
     if serialization_dir is None or saved_files(serialization_dir, "config.json"):
         return None
@@ -285,7 +291,7 @@ def tokenizer_to_save(
 
 
 def saved_tokenizer(serialization_dir: Directory) -> Optional[PreTrainedTokenizerBase]:
-    """The one that has been saved, as its reader had it, or `None`."""
+    """Returns the saved tokenizer with its reader's arguments, or `None`."""
     directory = saved_files(serialization_dir, "tokenizer_config.json")
     if directory is None:
         return None
@@ -294,7 +300,7 @@ def saved_tokenizer(serialization_dir: Directory) -> Optional[PreTrainedTokenize
 
 
 class _Source(NamedTuple):
-    """What a tokenizer is loaded from."""
+    """Name and arguments that a tokenizer is loaded from."""
 
     name: str
     arguments: Dict[str, Any]
@@ -304,15 +310,15 @@ class _Source(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """What the model of a reader has to know of it."""
+    """Information about a reader for its model."""
 
     serialization_dir: str
     source: _Source
     example_sizes: ExampleSizes
 
 
-# The readers of this process by their tokenizers: a model isn't told of its reader, whose tokenizer
-# is to be in its archive.
+# The readers of this process by their tokenizers. A model, whose archive contains the reader's
+# tokenizer, isn't passed its reader.
 _readers: MutableMapping[PreTrainedTokenizerBase, _Reader] = WeakKeyDictionary()
 
 
@@ -327,7 +333,7 @@ def _of_reader(serialization_dir: Directory) -> Optional[PreTrainedTokenizerBase
 
 
 def _saved_for(source: _Source, serialization_dir: Directory) -> PreTrainedTokenizerBase:
-    """The tokenizer that has been saved, if it is what this source gives."""
+    """Returns the saved tokenizer if this source produces the same tokens."""
     directory = saved_files(serialization_dir, "tokenizer_config.json")
     assert directory is not None
     saved_source = _source_of(directory)
@@ -337,7 +343,7 @@ def _saved_for(source: _Source, serialization_dir: Directory) -> PreTrainedToken
     try:
         wanted = tokenizer(*source)
     except ConfigurationError:
-        # An archive is opened where there is no such tokenizer.
+        # There is no such tokenizer where the archive is opened.
         wanted = _from_directory(directory, source.arguments)
     if _what_tokens_depend_on(wanted) != _what_tokens_depend_on(saved):
         raise ConfigurationError(
@@ -359,7 +365,10 @@ def _from_directory(directory: str, arguments: Dict[str, Any]) -> PreTrainedToke
 
 
 def _source_of(directory: str) -> Optional[_Source]:
-    """`None` if it was saved before there was such a file, or without a reader."""
+    """
+    Returns the source of a saved tokenizer, or `None` if it was saved before there was such a file,
+    or without a reader.
+    """
     path = os.path.join(directory, _SOURCE)
     if not os.path.isfile(path):
         return None
@@ -369,10 +378,12 @@ def _source_of(directory: str) -> Optional[_Source]:
 
 def _save_tokenizer(directory: str, its_tokenizer: PreTrainedTokenizerBase) -> None:
     """
+    Saves a tokenizer and its source.
+
     # Raises
 
     `ConfigurationError`
-        If what is loaded from there would be another tokenizer.
+        If loading it would return a different tokenizer.
     """
     its_tokenizer.save_pretrained(directory)
     reader = _readers.get(its_tokenizer)
@@ -391,13 +402,15 @@ def _save_tokenizer(directory: str, its_tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def _what_tokens_depend_on(a_tokenizer: PreTrainedTokenizerBase) -> Dict[str, Any]:
-    """What two tokenizers share that make the same tokens, wherever they are from."""
+    """
+    Returns the state that determines a tokenizer's tokens, wherever the tokenizer was loaded from.
+    """
     backend = getattr(a_tokenizer, "backend_tokenizer", None)
     state: Dict[str, Any] = (
         a_tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     )
     if backend is not None:
-        # What the last call has asked for.
+        # Arguments of the last call.
         state.update(truncation=None, padding=None)
     special = json.dumps(a_tokenizer.special_tokens_map, default=str, sort_keys=True)
     return {"state": state, "special": special, "template": a_tokenizer.chat_template}
@@ -405,7 +418,10 @@ def _what_tokens_depend_on(a_tokenizer: PreTrainedTokenizerBase) -> Dict[str, An
 
 @functools.lru_cache(maxsize=4)
 def _loaded(name: str, arguments: str) -> PreTrainedTokenizerBase:
-    """Once for the reader and the model of a process: from a GGUF file it takes seconds."""
+    """
+    Loads a tokenizer once for the reader and the model of a process: from a GGUF file it takes
+    seconds.
+    """
     return transformers.AutoTokenizer.from_pretrained(name, **json.loads(arguments))
 
 
@@ -415,13 +431,13 @@ def save(
     its_tokenizer: Optional[PreTrainedTokenizerBase],
 ) -> None:
     """
-    Saves a model's configuration and tokenizer, unless they have been. To be called by any rank, or
-    by all.
+    Saves a model's configuration and tokenizer unless they have been saved. Any rank, or all ranks,
+    may call it.
 
     # Raises
 
     `ConfigurationError`
-        If the tokenizer would be another one when it is loaded.
+        If loading the tokenizer would return a different one.
     """
     if serialization_dir is None:
         return
@@ -431,11 +447,11 @@ def save(
         if os.path.isdir(directory):
             return
         unfinished = f"{directory}.unfinished"
-        # Of a training that has failed here.
+        # Left by a failed run.
         shutil.rmtree(unfinished, ignore_errors=True)
         model.config.save_pretrained(unfinished)
         if model.generation_config is not None:
-            # What a release of transformers has come to refuse may be in the file of a model.
+            # A model's file may contain values that newer releases of transformers refuse.
             model.generation_config.save_pretrained(unfinished)
         if its_tokenizer is not None:
             _save_tokenizer(unfinished, its_tokenizer)
@@ -443,7 +459,7 @@ def save(
 
 
 def saved_files(serialization_dir: Directory, name: str) -> Optional[str]:
-    """The directory of what has been saved, `None` if there is no such file in it."""
+    """Returns the directory of the saved files, or `None` if it has no file of this name."""
     if serialization_dir is None:
         return None
     directory = os.path.join(serialization_dir, _SAVED)
@@ -465,7 +481,7 @@ def _check_model_type(config: Dict[str, Any]) -> None:
 
 
 def _name_and_file(name: Optional[str]) -> Tuple[str, Dict[str, str]]:
-    """Of a model that is one file, its directory, and the argument that names it."""
+    """Returns for a single-file model its directory, and the argument that names the file."""
     assert name is not None
     if not name.endswith(".gguf"):
         return name, {}
@@ -475,8 +491,8 @@ def _name_and_file(name: Optional[str]) -> Tuple[str, Dict[str, str]]:
 
 def _unmarked(model: "PreTrainedModel") -> "PreTrainedModel":
     """
-    The weights of a GGUF file aren't quantized any more once they have been loaded, but the model
-    and its configuration still say so.
+    Removes the quantization attributes of a model from a GGUF file. Loading dequantizes its
+    weights, but the model and its configuration are still marked as quantized.
     """
     for name in ("is_quantized", "quantization_method", "hf_quantizer"):
         vars(model).pop(name, None)

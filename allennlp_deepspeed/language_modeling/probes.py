@@ -1,7 +1,4 @@
-"""
-Whether the numbers of a model mean what they say: found out by changing tokens that a position
-mustn't see.
-"""
+"""Checks a model's attention by changing tokens that a position must not attend to."""
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Iterator
@@ -12,7 +9,7 @@ from allennlp.common.checks import ConfigurationError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Of an example. Longer than the convolutions that some models have beside attention.
+# The length of an example, above the kernel size of the convolutions that some models have.
 _LENGTH = 6
 
 
@@ -20,20 +17,21 @@ _LENGTH = 6
 @torch.no_grad()
 def check_sight(module: torch.nn.Module, transformer: "PreTrainedModel", is_packed: bool) -> None:
     """
-    To be called by every rank, because ZeRO stage 3 gathers weights for it.
+    Checks that positions don't depend on later tokens or on other packed examples. Every rank must
+    call it, because ZeRO stage 3 gathers weights.
 
     # Parameters
 
     module : `torch.nn.Module`, required.
-        The transformer, or what of it gives hidden states.
+        The transformer, or the part of it that computes hidden states.
     transformer : `PreTrainedModel`, required.
     is_packed : `bool`, required.
-        Whether it is given positions that begin anew with each example.
+        Whether positions restart with each example.
 
     # Raises
 
     `ConfigurationError`
-        If a position sees the tokens after it, or those of another example.
+        If a position depends on tokens after it, or on another example.
     """
     with _evaluating(transformer):
         ids = _tokens(transformer)
@@ -57,7 +55,7 @@ def check_sight(module: torch.nn.Module, transformer: "PreTrainedModel", is_pack
 
 
 def _tokens(transformer: "PreTrainedModel") -> torch.Tensor:
-    """Two examples, of shape (1, 2 * _LENGTH), of tokens that are no special ones."""
+    """Returns two examples of ordinary tokens, of shape (1, 2 * _LENGTH)."""
     weight: Any = transformer.get_input_embeddings().weight
     config = transformer.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -67,7 +65,7 @@ def _tokens(transformer: "PreTrainedModel") -> torch.Tensor:
 
 
 def _states(module: torch.nn.Module, ids: torch.Tensor, is_packed: bool) -> torch.Tensor:
-    """Of shape (1, 2 * _LENGTH, ...)."""
+    """Returns hidden states or logits of shape (1, 2 * _LENGTH, ...)."""
     inputs: Any = {"input_ids": ids, "use_cache": False}
     if is_packed:
         inputs["position_ids"] = torch.arange(_LENGTH, device=ids.device).repeat(2)[None]
@@ -84,7 +82,7 @@ def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @contextmanager
 def _evaluating(transformer: "PreTrainedModel") -> Iterator[None]:
-    """Within it there is no dropout."""
+    """Context manager that disables dropout."""
     training = [module for module in transformer.modules() if module.training]
     for module in training:
         module.training = False

@@ -6,20 +6,20 @@ from allennlp.models import Model
 
 class SequenceSharing(Protocol):
     """
-    What a model needs of whoever has several workers share each sequence, of which each computes a
-    part. All of them have the same batch.
+    Interface for models whose sequences are shared by several ranks: each rank computes a part. All
+    of these ranks have the same batch.
     """
 
     def part(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
         """
-        This worker's part.
+        Returns this rank's part.
 
         # Parameters
 
         tensor : `torch.Tensor`
             Of shape (batch_size, length, ...).
         padding_value : `float`
-            What is appended where the length can't be divided by the number of workers.
+            The padding that is appended if the length isn't a multiple of the number of ranks.
 
         # Returns
 
@@ -31,34 +31,34 @@ class SequenceSharing(Protocol):
         self, position_ids: torch.Tensor, is_packed: bool
     ) -> ContextManager[torch.Tensor]:
         """
-        Within it the transformer is to go forward.
+        Context manager for the forward pass of the transformer.
 
         # Parameters
 
         position_ids : `torch.Tensor`
-            Of shape (batch_size, length), of whole sequences.
+            Of shape (batch_size, length), of the full sequences.
         is_packed : `bool`
-            Whether positions begin anew within sequences, where attention isn't to cross.
+            Whether positions restart within sequences, where attention must not cross.
 
         # Returns
 
         `torch.Tensor`
-            The positions of this worker's part, of shape (batch_size, part_length).
+            The positions of this rank's part, of shape (batch_size, part_length).
         """
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """
-        The sum of what each of the workers has. To be called by all of them. Not differentiable.
+        Sums a tensor over the ranks that share sequences. All of them must call it. It isn't
+        differentiable.
         """
 
 
 class TokenLossModel(Model):
     """
-    A model whose loss is a mean over tokens, of which batches have different numbers. The
-    "deepspeed" trainer weighs the losses of a step by these numbers, so that its gradient is that
-    of the mean over all tokens of the step, however they are divided into micro-batches and
-    workers. The mean of means, which every other trainer takes, counts a token more the fewer there
-    are beside it.
+    Base class of models whose loss is a mean over tokens. The "deepspeed" trainer weights the
+    losses of a step by their numbers of tokens, so that the gradient is that of the mean over all
+    tokens of the step, for any division into micro-batches and workers. The mean of means, which
+    other trainers compute, weights tokens of batches with fewer tokens more.
 
     # Parameters
 
@@ -66,28 +66,28 @@ class TokenLossModel(Model):
     """
 
     averages_loss_over_tokens = True
-    """Whether the trainer weighs losses by `num_loss_tokens`."""
+    """Whether the trainer weights losses by `num_loss_tokens`."""
 
     sequence_sharing: Optional[SequenceSharing] = None
     """
-    Set by the trainer where workers share sequences. Then `forward` takes whole sequences as ever,
-    but computes a part, of whose tokens `num_loss_tokens` is, and in training the loss, too;
-    otherwise the loss is that of all parts together.
+    Set by the trainer if ranks share sequences. `forward` then takes full sequences, but computes
+    this rank's part. In training, `num_loss_tokens` and the loss are those of this part; in
+    evaluation, the loss is that of all parts.
     """
 
     def num_loss_tokens(self, **inputs: Any) -> Union[int, torch.Tensor]:
         """
-        The number of tokens of which `forward` of the same inputs gives the mean loss. Where there
-        are none, the loss is to be 0, not NaN. Called before `forward`, with the batch where the
-        data loader has left it.
+        Returns the number of tokens that the loss of `forward` is the mean over, given the same
+        inputs. If there are none, the loss must be 0, not NaN. It is called before `forward`, with
+        the batch on the data loader's device.
 
         # Returns
 
         `Union[int, torch.Tensor]`
-            A number, or a tensor without dimensions.
+            A number, or a scalar tensor.
         """
         raise NotImplementedError
 
     def num_loss_terms(self, **inputs: Any) -> Union[int, torch.Tensor]:
-        """Tokens are what the loss is a mean over."""
+        """Returns the number of tokens, which the loss is a mean over."""
         return self.num_loss_tokens(**inputs)

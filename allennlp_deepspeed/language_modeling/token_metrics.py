@@ -13,15 +13,15 @@ from allennlp_deepspeed.language_modeling.chunked_cross_entropy import TokenLoss
 @Metric.register("token_metrics")
 class TokenMetrics(Metric):
     """
-    Perplexity and the accuracy of next tokens, of all tokens alike, however they are divided into
-    batches and workers. Counted on the device, which is waited for when the metrics are asked for.
+    Perplexity and next-token accuracy. Each token has the same weight for any division into batches
+    and workers. They are counted on the device, without host synchronization before `get_metric`.
 
     Registered as a `Metric` with name "token_metrics".
     """
 
     def __init__(self) -> None:
-        # The sum of losses, the numbers of correct tokens and of all, and that of batches. In
-        # float64, numbers of tokens are whole up to 9e15.
+        # The sum of losses, and the numbers of correct tokens, of all tokens and of batches. In
+        # float64, integers up to 9e15 are exact.
         self._totals: Optional[torch.Tensor] = None
 
     @overrides(check_signature=False)
@@ -33,16 +33,18 @@ class TokenMetrics(Metric):
     @overrides(check_signature=False)
     def get_metric(self, reset: bool = False) -> Dict[str, float]:
         """
+        Returns the metrics since the last reset, synchronizing with the device.
+
         # Returns
 
         `Dict[str, float]`
-            "perplexity" and "token_accuracy", empty if there was no token. With `reset` it is over
-            all ranks, and to be called by all of them.
+            "perplexity" and "token_accuracy", empty if there was no token. With `reset` they are
+            reduced over all ranks, and every rank must call it.
 
         # Raises
 
         `ConfigurationError`
-            With `reset`, if there were batches, but no token that was to be predicted.
+            With `reset`, if there were batches, but no token with a loss.
         """
         totals = self._totals
         if reset:
@@ -63,7 +65,7 @@ class TokenMetrics(Metric):
                 )
             return {}
         return {
-            # Of a tensor, which is infinite where `math` would fail.
+            # A tensor's `exp` returns infinity where that of `math` raises.
             "perplexity": torch.tensor(total / num_targets, dtype=torch.float64).exp().item(),
             "token_accuracy": num_correct / num_targets,
         }
@@ -74,5 +76,5 @@ class TokenMetrics(Metric):
 
 
 def _device() -> torch.device:
-    """One that the process group communicates from."""
+    """Returns a device that the process group communicates from."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
