@@ -1,4 +1,4 @@
 """
-Optional features that plug into the optimizer step. Nothing else imports them:
+Optional features that plug into the optimizer step. No other folder imports them:
 `training/step_extension.py` finds each by its key.
 """

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 Numbers = TypeVar("Numbers", int, List[int])
 
-# A backward pass needs more than what the forward pass has saved for it: gradients of activations,
-# and what is only there inside an operation.
+# A backward pass needs more memory than the saved tensors: gradients of activations, and temporary
+# tensors of operations.
 _SAFETY = 2
 
 
@@ -34,30 +34,31 @@ def find_chunk_size(
     left: Optional[int] = None,
 ) -> int:
     """
-    Encodes more and more examples, twice as many each time, and measures what the graph holds,
-    until the next would not fit, or all did. What fits in between follows from what one example
-    more has cost: a batch is padded to one length, so that all cost the same. To be called by every
-    rank; all get the same.
+    Finds the largest chunk whose activations fit into memory. It encodes increasing numbers of
+    examples, doubling each time, and measures the memory of the graph, until the next number would
+    not fit or all examples did. The result is interpolated from the memory of one additional
+    example: a batch is padded to one length, so that all examples need the same. Every rank must
+    call it, and all get the same result.
 
     # Parameters
 
     what : `str`, required.
-        Whose size it is, for the log.
+        The name of the size, for the log.
     encode : `Callable[[int], Any]`, required.
-        Runs the model on so many examples, or on all if there are fewer.
+        Runs the model on this number of examples, or on all if there are fewer.
     batch_size : `int`, required.
-        This rank's examples.
+        The number of this rank's examples.
     engine : `DeepSpeedEngine`, required.
-        Whose gradients need memory too.
+        The engine, whose gradients need memory too.
     keeps_results : `bool`, optional (default = `False`)
-        Whether the results of all examples stay in memory, and not only those of a chunk.
-    left : `int`, optional (default = what `left_for_activations` gives now)
-        Bytes.
+        Whether the outputs of all examples stay in memory instead of those of a chunk only.
+    left : `int`, optional (default = `left_for_activations(engine)`)
+        Bytes of free memory.
 
     # Returns
 
     `int`
-        A number of examples.
+        The number of examples of a chunk.
     """
     most = _highest(batch_size, engine)
     if left is None:
@@ -68,7 +69,7 @@ def find_chunk_size(
         left -= most * result
     left = max(0, left)
     budget = left // _SAFETY
-    # Bytes of one example more. Some are needed for any number.
+    # Bytes of one additional example. Some bytes are needed for any number of examples.
     slope = 0
     while size < most and needed + size * slope <= budget:
         size *= 2
@@ -96,11 +97,12 @@ def find_chunk_size(
 
 def left_for_activations(engine: DeepSpeedEngine) -> int:
     """
-    Bytes of memory beside what has been used so far, two whole gradients, and what the optimizer is
-    still to make. To be called by every rank before its first backward pass, because later the
-    activations of the steps before count as used; all get the same.
+    Returns the bytes of memory that remain after what has been used so far, two full gradients, and
+    the optimizer states that don't exist yet. Every rank must call it before its first backward
+    pass, because later the activations of earlier steps count as used. All ranks get the same
+    number.
     """
-    # Held whole until they are reduced, and once more while they are.
+    # Full gradients are in memory until they are reduced, and a second copy during the reduction.
     gradient = gradient_memory.of_whole_gradient(
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
@@ -110,8 +112,9 @@ def left_for_activations(engine: DeepSpeedEngine) -> int:
 
 def _states_to_come(engine: DeepSpeedEngine) -> int:
     """
-    Bytes of what the optimizer keeps for each element that it steps here, where it will only make
-    it in the first step: as much as Adam, of those that come with PyTorch the one with the most.
+    Returns the bytes of optimizer states on this device that the first step will allocate. The
+    estimate is two values for each element, as for Adam, which has the largest states of PyTorch's
+    optimizers.
     """
     optimizer = engine.basic_optimizer
     return sum(
@@ -123,24 +126,25 @@ def _states_to_come(engine: DeepSpeedEngine) -> int:
 
 def _bytes_of(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) -> List[int]:
     """
-    Saved by the forward pass for the backward pass, besides parameters, and of its results, with
-    these; and of its results alone.
+    Returns the bytes that the forward pass saves for the backward pass, without parameters and
+    including its outputs, and the bytes of the outputs alone.
     """
     parameters = list(engine.module.parameters())
     storages = {}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        # Asked each time, because ZeRO-3 gives parameters their storage only while they are used.
+        # Checked for each tensor, because ZeRO-3 allocates the storage of parameters only while
+        # they are in use.
         with access_allowed():
             is_parameter = any(storage._cdata == p.untyped_storage()._cdata for p in parameters)
         if not is_parameter:
             storages[storage._cdata] = storage
-        # A result that its own node has saved as it is would keep the graph alive for ever.
+        # A result that its own node has saved unchanged would keep the graph alive forever.
         return tensor if tensor.is_leaf else tensor.detach()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-    # The passes that train follow another order, which DeepSpeed is to record at stage 3.
+    # Training passes have another order of modules, which DeepSpeed has to record at stage 3.
     with Passes(engine).of("without a backward pass"), hooks:
         results = encode(size)
     tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]

@@ -1,6 +1,4 @@
-"""
-Micro-batches as large as memory takes them, of a global batch.
-"""
+"""Divides a global batch into the largest micro-batches that fit into memory."""
 
 import copy
 import logging
@@ -35,23 +33,23 @@ from allennlp_deepspeed.training.step_extension import StepContext, StepExtensio
 
 logger = logging.getLogger(__name__)
 
-# By how much longer instances may be than those of the search for the number that fits to follow
-# from it. Attention takes memory by the square of the length.
+# The maximum factor of lengths up to which the size is extrapolated to longer instances. The memory
+# of attention grows with the square of the length.
 _LONGER = 1.25
 
 
 class Found(NamedTuple):
     """
-    What a search has found.
+    Result of a search for the micro-batch size.
 
     # Parameters
 
     size : `int`
-        Instances of a micro-batch.
+        The number of instances of a micro-batch.
     length : `int`
-        Numbers that an instance had in the batches in which it was found, with padding.
+        The number of elements of an instance, with padding, in the batches of the search.
     most : `int`
-        Instances that there were to try.
+        The number of instances that the search had.
     """
 
     size: int
@@ -62,13 +60,14 @@ class Found(NamedTuple):
 class MicroBatches(StepExtension):
     """
     Divides each worker's share of a global batch into the fewest micro-batches that fit into
-    memory: with `"num_gradient_accumulation_steps": "auto"`. How many instances fit, forward passes
-    before the first step find out, as for the chunks of `grad_cache`, and others before a step with
-    far longer instances than any before. Every rank must call each of these methods.
+    memory, for `"num_gradient_accumulation_steps": "auto"`. Forward passes before the first step
+    find the number of instances that fit, as for the chunks of `grad_cache`. They run again before
+    a step whose instances are much longer than all before. Every rank must call each of these
+    methods.
 
-    Every rank has as many micro-batches, of sizes that are as equal as can be, because at ZeRO
-    stage 3 all make the same passes. One with fewer instances than micro-batches makes the last
-    passes with its first instance again, which counts for nothing but the metrics.
+    Every rank has the same number of micro-batches, of sizes that are as equal as possible, because
+    at ZeRO stage 3 all ranks run the same passes. A rank with fewer instances than micro-batches
+    repeats its first instance in the last passes, which counts only in the metrics.
 
     # Parameters
 
@@ -93,33 +92,34 @@ class MicroBatches(StepExtension):
         self._share: int = wrapped_model.config.engine_config["train_micro_batch_size_per_gpu"]
         self._model = context.model
         self._forward = context.forward
-        # Of different lengths, the shortest first.
+        # Sorted by length, the shortest first.
         self._found: List[Found] = []
         # Bytes, before the first step.
         self._left: Optional[int] = None
-        # The last accumulation that the console was told.
+        # The last accumulation that was printed.
         self._announced: Optional[int] = None
 
     @during(HOST_WAITS)
     @overrides
     def divide(self, group: BatchGroup) -> BatchGroup:
         """
-        One all-reduce of 8 bytes, for which the host waits; before some steps, forward passes.
+        Divides this rank's batch into micro-batches. It runs one all-reduce of 8 bytes, which the
+        host waits for, and before some steps forward passes.
 
         # Parameters
 
         group : `BatchGroup`, required.
-            With one batch, this rank's share.
+            A group of one batch, this rank's share.
 
         # Returns
 
         `BatchGroup`
-            Its parts.
+            The micro-batches.
 
         # Raises
 
         `ConfigurationError`
-            If there is an input that has no row for each instance.
+            If an input doesn't have one row for each instance.
         """
         (batch,) = group.batches
         wrong = indivisible(batch)
@@ -144,7 +144,9 @@ class MicroBatches(StepExtension):
 
     @overrides
     def state_dict(self) -> Optional[Dict[str, Any]]:
-        """What was found and where, `None` if nothing has been."""
+        """
+        Returns the sizes that were found and the setup they are for, or `None` if there are none.
+        """
         if not self._found:
             return None
         return {"found": [list(found) for found in self._found], "where": self._where()}
@@ -152,8 +154,8 @@ class MicroBatches(StepExtension):
     @overrides
     def load_state_dict(self, state_dict: Any) -> None:
         """
-        Takes what was found before an interruption. Where there are other shares of the batch, or
-        of the model's states, it is found anew.
+        Restores the sizes that were found before an interruption. If the world size or the share of
+        the batch differs, they are searched again.
         """
         if state_dict is None:
             return
@@ -166,9 +168,12 @@ class MicroBatches(StepExtension):
         return [dist.get_world_size(), self._share]
 
     def _size(self, most: int, length: int) -> Optional[int]:
-        """How many instances of a length fit, `None` if what has been found doesn't say it."""
+        """
+        Returns the number of instances of a length that fit, or `None` if it doesn't follow from
+        earlier searches.
+        """
         for found in self._found:
-            # If all fitted, there was no more to try.
+            # If all instances fitted, the search had no more to try.
             if length <= found.length and (found.size < found.most or most <= found.most):
                 return found.size
         if not self._found:
@@ -219,8 +224,8 @@ class MicroBatches(StepExtension):
 @contextmanager
 def _undone(model: Model) -> Iterator[None]:
     """
-    Within it forward passes leave metrics, buffers, random states, and what modules say with
-    `get_extra_state`, as they were.
+    Context manager that restores metrics, buffers, random states and the `get_extra_state` of
+    modules after forward passes.
     """
     states, random = module_states(model), random_states()
     buffers = [
@@ -238,7 +243,7 @@ def _undone(model: Model) -> Iterator[None]:
         yield
     finally:
         for module, name, buffer, value in buffers:
-            # One that is expanded can't be written to.
+            # An expanded buffer can't be written to.
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
             module._buffers[name] = buffer
@@ -249,7 +254,7 @@ def _undone(model: Model) -> Iterator[None]:
 
 
 def _length(batch: Any) -> int:
-    """The numbers of an instance."""
+    """Returns the number of elements of an instance."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     return sum(tensor.numel() for tensor in tensors) // num_examples(batch)
 

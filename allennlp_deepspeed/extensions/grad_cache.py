@@ -1,6 +1,4 @@
-"""
-Gradient caching: contrastive training with batches of any size, in the memory of a chunk.
-"""
+"""Gradient caching: contrastive training with batches of any size in the memory of a chunk."""
 
 import inspect
 import logging
@@ -42,38 +40,38 @@ Representations = Dict[str, torch.Tensor]
 
 class GradCache(StepExtension):
     """
-    Forward and backward of a contrastive model, for a batch whose activations needn't fit into
-    memory at once. This is Algorithm 1 of
-    [Gao et al., 2021](https://arxiv.org/abs/2101.06983), at any ZeRO stage:
+    Runs forward and backward of a contrastive model for a batch whose activations don't fit into
+    memory at once. This is Algorithm 1 of [Gao et al., 2021](https://arxiv.org/abs/2101.06983), at
+    any ZeRO stage:
 
-    1. `forward_no_graph`: representations of all chunks, without a graph.
-    2. `build_cache`: the loss of all representations, over all ranks, and its gradient with respect
-       to them. Parameters of the loss itself get their gradient here.
-    3. `forward_backward`: each chunk once more, in the same random state as the first time, and
-       backward from its part of the cached gradient. The last chunk of an optimizer step reduces
-       the gradients of all; with `gradient_synchronization` "micro_batch" each chunk its own.
+    1. `forward_no_graph` computes the representations of all chunks without a graph.
+    2. `build_cache` computes the loss of all representations, over all ranks, and its gradient with
+       respect to them. Parameters of the loss itself get their gradient here.
+    3. `forward_backward` runs each chunk again, from the same random state, and backward from its
+       part of the cached gradient. The last chunk of an optimizer step reduces the gradients of all
+       chunks; with `gradient_synchronization` "micro_batch" each chunk reduces its own.
 
-    The result is the gradient of the whole batch in one piece. A batch that is one chunk on every
-    rank makes one pass. Every rank must call each of these methods.
+    The result is the gradient of the full batch. A batch that is one chunk on every rank runs one
+    pass. Every rank must call each of these methods.
 
-    At stage 3 each chunk gathers the parameters again, unless `reshard_after_micro_batch` leaves
-    them gathered until the step ends.
+    At stage 3 each chunk gathers the parameters again, unless they stay gathered until the step
+    ends (`reshard_after_micro_batch`).
 
-    Besides representations and inputs, what grows with the batch is a random state for each chunk,
-    of some 30 kB. The host waits for the device once a micro-batch, to know how many examples the
-    other ranks have.
+    Apart from representations and inputs, only the random states grow with the batch, about 30 kB
+    for each chunk. The host synchronizes with the device once a micro-batch, to read the numbers of
+    examples of the other ranks.
 
     # Parameters
 
     value : `Dict[str, Any]`, required.
         The trainer's `grad_cache`.
     context : `StepContext`, required.
-        Of a `ContrastiveModel`. The chunks are micro-batches to its `gradients`.
+        The context of a `ContrastiveModel`. Its `gradients` treat chunks as micro-batches.
 
     # Raises
 
     `ConfigurationError`
-        If the model can't be trained in this way.
+        If the model doesn't support gradient caching.
     """
 
     makes_several_passes = True
@@ -98,7 +96,7 @@ class GradCache(StepExtension):
     @staticmethod
     def check_model(settings: GradCacheSettings, model: Model) -> None:
         """
-        Refuses what can't be right.
+        Checks that the model supports gradient caching.
 
         # Raises
 
@@ -141,29 +139,29 @@ class GradCache(StepExtension):
         self, batch: TensorDict, num_micro_batches: int, is_last: bool
     ) -> Dict[str, torch.Tensor]:
         """
-        Forward and backward passes of one micro-batch. To be called by every rank.
+        Runs forward and backward of one micro-batch. Every rank must call it.
 
         # Parameters
 
         batch : `TensorDict`, required.
             This rank's examples, at least one.
         num_micro_batches : `int`, required.
-            In the optimizer step, by which the loss is divided.
+            The number of micro-batches of the optimizer step, which divides the loss.
         is_last : `bool`, required.
-            Whether it is the last of them.
+            Whether it is the last micro-batch of the step.
 
         # Returns
 
         `Dict[str, torch.Tensor]`
-            What `contrastive_loss` has returned, without a graph.
+            The detached outputs of `contrastive_loss`.
 
         # Raises
 
         `ConfigurationError`
-            If the loss isn't a scalar, `encode` returns another number of rows than of examples, or
-            an input has no chunk size.
+            If the loss isn't a scalar, if `encode` returns a different number of rows than
+            examples, or if an input has no chunk size.
         """
-        batch = self._prepare(batch)  # both passes of a chunk are to see the same
+        batch = self._prepare(batch)  # both passes of a chunk must see the same inputs
         chunks = self._chunker.chunks(batch)
         if len(chunks) == 1:
             with self._gradients.micro_batch(is_last):
@@ -198,18 +196,20 @@ class GradCache(StepExtension):
         self, chunks: List[Chunk], batch_size: int
     ) -> Tuple[Representations, List[Dict[str, Any]]]:
         """
+        Computes the representations of all chunks without a graph.
+
         # Parameters
 
         chunks : `List[Chunk]`, required.
-            Of all examples of this rank.
+            The chunks of all examples of this rank.
         batch_size : `int`, required.
-            How many these are.
+            The number of these examples.
 
         # Returns
 
         `Tuple[Dict[str, torch.Tensor], List[Dict[str, Any]]]`
-            Representations, each of shape (batch_size, ...), in fp32 if they were in half
-            precision, and the random states before each chunk.
+            The representations, each of shape (batch_size, ...), converted from half precision to
+            fp32, and the random states before each chunk.
         """
         states: List[Dict[str, Any]] = []
         of_batch: Representations = {}
@@ -218,11 +218,11 @@ class GradCache(StepExtension):
             with self._passes.of("encode", *chunk.inputs), torch.no_grad():
                 representations = self._encode(chunk)
             if chunk.is_filler:
-                # As if there had been none.
+                # Restored, as if there had been no filler.
                 set_random_states(states[-1])
                 continue
             for name, representation in representations.items():
-                # The gradient is to be in full precision, whatever comes before it.
+                # The gradient is computed in full precision, whatever the dtype of the model.
                 of_chunk = _in_fp32(representation)
                 if name not in of_batch:
                     of_batch[name] = of_chunk.new_empty(batch_size, *of_chunk.shape[1:])
@@ -233,21 +233,21 @@ class GradCache(StepExtension):
         self, representations: Representations, batch: TensorDict, num_micro_batches: int
     ) -> Dict[str, torch.Tensor]:
         """
-        Gives each representation that requires one its gradient. What the loss's own parameters get
-        stays on this rank, to be reduced with what follows.
+        Computes the gradient of each representation that requires one. Gradients of the loss's own
+        parameters are accumulated locally and reduced with those of the chunks.
 
         # Returns
 
         `Dict[str, torch.Tensor]`
-            What `contrastive_loss` has returned, without a graph.
+            The detached outputs of `contrastive_loss`.
 
         # Raises
 
         `ConfigurationError`
             If the loss isn't a scalar.
         """
-        # What the engine multiplies a loss by in fp16. It does so with each backward pass, but the
-        # cached gradient goes through two.
+        # The loss scale in fp16. The engine multiplies by it in each backward pass, and the cached
+        # gradient passes through two.
         scales: List[torch.Tensor] = []
         with self._gradients.no_sync():
             with self._wrapped_model.forward_is(self._model.loss_over_ranks):
@@ -267,14 +267,16 @@ class GradCache(StepExtension):
 
     def forward_backward(self, chunk: Chunk, cache: Representations) -> None:
         """
+        Runs a chunk forward, and backward from its part of the cached gradient.
+
         # Parameters
 
         chunk : `Chunk`, required.
-            One of those that the representations are of.
+            A chunk of the batch.
         cache : `Dict[str, torch.Tensor]`, required.
             The representations of the batch with their gradients.
         """
-        # Its gradient with respect to the parameters is the one wanted.
+        # Its gradient with respect to the parameters is that of the loss.
         surrogate: Optional[torch.Tensor] = None
         for name, representation in self._encode(chunk).items():
             if not representation.requires_grad:
@@ -288,14 +290,14 @@ class GradCache(StepExtension):
         if surrogate is not None:
             self._backward(surrogate)
         else:
-            # Of a frozen encoder. If it is the last chunk, it finishes the reduction all the same,
-            # which a backward pass would have done.
+            # The encoder is frozen. The last chunk still has to finish the reduction, which a
+            # backward pass would have done.
             with self._gradients.no_sync():
                 pass
 
     @overrides
     def state_dict(self) -> Dict[str, Any]:
-        """The chunk sizes that were found."""
+        """Returns the chunk sizes that were found."""
         return self._chunker.state_dict()
 
     @overrides
@@ -330,7 +332,7 @@ class GradCache(StepExtension):
 
 
 def _without_graph(outputs: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-    """Models may return other things than tensors too."""
+    """Detaches the tensors among a model's outputs."""
     return {
         name: value.detach() if isinstance(value, torch.Tensor) else value
         for name, value in outputs.items()
@@ -343,15 +345,15 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 class Chunker:
     """
-    Divides batches into chunks. A chunk size that it finds itself is for the rest of training.
+    Divides batches into chunks. A chunk size that it finds stays in use for the rest of training.
 
     # Parameters
 
     settings : `GradCacheSettings`, required.
     engine : `DeepSpeedEngine`, required.
-        Of a `ContrastiveModel`.
+        The engine of a `ContrastiveModel`.
     encode : `Callable`, required.
-        Gives the representations of a chunk.
+        Computes the representations of a chunk.
     """
 
     def __init__(
@@ -368,8 +370,8 @@ class Chunker:
 
     def chunks(self, batch: TensorDict) -> List[Chunk]:
         """
-        As many chunks on every rank, because at ZeRO stage 3 all make the same passes. To be called
-        by every rank.
+        Divides a batch into the same number of chunks on every rank, because at ZeRO stage 3 all
+        ranks run the same passes. Every rank must call it.
 
         # Raises
 
@@ -388,18 +390,20 @@ class Chunker:
         ]
 
     def state_dict(self) -> Dict[str, Any]:
-        """The chunk size that "auto" has found."""
+        """Returns the chunk size that "auto" has found."""
         return {"chunk_size": self._found_chunk_size}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Takes what had been found before an interruption, unless the settings now say it."""
+        """
+        Restores the chunk size found before an interruption, unless the settings now have a number.
+        """
         chunk_size = state["chunk_size"]
         if self._chunk_size == AUTO and chunk_size is not None:
             self._chunk_size = self._found_chunk_size = chunk_size
             logger.info("'grad_cache.chunk_size' is %d, as before.", chunk_size)
 
     def _groups(self, inputs: TensorDict) -> List[Tuple[TensorDict, int]]:
-        """Inputs that are encoded together, and how many examples at a time."""
+        """Returns the inputs that are encoded together, and their chunk size."""
         if not isinstance(self._chunk_size, dict):
             return [(inputs, int(self._chunk_size))]
         missing = sorted(inputs.keys() - self._chunk_size.keys())

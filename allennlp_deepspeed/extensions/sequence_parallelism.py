@@ -17,27 +17,27 @@ from allennlp_deepspeed.training.step_extension import StepContext, StepExtensio
 
 class SequenceParallelism(StepExtension):
     """
-    Has neighbouring workers share each sequence of a model's batches. Gradients are reduced over
-    all workers as ever, and each loss is weighed by its tokens (`LossWeights`), so that neither
-    ZeRO nor the engine has to know of the groups.
+    Shares each sequence of a model's batches between neighbouring ranks. Gradients are reduced over
+    all ranks as without it, and each loss is weighted by its tokens (`LossWeights`), so that
+    neither ZeRO nor the engine needs to know the groups.
 
     # Parameters
 
     value : `int`, required.
-        The number of workers in a group.
+        The number of ranks of a group.
     context : `StepContext`, required.
-        Those of its data loaders that have a reader must divide data among groups.
+        Its data loaders with a reader must shard data between groups, not ranks.
 
     # Raises
 
     `ConfigurationError`
-        If they don't, or the model can't be shared.
+        If they don't, or if the model doesn't support it.
     """
 
     def __init__(self, value: int, context: StepContext) -> None:
         self.workers_per_reader = self._size = value
         self._model = context.model
-        # Of all batches so far, on the device that the data loader has left them on.
+        # The checksum of all batches so far, on the data loader's device.
         self._checksum = torch.tensor(0)
         check_model(type(context.model))
         for data_loader in context.data_loaders:
@@ -46,20 +46,20 @@ class SequenceParallelism(StepExtension):
 
     @overrides
     def start_step(self, batches: List[TensorDict]) -> None:
-        """Adds batches to the checksum. The host doesn't wait for the device."""
+        """Adds batches to the checksum without host synchronization."""
         for tensor in _tensors(batches):
             self._checksum = self._checksum * 31 + _checksum(tensor)
 
     @overrides
     def check(self, device: torch.device) -> None:
         """
-        Compares the batches of the ranks of a group. Waits for the device. To be called by every
-        rank.
+        Compares the batches of the ranks of each group. It synchronizes with the device. Every rank
+        must call it.
 
         # Raises
 
         `RuntimeError`
-            On every rank, if those of a group had different batches.
+            On every rank, if the ranks of a group had different batches.
         """
         checksums = agreement.numbers_of_all([int(self._checksum)], device)
         for first in range(0, len(checksums), self._size):
@@ -72,7 +72,10 @@ class SequenceParallelism(StepExtension):
                 )
 
     def _attach(self, wrapped_model: DeepSpeedWrappedModel) -> None:
-        """Has attention go over the parts of all workers until the engine is destroyed."""
+        """
+        Replaces the model's attention by attention over the parts of all ranks of the group, until
+        the engine is destroyed.
+        """
         model: Any = self._model
         group = SequenceGroup.of_neighbours(self._size)
         attention = UlyssesAttention(model.transformer_to_share(), group)
@@ -90,7 +93,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Of its elements in their order and of its shape, an int64 without dimensions."""
+    """Returns an int64 scalar that depends on the elements, their order and the shape."""
     if tensor.is_floating_point():
         tensor = tensor.double().view(torch.int64)
     places = torch.arange(1, tensor.numel() + 1, device=tensor.device)

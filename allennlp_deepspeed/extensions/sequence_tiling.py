@@ -1,8 +1,8 @@
 """
-Modules that compute each position of a sequence by itself, such as the feed-forward layers of a
-transformer, computed for a part of the positions at a time, so that what they need in between is
-never in memory for a whole sequence: `TiledMLP` of "Arctic Long Sequence Training" (Bekman et al.,
-2025, https://arxiv.org/abs/2506.13996, section 3.2).
+Sequence tiling: computes modules that treat each position of a sequence by itself, such as the
+feed-forward layers of a transformer, for a tile of positions at a time, so that their intermediate
+activations are never in memory for a full sequence. It is `TiledMLP` of "Arctic Long Sequence
+Training" (Bekman et al., 2025, https://arxiv.org/abs/2506.13996, section 3.2).
 """
 
 import logging
@@ -23,7 +23,7 @@ from allennlp_deepspeed.deepspeed_api import (
 from allennlp_deepspeed.engine.activation_checkpointing import current_autocast
 from allennlp_deepspeed.training.step_extension import StepExtension
 
-# So many positions that dropout with any probability drops one of their numbers.
+# Enough positions that dropout with any probability drops one of their elements.
 _CHECKED = 16
 
 logger = logging.getLogger(__name__)
@@ -44,26 +44,26 @@ def tile_modules(
     model: torch.nn.Module, settings: SequenceTiling, zero_stage: int
 ) -> Callable[[], None]:
     """
-    Has the modules whose names match one of the patterns (by `re.search`) compute tile by tile,
-    and again in the backward pass. Lists of modules, which have no forward pass, and modules inside
-    of others that match are left alone. To be called before an engine is brought up.
+    Makes the modules whose names match one of the patterns (by `re.search`) compute tile by tile,
+    and recompute in the backward pass. Lists of modules, which have no forward pass, and modules
+    inside other matching modules are skipped. Must be called before the engine is initialized.
 
     # Parameters
 
     model : `torch.nn.Module`, required.
     settings : `SequenceTiling`, required.
     zero_stage : `int`, required.
-        Of the engine.
+        The ZeRO stage of the engine.
 
     # Returns
 
     `Callable[[], None]`
-        Undoes it.
+        A function that restores the modules.
 
     # Raises
 
     `ConfigurationError`
-        If a pattern matches nothing, or a module that may not compute the same a second time.
+        If a pattern matches nothing, or a module that may compute something else when recomputed.
     """
     names: List[str] = []
     modules = dict(model.named_modules())
@@ -103,7 +103,7 @@ def _check(module: torch.nn.Module, name: str) -> None:
 
 @contextmanager
 def _tiled(module: torch.nn.Module, name: str, num_tiles: int, zero_stage: int) -> Iterator[None]:
-    # At stage 3 they are to be whole for all tiles, and until gradients come out for all.
+    # At stage 3 they must stay gathered for all tiles, until the gradients of all are computed.
     gathered = list(module.parameters()) if zero_stage == 3 else []
     for parameter in gathered:
         register_external_parameter(module, parameter)
@@ -119,7 +119,7 @@ def _tiled(module: torch.nn.Module, name: str, num_tiles: int, zero_stage: int) 
 
 
 class _TiledForward:
-    """In the place of a module's `forward`."""
+    """Replacement of a module's `forward`."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _TiledForward:
         self._name = name
         self._forward = forward
         self._num_tiles = num_tiles
-        # In training, in evaluation.
+        # In training mode, in evaluation mode.
         self._checked: Set[bool] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -151,7 +151,9 @@ class _TiledForward:
         return _Tiled.apply(self._forward, self._num_tiles, current_autocast(), hidden, *parameters)
 
     def _check(self, hidden: torch.Tensor) -> None:
-        """That some positions are computed as each alone, and the same a second time."""
+        """
+        Checks that some positions have the same outputs together as alone, and when recomputed.
+        """
         positions = hidden[:, :_CHECKED].detach().contiguous()
         with torch.no_grad():
             together = self._forward(positions)
@@ -173,16 +175,16 @@ def _in_tiles(
 
 
 def _tiles(hidden: torch.Tensor, num_tiles: int) -> Iterator[torch.Tensor]:
-    """Always the same number, also of fewer positions."""
-    # Contiguous, because some layers view them without batches: GPT-2's.
+    """Splits the positions into the same number of tiles, also if there are fewer positions."""
+    # Contiguous, because some layers, such as GPT-2's, call `view` on them.
     return (tile.contiguous() for tile in hidden.tensor_split(num_tiles, dim=1))
 
 
 class _Tiled(torch.autograd.Function):
     """
-    A forward pass without a graph, and a backward pass that computes tile by tile again. Gradients
-    of parameters are added up in here and come out once, so that whatever reduces them doesn't
-    see the tiles.
+    Autograd function with a forward pass without a graph, and a backward pass that recomputes tile
+    by tile. It adds up the gradients of parameters over the tiles and returns them once, so that
+    gradient reduction doesn't see the tiles.
     """
 
     @staticmethod
@@ -216,7 +218,7 @@ class _Tiled(torch.autograd.Function):
             of_hidden.append(torch.zeros_like(tile) if own is None else own)
             for i, other in enumerate(others):
                 if other is not None:
-                    # A sum of many in bf16 would lose digits.
+                    # Summing many tiles in bf16 would lose digits.
                     other = other.to(torch.promote_types(other.dtype, torch.float32))
                     totals[i] = other if totals[i] is None else totals[i].add_(other)
         of_parameters = [None if t is None else t.to(p.dtype) for t, p in zip(totals, parameters)]

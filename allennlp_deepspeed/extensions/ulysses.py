@@ -39,16 +39,16 @@ SUPPORTED_MODEL_TYPES = (
     "stablelm",
     "starcoder2",
 )
-"""Those whose numbers have been compared with one process, by transformers' names."""
+"""Model types of transformers whose numbers have been compared with a single process."""
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-# Rotary embeddings whose frequencies depend on the longest position that there is, of which a
-# worker sees its part's only.
+# Types of rotary embeddings whose frequencies depend on the longest position; a rank sees only
+# those of its part.
 _ROPE_TYPES_OF_WHOLE_SEQUENCES = ("dynamic", "longrope")
 
-# What a model may hand on to its attention. Anything else that isn't empty might mean something for
-# whole sequences, or for heads by their number.
+# Arguments that a model may pass to its attention. Any other nonempty argument could refer to full
+# sequences, or to heads by index.
 _HARMLESS = {"dropout", "scaling", "position_ids", "sliding_window", "cache_position"}
 
 _numbers = itertools.count()
@@ -56,24 +56,24 @@ _numbers = itertools.count()
 
 class UlyssesAttention:
     """
-    Has the attention of a transformer go over sequences of which each worker of a group has a part:
-    it exchanges parts for heads, attends with its share of the heads over whole sequences, and
-    exchanges them back. DeepSpeed's
-    [`UlyssesSPAttentionHF`](https://arxiv.org/abs/2506.13996) around the attention that the model
-    has, which without a mask is causal.
+    Makes a transformer attend over sequences of which each rank of a group has a part. An
+    all-to-all exchanges parts for heads, each rank attends with its share of the heads over full
+    sequences, and a second all-to-all exchanges them back. It wraps the model's attention in
+    DeepSpeed's [`UlyssesSPAttentionHF`](https://arxiv.org/abs/2506.13996), which is causal without
+    a mask.
 
-    To be constructed by every rank; the transformer must go forward by `attending`.
+    Every rank must construct it. The transformer must run forward within `attending`.
 
     # Parameters
 
     transformer : `PreTrainedModel`, required.
-        With causal attention.
+        A transformer with causal attention.
     group : `SequenceGroup`, required.
 
     # Raises
 
     `ConfigurationError`
-        If the numbers haven't been shown to be right with such a model.
+        If the numbers haven't been verified for such a model.
     """
 
     def __init__(self, transformer: "PreTrainedModel", group: SequenceGroup) -> None:
@@ -89,7 +89,7 @@ class UlyssesAttention:
         self._masks: Dict[Optional[int], Optional[torch.Tensor]] = {}
         self._num_calls = 0
         self._name = f"ulysses_{next(_numbers)}"
-        # They can't be taken out again, and are to keep nothing alive.
+        # Registered functions can't be removed, and must not keep objects alive.
         attention = weakref.WeakMethod(self._attention)
         modeling_utils.ALL_ATTENTION_FUNCTIONS.register(
             self._name,
@@ -98,12 +98,12 @@ class UlyssesAttention:
         transformer.set_attn_implementation(self._name)
 
     def part(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
-        """As `SequenceGroup.part`."""
+        """Returns this rank's part, as `SequenceGroup.part` does."""
         return self.group.part(tensor, padding_value)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """
-        The sum of what each worker of the group has. To be called by all of them. Not
+        Sums a tensor over the ranks of the group. All of them must call it. It isn't
         differentiable.
         """
         tensor = tensor.detach().clone()
@@ -111,30 +111,30 @@ class UlyssesAttention:
         return tensor
 
     def remove(self) -> None:
-        """Has the transformer attend as before."""
+        """Restores the transformer's attention."""
         self._transformer.set_attn_implementation(self._implementation)
         self._ulysses.clear()
 
     @contextmanager
     def attending(self, position_ids: torch.Tensor, is_packed: bool) -> Iterator[torch.Tensor]:
         """
-        The transformer is to go forward within it, with this worker's part of the input. Until it
-        is called again, its backward pass may recompute activations.
+        Context manager for the forward pass of the transformer with this rank's part of the input.
+        The backward pass may recompute activations until the next call.
 
         # Parameters
 
         position_ids : `torch.Tensor`
-            Of shape (batch_size, length), of whole sequences.
+            Of shape (batch_size, length), of the full sequences.
         is_packed : `bool`
-            Whether positions begin anew within sequences, where attention isn't to cross.
+            Whether positions restart within sequences, where attention must not cross.
 
         # Returns
 
         `torch.Tensor`
-            The positions of this worker's part.
+            The positions of this rank's part.
         """
         if is_packed and self._implementation != "sdpa" and position_ids.size(0) > 1:
-            # Whose kernels transformers has look for borders in a single sequence only.
+            # For these kernels transformers look for example borders in a single sequence only.
             raise ConfigurationError(
                 f"'{KEY}' is {self.group.size} and examples are packed, but with "
                 f"{self._implementation} they are kept apart only in batches of one sequence: "
@@ -167,8 +167,8 @@ class UlyssesAttention:
         **kwargs: Any,
     ) -> Tuple[torch.Tensor, None]:
         """
-        With this worker's part of each sequence, of shape (batch_size, num_heads, part_length,
-        head_size), in place of transformers' attention functions.
+        Replaces transformers' attention functions. It gets this rank's part of each sequence, of
+        shape (batch_size, num_heads, part_length, head_size).
         """
         self._check_call(module, key, value, kwargs)
         self._num_calls += 1
@@ -183,17 +183,17 @@ class UlyssesAttention:
             ).expand(batch_size, -1)
         num_groups = getattr(module, "num_key_value_groups", None)
         output, _ = self._ulysses[shape](module, query, key, value, None, **kwargs)
-        # DeepSpeed sets it to what a worker has, where workers repeat heads for keys.
+        # DeepSpeed sets it to the rank's number where ranks repeat heads of keys.
         vars(module).pop("num_key_value_groups", None)
         if num_groups is not None:
             module.num_key_value_groups = num_groups
-        # As other attention functions give it, which is what some models count on.
+        # The shape of other attention functions, which some models depend on.
         return output.unflatten(-1, (num_heads, head_size)), None
 
     def _construct(
         self, batch_size: int, num_heads: int, head_size: int, num_kv_heads: int
     ) -> torch.nn.Module:
-        # It takes a fifth of a second to import, of each command.
+        # Importing it takes a fifth of a second of each command.
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         _check_heads(self.group.size, num_heads, num_kv_heads)
@@ -211,7 +211,7 @@ class UlyssesAttention:
     def _attend_with_mask(
         self, module: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> Tuple[torch.Tensor, Any]:
-        """With a share of the heads over whole sequences."""
+        """Attends with this rank's share of the heads over full sequences."""
         query, key, value, _ = args
         mask = None
         if self._implementation == "sdpa":
@@ -220,8 +220,8 @@ class UlyssesAttention:
 
     def _mask(self, window: Optional[int], device: torch.device) -> Optional[torch.Tensor]:
         """
-        Of shape (batch_size or 1, 1, length, length), true where a row attends to a column. `None`
-        where plain causal attention does, which needs no memory for one.
+        Returns a mask of shape (batch_size or 1, 1, length, length), true where a row attends to a
+        column, or `None` for plain causal attention, which needs no memory for a mask.
         """
         if window is not None and window >= self._length:
             window = None
@@ -316,8 +316,8 @@ def _check_heads(size: int, num_heads: int, num_kv_heads: Optional[int]) -> None
 
 
 def _rope_types(config: Any) -> Iterator[str]:
-    """Some models have one for each type of layers."""
-    # A file's rope_scaling is there, too.
+    """Yields the types of rotary embeddings. Some models have one for each type of layer."""
+    # It also contains the rope_scaling of a file.
     parameters = getattr(config, "rope_parameters", None) or {}
     for section in (parameters, *parameters.values()):
         if isinstance(section, dict):
