@@ -4,7 +4,7 @@ Fixtures for all tests.
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, List
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,6 +20,11 @@ from tests.support.messages import expect_message, messages  # noqa: E402, F401
 
 if TYPE_CHECKING:
     from tests.support.experiment import Experiments
+
+# The first backward pass of a process starts autograd's threads, without which no forked worker can
+# go backward, if there is a device besides the CPU; PyTorch's compiler registers one. Here there is
+# none yet.
+torch.ones((), requires_grad=True).backward()
 
 
 @pytest.fixture(scope="session")
@@ -45,12 +50,3 @@ def one_thread_and_seed() -> None:
     """
     torch.set_num_threads(1)
     torch.manual_seed(20)
-
-
-def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
-    """
-    Tests that fork workers come first: a fork doesn't take along the threads that an engine has
-    started in this process, and can wait for what they held.
-    """
-    forks = ("run_workers", "multiprocessing")
-    items.sort(key=lambda item: not any(hasattr(item.module, name) for name in forks))  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ from tests.cross.case import Case, chosen, draw
 from tests.cross.plain import Fault, train_plainly
 from tests.cross.training import Finished, train_all
 from tests.cross.verdict import differences
-from tests.support.workers import run_workers  # noqa: F401  (has this file run first: see conftest.py)
 
 NUM_CASES = 30
 CASES_AT_ONCE = 10

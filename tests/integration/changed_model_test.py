@@ -15,7 +15,6 @@ from torch import nn
 
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side
-from tests.support.workers import run_workers  # noqa: F401  # workers are forked
 
 DIM = 4
 

@@ -33,7 +33,6 @@ from allennlp.training.trainer import Trainer
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from allennlp_deepspeed.engine.process_environment import process_environment
 from tests.support.side_by_side import CPU, Batch, Batches
-from tests.support.workers import run_workers  # noqa: F401  # for `conftest.py`
 
 _IN_TRAINING = ("start", "step", "validation", "epoch")
 PHASES = (*_IN_TRAINING, "end")

@@ -19,7 +19,6 @@ from allennlp_deepspeed.lora import (
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import StateDict, assert_same_outputs, assert_same_weights
 from tests.support.side_by_side import Side
-from tests.support.workers import run_workers  # noqa: F401  # workers are forked
 
 PLAIN = "pretrained_transformer"
 MISMATCHED = "pretrained_transformer_mismatched"

@@ -18,7 +18,7 @@ from allennlp_deepspeed.checkpoint.offline import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side
-from tests.support.workers import run_workers  # noqa: F401  # workers are forked
+from tests.support.workers import run_workers
 
 
 class AnyLayout(Model):

@@ -18,7 +18,6 @@ from allennlp.models import Model
 from tests.support.experiment import assert_same_weights, load_config
 from tests.support.plain_loop import Batch, train_in_a_plain_loop
 from tests.support.side_by_side import Side
-from tests.support.workers import run_workers  # noqa: F401  # for `conftest.py`
 
 WORLD_SIZE = 2
 
@@ -159,6 +158,5 @@ def test_a_compiled_part_whose_gradients_come_in_another_order(stage: int) -> No
     ]
     model = CompiledClassifier()
     actual = side(model, batches, SGD, {"stage": stage}).train()
-    # Not in this process, which couldn't fork workers after a compiled backward pass.
     model.is_compiled = False
     assert_same_weights(actual, train_in_a_plain_loop(model, batches, SGD))

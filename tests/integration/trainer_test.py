@@ -25,7 +25,6 @@ from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from allennlp_deepspeed.engine.one_process import as_one_process
 from tests.support.experiment import assert_same_weights, load_config
 from tests.support.side_by_side import Side
-from tests.support.workers import run_workers  # noqa: F401  # for `conftest.py`
 
 STAGE_3: Dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}

@@ -18,7 +18,6 @@ from allennlp.training.util import get_metrics
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side
-from tests.support.workers import run_workers  # noqa: F401  # for `conftest.py`
 
 
 class Net(Model):

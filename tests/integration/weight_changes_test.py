@@ -17,7 +17,7 @@ from torch import nn
 from allennlp_deepspeed import DeepSpeedTrainer
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side
-from tests.support.workers import run_workers  # noqa: F401  # workers are forked
+from tests.support.workers import run_workers
 
 NUM_TOKENS = 17
 
