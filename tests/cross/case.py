@@ -271,6 +271,10 @@ def chosen() -> List[Case]:
             (stage, {"optimizer": "rmsprop", "parts": [*layouts, *empty], **two})
             for stage, empty in ((0, ["empty"]), (2, ["empty"]), (3, []))
         ),
+        *(
+            (stage, {**in_some_micro_batches, "synchronization": mode, "overlap_comm": True})
+            for stage, mode in ((2, "step"), (2, "micro_batch"), (3, "step"))
+        ),
     ]
     return [
         Case(1000 + i, stage, **settings) for i, (stage, settings) in enumerate(stages_and_settings)
