@@ -9,7 +9,6 @@ from typing import Dict
 
 import pytest
 import torch
-from transformers import AutoModel
 
 from allennlp_deepspeed.checkpoint import serialization
 from allennlp_deepspeed.checkpoint.commit_record import CommitRecord, FrozenRecord
@@ -22,7 +21,6 @@ from tests.support.experiment import (
     Config,
     Experiments,
     Result,
-    assert_same_run,
     assert_same_weights,
     deepspeed,
     load_config,
@@ -83,28 +81,7 @@ def is_trained(name: str) -> bool:
     return "lora_" in name or "_classification_layer" in name
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_training_is_that_of_gradient_descent(
-    experiments: Experiments, bert: str, stage: int
-) -> None:
-    actual = experiments.run(checkpointed(bert, stage))
-    reference = adapted(bert)
-    # AllenNLP's own trainer wraps the model before it freezes parameters.
-    accelerator = {"type": "torch", "find_unused_parameters": True}
-    reference["distributed"] = {**reference["distributed"], "ddp_accelerator": accelerator}
-    assert_same_run(actual, experiments.run(reference))
-    pretrained = AutoModel.from_pretrained(bert).state_dict()
-    frozen = {
-        re.sub(r".*transformer_model\.|\.base_layer", "", name): weight
-        for name, weight in actual.weights().items()
-        if "transformer_model" in name and not is_trained(name)
-    }
-    assert_same_weights(frozen, pretrained, tolerance=0)
-    for name, weight in actual.weights().items():
-        assert "lora_B" not in name or weight.any()
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_checkpoints_hold_what_is_trained(experiments: Experiments, bert: str, stage: int) -> None:
     result = experiments.run(checkpointed(bert, stage))
     weights = result.weights()
@@ -172,11 +149,8 @@ def test_other_frozen_weights_are_refused(
     assert run.returncode != 0 and re.search(message, run.output)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_exported_weights_are_whole(
-    experiments: Experiments, tmp_path: Path, bert: str, stage: int
-) -> None:
-    result = experiments.run(checkpointed(bert, stage))
+def test_exported_weights_are_whole(experiments: Experiments, tmp_path: Path, bert: str) -> None:
+    result = experiments.run(checkpointed(bert, 3))
     assert result.final_metrics()["best_epoch"] == 1
     assert_identical(exported(result, tmp_path / "export"), result.weights())
 

@@ -3,21 +3,11 @@ A config moved from "gradient_descent" to "deepspeed" gives the same run: the sa
 gradient norms and learning rates at every step, and the same weights.
 """
 
-import re
-from itertools import chain
-from typing import Any, Dict, Tuple, Type
+from typing import Dict
 
 import pytest
-import torch
-from allennlp.common import Params
-from allennlp.common.util import prepare_environment
-from allennlp.data import DatasetReader, Vocabulary
-from allennlp.data.data_loaders import MultiProcessDataLoader
-from allennlp.models import Model
-from allennlp.training import GradientDescentTrainer
 
 from tests.support.experiment import (
-    ONE_PROCESS,
     TWO_WORKERS,
     Config,
     Experiments,
@@ -68,19 +58,6 @@ def test_training_is_that_of_gradient_descent(
     check_parity(experiments, load_config(model, TWO_WORKERS, TRAINING[model]), stage)
 
 
-def test_one_process_trains_as_with_gradient_descent(experiments: Experiments) -> None:
-    check_parity(experiments, load_config("tagger", ONE_PROCESS, TRAINING["tagger"]), stage=3)
-
-
-def test_an_epoch_whose_length_is_unknown(experiments: Experiments) -> None:
-    changes = {
-        "data_loader.max_instances_in_memory": 20,
-        "trainer.num_gradient_accumulation_steps": 3,
-        "trainer.grad_norm": 0.1,
-    }
-    check_parity(experiments, load_config("tagger", TWO_WORKERS, changes), stage=2)
-
-
 def test_batches_without_a_fixed_size(experiments: Experiments) -> None:
     sampler = {"data_loader": {"batch_sampler": {"type": "max_tokens_sampler", "max_tokens": 30}}}
     steps = {"trainer.num_gradient_accumulation_steps": 2, "trainer.optimizer": SGD}
@@ -120,28 +97,6 @@ def test_several_optimizers(experiments: Experiments, stage: int) -> None:
     check_parity(experiments, load_config("tagger", TWO_WORKERS, optimizers), stage)
 
 
-def test_early_stopping_leaves_the_weights_of_the_best_epoch(experiments: Experiments) -> None:
-    # The loss goes down, so that the first epoch is the best and the third isn't trained.
-    early_stopping = {
-        "trainer.num_epochs": 4,
-        "trainer.patience": 1,
-        "trainer.validation_metric": "+loss",
-    }
-    config = load_config("classifier", TWO_WORKERS, early_stopping)
-    check_parity(experiments, config, stage=3)
-    final_metrics = experiments.run(deepspeed(config, 3)).final_metrics()
-    assert (final_metrics["best_epoch"], final_metrics["epoch"]) == (0, 1)
-
-
-def test_batch_normalization(experiments: Experiments) -> None:
-    # Its statistics are buffers, which all workers have from the first of them.
-    normalizing = {
-        "model": {"type": "normalizing_classifier", "embedding_dim": 8},
-        "trainer.validation_metric": "-loss",
-    }
-    check_parity(experiments, load_config("classifier", TWO_WORKERS, normalizing), stage=2)
-
-
 def test_layer_wise_learning_rates(experiments: Experiments) -> None:
     # AllenNLP's schedule wants the default group to be there and empty. DeepSpeed removes it.
     layer_wise = {
@@ -166,36 +121,6 @@ def test_parameters_that_only_one_worker_uses_are_refused_at_stage_3(
     )
     with pytest.raises(AssertionError, match="find_unused_parameters' is true"):
         experiments.run(deepspeed(config, stage=3))
-
-
-def train_in_python(
-    trainer_class: Type[GradientDescentTrainer], **arguments: Any
-) -> Tuple[Dict[str, Any], Model]:
-    """Returns the metrics and the trained model."""
-    params = Params(load_config("tagger"))
-    prepare_environment(params)
-    reader = DatasetReader.from_params(params.pop("dataset_reader"))
-    loaders = [
-        MultiProcessDataLoader(reader, params.pop(f"{split}_data_path"), batch_size=6, shuffle=True)
-        for split in ("train", "validation")
-    ]
-    vocab = Vocabulary.from_instances(chain(*(loader.iter_instances() for loader in loaders)))
-    for loader in loaders:
-        loader.index_with(vocab)
-    model = Model.from_params(params.pop("model"), vocab=vocab)
-    trainer = trainer_class(
-        model,
-        torch.optim.Adam(model.parameters(), lr=0.01),
-        loaders[0],
-        validation_data_loader=loaders[1],
-        num_epochs=2,
-        cuda_device=-1,
-        grad_norm=0.3,
-        num_gradient_accumulation_steps=3,
-        **arguments,
-    )
-    metrics = trainer.train()
-    return {k: v for k, v in metrics.items() if not re.search("memory|duration", k)}, model
 
 
 def check_parity(

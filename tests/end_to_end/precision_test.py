@@ -9,7 +9,6 @@ from tests.support.experiment import (
     Config,
     Experiments,
     assert_fp32_master_weights,
-    assert_same_run,
     assert_trains_alike,
     deepspeed,
     load_config,
@@ -17,9 +16,6 @@ from tests.support.experiment import (
 
 # Enough epochs to learn, of which the last is always the best.
 EPOCHS: Config = {"trainer.num_epochs": 8, "trainer.validation_metric": "-loss"}
-
-# So that rounding decides none of the validation instances.
-SLOWLY: Config = {**EPOCHS, "trainer.optimizer.lr": 0.006}
 
 # Adam doesn't tell a gradient from another that is so many times as large.
 SGD: Config = {
@@ -39,17 +35,3 @@ def test_bf16_trains_as_fp32_does(experiments: Experiments, stage: int) -> None:
     expected = experiments.run(config)
     assert_trains_alike(actual, expected)
     assert_fp32_master_weights(actual)
-
-
-def test_torch_autocast_trains_as_fp32_does(experiments: Experiments) -> None:
-    config = load_config("classifier", TWO_WORKERS, SLOWLY)
-    actual = experiments.run(deepspeed(config, 2, **AUTOCAST))
-    assert_trains_alike(actual, experiments.run(config))
-    assert_fp32_master_weights(actual)
-
-
-def test_use_amp_is_autocast_to_bf16_on_a_cpu(experiments: Experiments) -> None:
-    config = load_config("classifier", TWO_WORKERS, SLOWLY)
-    use_amp = load_config("classifier", TWO_WORKERS, SLOWLY, {"trainer.use_amp": True})
-    actual = experiments.run(deepspeed(use_amp, 2))
-    assert_same_run(actual, experiments.run(deepspeed(config, 2, **AUTOCAST)), tolerance=0)
