@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import threading
-import time
 from pathlib import Path
 from random import Random
 from typing import Any, Callable, Dict, Iterator, List, Tuple
@@ -121,7 +119,7 @@ def delete(path: Path, random: Random) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_every_damage_of_every_file_is_noticed(
     experiments: Experiments, tmp_path: Path, stage: int
 ):
@@ -143,11 +141,9 @@ def test_every_damage_of_every_file_is_noticed(
     [
         (0, "model states", flip, True),
         (0, "record", truncate, False),
-        (2, "optimizer states", delete, False),
         (2, "best weights", flip, True),
         (3, "optimizer states", truncate, True),
         (3, "training state", flip, False),
-        (3, "model states", delete, False),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(
@@ -211,31 +207,17 @@ def _add_a_shard(checkpoint: Path) -> None:
     shutil.copy(checkpoint / "engine" / "zero_pp_rank_1_mp_rank_00_optim_states.pt", shard)
 
 
-def _swap_shards(checkpoint: Path) -> None:
-    first, second = sorted(checkpoint.glob("engine/*optim_states.pt"))
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-
-
 def _link_outside(checkpoint: Path) -> None:
     path = checkpoint / "training_state_w0.th"
     path.rename(checkpoint.parent.parent / "elsewhere.th")
     path.symlink_to(checkpoint.parent.parent / "elsewhere.th")
 
 
-def _take_the_other_engine(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint / "engine")
-    shutil.copytree(checkpoint.parent / OLDER / "engine", checkpoint / "engine")
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
         (_add_a_shard, "zero_pp_rank_2_mp_rank_00_optim_states.pt is not of this checkpoint"),
-        (_swap_shards, "zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged"),
         (_link_outside, "training_state_w0.th is outside of the checkpoint"),
-        (_take_the_other_engine, "mp_rank_00_model_states.pt is damaged"),
     ],
 )
 def test_files_of_other_checkpoints_are_refused(
@@ -327,7 +309,6 @@ def assert_ended_with(message: str, result: Result, run: Run) -> None:
     "phase, operation, rank, error, variant",
     [
         ("save", "save", 1, "EROFS", "plain"),
-        ("commit", "save", 1, "ENOSPC", "async"),
         ("commit", "flush", 1, "EIO", "plain"),
         ("commit", "rename", 0, "EROFS", "async"),
         ("prune", "remove", 0, "EROFS", "plain"),
@@ -371,47 +352,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-@pytest.mark.parametrize("stage, async_save", [(2, True), (3, False)])
-def test_a_full_disk_ends_training_and_leaves_what_was_committed(
-    small_disk: Path, tmp_path: Path, stage: int, async_save: bool
-):
-    config = experiment(stage)
-    config["trainer"]["checkpointer"] = {**KEEP_ALL, "async_save": async_save}
+def test_a_full_disk_ends_training_and_leaves_what_was_committed(small_disk: Path, tmp_path: Path):
+    config = experiment(2)
+    config["trainer"]["checkpointer"] = {**KEEP_ALL, "async_save": True}
     log = tmp_path / "points"
     result, run = train(config, tmp_path, Fault(str(log)), small_disk)
     assert_ended_with("No space left on device", result, run)
     assert any(point.phase == "committed" for point in read_log(log))
-
-
-def test_a_directory_that_becomes_read_only_ends_training(small_disk: Path, tmp_path: Path):
-    """Root may write in spite of permission bits, but not where the file system says no."""
-    directory = small_disk / "out"
-    config = experiment(2)
-    config["trainer"]["num_epochs"] = 30
-    config["trainer"]["checkpointer"] = {**KEEP_ALL, "keep_most_recent_by_count": 1}
-    problems: List[str] = []
-    done = threading.Event()
-
-    def make_immutable() -> None:
-        while not done.is_set():
-            # Any that is committed: each is removed as soon as there is a newer one.
-            if any(not path.suffix for path in directory.glob("checkpoint_e*")):
-                change = subprocess.run(
-                    ["chattr", "+i", str(directory)], capture_output=True, text=True
-                )
-                if change.returncode != 0:
-                    problems.append(change.stderr.strip())
-                return
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=make_immutable)
-    thread.start()
-    try:
-        result, run = train(config, tmp_path, Fault(str(tmp_path / "points")), small_disk)
-    finally:
-        done.set()
-        thread.join()
-        subprocess.run(["chattr", "-i", str(directory)], capture_output=True)
-    if problems:
-        pytest.skip(f"A directory can't be made immutable here: {problems[0]}")
-    assert_ended_with("Operation not permitted", result, run)
