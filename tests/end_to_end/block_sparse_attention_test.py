@@ -17,7 +17,6 @@ from transformers import AutoModel
 
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
 from allennlp_deepspeed.lora import transformers_in
-from tests.end_to_end.precision_test import BF16, EPOCHS
 from tests.fixtures import dense_attention  # noqa: F401  # registers what it has
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import (
@@ -26,7 +25,6 @@ from tests.support.experiment import (
     Config,
     Experiments,
     assert_same_run,
-    assert_trains_alike,
     deepspeed,
     load_config,
 )
@@ -76,31 +74,6 @@ def test_two_workers_train_what_dense_attention_does(
     sparse = deepspeed(config_with("block_sparse_transformer", attention, TWO_WORKERS), stage)
     sparse["trainer"].update(trainer)
     assert_same_run(experiments.run(sparse), experiments.run(dense))
-
-
-def precisions() -> Config:
-    return config_with("block_sparse_transformer", BIGBIRD, {**TWO_WORKERS, **EPOCHS})
-
-
-@pytest.mark.parametrize("stage, precision", [(3, BF16)], ids=["bf16-3"])
-def test_half_precision_trains_as_fp32_does(
-    experiments: Experiments, stage: int, precision: Config
-) -> None:
-    actual = experiments.run(deepspeed(precisions(), stage, **precision))
-    assert_trains_alike(actual, experiments.run(precisions()))
-
-
-def test_an_archive_has_the_same_random_blocks(experiments: Experiments) -> None:
-    config = config_with("block_sparse_transformer", BIGBIRD, ONE_PROCESS)
-    result = experiments.run(deepspeed(config, stage=2))
-    logits = []
-    for encoder in ("block_sparse_transformer", "masked_pytorch_transformer"):
-        overrides = {"model.seq2seq_encoder.type": encoder}
-        archive = load_archive(result.archive, overrides=json.dumps(overrides))
-        texts = list(archive.validation_dataset_reader.read(config["validation_data_path"]))
-        outputs = archive.model.forward_on_instances(texts)
-        logits.append([output["logits"].tolist() for output in outputs])
-    assert logits[0] == [pytest.approx(of_text, rel=1e-4, abs=1e-6) for of_text in logits[1]]
 
 
 def test_a_pretrained_transformer_at_stage_3_with_two_workers(

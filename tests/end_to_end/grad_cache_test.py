@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 import pytest
-from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from tests.end_to_end.checkpoint_test import recover
 from tests.end_to_end.failures_test import train
@@ -90,7 +89,7 @@ def assert_same(actual: Result, expected: Result) -> None:
     assert_same_metrics(metrics, expected_metrics)
 
 
-@pytest.mark.parametrize("num_workers, stage", [(2, 0), (2, 2), (2, 3), (4, 3)])
+@pytest.mark.parametrize("num_workers, stage", [(2, 0), (2, 2), (2, 3)])
 def test_the_weights_are_those_of_one_piece(experiments: Experiments, num_workers: int, stage: int):
     config = cached(divided(num_workers, EVERYTHING), stage, CHUNK_SIZES)
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
@@ -115,17 +114,6 @@ def test_gradients_are_reduced_as_often_as_the_mode_says(
     gradient = gradient_bytes(result, stage) - 4 * (2 if stage == 3 else 1)
     assert num_bytes == times * gradient + BYTES_OF_NORM[stage] + of_loss
     assert_same(result, experiments.run(in_one_piece(accumulation)))
-
-
-def test_representations_are_gathered_once_a_micro_batch(experiments: Experiments):
-    config = counted(divided(2, {"trainer.num_gradient_accumulation_steps": 2}), 0, "step")
-    config["trainer"]["grad_cache"] = {"chunk_size": 3}
-    calls, num_bytes = traffic(experiments.run(config))[0]["all_gather"]
-    # Each of the two micro-batches gathers how many examples there are, shapes of four tensors, and
-    # their contents: of 8 and 4 pairs two vectors of 10 numbers and two ids.
-    assert calls == 2 * 3
-    contents = (8 + 4) * (2 * 10 * 4 + 2 * 8)
-    assert num_bytes == 2 * (contents + 2 * 8 * (1 + 6))
 
 
 def gathered(experiments: Experiments, stage: int, chunk_size: int, *callbacks: str) -> int:
@@ -177,15 +165,14 @@ def test_any_model_with_the_interface(experiments: Experiments):
     assert result.final_metrics()[key] == pytest.approx(expected.final_metrics()[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_dropout_is_the_same_in_both_passes(experiments: Experiments, stage: int):
+def test_dropout_is_the_same_in_both_passes(experiments: Experiments):
     """The other run encodes the same chunks with a graph, which it holds until it goes backward."""
     dropout = {"model.dropout": 0.3}
     in_chunks = {
         "model.type": "bi_encoder_in_chunks",
         "model.chunk_size": 3,
     }
-    config = cached(divided(2, dropout), stage)
+    config = cached(divided(2, dropout), 3)
     result = experiments.run(config)
     expected = experiments.run(deepspeed(divided(2, dropout, in_chunks), 0))
     assert_same(result, expected)
@@ -199,33 +186,19 @@ def test_local_negatives(experiments: Experiments):
     expected = experiments.run(divided(2, local))  # AllenNLP averages the workers' gradients
     result = experiments.run(cached(divided(2, local), 3))
     assert_same_weights(result.weights(), expected.weights())
-    with pytest.raises(AssertionError):
-        assert_same_weights(
-            result.weights(),
-            experiments.run(in_one_piece({"dataset_reader.num_negatives": 2})).weights(),
-            tolerance=0.01,
-        )
 
 
-@pytest.mark.parametrize("stage, device", [(2, "cpu"), (3, "nvme")])
-def test_offload_where_a_chunk_uses_only_one_encoder(
-    experiments: Experiments, tmp_path: Path, stage: int, device: str
-):
-    offload = {"device": device}
-    if device == "nvme":
-        if not AsyncIOBuilder().is_compatible(verbose=False):
-            pytest.skip("needs Debian's package libaio-dev")
-        offload["nvme_path"] = str(tmp_path)
-    config = cached(divided(2, EVERYTHING), stage, CHUNK_SIZES)
-    config["trainer"]["deepspeed_config"]["zero_optimization"]["offload_optimizer"] = offload
+def test_offload_where_a_chunk_uses_only_one_encoder(experiments: Experiments):
+    config = cached(divided(2, EVERYTHING), 2, CHUNK_SIZES)
+    zero = config["trainer"]["deepspeed_config"]["zero_optimization"]
+    zero["offload_optimizer"] = {"device": "cpu"}
     config["trainer"]["gradient_synchronization"] = "micro_batch"
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
 
 
-@pytest.mark.parametrize("stage, side", [(2, "query"), (3, "document")])
-def test_a_frozen_encoder(experiments: Experiments, stage: int, side: str):
-    frozen = {**EVERYTHING, "trainer.no_grad": [f"^_{side}_encoder.*"]}
-    config = cached(divided(2, frozen), stage, CHUNK_SIZES)
+def test_a_frozen_encoder(experiments: Experiments):
+    frozen = {**EVERYTHING, "trainer.no_grad": ["^_document_encoder.*"]}
+    config = cached(divided(2, frozen), 3, CHUNK_SIZES)
     assert_same(experiments.run(config), experiments.run(in_one_piece(frozen)))
 
 

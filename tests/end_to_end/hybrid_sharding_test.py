@@ -75,17 +75,6 @@ def test_parameters_come_from_all_ranks_once_a_step(experiments: Experiments):
     assert within_two["reduce_scatter"] == over_all["reduce_scatter"]
 
 
-def test_parameters_stay_gathered_until_the_step_ends(experiments: Experiments):
-    config = load_config("tagger", FOUR_WORKERS, TWO_MICRO_BATCHES, COUNTED)
-    result = experiments.run(sharded(config, reshard_after_micro_batch=False))
-    counts = communication(result)
-    assert counts["all_gather"] == MODEL_BYTES
-    reference = experiments.run(sharded(config))
-    assert counts["reduce_scatter"] == communication(reference)["reduce_scatter"]
-    assert result.metrics() == reference.metrics()
-    assert_same_weights(result.weights(), reference.weights(), tolerance=0)
-
-
 def test_by_itself_parameters_stay_gathered_if_there_is_room(experiments: Experiments):
     config = load_config("tagger", FOUR_WORKERS, COUNTED, TWO_MICRO_BATCHES)
     result = experiments.run(sharded(config, reshard_after_micro_batch="auto", **ROOM))
@@ -98,16 +87,6 @@ def test_by_itself_parameters_stay_gathered_if_there_is_room(experiments: Experi
     assert "Parameters stay gathered until each step ends from here on" in log
     assert result.metrics() == gathered_again.metrics()
     assert_same_weights(result.weights(), gathered_again.weights(), tolerance=0)
-
-
-def test_that_there_is_no_room_is_said(experiments: Experiments):
-    config = load_config("tagger", FOUR_WORKERS, COUNTED, TWO_MICRO_BATCHES)
-    little = sharded(config, reshard_after_micro_batch="auto")
-    little["trainer"]["callbacks"].append("little_memory_on_rank_1")
-    result = experiments.run(little)
-    log = (result.serialization_dir / "out_worker0.log").read_text()
-    assert "Parameters are resharded after each micro-batch from here on" in log
-    assert communication(result) == communication(experiments.run(sharded(config)))
 
 
 def test_parameters_stay_gathered_in_a_recovered_run(experiments: Experiments, tmp_path: Path):
@@ -123,27 +102,8 @@ def test_parameters_stay_gathered_in_a_recovered_run(experiments: Experiments, t
     assert len(lines) == 2 and "as before" in lines[1]
 
 
-def test_weights_with_offload_are_those_of_plain_stage_3(experiments: Experiments):
-    config = load_config("tagger", FOUR_WORKERS, {"trainer.moving_average": {"decay": 0.9}})
-    zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-    actual = experiments.run(sharded(config, within=2, **zero))
-    expected = experiments.run(sharded(config, **zero))
-    assert actual.metrics() == expected.metrics()
-    assert_same_weights(actual.weights(), expected.weights(), tolerance=0)
-
-
 def test_a_recovered_run_ends_as_an_uninterrupted_one(experiments: Experiments, tmp_path: Path):
     config = sharded(load_config("tagger", CHECKPOINTS, FOUR_WORKERS), within=2)
     uninterrupted = experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
     assert_ends_alike(recovered, uninterrupted)
-
-
-def test_a_checkpoint_is_continued_by_fewer_workers_than_a_node_had(
-    experiments: Experiments, tmp_path: Path
-):
-    config = sharded(load_config("tagger", CHECKPOINTS, FOUR_WORKERS), within=2)
-    uninterrupted = experiments.run(config)
-    config["distributed"] = {"cuda_devices": [-1, -1]}
-    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e2_b0")
-    assert_same_weights(recovered.weights(), uninterrupted.weights(), tolerance=0)

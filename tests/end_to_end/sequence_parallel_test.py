@@ -22,7 +22,6 @@ from allennlp_deepspeed.extensions.sequence_parallelism import SequenceParalleli
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.launch.preflight import check
 from allennlp_deepspeed.training.step_extension import StepContext
-from tests.end_to_end.precision_test import BF16
 from tests.end_to_end.resize_test import (
     assert_continues,
     assert_same_state,
@@ -142,18 +141,7 @@ def test_with_offload_and_a_short_group(experiments: Experiments, tokenizer: str
     assert_same(experiments.run(two), experiments.run(one))
 
 
-def test_in_half_precision(experiments: Experiments, tokenizer: str) -> None:
-    # Both round, at other places, which further epochs would make larger.
-    short = {"trainer.num_epochs": 1, "data_loader.batch_size": 3}
-    one = language_model(tokenizer, short, ONE_PROCESS)
-    two = language_model(tokenizer, short, TWO_WORKERS, SHARED)
-    expected = experiments.run(deepspeed(one, 3, **BF16))
-    actual = experiments.run(deepspeed(two, 3, **BF16))
-    assert_same_weights(actual.weights(), expected.weights(), tolerance=0.02)
-    assert token_metrics(actual) == pytest.approx(token_metrics(expected), rel=0.01, abs=0.02)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1])
 def test_two_groups_of_two_workers(experiments: Experiments, tokenizer: str, stage: int) -> None:
     one = language_model(tokenizer, {**ONE_PROCESS, "data_loader.batch_size": 6})
     # The total counts a group once.
@@ -166,16 +154,8 @@ def test_two_groups_of_two_workers(experiments: Experiments, tokenizer: str, sta
     assert_loss_is_of_all_tokens(actual, "test")
 
 
-@pytest.mark.parametrize(
-    "stage, before, after", [(2, (2, 2), (1, 1)), (3, (2, 2), (4, 2))], ids=["2", "3"]
-)
 def test_recovery_with_other_groups(
-    experiments: Experiments,
-    tokenizer: str,
-    tmp_path: Path,
-    stage: int,
-    before: Tuple[int, int],
-    after: Tuple[int, int],
+    experiments: Experiments, tokenizer: str, tmp_path: Path
 ) -> None:
     def on_workers(num_workers: int, size: int) -> Config:
         batch_size = {"data_loader.batch_size": 12 // (num_workers // size)}
@@ -183,11 +163,11 @@ def test_recovery_with_other_groups(
             "trainer.sequence_parallel_size": size,
         }
         return deepspeed(
-            language_model(tokenizer, RESIZABLE, on(num_workers), batch_size, shared), stage
+            language_model(tokenizer, RESIZABLE, on(num_workers), batch_size, shared), 3
         )
 
-    uninterrupted = experiments.run(on_workers(*before))
-    recovered = recover(uninterrupted, tmp_path, on_workers(*after))
+    uninterrupted = experiments.run(on_workers(2, 2))
+    recovered = recover(uninterrupted, tmp_path, on_workers(4, 2))
     assert_same_state(dumped(recovered, "start"), dumped(uninterrupted, "e1_b2"))
     assert_continues(recovered, uninterrupted)
 

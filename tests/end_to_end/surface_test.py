@@ -55,14 +55,6 @@ def test_a_dry_run_makes_the_vocabulary_and_trains_nothing(tmp_path: Path) -> No
     assert not list(result.serialization_dir.glob("checkpoint_*"))
 
 
-def test_overrides_take_the_place_of_keys(experiments: Experiments, tmp_path: Path) -> None:
-    changes = {"trainer.num_epochs": 1, "trainer.optimizer.lr": 0.003}
-    config = write(deepspeed(load_config("tagger", TWO_WORKERS), 2), tmp_path)
-    overridden = train(config, tmp_path / "out", "-o", json.dumps(changes))
-    expected = experiments.run(deepspeed(load_config("tagger", TWO_WORKERS, changes), 2))
-    assert_same_weights(overridden.weights(), expected.weights(), tolerance=0)
-
-
 def test_a_vocabulary_is_built_before_and_used(experiments: Experiments, tmp_path: Path) -> None:
     config = deepspeed(load_config("tagger", TWO_WORKERS), 2)
     vocabulary = tmp_path / "vocabulary.tar.gz"
@@ -152,8 +144,3 @@ def test_a_callback_that_scales_losses_is_refused(tmp_path: Path) -> None:
     callback = {"trainer.callbacks": ["mixed_precision_backward"]}
     config = deepspeed(load_config("tagger", ONE_PROCESS, callback), 2)
     assert "leave it out, and write 'trainer.use_amp'" in refusal(config, tmp_path)
-
-
-def test_a_loader_without_workers_trains_the_same(experiments: Experiments) -> None:
-    loader = {"data_loader": {"type": "simple", "batch_size": 6, "shuffle": True}}
-    check_parity(experiments, load_config("tagger", ONE_PROCESS, loader), stage=2)
