@@ -93,7 +93,6 @@ def assert_ends_alike(recovered: Result, uninterrupted: Result) -> None:
         ("checkpoint_e1_b2", 0),
         ("checkpoint_e1_b2", 2),
         ("checkpoint_e1_b2", 3),
-        ("checkpoint_e1_b4", 2),
         ("checkpoint_e1_b0", 3),
         ("checkpoint_e2_b0", 2),
     ],
@@ -104,20 +103,6 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one(
     config = deepspeed(load_config("tagger", CHECKPOINTS), stage)
     uninterrupted = experiments.run(config)
     assert_ends_alike(recover(uninterrupted, tmp_path, config, last), uninterrupted)
-
-
-def test_a_recovered_run_of_fused_adam_ends_as_an_uninterrupted_one(
-    experiments: Experiments, tmp_path: Path
-) -> None:
-    # So many steps that rounding them in another way shows.
-    every_third = {"save_every_num_batches": 3, "keep_most_recent_by_count": None}
-    long = {"trainer.num_epochs": 8, "trainer.checkpointer": every_third}
-    adam = {"type": "AdamW", "params": {"lr": 0.01}}
-    config = deepspeed(load_config("tagger", WORKERS, long), 2, optimizer=adam)
-    config["trainer"]["optimizer"] = None
-    uninterrupted = experiments.run(config)
-    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e4_b6")
-    assert_ends_alike(recovered, uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +147,7 @@ def test_recovery_after_patience_has_run_out_trains_no_further(
 @pytest.mark.parametrize(
     "stage, sections",
     [
-        (0, {"bf16": {"enabled": True}}),
         (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
-        (3, {"bf16": {"enabled": True}}),
         (
             3,
             {
@@ -221,23 +204,6 @@ def test_a_training_with_states_on_nvme_cannot_be_recovered_and_says_so(
         recover(in_memory, tmp_path, config, "checkpoint_e1_b2")
 
 
-def test_recovery_in_one_process(experiments: Experiments, tmp_path: Path):
-    config = deepspeed(load_config("tagger", CHECKPOINTS), 3)
-    del config["distributed"]
-    uninterrupted = experiments.run(config)
-    assert_ends_alike(recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2"), uninterrupted)
-
-
-def test_an_asynchronous_save_saves_the_moment_of_the_save(
-    experiments: Experiments, tmp_path: Path
-):
-    config = deepspeed(load_config("tagger", CHECKPOINTS), 3)
-    config["trainer"]["checkpointer"]["async_save"] = True
-    uninterrupted = experiments.run(config)
-    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
-    assert_ends_alike(recovered, uninterrupted)
-
-
 def test_checkpoints_are_saved_and_pruned_as_asked(experiments: Experiments):
     config = load_config("tagger", WORKERS, {"trainer.checkpointer": {}})
     # By default AllenNLP keeps two, here of as many epochs.
@@ -257,7 +223,6 @@ def test_the_clock_of_one_rank_decides_for_all(experiments: Experiments):
         WORKERS,
         {
             "trainer.num_epochs": 1,
-            "trainer.callbacks": ["count_agreements", "record_steps"],
             "trainer.checkpointer": {
                 "type": "deepspeed",
                 "save_every_num_seconds": 0,
@@ -268,9 +233,9 @@ def test_the_clock_of_one_rank_decides_for_all(experiments: Experiments):
     config = deepspeed(config, 2)
     config["trainer"]["log_every_num_steps"] = 1  # where the clock is asked
     result = experiments.run(config)
-    counts = json.loads((result.serialization_dir / "agreements_0.json").read_text())
+    steps = json.loads((result.serialization_dir / "steps.json").read_text())
     # One after each step, and the one of the epoch.
-    assert len(checkpoints(result)) == counts["groups"] + 1
+    assert len(checkpoints(result)) == max(step["batch_number"] for step in steps) + 1
 
 
 def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_path: Path):
@@ -292,27 +257,7 @@ def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_pa
     assert len(output.read_text().splitlines()) > 0
 
 
-def test_fine_tuning_starts_from_the_archive(experiments: Experiments):
-    config = load_config("classifier", WORKERS)
-    pretrained = experiments.run(deepspeed(config, 3))
-    fine_tuning = {
-        **config,
-        "model": {"type": "from_archive", "archive_file": str(pretrained.archive)},
-        "vocabulary": {"type": "from_files", "directory": str(pretrained.archive)},
-    }
-    fine_tuning["trainer"] = {
-        **config["trainer"],
-        "optimizer": {"type": "sgd", "lr": 0.0},
-        "num_epochs": 1,
-    }
-    fine_tuned = experiments.run(deepspeed(fine_tuning, 2))
-    assert_same_weights(fine_tuned.weights(), pretrained.weights(), tolerance=0)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_evaluate_on_test_gives_what_one_process_gives(
-    experiments: Experiments, tmp_path: Path, stage: int
-):
+def test_evaluate_on_test_gives_what_one_process_gives(experiments: Experiments, tmp_path: Path):
     config = load_config(
         "classifier",
         WORKERS,
@@ -325,7 +270,7 @@ def test_evaluate_on_test_gives_what_one_process_gives(
     )
     config["test_data_path"] = config["validation_data_path"]
     config["type"] = "deepspeed"
-    result = experiments.run(deepspeed(config, stage))
+    result = experiments.run(deepspeed(config, 3))
     allennlp(
         "evaluate",
         result.archive,

@@ -115,7 +115,7 @@ def assert_continues(recovered: Result, uninterrupted: Result) -> None:
 
 @pytest.mark.parametrize(
     "before, after, stage",
-    [(2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (4, 2, 3), (2, 4, 3)],
+    [(2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (2, 4, 3)],
 )
 def test_another_number_of_workers_continues_the_same_training(
     experiments: Experiments, tmp_path: Path, stage: int, before: int, after: int
@@ -143,10 +143,8 @@ DEEPSPEED_OPTIMIZER: Config = {
 @pytest.mark.parametrize(
     "stage, trainer, sections, zero",
     [
-        (0, {"moving_average": {"decay": 0.9}}, BF16, {}),
         (1, {"moving_average": {"decay": 0.9}}, FP32_GRADIENTS, {}),
         (2, {"optimizer": None}, DEEPSPEED_OPTIMIZER, {}),
-        (2, {"optimizer": {"type": "sgd", "lr": 0.1, "momentum": 0.9}}, {}, OFFLOAD),
         (
             3,
             {
@@ -162,7 +160,6 @@ DEEPSPEED_OPTIMIZER: Config = {
             {},
             {"sub_group_size": 150},
         ),
-        (3, {"no_grad": ["bias_hh"]}, {}, {"stage3_param_persistence_threshold": 100}),
         (
             3,
             {"no_grad": ["token_embedder"]},
@@ -192,9 +189,8 @@ def test_everything_is_loaded_as_it_was(
         assert_continues(recovered, uninterrupted)
 
 
-@pytest.mark.parametrize("stage, sections", [(2, {}), (3, BF16)])
 def test_tied_and_frozen_parameters_and_buffers_are_loaded_as_they_were(
-    experiments: Experiments, tmp_path: Path, stage: int, sections: Config
+    experiments: Experiments, tmp_path: Path
 ):
     overrides = {
         "model": {"type": "tied_classifier"},
@@ -203,7 +199,7 @@ def test_tied_and_frozen_parameters_and_buffers_are_loaded_as_they_were(
         "trainer.moving_average": {"decay": 0.9},
     }
     before, after = (
-        deepspeed(resizable(workers, overrides, fixture="classifier"), stage, **sections)
+        deepspeed(resizable(workers, overrides, fixture="classifier"), 3, **BF16)
         for workers in (4, 2)
     )
     uninterrupted = experiments.run(before)
