@@ -151,13 +151,6 @@ class TestWhatAConfigFileCanHold:
 
 
 class TestInPython:
-    def test_a_configuration_is_made_from_a_dictionary_or_a_preset(self):
-        stage_3 = {"zero_optimization": {"stage": 3}}
-        assert DeepSpeedConfig(stage_3).config == stage_3
-        assert DeepSpeedConfig.by_name("zero_3")().config == stage_3
-        changed = DeepSpeedConfig.by_name("zero_3")({"gradient_clipping": 1.0})
-        assert changed.config == {**stage_3, "gradient_clipping": 1.0}
-
     def test_resolving_changes_neither_the_configuration_nor_the_dictionary_it_came_from(self):
         source = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
         config = DeepSpeedConfig(source)
@@ -287,19 +280,6 @@ class TestBatchSizes:
         assert sized.engine_config["train_micro_batch_size_per_gpu"] == 8
 
 
-class TestGradientSynchronization:
-    @pytest.mark.parametrize("stage", [1, 2])
-    def test_each_micro_batch_is_for_stages_2_and_3(self, stage):
-        config = {"zero_optimization": {"stage": stage}}
-        for setting in ("step", "auto"):
-            resolve(config, gradient_synchronization=setting)
-        if stage >= 2:
-            resolve(config, gradient_synchronization="micro_batch")
-            return
-        message = refusal(config, gradient_synchronization="micro_batch")
-        assert f'gradient_synchronization is "micro_batch", but at ZeRO stage {stage}' in message
-
-
 class TestGradientNorm:
     @pytest.mark.parametrize(
         "clipping, grad_norm, expected, engine_clipping",
@@ -405,29 +385,6 @@ class TestOptimizerAndScheduler:
         scheduler = {"scheduler": {"type": "WarmupCosineLR"}}
         params = resolve(scheduler, num_epochs=2, batches_per_epoch=5).engine_config["scheduler"]
         assert params["params"] == {"total_num_steps": 10}
-        assert "write the number of optimizer steps in the whole training" in refusal(scheduler)
-
-
-class TestOffloading:
-    def test_nvme_files_lie_in_the_serialization_directory_by_default(self):
-        zero = resolve("zero_3_nvme", serialization_dir="out").engine_config["zero_optimization"]
-        assert zero["offload_param"]["nvme_path"] == "out/nvme"
-        assert zero["offload_optimizer"]["nvme_path"] == "out/nvme"
-
-
-class TestPartitionSize:
-    def test_without_sharded_parameters_it_is_refused(self):
-        config = {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}
-        assert "zero_hpz_partition_size is 2, but" in refusal(config, world_size=4)
-
-    def test_one_that_does_not_divide_the_workers_is_refused(self):
-        config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
-        assert "must divide the number of workers, which is 8" in refusal(config, world_size=8)
-
-    def test_the_second_copy_cannot_lie_on_nvme(self):
-        config = {"type": "zero_3_nvme", "zero_optimization": {"zero_hpz_partition_size": 2}}
-        message = refusal(config, world_size=4, serialization_dir="out")
-        assert "can't keep the second copy of parameters on NVMe" in message
 
 
 class TestReshardAfterMicroBatch:
@@ -447,20 +404,6 @@ class TestReshardAfterMicroBatch:
         assert reshards(self.ON_NVME) is reshards(self.HPZ) is reshards(world_size=1) is True
         finds = {"num_gradient_accumulation_steps": "auto", "global_batch_size": 8}
         assert reshards(**finds) is True
-
-    @pytest.mark.parametrize(
-        "config, expected",
-        [
-            ({"zero_optimization": {"stage": 2}}, 'write "stage": 3'),
-            (HPZ, "zero_hpz_partition_size is 2: remove one of them"),
-            (ON_NVME, "only a few buffers"),
-        ],
-    )
-    def test_where_parameters_cannot_stay_gathered_false_is_refused(self, config, expected):
-        settings = {"world_size": 4, "serialization_dir": "out"}
-        message = refusal(config, reshard_after_micro_batch=False, **settings)
-        assert "reshard_after_micro_batch is false, but" in message and expected in message
-        resolve(config, reshard_after_micro_batch=True, **settings)
 
 
 class TestReports:

@@ -120,6 +120,8 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 AUTOCAST_TO_FP16 = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
 LEAVES = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["BertLayer"]}}}
 
+FOUR_WORKERS = {"world_size": 4, "serialization_dir": "out"}
+
 # Both sides of a config file that don't go together.
 CONTRADICTORY = [
     ({"gradient_accumulation_steps": 4}, {"num_gradient_accumulation_steps": 2}),
@@ -172,6 +174,21 @@ CONTRADICTORY = [
     ("zero_3_nvme", {"serialization_dir": "run", "moving_average": {"type": "exponential"}}),
     ({"type": "zero_3_offload", "zero_optimization": {"stage": 2}}, {}),
     ({"zero_optimization": {"stage": 0, **OFFLOAD}}, {}),
+    ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, {"world_size": 4}),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, {"world_size": 8}),
+    (
+        {"type": "zero_3_nvme", "zero_optimization": {"zero_hpz_partition_size": 2}},
+        FOUR_WORKERS,
+    ),
+    *(
+        ({"zero_optimization": zero}, {"reshard_after_micro_batch": False, **FOUR_WORKERS})
+        for zero in (
+            {"stage": 2},
+            {"stage": 3, "zero_hpz_partition_size": 2},
+            {"stage": 3, "offload_param": {"device": "nvme"}},
+        )
+    ),
+    ({"zero_optimization": {"stage": 1}}, {"gradient_synchronization": "micro_batch"}),
     (None, {"sequence_parallel_size": 2, "world_size": 3}),
     ("zero_3", {"torch_compile": True}),
     (LEAVES, {"torch_compile": {"mode": "reduce-overhead"}}),
