@@ -24,7 +24,6 @@ from tests.cross.data import Example, batches_of, validation_batches_of
 from tests.cross.model import to_instance
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-OVERFLOWS_FROM = 65504.0
 
 
 class Trained(NamedTuple):

@@ -24,7 +24,6 @@ from tests.integration.trainer_test import Task
 from tests.integration.weight_changes_test import token_batches, tokens_model
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side
-from tests.support.workers import run_workers
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
@@ -352,38 +351,3 @@ def test_fifty_trainings_grow_by_less_than_5_mb(tmp_path: Path):
         train_and_forget(i % 4, tmp_path)
     assert what_is_left() == before
     assert resident_memory() - memory_before < 5 * 1000**2
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_several_workers_refuse_what_is_left_sharded(tmp_path: Path, stage: int):
-    def work(rank: int) -> Dict[str, str]:
-        task = with_optimizer("sgd")
-        arguments = {"distributed": True, "local_rank": rank, "world_size": 2}
-        trainer = train(
-            task, tmp_path, DeepSpeedTrainer, deepspeed_config=config_of(stage), **arguments
-        )
-        errors = {}
-        steps = {
-            "step": task.optimizer.step,
-            "train": trainer.train,
-            "construct": lambda: DeepSpeedTrainer(
-                **task.arguments(tmp_path), deepspeed_config=config_of(stage), **arguments
-            ),
-        }
-        for name, step in steps.items():
-            try:
-                step()
-                errors[name] = ""
-            except (RuntimeError, ConfigurationError) as error:
-                errors[name] = str(error)
-        if stage == 0:
-            task.model.load_state_dict(task.model.state_dict())
-        return errors
-
-    for errors in run_workers(2, work):
-        assert "Construct a new trainer" in errors["train"]
-        if stage == 0:
-            assert errors["step"] == errors["construct"] == ""
-        else:
-            assert "made steps before" in errors["step"]
-            assert "made steps before" in errors["construct"]

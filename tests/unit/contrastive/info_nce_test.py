@@ -90,14 +90,6 @@ def test_parts_add_up_to_the_whole():
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_is_differentiated_where_no_gradient_is_wanted():
-    *tensors, pairs = examples(0)
-    with torch.no_grad(), mock.patch.object(torch.Tensor, "addmm_") as differentiate:
-        loss, _ = info_nce(*tensors, pairs.relate_query)
-    assert not loss.requires_grad
-    differentiate.assert_not_called()
-
-
 def test_half_precision_is_converted_before_anything_is_multiplied():
     *tensors, pairs = examples(0)
     halves = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]

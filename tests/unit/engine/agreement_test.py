@@ -1,14 +1,12 @@
 """What each rank has its own of becomes the same on all, as much of it as was asked for."""
 
-from typing import Any, Callable, Dict
+from typing import Any, Dict
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.engine import agreement
-from tests.support.collectives import needs_counting
-from tests.support.communication import CommunicationCounter
 from tests.support.workers import run_workers
 
 CPU = torch.device("cpu")
@@ -69,33 +67,3 @@ def test_without_a_process_group_a_process_agrees_with_itself(name: str):
     function, _, alone = CASES[name]
     assert not dist.is_initialized()
     assert function(0) == alone
-
-
-@needs_counting
-def test_a_single_worker_communicates_nothing():
-    def work(rank: int) -> Any:
-        with CommunicationCounter() as counter:
-            values = {name: function(rank) for name, (function, *_) in CASES.items()}
-        return values, counter.read()
-
-    alone = {name: value for name, (*_, value) in CASES.items()}
-    assert run_workers(1, work) == [(alone, {})]
-
-
-@needs_counting
-@pytest.mark.parametrize(
-    "function, expected",
-    [
-        (lambda: agreement.highest([1, 2, 3], CPU), {"all_reduce": (1, 3 * 4)}),
-        (lambda: agreement.lowest(1, CPU, torch.int64), {"all_reduce": (1, 8)}),
-        (lambda: agreement.any_of(True, CPU), {"all_reduce": (1, 4)}),
-        (lambda: agreement.numbers_of_all([1, 2], CPU), {"all_gather": (1, 2 * 2 * 8)}),
-    ],
-)
-def test_numbers_take_one_collective_of_their_size(function: Callable[[], Any], expected: Any):
-    def work(rank: int) -> Any:
-        with CommunicationCounter() as counter:
-            function()
-        return counter.read()
-
-    assert run_workers(2, work) == [expected] * 2

@@ -61,27 +61,6 @@ def test_each_line_is_json_with_numbers_that_json_has(tmp_path: Path) -> None:
     }
 
 
-def test_what_will_be_trained_again_is_dropped(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        ("start", 0, 0),
-        ("step", 4, 0),
-        ("epoch", 4, 0),
-        ("step", 6, 1),
-        ("step", 8, 1),
-        ("checkpoint", 6, 1),  # committed while training went on
-        ("epoch", 8, 1),
-    )
-    MetricsFile(str(tmp_path)).start(num_epochs=1, num_steps=6)
-    assert [(line["kind"], line["step"]) for line in lines(tmp_path)] == [
-        ("start", 0),
-        ("step", 4),
-        ("epoch", 4),
-        ("step", 6),
-        ("checkpoint", 6),
-    ]
-
-
 def test_an_epoch_whose_validation_is_begun_again_is_dropped(tmp_path: Path) -> None:
     write(tmp_path, ("step", 4, 0), ("epoch", 4, 0))
     MetricsFile(str(tmp_path)).start(num_epochs=0, num_steps=4)

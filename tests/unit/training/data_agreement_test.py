@@ -1,6 +1,5 @@
 """Ranks that have read other data are told."""
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator, List
@@ -10,7 +9,6 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader, Instance, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.data.fields import LabelField
-from allennlp.data.vocabulary import NAMESPACE_PADDING_FILE
 
 from allennlp_deepspeed.training.data_agreement import check_same_data
 from tests.support.workers import run_workers
@@ -142,15 +140,3 @@ def test_data_without_an_instance_are_named(num_workers: int, tmp_path: Path) ->
 
     for message in run_workers(num_workers, check):
         assert "no instance in 'validation_data_path'" in message
-
-
-def test_patterns_of_namespaces_come_in_any_order(tmp_path: Path) -> None:
-    Vocabulary({"tokens": {"a": 1}}).save_to_files(str(tmp_path / "0"))
-    shutil.copytree(tmp_path / "0", tmp_path / "1")
-    path = tmp_path / "1" / NAMESPACE_PADDING_FILE
-    path.write_text("\n".join(reversed(path.read_text().split())) + "\n")
-
-    def check(rank: int) -> None:
-        check_same_data(Vocabulary.from_files(tmp_path / str(rank)), {"train_data_path": None})
-
-    assert messages(check) == ["", ""]
