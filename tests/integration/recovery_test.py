@@ -1,7 +1,6 @@
 """What training takes from a checkpoint, and what it leaves as it is now, in one process."""
 
 import json
-import os
 import shutil
 import traceback
 from pathlib import Path
@@ -19,6 +18,7 @@ from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord, FileRecord
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from tests.fixtures.malicious import Malicious
 from tests.integration.trainer_test import Task
 from tests.support.experiment import StateDict, assert_same_weights, load_config
 
@@ -121,16 +121,6 @@ def test_an_epoch_adds_little_to_the_training_state(tmp_path: Path):
 
 
 # files that are not of this package
-
-
-class Malicious:
-    """Its pickle makes a directory when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self._path,)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,7 @@ from allennlp.models.archival import archive_model
 
 from allennlp_deepspeed.report_page.run import Run
 from allennlp_deepspeed.reports.metrics_file import FILE_NAME
-
-
-class Malicious:
-    """Its pickle makes a directory when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self._path,)
-
+from tests.fixtures.malicious import Malicious
 
 CONFIG = {
     "dataset_reader": {"type": "text_classification_json", "tokenizer": "whitespace"},

@@ -26,6 +26,7 @@ from allennlp_deepspeed.checkpoint.commit_record import (
     FileRecord,
     file_names,
 )
+from tests.fixtures.malicious import Malicious
 
 
 class Crash(Exception):
@@ -393,16 +394,6 @@ def test_a_checkpoint_set_aside_is_kept_and_not_found(tmp_path: Path):
 
 
 # the safe loader
-
-
-class Malicious:
-    """Its pickle makes a directory when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self._path,)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
