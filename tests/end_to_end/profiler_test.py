@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List
 
-import pytest
-
 from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
@@ -36,10 +34,9 @@ def trace(result: Result, name: str) -> List[Dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_steps_are_recorded_on_each_rank(experiments: Experiments, stage: int):
+def test_steps_are_recorded_on_each_rank(experiments: Experiments):
     config = load_config("tagger", TWO_WORKERS, {"trainer.num_gradient_accumulation_steps": 2})
-    result = experiments.run(profiled(config, stage, steps=[2, 3]))
+    result = experiments.run(profiled(config, 3, steps=[2, 3]))
     expected = experiments.run(config)
     assert_same_metrics(result.metrics(), expected.metrics())
     assert_same_weights(result.weights(), expected.weights())
