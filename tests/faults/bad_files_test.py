@@ -6,18 +6,15 @@ an error that names the file and says what to do, on all workers, and nothing co
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from random import Random
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, List
 
 import pytest
 
-from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
-from tests.faults.points import Fault, read_log
 from tests.faults.rank_errors import errors_of_ranks
-from tests.faults.trial import INCLUDED_PACKAGES, Kill, References, differences, run_trial
+from tests.faults.trial import Kill, References, differences, run_trial
 from tests.support.command import Run, allennlp
 from tests.support.experiment import (
     INCLUDED,
@@ -277,34 +274,6 @@ def test_a_checkpoint_of_the_default_trainer_is_refused(experiments: Experiments
 # disks
 
 
-def train(config: Config, directory: Path, fault: Fault, where: Path) -> Tuple[Result, Run]:
-    (directory / "config.json").write_text(json.dumps(config))
-    run = allennlp(
-        "train",
-        directory / "config.json",
-        "-s",
-        where / "out",
-        include_packages=INCLUDED_PACKAGES,
-        environment=fault.environment(),
-        time_limit=120,
-    )
-    return Result(where / "out"), run
-
-
-def assert_nothing_committed_is_lost(result: Result) -> None:
-    checkpoints = CheckpointDirectory(str(result.serialization_dir))
-    assert checkpoints.find()
-    for point in checkpoints.find():
-        assert is_whole(Path(checkpoints.path(point)))
-
-
-def assert_ended_with(message: str, result: Result, run: Run) -> None:
-    assert not run.timed_out and not run.processes, run.output[-4000:]
-    assert run.returncode != 0
-    assert message in run.output, run.output[-4000:]
-    assert_nothing_committed_is_lost(result)
-
-
 @pytest.mark.parametrize(
     "phase, operation, rank, error, variant",
     [
@@ -332,30 +301,3 @@ def test_a_file_operation_that_fails_ends_training_until_it_is_recovered(
     ]
     failure = Kill(points[len(points) // 2], error=error)
     run_trial(reference, [failure], tmp_path).check()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)],
-        capture_output=True,
-        text=True,
-    )
-    if mount.returncode != 0:
-        pytest.skip(f"A small tmpfs can't be mounted here: {mount.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def test_a_full_disk_ends_training_and_leaves_what_was_committed(small_disk: Path, tmp_path: Path):
-    config = experiment(2)
-    config["trainer"]["checkpointer"] = {**KEEP_ALL, "async_save": True}
-    log = tmp_path / "points"
-    result, run = train(config, tmp_path, Fault(str(log)), small_disk)
-    assert_ended_with("No space left on device", result, run)
-    assert any(point.phase == "committed" for point in read_log(log))
