@@ -9,11 +9,7 @@ from typing import Any, Dict, List, Optional, Set
 
 import pytest
 import torch
-from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
-from allennlp.common.util import prepare_environment
-from allennlp.data import DataLoader, DatasetReader, Vocabulary
-from allennlp.models import Model
 from allennlp.nn.regularizers import L2Regularizer, RegularizerApplicator
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
@@ -22,8 +18,8 @@ from allennlp.training.momentum_schedulers import InvertedTriangular
 from allennlp.training.moving_average import ExponentialMovingAverage
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
-from tests.fixtures.components import EitherOfTwoEmbedders  # noqa: F401  # registered
-from tests.support.experiment import assert_same_weights, load_config
+from tests.integration import trainer_test
+from tests.support.experiment import assert_same_weights
 
 # Of the gradients, which have 11 significant bits, over all steps.
 TOLERANCE = 0.02
@@ -109,26 +105,16 @@ class SetScale(TrainerCallback):
             scaler.load_state_dict(state)
 
 
-class Task:
+AVERAGED = {"type": "bag_of_embeddings", "embedding_dim": 12, "averaged": True}
+
+
+class Task(trainer_test.Task):
     """A model that is smooth in its weights, and its data, the same each time."""
 
-    def __init__(self, lr: float = 2.0, momentum: float = 0.5, **model: Any) -> None:
-        values = load_config("classifier")
-        encoder = {"type": "bag_of_embeddings", "embedding_dim": 12, "averaged": True}
-        values["model"] = model or {**values["model"], "seq2vec_encoder": encoder}
-        params = Params(values)
-        prepare_environment(params)
-        reader = DatasetReader.from_params(params.pop("dataset_reader"))
-        self.data_loader = DataLoader.from_params(
-            Params({"batch_size": 6, "shuffle": False}),
-            reader=reader,
-            data_path=params.pop("train_data_path"),
-        )
-        vocab = Vocabulary.from_instances(self.data_loader.iter_instances())
-        self.data_loader.index_with(vocab)
-        self.model: Model = Model.from_params(params.pop("model"), vocab=vocab)
+    def __init__(self) -> None:
+        super().__init__({"model.seq2vec_encoder": AVERAGED})
         self.untrained = copy.deepcopy(self.model.state_dict())
-        self.optimizer = SkippingSGD(self.model.parameters(), lr=lr, momentum=momentum)
+        self.optimizer = SkippingSGD(self.model.parameters(), lr=2.0, momentum=0.5)
         self.record = RecordSteps()
 
     def train(self, *arguments: Any, **settings: Any) -> Any:
@@ -137,16 +123,8 @@ class Task:
     def trainer(
         self, directory: Path, precision: Optional[Dict[str, Any]], **settings: Any
     ) -> GradientDescentTrainer:
-        arguments = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "data_loader": self.data_loader,
-            "num_epochs": 2,
-            "cuda_device": -1,
-            "serialization_dir": directory,
-            "enable_default_callbacks": False,
-            "callbacks": [self.record],
-        }
+        arguments = self.arguments(directory)
+        arguments.update(validation_data_loader=None, callbacks=[self.record])
         arguments.update(settings)
         if precision is None:
             return GradientDescentTrainer(**arguments)
@@ -250,17 +228,6 @@ def test_losses_of_callbacks_are_scaled(tmp_path: Path, stage: int) -> None:
     expected = reference.train(tmp_path / "fp32", None)
     callbacks = [task.record, GoBackwardTwice("")]
     losses = task.train(tmp_path / "fp16", config(stage, FP16), callbacks=callbacks)
-    assert_trains_as_fp32(task, reference, losses, expected)
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_parameters_may_be_unused_in_fp16(tmp_path: Path, stage: int) -> None:
-    model = {"type": "either_of_two_embedders", "embedding_dim": 12, "turns": 2}
-    reference, task = (Task(lr=0.1, momentum=0, **model) for _ in range(2))
-    losses = task.train(tmp_path / "fp16", config(stage, OVERFLOWING))
-    assert 0 in task.record.skipped
-    reference.optimizer.skipped = task.record.skipped
-    expected = reference.train(tmp_path / "fp32", None)
     assert_trains_as_fp32(task, reference, losses, expected)
 
 
