@@ -14,6 +14,7 @@ from allennlp_deepspeed.attention.block_sparse_attention import (
     SparseAttention,
     attend_with_flex_attention,
 )
+from tests.fixtures.dense_attention import dense_mask
 
 LAYOUTS: Dict[str, Dict[str, Any]] = {
     "fixed": {"mode": "fixed", "num_local_blocks": 2},
@@ -51,19 +52,9 @@ def inputs(
     return [tensor.requires_grad_() for tensor in tensors], is_there
 
 
-def dense_mask(sparse: BlockSparseAttention, is_there: torch.Tensor) -> torch.Tensor:
-    """Shape (batch_size, num_heads, length, length), one pair of tokens after another."""
-    length = is_there.size(1)
-    block = sparse.layout.block
-    blocks = sparse.layout.blocks(-(-length // block), NUM_HEADS, LAYER).expand(NUM_HEADS, -1, -1)
-    mask = torch.zeros(len(is_there), NUM_HEADS, length, length, dtype=torch.bool)
-    for query in range(length):
-        for key in range(length):
-            tokens = sparse.layout.tokens(torch.tensor(query), torch.tensor(key))
-            if tokens is None or tokens:
-                is_attended = blocks[:, query // block, key // block]
-                mask[:, :, query, key] = is_attended & is_there[:, key, None]
-    return mask
+def mask_of(sparse: BlockSparseAttention, is_there: torch.Tensor) -> torch.Tensor:
+    """Shape (batch_size, num_heads, length, length)."""
+    return dense_mask(sparse, is_there.size(1), NUM_HEADS, LAYER) & is_there[:, None, None]
 
 
 def dense_attention(
@@ -90,7 +81,7 @@ def assert_as_dense(
     result = sparse.attend(*tensors, is_there, LAYER)
     assert result.dtype == dtype
     precise = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    expected = dense_attention(*precise, dense_mask(sparse, is_there))
+    expected = dense_attention(*precise, mask_of(sparse, is_there))
     torch.testing.assert_close(result.double(), expected, **tolerance)
     for actual, gradient in zip(gradients(result, tensors), gradients(expected, precise)):
         torch.testing.assert_close(actual.double(), gradient, **tolerance)
@@ -144,7 +135,7 @@ def test_compiled_flex_attention_gives_the_same():
     query, key, value = (tensor.detach() for tensor in tensors)
     blocks = layout.blocks(128 // BLOCK, NUM_HEADS, LAYER)
     result = attend_with_flex_attention(query, key, value, is_there, layout, blocks, HEAD_DIM**-0.5)
-    mask = dense_mask(BlockSparseAttention(layout), is_there)
+    mask = mask_of(BlockSparseAttention(layout), is_there)
     expected = dense_attention(query, key, value, mask)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
