@@ -2,28 +2,25 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import pytest
 import torch
-from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
-from allennlp.common.util import prepare_environment
-from allennlp.data import Instance, Vocabulary
-from allennlp.data.data_loaders import SimpleDataLoader
-from allennlp.data.fields import TensorField
+from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.modules.seq2seq_encoders import LstmSeq2SeqEncoder
 from allennlp.modules.transformer.t5 import T5EncoderStack
 from allennlp.nn.checkpoint import CheckpointWrapper
-from allennlp.training import GradientDescentTrainer
 from allennlp.training.metrics import CategoricalAccuracy
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.engine.activation_checkpointing import checkpoint_modules
 from tests.support.experiment import assert_same_weights
+from tests.support.side_by_side import Side
 from tests.support.tensor_memory import TensorMemory
 
 BATCH_SIZE, NUM_TOKENS, DIM = 4, 5, 8
@@ -88,12 +85,12 @@ class Packed(nn.Module):
 
 
 class OfManyKinds(Model):
-    def __init__(self, vocab: Vocabulary, normalizes: bool = True) -> None:
+    def __init__(self, vocab: Vocabulary) -> None:
         super().__init__(vocab)
         self.first = FromIds()
         self.layers = nn.ModuleList([Peculiar(), Peculiar()])
         self.packed = Packed()
-        self.norm = nn.BatchNorm1d(DIM) if normalizes else nn.Identity()
+        self.norm = nn.BatchNorm1d(DIM)
         self.metric = CategoricalAccuracy()
 
     def forward(self, ids: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
@@ -111,40 +108,29 @@ class OfManyKinds(Model):
         return {"loss": (values - 1).pow(2).sum() + total}
 
 
-def trained(
-    trainer_class: Any, seed: int = 1, normalizes: bool = True, **arguments: Any
-) -> OfManyKinds:
-    prepare_environment(Params({"random_seed": 1, "numpy_seed": 1, "pytorch_seed": seed}))
-    instances = [
-        Instance({"ids": TensorField(torch.randint(10, (NUM_TOKENS,)))}) for _ in range(24)
+def trained(directory: Path, stage: Optional[int] = None, seed: int = 1, **arguments: Any) -> Any:
+    def model() -> Model:
+        torch.manual_seed(seed)
+        return OfManyKinds(Vocabulary())
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        {"ids": torch.randint(10, (BATCH_SIZE, NUM_TOKENS), generator=generator)} for _ in range(6)
     ]
-    vocab = Vocabulary.from_instances(instances)
-    model = OfManyKinds(vocab, normalizes)
-    trainer_class(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        SimpleDataLoader(instances, BATCH_SIZE, vocab=vocab),
-        num_epochs=2,
-        cuda_device=-1,
-        num_gradient_accumulation_steps=2,
-        run_confidence_checks=False,
-        **arguments,
-    ).train()
-    return model
-
-
-def zero(stage: int, **sections: Any) -> Dict[str, Any]:
-    return {
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **sections,
-    }
+    sgd = partial(torch.optim.SGD, lr=0.01)
+    arguments["num_gradient_accumulation_steps"] = 2
+    trainer = Side(model, lambda rank: batches, stage, optimizer=sgd, **arguments).construct(
+        0, directory
+    )
+    trainer.train()
+    return trainer.model
 
 
 @pytest.fixture(scope="module")
-def expected() -> Dict[str, torch.Tensor]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Dict[str, torch.Tensor]:
     """Weights and statistics without checkpointing. With other dropout they are others."""
-    state_dict = trained(GradientDescentTrainer).state_dict()
-    other = trained(GradientDescentTrainer, seed=2)
+    state_dict = trained(tmp_path_factory.mktemp("plain")).state_dict()
+    other = trained(tmp_path_factory.mktemp("other"), seed=2)
     with pytest.raises(AssertionError):
         assert_same_weights(other.state_dict(), state_dict, tolerance=1e-3)
     return state_dict
@@ -156,30 +142,30 @@ SYNCHRONIZED = {"activation_checkpointing": {"synchronize_checkpoint_boundary": 
 
 @pytest.mark.parametrize("stage, patterns", [(0, SMALL), (2, LARGE), (3, LARGE), (3, SMALL)])
 def test_weights_and_statistics_are_those_without_checkpointing(
-    expected: Dict[str, torch.Tensor], stage: int, patterns: List[str]
+    expected: Dict[str, torch.Tensor], stage: int, patterns: List[str], tmp_path: Path
 ):
-    config = zero(stage, **(SYNCHRONIZED if stage == 3 else {}))
-    actual = trained(DeepSpeedTrainer, deepspeed_config=config, activation_checkpointing=patterns)
+    config = SYNCHRONIZED if stage == 3 else {}
+    actual = trained(tmp_path, stage, deepspeed_config=config, activation_checkpointing=patterns)
     assert_same_weights(actual.state_dict(), expected, tolerance=1e-6)
     assert not any("forward" in vars(module) for module in actual.modules())
 
 
-def test_only_training_computes_twice():
-    model = trained(DeepSpeedTrainer, deepspeed_config=zero(2), activation_checkpointing=["layers"])
+def test_only_training_computes_twice(tmp_path: Path):
+    model = trained(tmp_path, 2, activation_checkpointing=["layers"])
     assert [layer.num_calls for layer in model.layers] == [2 * 2 * 6] * 2
 
 
-def test_activations_are_not_moved_from_the_cpu_to_the_cpu():
-    config = zero(2, activation_checkpointing={"cpu_checkpointing": True})
+def test_activations_are_not_moved_from_the_cpu_to_the_cpu(tmp_path: Path):
+    config = {"activation_checkpointing": {"cpu_checkpointing": True}}
     with pytest.raises(ConfigurationError, match="cpu_checkpointing is true.*remove the key"):
-        trained(DeepSpeedTrainer, deepspeed_config=config, activation_checkpointing=["layers"])
+        trained(tmp_path, 2, deepspeed_config=config, activation_checkpointing=["layers"])
 
 
 class Deep(Model):
     num_layers, width = 8, 16
 
-    def __init__(self, vocab: Vocabulary) -> None:
-        super().__init__(vocab)
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
         self.layers = nn.ModuleList(
             nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
             for _ in range(self.num_layers)
@@ -191,32 +177,21 @@ class Deep(Model):
         return {"loss": values.sum()}
 
 
-def peak(**arguments: Any) -> int:
+def peak(directory: Path, **arguments: Any) -> int:
     """The bytes of tensors in one optimizer step, at their peak."""
-    batch_size = 2048
-    instances = [Instance({"values": TensorField(torch.ones(Deep.width))})] * batch_size
-    vocab = Vocabulary()
-    model = Deep(vocab)
-    trainer = DeepSpeedTrainer(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        SimpleDataLoader(instances, batch_size, vocab=vocab),
-        num_epochs=1,
-        cuda_device=-1,
-        run_confidence_checks=False,
-        **arguments,
-    )
+    batch = {"values": torch.ones(2048, Deep.width)}
+    # Their defaults are GB.
+    zero = {"reduce_bucket_size": 10**4, "stage3_prefetch_bucket_size": 10**3}
+    side = Side(Deep, lambda rank: [batch], 3, zero=zero, num_epochs=1, **arguments)
+    trainer = side.construct(0, directory)
     with TensorMemory() as memory:
         trainer.train()
     return memory.peak
 
 
-def test_the_activations_of_one_layer_are_held_at_a_time():
-    config = zero(3)
-    # Their defaults are GB.
-    config["zero_optimization"].update(reduce_bucket_size=10**4, stage3_prefetch_bucket_size=10**3)
-    before = peak(deepspeed_config=config)
-    after = peak(deepspeed_config=config, activation_checkpointing=["layers"])
+def test_the_activations_of_one_layer_are_held_at_a_time(tmp_path: Path):
+    before = peak(tmp_path)
+    after = peak(tmp_path, activation_checkpointing=["layers"])
     activation = 2048 * Deep.width * 4  # bytes
     # Of each of its 4 parts a layer keeps what goes into it and what goes into its GELU; of a
     # checkpointed one only its input is there.

@@ -20,7 +20,7 @@ from allennlp.models import Model
 
 from allennlp_deepspeed.training.batch_groups import BatchGroups
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Side
+from tests.support.side_by_side import Side, error_of_training
 from tests.support.workers import run_workers
 
 CPU = torch.device("cpu")
@@ -207,11 +207,6 @@ def test_an_epoch_without_data_is_an_error_in_one_process(arguments: Dict[str, A
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_validation_without_data_is_an_error(world_size: int):
-    def train(trainer: Any) -> str:
-        with pytest.raises(ConfigurationError) as error:
-            trainer.train()
-        return str(error.value)
-
     # Of data that are read lazily, nobody knows the number before.
     side = Side(
         Parabola,
@@ -220,5 +215,5 @@ def test_a_validation_without_data_is_an_error(world_size: int):
         world_size=world_size,
         validation_data_loader=numbers(0, max_instances_in_memory=2),
     )
-    for message in side.on_all_ranks(train):
-        assert message.startswith("The validation had no batch")
+    for message in side.on_all_ranks(error_of_training):
+        assert message.startswith("ConfigurationError: The validation had no batch")

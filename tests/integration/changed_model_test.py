@@ -14,7 +14,7 @@ from allennlp.training.callbacks import TrainerCallback
 from torch import nn
 
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Side
+from tests.support.side_by_side import Side, error_of_training
 
 DIM = 4
 
@@ -112,12 +112,6 @@ def add_group(trainer: Any) -> None:
 def vectors(rank: int) -> List[Dict[str, Any]]:
     generator = torch.Generator().manual_seed(rank)
     return [{"inputs": torch.randn(3, DIM, generator=generator)} for _ in range(3)]
-
-
-def error_of_training(trainer: Any) -> str:
-    with pytest.raises(Exception) as error:
-        trainer.train()
-    return f"{type(error.value).__name__}: {error.value}"
 
 
 @pytest.mark.parametrize(

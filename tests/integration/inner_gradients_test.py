@@ -3,137 +3,87 @@ Models that take gradients in their forward pass, or use parameters in ways of t
 AllenNLP's trainer in one process, which sees the batches of all workers in each step.
 """
 
-import tempfile
-from typing import Any, Dict, List, Type
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
 
 import pytest
 import torch
-from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
-from allennlp.common.util import prepare_environment
-from allennlp.data import Instance, Vocabulary
-from allennlp.data.data_loaders import SimpleDataLoader
-from allennlp.data.fields import TensorField
-from allennlp.training import GradientDescentTrainer
+from allennlp.data import Vocabulary
 from allennlp.training.callbacks import TrainerCallback
 
-from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.engine import weights
 from tests.fixtures.inner_gradients import MODELS, NUM_IDS, NUM_LABELS, NUM_TOKENS
 from tests.support.experiment import StateDict, assert_same_weights
-from tests.support.workers import run_workers
+from tests.support.side_by_side import Batch, Batches, Side, numbers
 
 BATCH_SIZE, NUM_BATCHES = 4, 8
 
 TAKE_GRADIENTS = ["GradientPenalty", "BackwardOnInput", "FunctionalJvp", "PerExample"]
 
 
-class Result:
-    def __init__(self, state_dict: StateDict, metrics: Dict[str, Any]) -> None:
-        # Not as tensors, which workers would share with the test.
-        self._arrays = {name: tensor.numpy() for name, tensor in state_dict.items()}
-        self.validation_loss = metrics["validation_loss"]
-
-    def weights(self) -> StateDict:
-        return {name: torch.from_numpy(array) for name, array in self._arrays.items()}
-
-
-def trained(
-    name: str,
-    trainer_class: Any = GradientDescentTrainer,
-    accumulation: int = 4,
-    rank: int = 0,
-    world_size: int = 1,
-    callbacks: List[Type[TrainerCallback]] = None,
-    **arguments: Any,
-) -> Result:
-    if callbacks is None:
-        callbacks = []
-    prepare_environment(Params({"random_seed": 1, "numpy_seed": 1, "pytorch_seed": 1}))
-    instances = [
-        Instance(
-            {
-                "ids": TensorField(torch.randint(NUM_IDS, (NUM_TOKENS,))),
-                "label": TensorField(torch.randint(NUM_LABELS, ())),
-            }
-        )
-        for _ in range(BATCH_SIZE * NUM_BATCHES)
+def batches() -> List[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "ids": torch.randint(NUM_IDS, (BATCH_SIZE, NUM_TOKENS), generator=generator),
+            "label": torch.randint(NUM_LABELS, (BATCH_SIZE,), generator=generator),
+        }
+        for _ in range(NUM_BATCHES)
     ]
-    batches = [instances[i : i + BATCH_SIZE] for i in range(0, len(instances), BATCH_SIZE)]
-    vocab = Vocabulary()
-    model = MODELS[name](vocab)
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = trainer_class(
-            model,
-            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2),
-            SimpleDataLoader(sum(batches[rank::world_size], []), BATCH_SIZE, vocab=vocab),
-            # So that every epoch is the best, whose weights the trainers end with.
-            validation_data_loader=SimpleDataLoader(instances[:8], BATCH_SIZE, vocab=vocab),
-            validation_metric="+num_resets",
-            num_epochs=3,
-            cuda_device=-1,
-            num_gradient_accumulation_steps=accumulation,
-            callbacks=[callback(directory) for callback in callbacks],
-            enable_default_callbacks=False,
-            run_confidence_checks=False,
-            serialization_dir=directory,
-            world_size=world_size,
-            **arguments,
-        )
-        if trainer_class is GradientDescentTrainer:
-            metrics = trainer.train()
-            return Result(model.state_dict(), metrics)
-        with trainer.session():
-            metrics = trainer.train()
-            state_dict = weights.full_state_dict(trainer.engine, True, None)
-        return Result(state_dict, metrics)
 
 
-def train_in_two_workers(name: str, stage: int, **arguments: Any) -> Result:
-    sections = arguments.pop("sections", {})
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    results = run_workers(
-        2,
-        lambda rank: trained(
-            name,
-            DeepSpeedTrainer,
-            accumulation=2,
-            rank=rank,
-            world_size=2,
-            local_rank=rank,
-            distributed=True,
-            deepspeed_config={"zero_optimization": zero, **sections},
-            **arguments,
-        ),
+def side(name: str, stage: Optional[int] = None, world_size: int = 1, **arguments: Any) -> Side:
+    return Side(
+        lambda: MODELS[name](Vocabulary()),
+        lambda rank: batches()[rank::world_size],
+        stage,
+        world_size,
+        optimizer=partial(torch.optim.SGD, lr=0.2),
+        num_epochs=3,
+        num_gradient_accumulation_steps=4 // world_size,
+        # So that every epoch is the best, whose weights the trainers end with.
+        validation_data_loader=Batches(batches()[:2]),
+        validation_metric="+num_resets",
+        **arguments,
     )
-    return results[0]
 
 
-def assert_same(actual: Result, expected: Result, tolerance: float = 2e-5) -> None:
-    assert_same_weights(actual.weights(), expected.weights(), tolerance)
-    assert actual.validation_loss == pytest.approx(expected.validation_loss, rel=tolerance)
+def trained(side: Side) -> Tuple[StateDict, float]:
+    """The weights, and the loss of the validation after the last epoch."""
+
+    def train(trainer: Any) -> Tuple[Dict[str, Any], float]:
+        loss = trainer.train()["validation_loss"]
+        return numbers(trainer), loss
+
+    arrays, loss = side.on_all_ranks(train)[0]
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}, loss
+
+
+def assert_same(actual: Side, expected: Side, tolerance: float = 2e-5) -> None:
+    (weights, loss), (expected_weights, expected_loss) = trained(actual), trained(expected)
+    assert_same_weights(weights, expected_weights, tolerance)
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
 
 
 @pytest.mark.parametrize(
     "name, stage", [("GradientPenalty", 0), ("FunctionalJvp", 1), ("GradientPenalty", 2)]
 )
 def test_gradients_taken_in_the_forward_pass_are_those_of_gradient_descent(name: str, stage: int):
-    assert_same(train_in_two_workers(name, stage), trained(name))
+    assert_same(side(name, stage, 2), side(name))
 
 
-@pytest.mark.parametrize("stage", [3])
 @pytest.mark.parametrize("name", TAKE_GRADIENTS)
-def test_gradients_taken_in_the_forward_pass_are_refused_at_stage_3(name: str, stage: int):
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+def test_gradients_taken_in_the_forward_pass_are_refused_at_stage_3(name: str, tmp_path: Path):
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError, match='takes gradients.*"stage": 2'):
-        trained(name, DeepSpeedTrainer, deepspeed_config={"zero_optimization": zero})
+        side(name, 3).construct(0, tmp_path).train()
     assert torch.autograd._engine_run_backward is run_backward  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["ReadBefore", "EncodedByTorch"])
 def test_parameters_used_outside_of_their_modules_train_at_stage_3(name: str):
-    assert_same(train_in_two_workers(name, stage=3), trained(name))
+    assert_same(side(name, 3, 2), side(name))
 
 
 class PenalizeWeight(TrainerCallback):
@@ -160,28 +110,24 @@ class PenalizeWeightAtOnce(TrainerCallback):
 
 
 def test_a_callback_takes_gradients_and_goes_backward_twice():
-    expected = trained("ReadBefore", callbacks=[PenalizeWeightAtOnce])
-    actual = train_in_two_workers("ReadBefore", 2, callbacks=[PenalizeWeight])
-    assert_same(actual, expected)
+    assert_same(
+        side("ReadBefore", 2, 2, callbacks=lambda: [PenalizeWeight("")]),
+        side("ReadBefore", callbacks=lambda: [PenalizeWeightAtOnce("")]),
+    )
 
 
 @pytest.mark.parametrize("name, stage", [("Scripted", 0), ("Traced", 1), ("Scripted", 2)])
 def test_torchscript_trains_below_stage_3(name: str, stage: int):
-    config = {"zero_optimization": {"stage": stage}}
-    assert_same(trained(name, DeepSpeedTrainer, deepspeed_config=config), trained(name))
+    assert_same(side(name, stage), side(name))
 
 
 @pytest.mark.parametrize("name", ["Scripted", "Traced"])
-def test_torchscript_is_refused_at_stage_3_by_the_name_of_the_module(name: str):
+def test_torchscript_is_refused_at_stage_3_by_the_name_of_the_module(name: str, tmp_path: Path):
     with pytest.raises(ConfigurationError, match="module 'net'.*\"stage\": 2"):
-        trained(name, DeepSpeedTrainer, deepspeed_config={"zero_optimization": {"stage": 3}})
+        side(name, 3).construct(0, tmp_path).train()
 
 
-def test_gradients_are_not_taken_through_checkpointed_activations():
+def test_gradients_are_not_taken_through_checkpointed_activations(tmp_path: Path):
+    checkpointing = side("GradientPenalty", 2, activation_checkpointing=["net"])
     with pytest.raises(RuntimeError, match="Checkpointing is not compatible with .grad()"):
-        trained(
-            "GradientPenalty",
-            DeepSpeedTrainer,
-            activation_checkpointing=["net"],
-            deepspeed_config={"zero_optimization": {"stage": 2}},
-        )
+        checkpointing.construct(0, tmp_path).train()

@@ -9,7 +9,6 @@ from typing import Any, Callable, Dict, List, Optional
 import pytest
 import torch
 from allennlp.common import Lazy, Params
-from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
@@ -19,8 +18,7 @@ from torch.nn.utils import parametrizations
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Batches, Side
-from tests.support.workers import run_workers
+from tests.support.side_by_side import Batches, Side, error_of_training
 
 DIM = 4
 # Each ZeRO stage, in one process or with two workers.
@@ -55,24 +53,6 @@ def _vectors(rank: int) -> List[Dict[str, Any]]:
 def _same_vectors(rank: int) -> List[Dict[str, Any]]:
     """Two workers with them train as one process does."""
     return _vectors(0)
-
-
-def _error(trainer: Any) -> str:
-    with pytest.raises((RuntimeError, ValueError)) as error:
-        trainer.train()
-    return f"{type(error.value).__name__}: {error.value}"
-
-
-def _refusal(side: Side) -> str:
-    """The message of the `ConfigurationError` that all ranks raise when the trainer is made."""
-
-    def construct(rank: int) -> str:
-        with pytest.raises(ConfigurationError) as error:
-            side.construct(rank, None)
-        return str(error.value)
-
-    (message,) = set(run_workers(side.world_size, construct))
-    return message
 
 
 # Frozen and unfrozen
@@ -131,7 +111,7 @@ def test_freezing_is_refused_where_parameters_are_sharded(
     which: str, stage: int, world_size: int, expect_message: Callable[[str], None]
 ):
     side = Side(Layers, _vectors, stage, world_size, callbacks=lambda: [Switch(SWITCHES[which])])
-    (message,) = set(side.on_all_ranks(_error))
+    (message,) = set(side.on_all_ranks(error_of_training))
     assert "'encoder.weight'" in message
     expect_message(message)
 
@@ -151,7 +131,7 @@ def test_unfreezing_what_the_optimizer_has_not_got_is_refused(
         optimizer=_sgd_of_trainable,
         callbacks=lambda: [Switch({2: True})],
     )
-    (message,) = side.on_all_ranks(_error)
+    (message,) = side.on_all_ranks(error_of_training)
     assert "'encoder.weight'" in message
     expect_message(message)
 
@@ -165,7 +145,7 @@ class FreezeGroup(TrainerCallback):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_freezing_what_the_optimizer_has_is_refused_where_it_has_shards(stage: int):
     side = Side(Layers, _vectors, stage, callbacks=lambda: [FreezeGroup("")])
-    (message,) = side.on_all_ranks(_error)
+    (message,) = side.on_all_ranks(error_of_training)
     assert "'encoder.weight'" in message
 
 
@@ -190,7 +170,7 @@ def test_gradual_unfreezing_is_refused_before_a_schedule_is_constructed(
 ):
     lazy = Lazy(LearningRateScheduler, Params(schedule))
     side = Side(Layers, _vectors, 2, learning_rate_scheduler=lazy)
-    expect_message(_refusal(side))
+    expect_message(side.refusal())
 
 
 # Gradients that aren't finite
@@ -231,7 +211,7 @@ def test_nan_gradients_of_a_finite_loss_end_the_training(
         world_size,
         deepspeed_config=settings[precision],
     )
-    (message,) = set(side.on_all_ranks(_error))
+    (message,) = set(side.on_all_ranks(error_of_training))
     expect_message(message)
 
 
@@ -244,7 +224,7 @@ def _not_a_number(rank: int) -> List[Dict[str, Any]]:
 @pytest.mark.parametrize("stage, world_size", [(1, 2), (2, 1), (3, 2)])
 def test_a_loss_of_nan_is_what_is_shown_where_there_is_one(stage: int, world_size: int):
     side = Side(Layers, _not_a_number, stage, world_size)
-    (message,) = set(side.on_all_ranks(_error))
+    (message,) = set(side.on_all_ranks(error_of_training))
     assert "nan loss encountered at step 3 of epoch 0" in message
 
 
@@ -283,7 +263,7 @@ def test_parameters_that_share_memory_are_refused_where_it_would_be_lost(
     world_size: int,
     expect_message: Callable[[str], None],
 ):
-    expect_message(_refusal(Side(lambda: Layers(share), _vectors, stage, world_size)))
+    expect_message(Side(lambda: Layers(share), _vectors, stage, world_size).refusal())
 
 
 @pytest.mark.parametrize("share", [_share_data, _wrap_again])
@@ -291,14 +271,14 @@ def test_parameters_that_share_memory_are_refused_while_they_are_constructed_par
     share: Callable[[Layers], None],
 ):
     side = Side(lambda: Layers(share), _vectors, 3, is_constructed_partitioned=True)
-    message = _refusal(side)
+    message = side.refusal()
     assert "'encoder.weight'" in message and "'decoder.weight'" in message
 
 
 def test_parameters_that_share_memory_are_refused_in_half_precision():
     bf16 = {"bf16": {"enabled": True}}
     side = Side(lambda: Layers(_share_data), _vectors, 0, deepspeed_config=bf16)
-    assert "'encoder.weight' and 'decoder.weight'" in _refusal(side)
+    assert "'encoder.weight' and 'decoder.weight'" in side.refusal()
 
 
 @pytest.mark.parametrize("share", SHARING)
@@ -427,12 +407,7 @@ def test_a_state_that_could_not_be_loaded_again_is_refused(expect_message: Calla
 
     side = Side(lambda: Layers(add), _vectors, 2, checkpointer=Lazy(DeepSpeedCheckpointer))
 
-    def train(trainer: Any) -> str:
-        with pytest.raises(ConfigurationError) as error:
-            trainer.train()
-        return str(error.value)
-
-    (message,) = side.on_all_ranks(train)
+    (message,) = side.on_all_ranks(error_of_training)
     expect_message(message)
 
 
@@ -526,7 +501,7 @@ def test_trainable_parameters_of_other_types_are_refused(
     world_size: int,
     expect_message: Callable[[str], None],
 ):
-    expect_message(_refusal(Side(lambda: Layers(add), _vectors, stage, world_size)))
+    expect_message(Side(lambda: Layers(add), _vectors, stage, world_size).refusal())
 
 
 @pytest.mark.parametrize("add", [_one_double, _complex])
@@ -535,7 +510,7 @@ def test_trainable_parameters_of_other_types_are_refused_when_constructed_partit
 ):
     side = Side(lambda: Layers(add), _vectors, 3, is_constructed_partitioned=True)
     names = {_one_double: "double_scale", _complex: "phases"}
-    assert f"The parameter '{names[add]}'" in _refusal(side)
+    assert f"The parameter '{names[add]}'" in side.refusal()
 
 
 FROZEN = {
@@ -580,7 +555,7 @@ def _frozen_short(model: Layers) -> None:
 def test_frozen_parameters_that_cannot_be_sharded_are_refused(
     add: Callable[[Layers], None], stage: int, expect_message: Callable[[str], None]
 ):
-    expect_message(_refusal(Side(lambda: Layers(add), _vectors, stage)))
+    expect_message(Side(lambda: Layers(add), _vectors, stage).refusal())
 
 
 def _lazy_layer(model: Layers) -> None:
@@ -605,4 +580,4 @@ def test_lazy_modules_are_refused(
     side = Side(
         lambda: Layers(add), _vectors, stage, is_constructed_partitioned=is_constructed_partitioned
     )
-    expect_message(_refusal(side))
+    expect_message(side.refusal())

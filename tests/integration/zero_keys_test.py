@@ -1,16 +1,13 @@
 """Keys of "zero_optimization" that are about how, and not what, make no difference to weights."""
 
-import tempfile
-from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
 import torch
 
-from allennlp_deepspeed.engine.process_environment import process_environment
 from tests.integration.elementwise_test import Layers, batches
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import CPU, Side, numbers
+from tests.support.side_by_side import Side, trained
 from tests.support.workers import run_workers
 
 KEYS: Dict[int, List[Dict[str, Any]]] = {
@@ -35,19 +32,12 @@ KEYS: Dict[int, List[Dict[str, Any]]] = {
 @pytest.mark.parametrize("stage", [2, 3])
 def test_keys_about_how_make_no_difference_to_weights(stage: int) -> None:
     def train(rank: int) -> List[Dict[str, Any]]:
-        trained = []
-        for zero in (None, *KEYS[stage]):
-            side = Side(Layers, batches, None if zero is None else stage, world_size=2, zero=zero)
-            with tempfile.TemporaryDirectory() as directory, process_environment(CPU, rank):
-                trainer = side.construct(rank, Path(directory))
-                if zero is None:
-                    trainer.train()
-                    trained.append(numbers(trainer))
-                    continue
-                with trainer.session():
-                    trainer.train()
-                    trained.append(numbers(trainer))
-        return trained
+        return [
+            Side(Layers, batches, None if zero is None else stage, world_size=2, zero=zero).on_rank(
+                rank, trained
+            )
+            for zero in (None, *KEYS[stage])
+        ]
 
     expected, *actual = [
         {name: torch.tensor(array) for name, array in weights.items()}

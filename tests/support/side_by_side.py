@@ -6,7 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Type, Union
 
+import pytest
 import torch
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import DataLoader, Vocabulary
 from allennlp.models import Model
 from allennlp.nn.parallel import TorchDdpAccelerator
@@ -148,31 +150,44 @@ class Side:
             moving_average=self.moving_average(model),
         )
 
-    def on_all_ranks(
-        self, function: Callable[[Any], Any], serialization_dir: Optional[Path] = None
-    ) -> List[Any]:
-        """What `function` returns on each rank, given a trainer whose engine stays up."""
-
-        def work(rank: int) -> Any:
-            with process_environment(CPU, rank):
-                return call(rank)
-
-        def call(rank: int) -> Any:
+    def on_rank(
+        self, rank: int, function: Callable[[Any], Any], serialization_dir: Optional[Path] = None
+    ) -> Any:
+        """
+        What `function` returns, given a trainer whose engine stays up. To be called by every rank.
+        """
+        with process_environment(CPU, rank), tempfile.TemporaryDirectory() as directory:
             trainer = self.construct(rank, serialization_dir or Path(directory))
             if not isinstance(trainer, DeepSpeedTrainer):
                 return function(trainer)
             with trainer.session():
                 return function(trainer)
 
+    def on_all_ranks(
+        self, function: Callable[[Any], Any], serialization_dir: Optional[Path] = None
+    ) -> List[Any]:
+        """What `function` returns on each rank, which are forked for it."""
         with tempfile.TemporaryDirectory() as directory:
-            return run_workers(self.world_size, work)
+            path = serialization_dir or Path(directory)
+            return run_workers(self.world_size, lambda rank: self.on_rank(rank, function, path))
+
+    def refusal(self) -> str:
+        """The message of the `ConfigurationError` that all ranks raise when the trainer is made."""
+
+        def construct(rank: int) -> str:
+            with process_environment(CPU, rank), pytest.raises(ConfigurationError) as error:
+                self.construct(rank, Path(directory))
+            return str(error.value)
+
+        with tempfile.TemporaryDirectory() as directory:
+            (message,) = set(run_workers(self.world_size, construct))
+        return message
 
     def train(self, serialization_dir: Optional[Path] = None) -> Dict[str, torch.Tensor]:
         """The weights, which all ranks have, and rank 0's buffers after training."""
 
         def train_and_save(trainer: Any) -> Any:
-            trainer.train()
-            return numbers(trainer), [name for name, _ in trainer.model.named_parameters()]
+            return trained(trainer), [name for name, _ in trainer.model.named_parameters()]
 
         (first, names), *others = self.on_all_ranks(train_and_save, serialization_dir)
         weights = {name: torch.tensor(array) for name, array in first.items()}
@@ -180,6 +195,19 @@ class Side:
             of_rank = {name: torch.tensor(arrays[name]) for name in names}
             assert_same_weights(of_rank, {name: weights[name] for name in names}, tolerance=1e-6)
         return weights
+
+
+def error_of_training(trainer: Any) -> str:
+    """Its class and its message."""
+    with pytest.raises(Exception) as error:
+        trainer.train()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def trained(trainer: Any) -> Dict[str, Any]:
+    """`numbers` after training."""
+    trainer.train()
+    return numbers(trainer)
 
 
 def numbers(trainer: Any) -> Dict[str, Any]:
