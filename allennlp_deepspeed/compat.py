@@ -7,8 +7,10 @@ import functools
 import importlib.util
 import inspect
 import sys
+import tarfile
 import uuid
 import warnings
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, Hashable, List, Union
 from unittest import mock
 
@@ -18,6 +20,7 @@ from allennlp.common import cached_transformers
 from allennlp.common import tqdm as allennlp_tqdm
 from allennlp.common.cached_transformers import TransformerSpec
 from allennlp.common.util import hash_object
+from allennlp.models import archival
 from allennlp.nn import util as nn_util
 from allennlp.training.callbacks import WandBCallback
 from allennlp.training.learning_rate_schedulers.pytorch_lr_schedulers import (
@@ -35,6 +38,7 @@ def apply() -> None:
     hide_deprecations_of_renamed_functions()
     show_progress_without_widgets()
     name_runs_of_wandb()
+    compress_archives_at_the_fastest_level()
 
 
 def construct_reduce_on_plateau_without_verbose() -> None:
@@ -200,3 +204,12 @@ def name_runs_of_wandb() -> None:
 
     on_start_with_id.has_id = True  # type: ignore[attr-defined]
     WandBCallback.on_start = on_start_with_id  # type: ignore[method-assign]
+
+
+def compress_archives_at_the_fastest_level() -> None:
+    """
+    Has AllenNLP write `model.tar.gz` at gzip's level 1. Its own level 9 makes files a few percent
+    smaller, and takes nine times as long for weights that compress, such as those from a GGUF file.
+    """
+    tarfile_open = functools.partial(tarfile.open, compresslevel=1)
+    archival.tarfile = SimpleNamespace(open=tarfile_open)  # type: ignore[attr-defined, assignment]
