@@ -20,7 +20,7 @@ with imported_quietly("DeepSpeed", "torch"), contextlib.redirect_stdout(sys.stde
     fork_server.start_for_command()
 
     import deepspeed  # noqa: F401
-    import torch.utils.cpp_extension  # noqa: F401 # DeepSpeed imports it later
+    import torch.utils.cpp_extension  # noqa: F401  # DeepSpeed imports it later
 
 from allennlp_deepspeed import (
     attention,

@@ -208,7 +208,7 @@ def name_runs_of_wandb() -> None:
 
 def compress_archives_at_the_fastest_level() -> None:
     """
-    Has AllenNLP write `model.tar.gz` at gzip's level 1. Its own level 9 makes files a few percent
+    Makes AllenNLP write `model.tar.gz` at gzip's level 1. Its own level 9 makes files a few percent
     smaller, and takes nine times as long for weights that compress, such as those from a GGUF file.
     """
     tarfile_open = functools.partial(tarfile.open, compresslevel=1)

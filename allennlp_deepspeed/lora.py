@@ -309,7 +309,7 @@ def without_adapters(config: Any) -> Any:
 def _import_peft() -> ModuleType:
     try:
         import peft
-        import torch.distributed.tensor  # noqa: F401 # peft 0.21 uses it without importing it
+        import torch.distributed.tensor  # noqa: F401  # peft 0.21 uses it without importing it
     except ImportError as error:
         raise ConfigurationError(
             f"Adapters need the package 'peft' ({error}): install it with "
