@@ -1,3 +1,1 @@
-"""
-DeepSpeed's engine around a model: the only folder that touches DeepSpeed's private attributes.
-"""
+"""Wraps the model in DeepSpeed's engine. No other folder touches DeepSpeed's private attributes."""

@@ -1,7 +1,7 @@
 """
-Makes a value of which each rank has its own the same on all. Functions here are to be called by
-every rank. The host waits for what they send. Where there is a single process, with a process group
-or without, they send nothing and give its own value.
+Collectives on values that may differ between ranks. Every rank must call these functions, and the
+host waits for their results. In a single process, with or without a process group, they communicate
+nothing and return its own value.
 """
 
 from typing import Any, List, Sequence, TypeVar
@@ -14,7 +14,9 @@ Numbers = TypeVar("Numbers", int, float, List[int], List[float])
 
 
 def world_size() -> int:
-    """As `torch.distributed` has it, 1 if it hasn't been initialized. Not a collective."""
+    """
+    Returns the world size of `torch.distributed`, 1 if it isn't initialized. Not a collective.
+    """
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -26,29 +28,29 @@ def timeout(device: torch.device) -> float:
     # Parameters
 
     device : `torch.device`
-        Where the process group communicates.
+        The device that the process group communicates on.
     """
     group = dist.distributed_c10d._get_default_group()
     return group._get_backend(device).options._timeout.total_seconds()
 
 
-# By default int32, which every backend's reductions support, unlike bool.
+# The default is int32, which every backend's reductions support, unlike bool.
 def highest(
     value: Numbers,
     device: torch.device,
     dtype: torch.dtype = torch.int32,
 ) -> Numbers:
     """
-    The highest of all ranks' values. One all-reduce. To be called by every rank.
+    Returns the maximum over all ranks with one all-reduce. Every rank must call it.
 
     # Parameters
 
     value : `Union[int, float, List[int], List[float]]`
-        A number, or as many numbers on every rank, of each of which it gives the highest.
+        A number, or a list of the same length on every rank, which is reduced element by element.
     device : `torch.device`
-        Where the process group communicates.
+        The device that the process group communicates on.
     dtype : `torch.dtype`, optional (default = `torch.int32`)
-        Of what is sent.
+        The dtype of the tensor that is reduced.
 
     # Returns
 
@@ -58,43 +60,43 @@ def highest(
 
 
 def lowest(value: Numbers, device: torch.device, dtype: torch.dtype = torch.int32) -> Numbers:
-    """The lowest of all ranks' values, otherwise as `highest`."""
+    """Returns the minimum over all ranks. Parameters are those of `highest`."""
     return _reduce(value, device, dtype, dist.ReduceOp.MIN)
 
 
 def total(value: Numbers, device: torch.device, dtype: torch.dtype = torch.int32) -> Numbers:
-    """The sum of all ranks' values, otherwise as `highest`."""
+    """Returns the sum over all ranks. Parameters are those of `highest`."""
     return _reduce(value, device, dtype, dist.ReduceOp.SUM)
 
 
 def any_of(value: bool, device: torch.device) -> bool:
     """
-    Whether it is true on any rank. One all-reduce. To be called by every rank.
+    Returns whether the value is true on any rank, with one all-reduce. Every rank must call it.
 
     # Parameters
 
     value : `bool`
     device : `torch.device`
-        Where the process group communicates.
+        The device that the process group communicates on.
     """
     return bool(highest(int(value), device))
 
 
 def numbers_of_all(numbers: Sequence[int], device: torch.device) -> List[List[int]]:
     """
-    As many numbers from each rank. One all-gather. To be called by every rank.
+    Gathers integers of all ranks with one all-gather. Every rank must call it.
 
     # Parameters
 
     numbers : `Sequence[int]`
-        As many on every rank.
+        Integers, the same number on every rank.
     device : `torch.device`
-        Where the process group communicates.
+        The device that the process group communicates on.
 
     # Returns
 
     `List[List[int]]`
-        By rank.
+        The integers of each rank.
     """
     if world_size() == 1:
         return [list(numbers)]
@@ -106,19 +108,20 @@ def numbers_of_all(numbers: Sequence[int], device: torch.device) -> List[List[in
 
 def of_rank_0(value: T) -> T:
     """
-    The value of rank 0. One broadcast of its length and one of itself. To be called by every rank.
+    Returns the value of rank 0, with one broadcast of its length and one of its contents. Every
+    rank must call it.
 
     # Parameters
 
     value : `T`
-        Anything that can be pickled. Those of other ranks aren't looked at.
+        Anything that can be pickled. The values of other ranks are ignored.
     """
     return of_rank(0, value)
 
 
 def of_rank(rank: int, value: T) -> T:
     """
-    The value of a rank that is the same on all, otherwise as `of_rank_0`.
+    Returns the value of the rank `rank`, which must be the same on all ranks. See `of_rank_0`.
     """
     values = [value]
     if world_size() > 1:
@@ -128,8 +131,8 @@ def of_rank(rank: int, value: T) -> T:
 
 def of_all(value: T) -> List[T]:
     """
-    The values of all ranks, by rank. One all-gather of their lengths and one of themselves. To be
-    called by every rank.
+    Returns the values of all ranks, by rank, with one all-gather of their lengths and one of their
+    contents. Every rank must call it.
 
     # Parameters
 

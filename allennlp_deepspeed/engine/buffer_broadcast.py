@@ -11,32 +11,32 @@ _BUCKET_SIZE = 250 * 1024 * 1024  # bytes, as in DistributedDataParallel
 
 class BufferBroadcast:
     """
-    Gives every rank the buffers of rank 0, as `DistributedDataParallel` does before each forward
-    pass: batch normalisation, for example, is to validate with the same statistics everywhere.
-    These are the buffers that the model has then, also if it has assigned them anew or made them
-    since. As long as `look` has found none on any rank, nothing is broadcast.
+    Broadcasts the buffers of rank 0, as `DistributedDataParallel` does before each forward pass, so
+    that batch normalization, for example, validates with the same statistics on all ranks. Buffers
+    are looked up at each broadcast, so that newly assigned or registered ones are included. Nothing
+    is broadcast until `look` has found a buffer on any rank.
 
     # Parameters
 
     model : `torch.nn.Module`, required.
     device : `torch.device`, required.
-        This worker's device.
+        This rank's device.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._has_found = False  # on every rank or on none
+        self._has_found = False  # the same on all ranks
         self._buffers: List[torch.Tensor] = []
         self._checksum = 0
-        # The checksum and its negative, on the device already: the host would wait for a copy.
+        # The checksum and its negative, already on the device: the host would wait for a copy.
         self._checksums = torch.zeros(2, dtype=torch.int64, device=device)
 
     def look(self) -> None:
         """
-        Finds out whether the model has buffers on any rank. To be called by every rank, at the
-        beginning of each epoch and validation: after the same steps in each run, so that these have
-        the same numbers, and where nothing is counted that a step sends.
+        Checks whether the model has buffers on any rank. Every rank must call it at the start of
+        each epoch and validation: after the same steps in each run, so that these have the same
+        numbers, and where the communication of steps isn't counted.
         """
         if self._has_found or dist.get_world_size() == 1:
             return
@@ -45,19 +45,20 @@ class BufferBroadcast:
     @torch.no_grad()
     def broadcast(self) -> None:
         """
-        To be called by every rank.
+        Broadcasts the buffers of rank 0. Every rank must call it.
 
         # Raises
 
         `RuntimeError`
-            If the buffers of the ranks have different names, shapes or types. On the CPU on every
-            rank; elsewhere on those whose buffers have changed, and the others don't wait to see.
+            If the buffers of the ranks have different names, shapes or dtypes. It is raised on
+            every rank on the CPU, and on GPUs only on ranks whose buffers have changed, since the
+            other ranks don't synchronize.
         """
         if not self._has_found:
             return
         buffers = _buffers(self._model)
         self._check_alike(buffers)
-        if buffers:  # on every rank, because they are alike
+        if buffers:  # on every rank, because all have the same
             group = dist.distributed_c10d._get_default_group()
             dist._broadcast_coalesced(group, buffers, _BUCKET_SIZE, 0)
 
@@ -69,10 +70,10 @@ class BufferBroadcast:
         has_changed = checksum != self._checksum
         if has_changed:
             self._checksums = torch.tensor([checksum, -checksum], device=self._device)
-        # The largest and the smallest of all ranks.
+        # The maximum and the minimum over all ranks.
         checksums = self._checksums.clone()
         dist.all_reduce(checksums, op=dist.ReduceOp.MAX)
-        # The host waits where they have changed. If others have, they do.
+        # The host waits only on ranks whose buffers have changed.
         if self._device.type == "cpu" or has_changed:
             largest, smallest = checksums.tolist()
             if largest != -smallest:
@@ -90,7 +91,7 @@ def _is(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _buffers(model: torch.nn.Module) -> List[torch.Tensor]:
-    """What `model.buffers()` gives, which takes four times as long."""
+    """Returns the same as `model.buffers()`, which takes four times as long."""
     buffers = {}
     seen = set()
     modules = [model]

@@ -1,6 +1,6 @@
 """
-Has `torch.compile` compile what a model computes, inside the engine and in the place where the
-model keeps its own forward pass: names of parameters and modules stay as they are.
+Compiles the forward pass of a model with `torch.compile`, inside the engine and in place, so that
+names of parameters and modules don't change.
 """
 
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 class Compiler:
     """
-    Compiles functions, each once.
+    Compiles functions, each of them once.
 
     # Parameters
 
@@ -35,7 +35,7 @@ class Compiler:
         self._compiled: Dict[Callable, Callable] = {}
 
     def compiled(self, function: Callable) -> Callable:
-        """Returns the same function, compiled when it is first called."""
+        """Returns the function, compiled when it is first called."""
         if function not in self._compiled:
             self._compiled[function] = torch.compile(_with_own_code(function), **self._settings)
         return self._compiled[function]
@@ -43,13 +43,13 @@ class Compiler:
     @contextmanager
     def around(self, model: torch.nn.Module) -> Iterator[None]:
         """
-        Within it what is compiled computes as it does without. To be entered before the model is
-        called, and left when it isn't any more.
+        Context manager in which compiled functions compute the same as uncompiled ones. It must
+        surround all calls of the model.
 
-        Metrics stay outside of what is compiled. They count in Python's numbers, of which each
-        would be a constant to the compiler, and reduce over the ranks. So does what a backward pass
-        computes again, which has to save the same tensors both times. Random numbers, as for
-        dropout, are those that PyTorch draws without compiling.
+        Metrics are excluded from compilation. They count in Python numbers, each of which would be
+        a constant for the compiler, and reduce over the ranks. Activation-checkpointed modules are
+        excluded too, because they must save the same tensors when recomputed. Random numbers, as
+        for dropout, are those of uncompiled PyTorch.
 
         # Parameters
 
@@ -72,19 +72,19 @@ class Compiler:
     @contextmanager
     def leaf_modules(self, model: torch.nn.Module) -> Iterator[None]:
         """
-        Within it the modules of `model` are compiled whose parameters ZeRO stage 3 gathers as one,
-        before their forward pass begins: there is no other place for a graph, because what gathers
-        can't be part of one.
+        Context manager that compiles the leaf modules of `model`, whose parameters ZeRO stage 3
+        gathers together before their forward pass. No other graph is possible, because the hooks
+        that gather can't be part of one.
 
         # Parameters
 
         model : `torch.nn.Module`, required.
-            With an engine around it.
+            A model that is wrapped in an engine.
 
         # Raises
 
         `ConfigurationError`
-            If there are none.
+            If the model has no leaf modules to compile.
         """
         modules = _leaf_modules(model)
         if not modules:
@@ -102,7 +102,7 @@ class Compiler:
 
 
 def _leaf_modules(model: torch.nn.Module) -> Dict[str, torch.nn.Module]:
-    """The outermost ones by name, without what a backward pass computes again."""
+    """Returns the outermost leaf modules by name, without activation-checkpointed ones."""
     found: Dict[str, torch.nn.Module] = {}
     recomputed: List[str] = []
     for name, module in model.named_modules():
@@ -117,9 +117,9 @@ def _leaf_modules(model: torch.nn.Module) -> Dict[str, torch.nn.Module]:
 
 def _with_own_code(function: Callable) -> Callable:
     """
-    A function that calls another, with code of its own. PyTorch keeps what it has compiled with the
-    code, and gives up when it has compiled the same for the eighth time: the layers of a
-    transformer, and the models of a process, are not to count as one.
+    Wraps a function in one with its own code object. PyTorch caches compiled code by code object,
+    and gives up at the eighth compilation of one: the layers of a transformer, and the models of a
+    process, must not count as one.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """
-Brings what DeepSpeed reports into AllenNLP's log: the records of its own logger, and what its
-timers print.
+Redirects DeepSpeed's reports to AllenNLP's log: the records of its own logger, and the output of
+its timers.
 """
 
 import io
@@ -20,15 +20,16 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
 
-# The modules of DeepSpeed's that print what an engine reports while it trains: times, memory.
+# DeepSpeed's modules that print the reports of an engine in training: times, memory.
 _PRINTING_MODULES = (deepspeed.utils.logging, deepspeed.runtime.utils)
 
 
 @contextmanager
 def logged_by_allennlp() -> Iterator[None]:
     """
-    Has AllenNLP's handlers write the records of DeepSpeed's logger, each once, in place of its own
-    handler for stdout, and what DeepSpeed prints. All of this is global, and as before afterwards.
+    Context manager in which AllenNLP's handlers write the records of DeepSpeed's logger, each once,
+    instead of its own handler for stdout, and the output that DeepSpeed prints. All of this is
+    global, and restored at exit.
     """
     deepspeed_logger = deepspeed.utils.logger
     with ExitStack() as undo:
@@ -42,11 +43,11 @@ def logged_by_allennlp() -> Iterator[None]:
 
 @contextmanager
 def reports_logged(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Has the engine's reports logged, without what it counts in validation."""
+    """Context manager that enables the engine's reports, without counting validation."""
     if engine.log_level() is None and (
         engine.steps_per_print() is not None or deepspeed.comm.comm.comms_logger.verbose
     ):
-        # They are reported at this level, as is much that comes before, while an engine is built.
+        # The level of the reports, and of many records before them, while the engine is built.
         deepspeed.utils.logger.setLevel(logging.INFO)
     with ExitStack() as undo:
         if engine.wall_clock_breakdown():
@@ -55,7 +56,9 @@ def reports_logged(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def _forget_validation(engine: DeepSpeedEngine) -> Any:
-    """A hook that keeps the forward passes of a validation out of the times of the next step."""
+    """
+    Returns a hook that excludes the forward passes of validation from the times of the next step.
+    """
 
     def reset_timers(module: torch.nn.Module, args: Any, output: Any) -> None:
         if not module.training:
@@ -67,7 +70,7 @@ def _forget_validation(engine: DeepSpeedEngine) -> Any:
 
 class CommsSummaryCallback(TrainerCallback):
     """
-    Logs, on the primary, what DeepSpeed's communication logger has recorded since the epoch before.
+    Logs, on the primary, the records of DeepSpeed's communication logger since the previous epoch.
     Not registered: a `DeepSpeedTrainer` whose `deepspeed_config` enables `comms_logger` has one.
     """
 
@@ -75,7 +78,7 @@ class CommsSummaryCallback(TrainerCallback):
     def on_epoch(
         self, trainer: Any, metrics: Dict[str, Any], epoch: int, *args: Any, **kwargs: Any
     ) -> None:
-        """To be called by every rank."""
+        """Logs the summary. Every rank must call it."""
         with _printed_as_one_record():
             deepspeed.comm.log_summary()
         deepspeed.comm.reset_log()

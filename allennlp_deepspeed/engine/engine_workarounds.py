@@ -1,6 +1,4 @@
-"""
-What DeepSpeed 0.19.8 gets wrong when it brings up an engine or takes it down.
-"""
+"""Workarounds for faults of DeepSpeed 0.19.8 in initializing and destroying an engine."""
 
 import os
 import shutil
@@ -23,27 +21,27 @@ from allennlp_deepspeed.engine import internals
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
     """
-    To allocate the optimizer's state, DeepSpeed's optimizers for half precision at stage 0 make a
-    step with gradients of zero. It counts as a step in Adam's bias correction, and weight decay
-    changes the weights.
+    Resets the state of half-precision optimizers at stage 0. To allocate it, DeepSpeed runs a step
+    with zero gradients, which counts in Adam's bias correction, and whose weight decay changes the
+    weights.
 
-    Works around DeepSpeed 0.19.8: half precision at stage 0 begins with an optimizer step that
-    nobody has made. Gone when the optimizer of a new engine has counted none.
+    Works around DeepSpeed 0.19.8: half precision at stage 0 begins with an optimizer step that the
+    user hasn't requested. Gone when the optimizer of a new engine has counted none.
     [#5104](https://github.com/deepspeedai/DeepSpeed/pull/5104)
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         engine.basic_optimizer.state.clear()
-        # From the weights in half precision, which have not changed.
+        # From the half-precision weights, which have not changed.
         optimizer.refresh_fp32_params()
 
 
 def keep_adagrad(engine: DeepSpeedEngine) -> None:
     """
-    Adagrad has its state from the beginning. At stages 1 to 3 DeepSpeed makes another one for its
-    shards, from the defaults and with one group. Learning rate schedules and everything else would
-    act on the one that it was given. Where it keeps that one, the state is on the device on which
-    the parameters were before the engine moved them.
+    Restores the Adagrad that the engine was given, whose state exists from its construction. At
+    stages 1 to 3 DeepSpeed constructs another one for its shards, with the defaults and one group,
+    so that learning rate schedules would act on an unused optimizer. Where DeepSpeed uses the given
+    one, its state is on the device that the parameters were on before the engine moved them.
 
     Works around DeepSpeed 0.19.8: ZeRO replaces Adagrad by another one, with one group and without
     what schedules do to the first. Gone when an engine steps with the Adagrad that it was given.
@@ -55,7 +53,7 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
         given.state = optimizer.state
         internals.replace_wrapped_optimizer(engine.optimizer, given)
         if engine.zero_optimization_stage() < 3:
-            internals.link_fragments(engine.optimizer)  # it has done so for one group only
+            internals.link_fragments(engine.optimizer)  # it has linked one group only
         return
     for weight, state in given.state.items():
         state["sum"] = state["sum"].to(weight.device)
@@ -63,9 +61,8 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
 
 def allow_plain_backward(engine: DeepSpeedEngine) -> None:
     """
-    Has an engine at stage 0, without a loss scale, take `loss.backward()` too. DeepSpeed's own
-    hooks don't run there, but the trainer calls the reduction itself, and there is nothing else to
-    do.
+    Lets an engine at stage 0 without a loss scale accept `loss.backward()` too. DeepSpeed's own
+    hooks don't run there, but the trainer calls the reduction itself, and no other work is needed.
 
     Works around DeepSpeed 0.19.8: at stage 0 `loss.backward()` is refused, unlike at stages 1 to 3.
     Gone when it isn't.
@@ -75,13 +72,14 @@ def allow_plain_backward(engine: DeepSpeedEngine) -> None:
 
 def destroy(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:
     """
-    Destroys an engine, and removes what it leaves behind. Not a collective.
+    Destroys an engine and removes the state that it leaves in the process and on disk. Not a
+    collective.
 
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
     model : `torch.nn.Module`, required.
-        Its model.
+        The engine's model.
     """
     with ExitStack() as undo:
         undo.callback(internals.forget_modules, model)
@@ -92,7 +90,7 @@ def destroy(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:
 
 
 def swap_folders(engine: DeepSpeedEngine) -> Set[str]:
-    """The folders in which this rank alone has swap files, of parameters and of the optimizer."""
+    """Returns the folders of this rank's swap files, of parameters and of the optimizer."""
     swappers = [getattr(p, "nvme_swapper", None) for p in engine.module.parameters()]
     swappers.append(getattr(engine.optimizer, "optimizer_swapper", None))
     return {swapper.swap_folder for swapper in swappers if swapper is not None}
@@ -101,7 +99,8 @@ def swap_folders(engine: DeepSpeedEngine) -> Set[str]:
 def remove_swap_files(folders: Iterable[str]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-        # What several ranks share goes with the last: "zero_stage_3" and what it holds.
+        # The last rank removes the folders that several ranks share: "zero_stage_3" and its
+        # subfolders.
         for parent in (os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))):
             with suppress(OSError):
                 os.rmdir(parent)
@@ -109,13 +108,13 @@ def remove_swap_files(folders: Iterable[str]) -> None:
 
 def corrected_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """
-    Has each step of an optimizer that is DeepSpeed's Adam compute its bias correction from the step
-    count alone, on the CPU. Returns what undoes it.
+    Makes DeepSpeed's Adam compute the bias correction of each step from the step count, on the CPU.
+    Returns a function that undoes this.
 
-    Works around DeepSpeed 0.19.8: `cpu_adam.h` multiplies the powers of the betas up from step to
-    step, but begins with `pow` in an optimizer that continues from a checkpoint, which rounds
-    differently: a training that was interrupted has other weights than one that wasn't, if it is
-    offloaded or on the CPU. Gone when both are the same to the last bit.
+    Works around DeepSpeed 0.19.8: `cpu_adam.h` multiplies up the powers of the betas from step to
+    step, but begins with `pow` in an optimizer that resumes from a checkpoint, which rounds
+    differently: with offload or on the CPU an interrupted training has other weights than an
+    uninterrupted one. Gone when both are the same to the last bit.
     """
     if isinstance(optimizer, MultiOptimizer):
         with ExitStack() as undo:
@@ -126,13 +125,13 @@ def corrected_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], No
     if isinstance(optimizer, DeepSpeedCPUAdam):
 
         def forget_powers(*_: Any) -> None:
-            # Other betas than those of the next step, for which it asks `pow`.
+            # Betas that differ from those of the next step, for which it then calls `pow`.
             optimizer.ds_opt_adam.create_adam(
                 optimizer.opt_id, 0.0, 0.0, 0.0, 0.0, 0.0, optimizer.adam_w_mode, False
             )
 
     elif isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":
-        # The same operator, of which a step of nothing is all that can be called.
+        # The same operator, which only an empty step can reset.
         nothing = torch.empty(0, dtype=torch.float32)
 
         def forget_powers(*_: Any) -> None:

@@ -13,11 +13,11 @@ from torch.nn.utils import stateless
 @contextmanager
 def inner_gradients_refused(model: torch.nn.Module) -> Iterator[None]:
     """
-    Within it a forward pass of the model that takes gradients itself (`torch.autograd.grad`,
-    `torch.func`), or calls a module with other tensors in place of its parameters
-    (`torch.func.functional_call`), raises a `ConfigurationError`. For ZeRO stage 3, which
-    partitions the parameters again while the graph is still needed: DeepSpeed's hooks gather them
-    for one backward pass through it.
+    Context manager in which a forward pass of the model raises a `ConfigurationError` if it takes
+    gradients itself (`torch.autograd.grad`, `torch.func`), or calls a module with other tensors
+    instead of its parameters (`torch.func.functional_call`). It is for ZeRO stage 3, which reshards
+    parameters while that graph is still needed: DeepSpeed's hooks gather them for a single backward
+    pass.
 
     # Parameters
 
@@ -59,8 +59,8 @@ def _second_backward_refused(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    # A single pass through a graph, for all of its parameters, is what DeepSpeed's hooks are made
-    # for. What `torch.compile` goes through while it traces has no values.
+    # DeepSpeed's hooks support a single backward pass through a graph, for all of its parameters. A
+    # pass that `torch.compile` runs while tracing has no values.
     if (
         (keep_graph or create_graph or inputs)
         and torch._C._current_graph_task_id() == -1

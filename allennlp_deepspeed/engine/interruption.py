@@ -1,6 +1,6 @@
 """
-SIGTERM and Ctrl-C during training: remembered when they come, acted on where all ranks agree to, in
-`_leave_if_agreed` and `_leave_if_interrupted` of `training/trainer.py`.
+Handles SIGTERM and Ctrl-C during training: signals are recorded, and the ranks stop where all of
+them agree to, in `_leave_if_agreed` and `_leave_if_interrupted` of `training/trainer.py`.
 """
 
 import logging
@@ -25,9 +25,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class TrainingInterrupted(SigTermReceived):
     """
-    Raised on every rank at the same point of the training after a signal that at least one of them
-    had. A `SigTermReceived` for Ctrl-C too, because AllenNLP archives the best weights on it and,
-    unlike a `KeyboardInterrupt`, it does not make a worker look as if it had succeeded.
+    Raised on every rank at the same point of the training after a signal to at least one of them.
+    It is a `SigTermReceived` for Ctrl-C too, because AllenNLP archives the best weights on it and,
+    unlike after a `KeyboardInterrupt`, the worker doesn't exit with success.
     """
 
     def __init__(self, message: str, signal_number: int) -> None:
@@ -37,34 +37,33 @@ class TrainingInterrupted(SigTermReceived):
 
 class TrainingInterruption:
     """
-    A context in which SIGTERM and SIGINT don't end the process where it happens to be. They are
-    counted and remembered, so that a training ends where all ranks agree to and not in front of a
-    collective that others have already entered. The handlers that were there before are restored at
-    its end.
+    Context manager in which SIGTERM and SIGINT don't end the process immediately. They are counted,
+    so that training ends where all ranks agree to, and not before a collective that other ranks
+    have already entered. At exit the previous handlers are restored.
 
-    Signals that the process ignores it goes on to ignore. Outside the main thread, where Python
-    handles no signals, the context does nothing.
+    Ignored signals stay ignored. Outside the main thread, where Python handles no signals, the
+    context does nothing.
 
-    What `multiprocessing` forks in the meantime, such as the processes of a data loader, leaves
-    both signals to this process, which may need one more batch. Any other child has them as if it
-    had been started before.
+    Processes that `multiprocessing` forks meanwhile, such as the workers of a data loader, leave
+    both signals to this process, which may need one more batch. Any other child has the previous
+    handlers.
 
     # Parameters
 
     is_worker : `bool`, required.
-        Whether this is one of several workers. Where a scheduler signals all processes of a job, a
-        worker has each signal twice, the second time from the process that has started it. So it
-        ignores those after the first, also when the context has ended with `TrainingInterrupted`,
-        and leaves it to that process to end it. A single process leaves at once at the second.
+        Whether this is one of several workers. If a scheduler signals all processes of a job, a
+        worker gets each signal twice, the second time from its parent. So it ignores further
+        signals, even after an exit with `TrainingInterrupted`, and its parent has to end it. A
+        single process exits at the second signal.
     """
 
     def __init__(self, is_worker: bool) -> None:
         self._is_worker = is_worker
         self._previous_handlers: Dict[int, Any] = {}
         self.count = 0
-        """How many signals have come."""
+        """Number of received signals."""
         self.signal_number = 0
-        """The signal that has come; the greater if both have, which is SIGTERM; 0 if none has."""
+        """The received signal: SIGTERM if both have been received, 0 if none."""
 
     def __enter__(self) -> "TrainingInterruption":
         global _handlers_before_training
@@ -93,11 +92,11 @@ class TrainingInterruption:
             signal.signal(signal_number, handler)
         self._previous_handlers.clear()
         if error is None and self.signal_number and not self._is_worker:
-            # It came too late for anyone in here to ask for it.
+            # It was received after the last check.
             os.kill(os.getpid(), self.signal_number)
 
     def _handle(self, signal_number: int, frame: Optional[FrameType]) -> None:
-        # No logging: what the signal has interrupted may be writing to the same stream.
+        # No logging: the interrupted code may be writing to the same stream.
         self.count += 1
         self.signal_number = max(self.signal_number, signal_number)
         if self.count > 1 and not self._is_worker:
@@ -105,20 +104,20 @@ class TrainingInterruption:
 
     def agree(self, device: torch.device) -> int:
         """
-        The signal that has come to any rank, 0 if none has. To be called by every rank.
+        Returns the signal that any rank has received, 0 if none. Every rank must call it.
 
         # Parameters
 
         device : `torch.device`, required.
-            Where the process group communicates.
+            The device that the process group communicates on.
         """
         return agreement.highest(self.signal_number, device)
 
 
 def interrupted(signal_number: int, where: str) -> BaseException:
     """
-    The exception to raise for a signal that the ranks have agreed on. A single process gets what
-    Ctrl-C raises everywhere else.
+    Returns the exception to raise for a signal that the ranks have agreed on. In a single process
+    Ctrl-C raises its usual `KeyboardInterrupt`.
     """
     message = f"{signal.Signals(signal_number).name} received: leaving {where}."
     logger.warning(message)
@@ -127,7 +126,7 @@ def interrupted(signal_number: int, where: str) -> BaseException:
     return TrainingInterrupted(message, signal_number)
 
 
-# The handlers of before, while this process, or the one that it is a fork of, is in a
+# The previous handlers, while this process, or the one that it was forked from, is in a
 # `TrainingInterruption`.
 _handlers_before_training: Optional[Dict[int, Any]] = None
 
@@ -135,13 +134,13 @@ _handlers_before_training: Optional[Dict[int, Any]] = None
 def _settle_signals_of_fork() -> None:
     if _handlers_before_training is None:
         return
-    # Without `sigwaitinfo`, on macOS, nothing says who has sent a signal.
+    # Without `sigwaitinfo`, on macOS, the sender of a signal is unknown.
     if hasattr(signal, "sigwaitinfo") and _is_forked_by_multiprocessing(sys._getframe(1)):
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         threading.Thread(target=_wait_for_sigterm_of, args=(os.getppid(),), daemon=True).start()
     else:
-        # It may go on to be another program, as where a `preexec_fn` is run: what it blocks or
-        # ignores that program would too.
+        # It may become another program, as after a `preexec_fn`: that program would inherit blocked
+        # or ignored signals.
         for signal_number, handler in _handlers_before_training.items():
             signal.signal(signal_number, handler)
 

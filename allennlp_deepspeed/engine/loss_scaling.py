@@ -1,6 +1,6 @@
 """
-The loss scale of fp16: what an engine multiplies each loss by, and divides the gradient by before
-it clips it and steps, so that small gradients aren't rounded to zero.
+Loss scale of fp16: the engine multiplies each loss by it, and divides the gradient by it before
+clipping and the step, so that small gradients aren't rounded to zero.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -16,9 +16,9 @@ from allennlp_deepspeed.engine import internals
 
 class LossScale:
     """
-    Has the engine scale losses for DeepSpeed's fp16 optimizers at stage 0, which divide gradients
-    by a loss scale that nothing else multiplies by. It stands where the engine has a
-    `torch.amp.GradScaler` under autocast; the optimizer unscales, and keeps the scale, itself.
+    Scales losses for DeepSpeed's fp16 optimizers at stage 0, which divide gradients by a loss scale
+    that no other code multiplies by. It replaces the engine's `torch.amp.GradScaler`, which exists
+    under autocast only. The optimizer unscales and updates the scale itself.
 
     # Parameters
 
@@ -44,14 +44,13 @@ class LossScale:
 @contextmanager
 def mended_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
     """
-    Within it an engine in fp16 scales its losses at every ZeRO stage, and unscales gradients, and
-    reports their norm, by what they were scaled with.
+    Context manager in which an fp16 engine scales its losses at every ZeRO stage, and unscales
+    gradients and their reported norm by the same scale.
 
-    Works around DeepSpeed 0.19.8: in fp16 gradients are unscaled by another scale than that of the
-    loss: at stage 0 the loss isn't scaled at all, and wherever the scale has grown it is that of
-    the next step. The unfused optimizer reports the norm of scaled gradients. Gone when neither a
-    step nor its norm depends on the scale.
-    [#8393](https://github.com/deepspeedai/DeepSpeed/pull/8393)
+    Works around DeepSpeed 0.19.8: in fp16 gradients are unscaled by another scale than the loss: at
+    stage 0 the loss isn't scaled at all, and where the scale has grown it is that of the next step.
+    The unfused optimizer reports the norm of scaled gradients. Gone when neither a step nor its
+    norm depends on the scale. [#8393](https://github.com/deepspeedai/DeepSpeed/pull/8393)
     """
     optimizer = engine.optimizer
     with ExitStack() as undo:
@@ -65,7 +64,8 @@ def mended_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
 @contextmanager
 def _unscaled_by_own_scale(optimizer: Any) -> Iterator[None]:
     """
-    Has the scale updated after the step, and the norm that an unfused optimizer reports unscaled.
+    Context manager that defers the update of the scale until after the step, and unscales the norm
+    that an unfused optimizer reports.
     """
     step, update_scale = optimizer.step, internals.update_scale_function(optimizer)
     overflows: List[bool] = []
@@ -85,17 +85,21 @@ def _unscaled_by_own_scale(optimizer: Any) -> Iterator[None]:
 
 def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
     """
-    That of autocast to fp16, which is at stage 0 only, for its state, and for what it has done.
+    Returns the gradient scaler of fp16 autocast, which exists at stage 0 only, for its state and
+    for whether it skipped a step.
 
     Works around DeepSpeed 0.19.8: the scale isn't in a checkpoint, and `was_step_applied` is true
-    of a step that the scaler has skipped. Gone when a checkpoint has it, and that is false.
+    for a step that the scaler has skipped. Gone when a checkpoint has it, and that is false.
     """
     scaler = internals.autocast_grad_scaler(engine)
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
 def scale(engine: DeepSpeedEngine) -> Optional[float]:
-    """By what the next losses are multiplied, `None` if they aren't. Waits for the device."""
+    """
+    Returns the scale of the next losses, or `None` if they aren't scaled. It synchronizes with the
+    device.
+    """
     scaler = grad_scaler(engine)
     if scaler is not None:
         return scaler.get_scale()
@@ -112,7 +116,7 @@ def _scale_of(engine: DeepSpeedEngine) -> Any:
     return getattr(optimizer, "loss_scaler", SimpleNamespace())
 
 
-# Whose engines are in a step of the trainer.
+# Engines that are in a step of the trainer.
 _in_step: "WeakSet[DeepSpeedEngine]" = WeakSet()
 
 HOW_TO_STEP = (
@@ -126,9 +130,9 @@ HOW_TO_STEP = (
 @contextmanager
 def other_steps_refused(engine: DeepSpeedEngine) -> Iterator[None]:
     """
-    Within it only `step` steps the engine or its optimizer. The trainer reduces gradients, not
-    DeepSpeed's hooks: any other step would use the gradients of this rank alone, those of the
-    previous step, or none.
+    Context manager in which only `step` may step the engine or its optimizer. The trainer reduces
+    gradients instead of DeepSpeed's hooks: any other step would use the gradients of this rank
+    only, those of the previous step, or none.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -148,7 +152,7 @@ def other_steps_refused(engine: DeepSpeedEngine) -> Iterator[None]:
 
 def step(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> bool:
     """
-    Steps the optimizer, unless the gradient has overflowed. To be called by every rank.
+    Runs the optimizer step unless a gradient has overflowed. Every rank must call it.
 
     # Parameters
 
@@ -159,7 +163,7 @@ def step(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> boo
     # Returns
 
     `bool`
-        Whether it has.
+        Whether the step was applied.
     """
     if scaler is None:
         _step(engine)

@@ -15,13 +15,13 @@ _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _TRAINED = {torch.float32, *_HALF}
 
-# Integers that no backend of `torch.distributed` gathers.
+# Integer dtypes that no backend of `torch.distributed` gathers.
 _NOT_GATHERED = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
 def check_initialized(model: torch.nn.Module) -> None:
     """
-    Refuses parameters and buffers of lazy modules that have no shape yet. To be called before an
+    Refuses parameters and buffers of lazy modules that have no shape yet. Must be called before an
     optimizer is constructed.
 
     # Raises
@@ -40,12 +40,12 @@ def check_initialized(model: torch.nn.Module) -> None:
 
 def check_model(model: Model, config: ResolvedConfig) -> None:
     """
-    Refuses modules and parameters that DeepSpeed would train wrong, or fail at.
+    Refuses modules and parameters with which DeepSpeed would compute wrong numbers or fail.
 
     # Raises
 
     `ConfigurationError`
-        If there is one. It has the name and what to write instead.
+        If there is one. The message has its name and the change to make.
     """
     problem = _stepped_elsewhere(config)
     for name, module in model.named_modules():
@@ -68,21 +68,24 @@ def check_model(model: Model, config: ResolvedConfig) -> None:
 
 
 def _stepped_elsewhere(config: ResolvedConfig) -> Optional[str]:
-    """Where the optimizer updates other tensors than the model's, `None` if it doesn't."""
+    """
+    Returns the stage or precision in which the optimizer updates other tensors than the model's, or
+    `None` if it doesn't.
+    """
     if config.zero_stage > 0:
         return f"at ZeRO stage {config.zero_stage}"
     return f"in {config.precision}" if config.precision in _HALF.values() else None
 
 
 def has_max_norm(module: torch.nn.Module) -> bool:
-    """Whether the module is an embedding that scales its rows: PyTorch's, or AllenNLP's."""
+    """Returns whether the module is an embedding that scales its rows: PyTorch's, or AllenNLP's."""
     return _attribute(module, "max_norm") is not None and "weight" in module._parameters
 
 
 def _attribute(module: torch.nn.Module, name: str) -> Any:
     """
-    An attribute of the module itself, `None` if it has none. Doesn't evaluate properties: that of
-    a parametrization may change buffers.
+    Returns an attribute of the module itself, or `None`. It doesn't evaluate properties: a
+    parametrization's may change buffers.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return getattr(module, name, None)
@@ -108,20 +111,20 @@ def check_loaded_weights(
     model: torch.nn.Module, optimizer: Optional[torch.optim.Optimizer], config: ResolvedConfig
 ) -> None:
     """
-    Refuses weights, as they have been loaded or constructed, that the engine would train in another
-    precision than they are in, or can't train at all.
+    Refuses weights whose loaded or constructed dtype differs from the engine's precision, or can't
+    be trained.
 
     # Parameters
 
     model : `torch.nn.Module`, required.
     optimizer : `Optional[torch.optim.Optimizer]`, required.
-        The one that the engine is given.
+        The optimizer that is passed to the engine.
     config : `ResolvedConfig`, required.
 
     # Raises
 
     `ConfigurationError`
-        If a module has been quantized, or a parameter is to be trained in fp32 and isn't.
+        If a module is quantized, or if a parameter isn't in the precision it has to be trained in.
     """
     for name, module in model.named_modules():
         if _attribute(module, "is_quantized") is True:
@@ -147,14 +150,14 @@ def check_loaded_weights(
 def _first_parameters(
     model: torch.nn.Module, optimizer: Optional[torch.optim.Optimizer], zero_stage: int
 ) -> Set[torch.nn.Parameter]:
-    """Those by which DeepSpeed finds out in which precision the model is."""
+    """Returns the parameters from which DeepSpeed reads the model's precision."""
     groups = [] if optimizer is None or zero_stage == 0 else optimizer.param_groups
     of_optimizer = [parameter for group in groups for parameter in group["params"]]
     return {*of_optimizer[:1], *(list(model.parameters())[:1] if zero_stage == 3 else [])}
 
 
 def has_precision(parameter: torch.nn.Parameter) -> bool:
-    """Whether the parameter is of a type that the engine can train, or frozen."""
+    """Returns whether the parameter has a dtype that the engine can train, or is frozen."""
     return parameter.dtype in _TRAINED or not parameter.requires_grad
 
 

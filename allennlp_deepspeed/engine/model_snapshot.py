@@ -25,22 +25,22 @@ _HOOKS = (
 
 class ModelSnapshot:
     """
-    Records a model and its optimizer before the engine is brought up, and restores them after it
-    has been destroyed: the same `Parameter` objects, in fp32 and with the values that training
-    ended with, in the optimizer's own groups. States that the engine has sharded are lost.
+    Records a model and its optimizer before the engine is initialized, and restores them after it
+    has been destroyed: the same `Parameter` objects, in fp32 with the final values of training, in
+    the optimizer's own groups. Sharded optimizer states are lost.
 
     # Parameters
 
     model : `torch.nn.Module`, required.
     optimizer : `Optional[torch.optim.Optimizer]`, required.
-        The one that the engine is given. `None` if DeepSpeed constructs one.
+        The optimizer that is passed to the engine. `None` if DeepSpeed constructs one.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optional[torch.optim.Optimizer]) -> None:
         self._model = model
         self._optimizer = optimizer
         self._device: Optional[torch.device] = None
-        # The values are kept until the engine has its own.
+        # The values are referenced until the engine has its own.
         self._values: Dict[torch.nn.Parameter, torch.Tensor] = {}
         self._attributes: Dict[torch.nn.Parameter, Dict[str, Any]] = {}
         for parameter in model.parameters():
@@ -71,20 +71,23 @@ class ModelSnapshot:
             self._states = dict(self._optimizer.state)
 
     def find_added(self) -> None:
-        """To be called when the engine is up: what modules get from here on isn't its own."""
+        """
+        Records the attributes that DeepSpeed has added to modules. Must be called after the engine
+        has been initialized, since later attributes are not DeepSpeed's.
+        """
         self._added = self._added_names()
 
     def remove_added(self) -> None:
         """
-        Takes off modules and parameters what DeepSpeed has put there. An engine that has come up
-        removes its hooks itself.
+        Removes DeepSpeed's attributes from modules and parameters. An initialized engine removes
+        its hooks itself.
         """
         if self._added is None:
             for hooks in _hooks_of(self._model):
                 for key in set(hooks) - self._hooks.get(id(hooks), set()):
                     del hooks[key]
             for parameter in set(self._attributes) - set(self._values):
-                del self._attributes[parameter]  # it was partitioned before, and stays so
+                del self._attributes[parameter]  # it was partitioned before, and stays partitioned
         for module, names in (self._added or self._added_names()).items():
             for name in names & set(vars(module)):
                 delattr(module, name)
@@ -94,12 +97,12 @@ class ModelSnapshot:
 
     def write_master_weights(self, engine: DeepSpeedEngine) -> None:
         """
-        Gives a single process's engine in half precision the model's fp32 weights as master
-        weights, and takes states of earlier steps out of an optimizer that doesn't step the
-        parameters. To be called by every rank when the engine is up.
+        Writes the model's fp32 weights into the master weights of a half-precision engine in a
+        single process, and removes states of earlier steps from an optimizer that doesn't update
+        the parameters. Every rank must call it after the engine has been initialized.
 
-        Works around DeepSpeed 0.19.8: it makes its fp32 weights of what half precision leaves of
-        the model's. Gone when the fp32 weights are the model's.
+        Works around DeepSpeed 0.19.8: it initializes its fp32 master weights from the weights after
+        rounding them to half precision. Gone when the master weights are the model's fp32 weights.
         """
         values, self._values = self._values, {}
         is_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in values)
@@ -116,15 +119,15 @@ class ModelSnapshot:
         self, engine: DeepSpeedEngine, device: torch.device, directory: Optional[str]
     ) -> None:
         """
-        Takes the weights out of the engine.
+        Copies the weights from the engine.
 
         # Parameters
 
         engine : `DeepSpeedEngine`, required.
         device : `torch.device`, required.
-            Where the model is to be.
+            The device that the model is restored on.
         directory : `Optional[str]`, required.
-            Where to keep the weights as long as they are used, if they may not fit into memory.
+            The directory of a memory-mapped copy, for weights that may not fit into memory.
         """
         if directory is not None and not os.path.isdir(directory):
             directory = None
@@ -136,11 +139,11 @@ class ModelSnapshot:
 
     def restore(self) -> None:
         """
-        To be called when the engine has been destroyed.
+        Restores the model and the optimizer. Must be called after the engine has been destroyed.
         """
         for module in self._model.modules():
-            # ZeRO-3 put a dictionary of its own in place, which gathers what is looked up in it, if
-            # a forward pass has not come to its end.
+            # ZeRO-3 replaces it by a dictionary of its own, which gathers on access if a forward
+            # pass has not finished.
             module._parameters = dict(module._parameters.items())
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -1,14 +1,14 @@
 """
-Bytes of weights, gradients and optimizer states, the "model states" of the [ZeRO
-paper](https://arxiv.org/abs/1910.02054) (section 3), on each rank and device.
+Bytes of weights, gradients and optimizer states on each rank and device: the "model states" of the
+[ZeRO paper](https://arxiv.org/abs/1910.02054) (section 3).
 
 DeepSpeed's own `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs`
-aren't used: they are for 16-bit training of all parameters with Adam, and too low there. On each of
-N ranks they have 18/N bytes a parameter (next to 2 of the weights at stage 2), where 20/N are
-counted at stage 2 and 22/N at stage 3, because the gradient is flattened before the step. They
-leave out the buckets (2 GB in fp32 by default), what stage 3 gathers ahead of time, NVMe, and
-stages 0 and 1. `python -m benchmarks model_states` compares the figures below with what has been
-counted and with the paper.
+aren't used: they assume 16-bit training of all parameters with Adam, and their figures are too low
+even there. On each of N ranks they have 18/N bytes a parameter (plus 2 for the weights at stage 2),
+where this module counts 20/N at stage 2 and 22/N at stage 3, because the gradient is flattened
+before the step. They leave out the buckets (2 GB in fp32 by default), the parameters that stage 3
+prefetches, NVMe, and stages 0 and 1. `python -m benchmarks model_states` compares the figures below
+with measurements and with the paper.
 """
 
 import math
@@ -28,24 +28,24 @@ from allennlp_deepspeed.engine.optimizers import LionOptimizer
 from allennlp_deepspeed.engine.shards import whole_shape
 
 _FP32 = torch.float32.itemsize
-# The most elements that the engine's own all-reduce flattens at once.
+# The maximum number of elements that the engine's own all-reduce flattens at once.
 _ALL_REDUCE_SIZE = 500_000_000
 
 
 @dataclass(frozen=True)
 class ModelSize:
     """
-    The elements of a model's parameters. Tied ones are counted once.
+    Numbers of elements of a model's parameters. Tied parameters are counted once.
 
     # Parameters
 
     trainable : `Sequence[int]`
-        The elements of each parameter that is trained.
+        The elements of each trainable parameter.
     frozen : `Sequence[int]`
-        The elements of each that isn't.
+        The elements of each frozen parameter.
     largest_module : `int`
-        The elements that are needed at once to compute with the largest module, without those of
-        its submodules.
+        The elements of the largest module's own parameters, without those of its submodules, which
+        are needed at once.
     """
 
     trainable: Sequence[int]
@@ -54,7 +54,9 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "ModelSize":
-        """That of a model whose parameters may be partitioned, or on the meta device."""
+        """
+        Returns the size of a model, whose parameters may be partitioned or on the meta device.
+        """
         elements = [(p.requires_grad, whole_shape(p).numel()) for p in model.parameters()]
         return cls(
             trainable=[number for is_trained, number in elements if is_trained],
@@ -72,14 +74,16 @@ class ModelSize:
 
 
 def elements_of_modules(model: torch.nn.Module) -> Dict[str, int]:
-    """Those of the parameters of each module, without its submodules', by name."""
+    """
+    Returns by name the elements of each module's own parameters, without those of its submodules.
+    """
     return {
         name: sum(whole_shape(p).numel() for p in module.parameters(recurse=False))
         for name, module in model.named_modules()
     }
 
 
-# Optimizers that keep one number for each weight. DeepSpeed's Lion for the CPU keeps two.
+# Optimizers with one state value for each weight. DeepSpeed's Lion for the CPU has two.
 _KEEP_ONE = (torch.optim.Adagrad, torch.optim.ASGD, DeepSpeedCPUAdagrad, FusedLion, LionOptimizer)
 
 
@@ -87,14 +91,14 @@ def optimizer_bytes(
     optimizer: Type[torch.optim.Optimizer], settings: Mapping[str, Any], size: ModelSize
 ) -> int:
     """
-    Returns the bytes that an optimizer keeps for all trainable parameters, in addition to the
-    weights. One that isn't known is taken to keep two numbers for each, as Adam.
+    Returns the bytes of optimizer states for all trainable parameters, in addition to the weights.
+    An unknown optimizer is assumed to have two values for each weight, as Adam has.
 
     # Parameters
 
     optimizer : `Type[torch.optim.Optimizer]`
     settings : `Mapping[str, Any]`
-        Its arguments, as in a config file.
+        The optimizer's arguments, as in a config file.
     size : `ModelSize`
     """
     if issubclass(optimizer, torch.optim.SGD):
@@ -111,19 +115,19 @@ def optimizer_bytes(
 @dataclass(frozen=True)
 class Bytes:
     """
-    What one rank has on one device.
+    Bytes of one rank on one device.
 
     # Parameters
 
     weights : `int`
-        What the forward pass computes with.
+        The weights of the forward pass.
     gradients : `int`
-        The most that is kept of them at a time, from the backward pass to the optimizer's step,
-        which needs them in fp32.
+        The peak of gradients between the backward pass and the optimizer step, which needs them in
+        fp32.
     optimizer : `int`
-        The optimizer's states, and the fp32 weights that it steps if they aren't `weights`.
+        The optimizer states, and the fp32 master weights if they are separate from `weights`.
     buffers : `int`
-        Where DeepSpeed gathers parameters, reduces gradients and waits for NVMe.
+        The buffers that gather parameters, reduce gradients and transfer to and from NVMe.
     """
 
     weights: int = 0
@@ -136,15 +140,15 @@ class Bytes:
         return sum(astuple(self))
 
     def __add__(self, other: "Bytes") -> "Bytes":
-        """What is on two devices."""
+        """Adds up the bytes of two devices."""
         return Bytes(*map(sum, zip(astuple(self), astuple(other))))
 
 
 @dataclass(frozen=True)
 class ModelStates:
     """
-    What one rank has on each device. Neither activations nor the model's own buffers are in it, nor
-    what an operation allocates for a moment, nor the fragmentation of memory.
+    Model states of one rank on each device. Activations, the model's own buffers, temporary memory
+    of operations and fragmentation aren't counted.
     """
 
     gpu: Bytes = field(default_factory=Bytes)
@@ -160,13 +164,15 @@ def model_states(
     reduces_once_a_step: bool = False,
 ) -> ModelStates:
     """
+    Estimates the model states of one rank.
+
     # Parameters
 
     size : `ModelSize`
     optimizer_states : `int`
-        As `optimizer_bytes` gives it.
+        The result of `optimizer_bytes`.
     config : `ResolvedConfig`
-        The stage, the precision, offload and the sizes of buffers are read from it.
+        It has the stage, the precision, offload and the sizes of buffers.
     world_size : `int`
     reduces_once_a_step : `bool`, optional (default = `False`)
         Whether an unsharded gradient is accumulated over the micro-batches of a step.
@@ -176,7 +182,7 @@ def model_states(
 
 
 class _States:
-    """The numbers that the stages have in common. Those of parameters are elements, not bytes."""
+    """Figures that the stages have in common. Parameters are counted in elements, not bytes."""
 
     def __init__(
         self,
@@ -190,11 +196,11 @@ class _States:
         self._optimizer_states = optimizer_states
         self._stage = config.zero_stage
         self._world_size = world_size
-        # "auto" takes only what there is room for.
+        # "auto" uses free memory only.
         self._keeps_parameters = config.reshard_after_micro_batch is False
         self._zero = DeepSpeedZeroConfig(**config.engine_config.get("zero_optimization", {}))
         self._trained = sum(size.trainable)
-        # Bytes of an element of the weights, and of a gradient that is kept.
+        # Bytes of an element of the weights, and of an accumulated gradient.
         self._weight = _itemsize(config.precision)
         kept = config.engine_config.get("data_types", {}).get("grad_accum_dtype")
         self._gradient = self._weight if kept is None else _itemsize(kept)
@@ -212,7 +218,7 @@ class _States:
         return ModelStates(
             gpu=Bytes(
                 weights=self._size.total * self._weight,
-                # Before the optimizer steps, all are there in fp32 too.
+                # Before the step all gradients exist in fp32 too.
                 gradients=self._trained * (self._weight + (_FP32 if is_half else 0)),
                 optimizer=self._optimizer_states + (self._trained * _FP32 if is_half else 0),
                 buffers=all_reduced * self._weight,
@@ -223,7 +229,7 @@ class _States:
         # DeepSpeed aligns shards to two elements.
         shard = 2 * math.ceil(self._trained / (2 * self._world_size))
         weights = (shard * self._world_size + sum(self._size.frozen)) * self._weight
-        # It keeps a copy of the shard in fp32, where the weights are in fp32 too.
+        # DeepSpeed copies the shard in fp32 even if the weights are in fp32.
         optimizer = shard * _FP32 + self._optimizer_states_of(shard)
         num_buckets = 2 if self._zero.overlap_comm else 1
         buckets = num_buckets * int(self._zero.reduce_bucket_size) * self._weight
@@ -236,7 +242,7 @@ class _States:
             cpu=Bytes(
                 gradients=shard * _FP32,
                 optimizer=optimizer,
-                # The new weights on their way to the GPU, and a gradient on its way from it.
+                # The new weights that are copied to the GPU, and a gradient that is copied from it.
                 buffers=shard * self._weight + one_gradient,
             ),
         )
@@ -262,13 +268,13 @@ class _States:
             cpu += Bytes(weights=on_cpu * self._weight, buffers=buffers * self._weight)
             nvme += Bytes(weights=(shard - on_cpu + frozen) * self._weight)
 
-        # A copy of the shard in fp32, where the weights are in fp32 too: to find out whether it can
-        # do without, DeepSpeed compares a device with a name.
+        # A copy of the shard in fp32, even if the weights are in fp32: the check whether the copy
+        # is needed compares a device with a name.
         optimizer = shard * _FP32 + self._optimizer_states_of(shard)
         gradients = shard * self._gradient
         sub_group = min(shard, int(self._zero.sub_group_size))
         if self._optimizer_device == "none":
-            # Flattened, and brought to fp32, a sub-group at a time.
+            # Gradients are flattened, and converted to fp32, one sub-group at a time.
             in_fp32 = 0 if self._gradient == _FP32 else _FP32
             gradients += sub_group * (self._gradient + in_fp32)
             gpu += Bytes(gradients=gradients, optimizer=optimizer)
@@ -284,21 +290,21 @@ class _States:
         return math.ceil(self._optimizer_states * shard / max(self._trained, 1))
 
     def _unsharded_gradient(self) -> int:
-        """The bytes that a rank has of a gradient before it is sharded."""
+        """Returns the bytes of a rank's gradient before it is sharded."""
         accumulated = self._trained if self._stage == 1 else self._accumulated
         # DeepSpeed's BF16_Optimizer has it in both precisions.
         is_twice = self._is_bf16_optimizer and self._gradient != self._weight
         return accumulated * (self._gradient + (self._weight if is_twice else 0))
 
     def _flattened_gradient(self, shard: int) -> int:
-        """The bytes that stages 1 and 2 have of the shard's gradient when the step begins."""
+        """Returns the bytes of the shard's gradient at stages 1 and 2 when the step begins."""
         if self._gradient == self._weight:
-            # As it was reduced, flattened, and in fp32.
+            # The reduced gradient, a flattened copy, and an fp32 copy.
             return shard * (2 * self._gradient + (0 if self._gradient == _FP32 else _FP32))
         return shard * _FP32
 
     def _kept_gathered(self) -> int:
-        """Elements of small parameters that stay whole at stage 3."""
+        """Returns the elements of small parameters that stay gathered at stage 3."""
         kept = 0
         for elements in [*self._size.trainable, *self._size.frozen]:
             is_small = elements <= self._zero.param_persistence_threshold
@@ -308,9 +314,10 @@ class _States:
 
     def _gathered(self) -> int:
         """
-        The bytes of other parameters that are whole at once. One that is used again within
-        `stage3_max_reuse_distance` is not released: at the end of the forward pass these are the
-        parameters of half that distance, since the backward pass comes back through them.
+        Returns the bytes of other parameters that are gathered at once. A parameter that is used
+        again within `stage3_max_reuse_distance` is not released: at the end of the forward pass
+        these are the parameters of half that distance, since the backward pass returns through
+        them.
         """
         fetched = self._size.largest_module + int(self._zero.prefetch_bucket_size)
         gathered = min(

@@ -1,6 +1,4 @@
-"""
-Moving averages of weights that are sharded over the ranks.
-"""
+"""Moving averages of sharded weights."""
 
 import sys
 from contextlib import contextmanager
@@ -20,20 +18,20 @@ from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 
 class ShardedMovingAverage(MovingAverage):
     """
-    Keeps an AllenNLP `MovingAverage` on the weights that the optimizer steps, each rank on its
-    shard, in fp32 at every precision. Not registered: the trainer puts it around the
-    `moving_average` of the config.
+    Computes an AllenNLP `MovingAverage` of the weights that the optimizer updates, each rank for
+    its shard, in fp32 at every precision. Not registered: the trainer wraps the `moving_average` of
+    the config in it.
 
     # Parameters
 
     moving_average : `MovingAverage`, required.
-        Decides how to average. What it was given to average is replaced by the shards.
+        Computes the average. Its parameters are replaced by the shards.
     engine : `DeepSpeedEngine`, required.
 
     # Raises
 
     `ConfigurationError`
-        If it was given others than the parameters that are trained.
+        If its parameters aren't the trainable parameters.
     """
 
     def __init__(self, moving_average: MovingAverage, engine: DeepSpeedEngine) -> None:
@@ -43,7 +41,7 @@ class ShardedMovingAverage(MovingAverage):
         super().__init__(
             (str(i), shard)
             for i, shard in enumerate(self._shards.masters)
-            # At stage 0 the optimizer may have frozen parameters, as they are.
+            # At stage 0 the optimizer may have frozen parameters.
             if not isinstance(shard, torch.nn.Parameter) or shard.requires_grad
         )
         self._whole_parameters = moving_average._parameters
@@ -56,7 +54,7 @@ class ShardedMovingAverage(MovingAverage):
                 "and averages all of these and no frozen ones: construct it from those of "
                 "`model.named_parameters()` whose `requires_grad` is true."
             )
-        # Called before the averages take the place of the weights, by every rank.
+        # Called on every rank before the averages replace the weights.
         self.before_assigning: Callable[[], None] = lambda: None
         self._take_shadows(moving_average._shadows)
         moving_average._parameters = self._parameters
@@ -73,19 +71,19 @@ class ShardedMovingAverage(MovingAverage):
         before_assigning: Callable[[], None],
     ) -> "ShardedMovingAverage":
         """
-        Constructs one that is released with the engine.
+        Constructs a moving average that is released with the engine.
 
         # Parameters
 
         moving_average : `MovingAverage`, required.
         wrapped_model : `DeepSpeedWrappedModel`, required.
         before_assigning : `Callable[[], None]`, required.
-            Called before the averages take the place of the weights, by every rank.
+            Called on every rank before the averages replace the weights.
 
         # Raises
 
         `ConfigurationError`
-            If it was given others than the parameters that are trained.
+            If the parameters of `moving_average` aren't the trainable parameters.
         """
         sharded = cls(moving_average, wrapped_model.engine)
         wrapped_model.before_destroying(sharded.release)
@@ -93,7 +91,7 @@ class ShardedMovingAverage(MovingAverage):
         return sharded
 
     def _take_shadows(self, shadows: Dict[str, torch.Tensor]) -> None:
-        """Goes on with the averages of another training, where they aren't those of an engine."""
+        """Continues the averages of an earlier training that aren't those of an engine."""
         names = {shard: name for name, shard in self._parameters}
         for name, parameter in self._whole_parameters:
             is_fp32 = shadows[name].dtype == torch.float32
@@ -105,8 +103,8 @@ class ShardedMovingAverage(MovingAverage):
 
     def release(self) -> None:
         """
-        To be called before the engine is taken down. In a single process the moving average is
-        again of the parameters that it was given.
+        Restores the parameters that the moving average was constructed with, in a single process.
+        Must be called before the engine is destroyed.
         """
         if dist.get_world_size() > 1:
             return
@@ -131,7 +129,7 @@ class ShardedMovingAverage(MovingAverage):
 
     @overrides
     def assign_average_value(self) -> None:
-        """To be called by every rank."""
+        """Replaces the weights by the averages. Every rank must call it."""
         self.before_assigning()
         self._error_when_assigned = sys.exc_info()[1]
         self._moving_average.assign_average_value()
@@ -139,7 +137,7 @@ class ShardedMovingAverage(MovingAverage):
 
     @contextmanager
     def assigned(self) -> Iterator[None]:
-        """Context manager in which the averages are the weights. To be entered by every rank."""
+        """Context manager in which the averages are the weights. Every rank must enter it."""
         self.assign_average_value()
         try:
             yield
@@ -149,8 +147,8 @@ class ShardedMovingAverage(MovingAverage):
     @overrides
     def restore(self) -> None:
         """
-        To be called by every rank. On a rank that fails it does nothing, and the others need not
-        come: AllenNLP calls it while the exception is on its way.
+        Restores the weights. Every rank must call it. On a rank that is failing it does nothing,
+        and the other ranks need not call it: AllenNLP calls it while the exception propagates.
         """
         if self._is_failing() and dist.get_world_size() > 1:
             return
@@ -158,13 +156,16 @@ class ShardedMovingAverage(MovingAverage):
         self._shards.update_parameters()
 
     def _is_failing(self) -> bool:
-        """Whether since `assign_average_value` an exception has come that other ranks may lack."""
+        """
+        Returns whether an exception has been raised since `assign_average_value` that other ranks
+        may not have.
+        """
         error = sys.exc_info()[1]
         return error is not self._error_when_assigned and not isinstance(error, TrainingInterrupted)
 
     @overrides
     def state_dict(self) -> Dict[str, Any]:
-        """This rank's share of the averages."""
+        """Returns this rank's shard of the averages."""
         return {"shadows": self._shadows}
 
     @overrides

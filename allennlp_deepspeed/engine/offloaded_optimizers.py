@@ -1,6 +1,6 @@
 """
-Which optimizer updates the weights: where optimizer states are offloaded, DeepSpeed's counterpart
-for the CPU instead of AllenNLP's.
+Chooses the optimizer that updates the weights: with offloaded optimizer states, DeepSpeed's CPU
+counterpart instead of AllenNLP's optimizer.
 """
 
 import logging
@@ -28,17 +28,18 @@ logger = logging.getLogger(__name__)
 
 class Counterpart(NamedTuple):
     """
-    What of DeepSpeed's takes the place of an optimizer of AllenNLP's.
+    Optimizer of DeepSpeed that replaces one of AllenNLP's.
 
     # Parameters
 
     optimizer : `Type[torch.optim.Optimizer]`
     settings : `Tuple[str, ...]`
-        The settings of a group that both have.
+        The settings of a group that both optimizers have.
     lacks : `Dict[str, Any]`, optional (default = `{}`)
-        Settings that it doesn't have, with the values at which they do nothing.
+        Settings that DeepSpeed's optimizer doesn't have, with the values at which they have no
+        effect.
     arguments : `Dict[str, Any]`, optional (default = `{}`)
-        More arguments of its constructor.
+        Further arguments of its constructor.
     """
 
     optimizer: Type[torch.optim.Optimizer]
@@ -64,7 +65,7 @@ COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
         lacks={"lr_decay": 0, "initial_accumulator_value": 0, "maximize": False},
     ),
 }
-"""By the class that is registered with AllenNLP."""
+"""Counterparts by the class that is registered with AllenNLP."""
 
 # PyTorch counts steps in a tensor, the others in an `int`.
 _TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -80,13 +81,13 @@ def for_offload(
     optimizer: Optional[torch.optim.Optimizer], config: ResolvedConfig
 ) -> Optional[torch.optim.Optimizer]:
     """
-    The optimizer for the engine: where optimizer states are offloaded, DeepSpeed's counterpart of
-    the one that AllenNLP has constructed, with the same groups and settings, if there is one.
+    Returns the optimizer for the engine: with offloaded optimizer states, DeepSpeed's counterpart
+    of AllenNLP's optimizer with the same groups and settings, if there is one.
 
     # Parameters
 
     optimizer : `Optional[torch.optim.Optimizer]`, required.
-        `None` if DeepSpeed is to construct one.
+        `None` if DeepSpeed constructs one.
     config : `ResolvedConfig`, required.
     """
     if optimizer is None:
@@ -119,13 +120,13 @@ def counterpart_of(
     config: ResolvedConfig,
 ) -> Optional[Counterpart]:
     """
-    What takes the place of an optimizer, `None` if nothing does.
+    Returns the counterpart that replaces an optimizer, or `None` if none does.
 
     # Parameters
 
     optimizer : `Type[torch.optim.Optimizer]`, required.
     settings : `List[Dict[str, Any]]`, required.
-        Those of each of its groups.
+        The settings of each of its groups.
     config : `ResolvedConfig`, required.
     """
     counterpart = COUNTERPARTS.get(optimizer)
@@ -154,8 +155,8 @@ def lacking(
     optimizer: Type[torch.optim.Optimizer], settings: List[Dict[str, Any]]
 ) -> Optional[Tuple[str, Any]]:
     """
-    The name and the value of a setting that keeps the counterpart of an optimizer from taking its
-    place, `None` if there is none. Arguments are those of `counterpart_of`.
+    Returns the name and value of a setting that the counterpart of an optimizer doesn't support, so
+    that it isn't replaced, or `None`. The parameters are those of `counterpart_of`.
     """
     counterpart = COUNTERPARTS.get(optimizer)
     lacks = {} if counterpart is None else counterpart.lacks
@@ -172,20 +173,20 @@ def _selected(settings: Dict[str, Any], names: Tuple[str, ...]) -> Dict[str, Any
 
 def adapt_loaded_states(optimizer: torch.optim.Optimizer) -> None:
     """
-    Makes states that have been loaded fit the optimizer: a checkpoint may be of its counterpart, if
-    the training that wrote it didn't offload. The two have the same states, but differ in the name
-    of Adagrad's and in the type of the step count.
+    Converts loaded states for the optimizer. A checkpoint may be of its counterpart, if the run
+    that wrote it didn't offload. Both have the same states, but differ in the name of Adagrad's
+    state and in the type of the step count.
 
     # Parameters
 
     optimizer : `torch.optim.Optimizer`, required.
-        The one inside DeepSpeed's. One that has no counterpart is left as it is.
+        The optimizer inside DeepSpeed's. One that has no counterpart isn't changed.
     """
     if not isinstance(optimizer, _TORCH_OPTIMIZERS + _WITH_INT_STEPS):
         return
     for group in optimizer.param_groups:
         for name, value in optimizer.defaults.items():
-            # PyTorch adds this one to all defaults when it loads states, for its own optimizers.
+            # When PyTorch loads states, it adds this key to all defaults, for its own optimizers.
             if name != "differentiable" or isinstance(optimizer, _TORCH_OPTIMIZERS):
                 group.setdefault(name, value)
     for state in optimizer.state.values():
@@ -205,7 +206,7 @@ def _step_count(value: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 def registered_class(name: str) -> Type[torch.optim.Optimizer]:
     """
-    The class of the optimizer that is registered with a name.
+    Returns the class of the optimizer that is registered with a name.
 
     # Raises
 

@@ -9,12 +9,12 @@ from allennlp.common import util as common_util
 @contextmanager
 def as_one_process() -> Iterator[None]:
     """
-    Has AllenNLP believe that this process is the only one, wherever it asks: readers don't shard,
-    and metrics count what this process sees. Some metrics refuse to work otherwise. Torch and
-    DeepSpeed communicate as before.
+    Context manager that makes AllenNLP treat this process as the only one: readers don't shard, and
+    metrics count the data of this process. Some metrics refuse to work in a process group. Torch
+    and DeepSpeed communicate as before.
     """
-    # `is_distributed` has been imported by name into many modules, but all of these are one
-    # function, which asks this object first.
+    # Many modules import `is_distributed` by name, but all of them have the same function, which
+    # checks this object first.
     no_process_group = SimpleNamespace(is_available=lambda: False)
     with mock.patch.object(common_util, "dist", no_process_group):
         yield

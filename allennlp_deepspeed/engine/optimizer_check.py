@@ -1,7 +1,7 @@
 """
-Refuses optimizers that can't update the weights where a configuration has them. At ZeRO stages 1 to
-3 an optimizer is given flat shards, several weights in one or one weight in several: one that
-doesn't update each number by itself looks at wrong shapes and norms.
+Refuses optimizers that can't update sharded weights. At ZeRO stages 1 to 3 an optimizer gets flat
+shards, which may contain several weights or a part of one. An optimizer that isn't element-wise
+would see wrong shapes and norms.
 """
 
 import inspect
@@ -59,22 +59,22 @@ ELEMENTWISE = (
     LionOptimizer,
 )
 
-# In the names of classes and in those that they are registered with.
+# Searched in names of classes and in registered names.
 _LOOKS_AT_WHOLE_WEIGHTS = re.compile(
     "adafactor|adahessian|adamp$|came$|galore|^k?fac|lamb(?!da)|^lar[cs]|muon|novograd|sgdp$|shampoo"
     "|^sm3|^soap",
     re.IGNORECASE,
 )
 
-# The types of an "optimizer" section that step so.
+# Element-wise types of DeepSpeed's "optimizer" section.
 _ELEMENTWISE_OF_DEEPSPEED = ("adagrad", "adam", "adamw", "lion")
 
-# What DeepSpeed takes for its own optimizers for the CPU where it is to insist on one.
+# The classes that DeepSpeed accepts as its own CPU optimizers with zero_force_ds_cpu_optimizer.
 _FORCED = (DeepSpeedCPUAdam, DeepSpeedCPULion)
 
 _LAMB = '"deepspeed_config": {"optimizer": {"type": "Lamb", ...}} without an optimizer'
 
-# What to write instead of names that are no longer registered.
+# Replacements of names that are no longer registered.
 _FORMER_NAMES = {
     "cpu_adagrad": '"adagrad"',
     "cpu_lion": '"lion"',
@@ -99,12 +99,12 @@ def check_optimizer(
     optimizer : `Union[str, Dict[str, Any], None]`, required.
     config : `ResolvedConfig`, required.
     device_type : `str`, required.
-        "cpu" or "cuda", what the model trains on.
+        "cpu" or "cuda", the type of the training device.
 
     # Raises
 
     `ConfigurationError`
-        If it can't step the weights where `config` has them.
+        If the optimizer can't update the weights as `config` shards and places them.
     """
     if config.has_optimizer:
         check_section(config.engine_config["optimizer"], config)
@@ -155,19 +155,21 @@ def check_elementwise(
     config: ResolvedConfig,
 ) -> None:
     """
+    Checks that an optimizer class is element-wise where it gets shards.
+
     # Parameters
 
     subject : `str`, required.
         The start of the message.
     name : `str`, required.
-        That of the class, or another that a config file has for it.
+        The name of the class, or its name in a config file.
     optimizer_class : `Type[torch.optim.Optimizer]`, required.
     config : `ResolvedConfig`, required.
 
     # Raises
 
     `ConfigurationError`
-        If it is known that the optimizer can't step where `config` has the weights.
+        If the optimizer is known not to work with the sharding of `config`.
     """
     if issubclass(optimizer_class, torch.optim.Adagrad):
         _check_adagrad(subject, config)
@@ -200,9 +202,7 @@ def check_elementwise(
 
 
 def check_section(optimizer: Dict[str, Any], config: ResolvedConfig) -> None:
-    """
-    As `check_elementwise`, for the `"optimizer"` section of `deepspeed_config`.
-    """
+    """Checks the `"optimizer"` section of `deepspeed_config`, as `check_elementwise` does."""
     name = optimizer["type"]
     subject = f'{ROOT}.optimizer.type is "{name}"'
     if name.lower() == "adagrad":
@@ -222,7 +222,7 @@ def _check_adagrad(subject: str, config: ResolvedConfig) -> None:
 
 
 def warn_if_unknown(optimizer_class: Type[torch.optim.Optimizer], config: ResolvedConfig) -> None:
-    """Says so in the log if nothing is known of an optimizer that is given shards."""
+    """Warns if an optimizer that gets shards isn't known to be element-wise."""
     if config.zero_stage == 0 or is_elementwise(optimizer_class) or _is_muon(optimizer_class):
         return
     logger.warning(
@@ -235,18 +235,21 @@ def warn_if_unknown(optimizer_class: Type[torch.optim.Optimizer], config: Resolv
 
 
 def is_elementwise(optimizer_class: Type[torch.optim.Optimizer]) -> bool:
-    """Whether it is known to be. A subclass with a step of its own isn't."""
+    """
+    Returns whether an optimizer is known to be element-wise. A subclass that overrides `step`
+    isn't.
+    """
     return _own_step(optimizer_class) in _STEPS
 
 
 def _is_muon(optimizer_class: Type[torch.optim.Optimizer]) -> bool:
-    """DeepSpeed gives its own Muon the steps of whole weights."""
+    """Returns whether it is DeepSpeed's Muon, which gets the steps of unsharded weights."""
     is_deepspeeds = optimizer_class.__module__ == "deepspeed.runtime.zero.muon.muon_optimizer"
     return is_deepspeeds or issubclass(optimizer_class, MuonOptimizer)
 
 
 def _own_step(optimizer_class: Type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    # PyTorch puts a wrapper of its own around it when the first is constructed.
+    # PyTorch wraps `step` when the first instance is constructed.
     return inspect.unwrap(optimizer_class.step)
 
 

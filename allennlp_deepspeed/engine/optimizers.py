@@ -17,40 +17,41 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedCPUAdam, FusedAdam
 
 logger = logging.getLogger(__name__)
 
-# By the name of the module that has them: AllenNLP's and transformers' embeddings.
+# Names of modules with embeddings in AllenNLP and transformers.
 _EMBEDDING = re.compile("embed|^wte$|^wpe$|^shared$", re.IGNORECASE)
 
 
 class DeepSpeedOptimizer(Optimizer):
     """
-    One of DeepSpeed's optimizers in AllenNLP's registry. As with AllenNLP's own, the trainer passes
-    in the `model_parameters`, and a config file may write `parameter_groups`.
+    Base class of DeepSpeed's optimizers in AllenNLP's registry. As with AllenNLP's own, the trainer
+    passes in the `model_parameters`, and a config file may write `parameter_groups`.
     """
 
     @classmethod
     def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
         """
+        Checks that the optimizer supports the configuration.
+
         # Parameters
 
         name : `str`, required.
-            That the config file gives the optimizer.
+            The name of the optimizer in the config file.
         config : `ResolvedConfig`, required.
         device_type : `str`, required.
-            "cpu" or "cuda", what the model trains on.
+            "cpu" or "cuda", the type of the training device.
 
         # Raises
 
         `ConfigurationError`
-            If the optimizer can't step the weights where `config` has them, or not as they are
-            there.
+            If the optimizer can't update the weights as `config` shards and places them.
         """
 
 
 class FusedOptimizer(DeepSpeedOptimizer):
-    """Steps the weights on the device that the model trains on."""
+    """Base class of optimizers that update the weights on the training device."""
 
     instead_on_cpu: ClassVar[str]
-    """The name of an optimizer that steps weights in CPU memory."""
+    """The name of an optimizer that updates weights in CPU memory."""
 
     @classmethod
     @overrides
@@ -65,10 +66,10 @@ class FusedOptimizer(DeepSpeedOptimizer):
 
 
 class CPUOptimizer(DeepSpeedOptimizer):
-    """Steps weights in CPU memory."""
+    """Base class of optimizers that update weights in CPU memory."""
 
     instead_on_gpu: ClassVar[str]
-    """The name of an optimizer that steps weights on a GPU."""
+    """The name of an optimizer that updates weights on a GPU."""
 
     @classmethod
     @overrides
@@ -133,7 +134,7 @@ class FusedAdamWOptimizer(FusedAdamOptimizer):
 class CPUAdamOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
     """
     Adam with vector instructions and all cores, for weights in CPU memory. The numbers are those of
-    "adam", in whose place it comes by itself where optimizer states are offloaded.
+    "adam", which it replaces automatically if optimizer states are offloaded.
 
     Registered as an `Optimizer` with name "cpu_adam".
     """
@@ -168,8 +169,8 @@ class CPUAdamOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
 class CPUAdamWOptimizer(CPUAdamOptimizer):
     """
     AdamW with vector instructions and all cores, for weights in CPU memory. The numbers, and the
-    default weight decay, are those of "adamw", in whose place it comes by itself where optimizer
-    states are offloaded.
+    default weight decay, are those of "adamw", which it replaces automatically if optimizer states
+    are offloaded.
 
     Registered as an `Optimizer` with name "cpu_adamw".
     """
@@ -183,7 +184,7 @@ class CPUAdamWOptimizer(CPUAdamOptimizer):
 class LionOptimizer(Optimizer, torch.optim.Optimizer):
     """
     Lion ([Chen et al., 2023](https://arxiv.org/abs/2302.06675), algorithm 2), which PyTorch doesn't
-    have: wherever the weights are, with any trainer and without a compiler.
+    have. It works on any device, with any trainer and without a compiler.
 
     Registered as an `Optimizer` with name "lion".
     """
@@ -229,33 +230,32 @@ class LionOptimizer(Optimizer, torch.optim.Optimizer):
 @Optimizer.register("muon", constructor="with_adamw")
 class MuonOptimizer(DeepSpeedOptimizer):
     """
-    Muon ([Jordan et al., 2024](https://kellerjordan.github.io/posts/muon/)), which makes the steps
-    of the weight matrices of hidden layers orthogonal, with AdamW for all other parameters.
+    Muon ([Jordan et al., 2024](https://kellerjordan.github.io/posts/muon/)), which orthogonalizes
+    the updates of the weight matrices of hidden layers, with AdamW for all other parameters.
 
-    Registered as an `Optimizer` with name "muon". What is constructed is DeepSpeed's
-    `MuonWithAuxAdam`. PyTorch compiles its kernels in the first step, which takes a C++ compiler
-    and a minute or two; the environment variable `TORCHDYNAMO_DISABLE=1` spares it.
+    Registered as an `Optimizer` with name "muon". It constructs DeepSpeed's `MuonWithAuxAdam`.
+    PyTorch compiles its kernels in the first step, which needs a C++ compiler and one or two
+    minutes; the environment variable `TORCHDYNAMO_DISABLE=1` disables this.
 
     # Parameters
 
     parameter_groups : `List[Tuple[List[str], Dict[str, Any]]]`, optional (default = `None`)
-        A group can have both matrices for Muon and other parameters, and settings for both: any of
-        the parameters below.
+        A group can have matrices for Muon and other parameters, and settings for both: any of the
+        parameters below.
     muon_parameters : `List[str]`, optional (default = `None`)
-        Regular expressions for the names of the matrices that Muon is to step. By default it steps
-        all parameters of two dimensions but embeddings, which it takes from the name of their
-        module, and the last one of the model, which it takes for that of the output layer. The
-        log says which.
+        Regular expressions for the names of the matrices that Muon updates. The default is all
+        two-dimensional parameters except embeddings, recognized by the name of their module, and
+        the last one of the model, which is taken for the output layer. The log lists them.
     lr, momentum : `float`, optional (default = `0.02`, `0.95`)
-        Muon's.
+        Muon's learning rate and momentum.
     ns_method : `str`, optional (default = `"gram"`)
-        The iteration that makes a step orthogonal: "gram", in fp16 where the device can, or
+        The iteration that orthogonalizes an update: "gram", in fp16 if the device supports it, or
         "standard", in bf16.
     adam_lr : `float`, optional (default = `0.0003`)
     adam_betas : `Tuple[float, float]`, optional (default = `(0.9, 0.95)`)
     adam_eps : `float`, optional (default = `1e-10`)
     weight_decay : `float`, optional (default = `0.0`)
-        Muon's and AdamW's.
+        The weight decay of Muon and AdamW.
     """
 
     @classmethod
@@ -272,7 +272,7 @@ class MuonOptimizer(DeepSpeedOptimizer):
         adam_eps: float = 1e-10,
         weight_decay: float = 0.0,
     ) -> torch.optim.Optimizer:
-        # Its module takes seconds to import, which only those who use it are to wait for.
+        # Importing its module takes seconds, for users of Muon only.
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
         settings = {
@@ -333,8 +333,8 @@ class MuonOptimizer(DeepSpeedOptimizer):
 def _matrices(
     model_parameters: List[Tuple[str, torch.nn.Parameter]], regexes: Optional[List[str]]
 ) -> Set[str]:
-    """The names of the parameters that Muon is to step."""
-    # One that ZeRO-3 has partitioned is empty, and has its shape in `ds_shape`.
+    """Returns the names of the parameters that Muon updates."""
+    # A parameter that ZeRO-3 has partitioned is empty, and has its shape in `ds_shape`.
     matrices = [n for n, p in model_parameters if len(getattr(p, "ds_shape", p.shape)) == 2]
     if regexes is None:
         return {name for name in matrices[:-1] if not _is_embedding(name)}
@@ -354,8 +354,8 @@ def _is_embedding(name: str) -> bool:
 
 def _halves(group: Dict[str, Any]) -> List[Dict[str, Any]]:
     """
-    Muon's part of a group and AdamW's, without an empty one, but for AdamW's of an empty group:
-    schedules for layer-wise learning rates want to see the default group.
+    Splits a group into Muon's part and AdamW's, leaving out an empty part. AdamW's part of an empty
+    group stays, because layer-wise learning rate schedules need the default group.
     """
     parameters = group["params"]
     muon = {

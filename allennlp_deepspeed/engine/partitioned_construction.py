@@ -1,6 +1,4 @@
-"""
-Constructs a model whose parameters are partitioned over the ranks as they come into being.
-"""
+"""Constructs a model whose parameters are partitioned over the ranks as they are created."""
 
 import functools
 import inspect
@@ -42,16 +40,19 @@ if TYPE_CHECKING:
 
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
-# Of the parameters that constructors have looked at, and that stay whole at a time.
+# The maximum number of elements of parameters that constructors have accessed and that stay
+# gathered at a time.
 MAX_WHOLE_ELEMENTS = 50_000_000
 
 
 def is_partitioned(partitioning: Dict[str, Any]) -> bool:
     """
+    Returns whether a configuration partitions parameters.
+
     # Parameters
 
     partitioning : `Dict[str, Any]`
-        As `DeepSpeedConfig.partitioning` gives it.
+        The result of `DeepSpeedConfig.partitioning`.
 
     # Returns
 
@@ -63,25 +64,24 @@ def is_partitioned(partitioning: Dict[str, Any]) -> bool:
 
 class PartitionedConstruction:
     """
-    A context in which modules are constructed as they always are, but no rank ever holds all of
-    their parameters: for ZeRO stage 3, with models that are larger than the memory of a rank.
+    Context manager in which modules are constructed as usual, but no rank ever has all of their
+    parameters in memory: for ZeRO stage 3, with models that are larger than the memory of a rank.
 
-    A module's parameters are partitioned when it becomes a part of another module. Whatever looks
-    at them later on (a constructor that initializes the layers that it is made of, AllenNLP's
-    initializers, tied weights, an embedding that grows with the vocabulary, a state dict that is
-    loaded, a deep copy) finds them whole, in fp32 and on the CPU, as if nothing had happened, and
-    they are partitioned again when others that have been looked at since have 50 million elements.
-    So the values are those that the same constructors give without it from the same seed.
-    `deepspeed.zero.Init`, which it stands on, shows empty tensors there, and has the device draw
-    the random numbers.
+    A module's parameters are partitioned when it is registered as a submodule. Any later access (a
+    constructor that initializes its layers, AllenNLP's initializers, tied weights, an embedding
+    that is extended with the vocabulary, loading a state dict, a deep copy) gathers them, in fp32
+    on the CPU, as if they had not been partitioned. They are partitioned again when parameters
+    accessed later have 50 million elements. So the values are those that the same constructors
+    compute without it from the same seed. `deepspeed.zero.Init`, which it is based on, returns
+    empty tensors there, and draws random numbers on the device.
 
-    To be entered by every rank, each of which must construct the same. The values of rank 0 count.
-    After it the model is ready for the engine.
+    Every rank must enter it and construct the same model. The values of rank 0 are used. After it
+    the model is ready for the engine.
 
     # Parameters
 
     partitioning : `Dict[str, Any]`, required.
-        As `DeepSpeedConfig.partitioning` gives it. Its ZeRO stage must be 3.
+        The result of `DeepSpeedConfig.partitioning`. Its ZeRO stage must be 3.
     device : `torch.device`, required.
         This worker's device.
     local_rank : `int`, required.
@@ -89,11 +89,11 @@ class PartitionedConstruction:
     """
 
     def __init__(self, partitioning: Dict[str, Any], device: torch.device, local_rank: int) -> None:
-        # DeepSpeed asks for a batch size.
+        # DeepSpeed requires a batch size.
         self._config = {**partitioning, "train_micro_batch_size_per_gpu": 1}
         self._device = device
         self._local_rank = local_rank
-        # Partitioned parameters that are whole now, the one touched last at the end.
+        # Partitioned parameters that are gathered now, the one accessed last at the end.
         self._whole: OrderedDict[int, Any] = OrderedDict()
         self._num_whole_elements = 0
         # Pairs that shared memory until one of them was partitioned.
@@ -104,8 +104,8 @@ class PartitionedConstruction:
     def __enter__(self) -> "PartitionedConstruction":
         with self._undo:
             self._undo.enter_context(engine.process_environment(self._device, self._local_rank))
-            # The module is empty, and has DeepSpeed put its linear function in place, which doesn't
-            # hold on to whole weights between forward and backward.
+            # The module is empty. It makes DeepSpeed install its linear function, which doesn't
+            # reference full weights between forward and backward.
             self._partitioner = zero.Init(module=Module(), config_dict_or_path=self._config)
             self._dtype = self._partitioner.dtype
             self._observe()
@@ -113,7 +113,7 @@ class PartitionedConstruction:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Must be called by every rank, unless it fails."""
+        """Partitions all parameters again. Every rank must call it, unless it fails."""
         try:
             if exception == (None, None, None):
                 self._partition_all_again()
@@ -122,8 +122,8 @@ class PartitionedConstruction:
 
     def finish(self, model: Module) -> None:
         """
-        Partitions what a constructor has added late, and moves buffers to this worker's device. To
-        be called by every rank once the model is complete.
+        Partitions parameters that a constructor has added late, and moves buffers to this worker's
+        device. Every rank must call it once the model is complete.
 
         # Raises
 
@@ -132,7 +132,7 @@ class PartitionedConstruction:
         """
         self._partition_module(model)
         self._partition_all_again()
-        # Names gather the parameters.
+        # Reading names gathers the parameters.
         named = model.named_parameters() if self._shared else iter(())
         names = {parameter: name for name, parameter in named}
         for parameter, other in self._shared:
@@ -148,7 +148,7 @@ class PartitionedConstruction:
                     module._buffers[name] = buffer.to(self._device)
 
     def _observe(self) -> None:
-        """Has this object told of each look at a parameter."""
+        """Patches all accesses to parameters, so that they call this object."""
         from transformers import PreTrainedModel
 
         get_attribute = Module.__getattr__
@@ -182,7 +182,7 @@ class PartitionedConstruction:
                     self._touch(module._parameters[name])
             load_from_state_dict(module, state_dict, prefix, *args, **kwargs)
             for name in partitioned:
-                # The state dict's tensor itself can have taken the parameter's place.
+                # The tensor of the state dict may have replaced the parameter.
                 self._partition_first(module._parameters[name])
 
         def __deepcopy__(parameter: Parameter, memo: Dict[int, Any]) -> Parameter:
@@ -205,15 +205,15 @@ class PartitionedConstruction:
             return apply(module, *args, **kwargs)
 
         def _from_pretrained(cls: Type["PreTrainedModel"], *args: Any, **kwargs: Any) -> Any:
-            # It takes the keys of state dicts of the whole model, and not the values.
+            # It reads the keys of state dicts of the full model, and not the values.
             with mock.patch.object(self, "_is_in_from_pretrained", True):
                 model = from_pretrained(cls, *args, **kwargs)
-            # Transformers construct it without weights and map these from the file later.
+            # Transformers construct it without weights, which they map from the file later.
             self._partition_module(model[0] if isinstance(model, tuple) else model)
             return model
 
         def load_mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
-            """Without a copy of the file in memory."""
+            """Loads a file memory-mapped, without a copy in memory."""
             if isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f):
                 kwargs.setdefault("mmap", True)
             return load(f, *args, **kwargs)
@@ -231,7 +231,7 @@ class PartitionedConstruction:
             mock.patch.object(Module, "_apply", _apply),
             mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained)),
             mock.patch.object(torch, "load", load_mapped),
-            # What is cached now is partitioned for this training only.
+            # Entries that are cached meanwhile are partitioned for this training only.
             mock.patch.dict(cached_transformers._model_cache, clear=True),
             mock.patch.object(cached_transformers, "get", _transformers_without_copies()),
         ]
@@ -240,7 +240,7 @@ class PartitionedConstruction:
         self._undo.callback(register_module_module_registration_hook(_register_module).remove)
 
     def _touch(self, parameter: Any) -> None:
-        """Makes a parameter whole that is about to be looked at, if it has been partitioned."""
+        """Gathers a parameter that is about to be accessed, if it has been partitioned."""
         if not internals.is_sharded(parameter):
             return
         if internals.is_released(parameter):
@@ -273,13 +273,13 @@ class PartitionedConstruction:
         del self._whole[id(parameter)]
         self._num_whole_elements -= parameter.ds_numel
         if not internals.is_gathered(parameter):
-            return  # a constructor that knows DeepSpeed has done so
+            return  # a constructor that supports DeepSpeed has partitioned it
         self._find_shared(parameter)
         self._to_device(parameter)
         if (parameter.shape, parameter.dtype) != (parameter.ds_shape, parameter.ds_tensor.dtype):
             internals.shard_parameter(self._partitioner, parameter)
             return
-        # As bytes, because gloo doesn't know every type.
+        # As bytes, because gloo doesn't support every dtype.
         dist.broadcast(parameter.data.view(-1).view(torch.uint8), src=0)
         parameter.partition(has_been_updated=True)
 
@@ -288,7 +288,9 @@ class PartitionedConstruction:
             self._partition_again(parameter)
 
     def _find_shared(self, parameter: Parameter) -> None:
-        """Looks for whole parameters whose memory this one shares, which is about to be copied."""
+        """
+        Finds gathered parameters that share memory with this one, which is about to be copied.
+        """
         self._shared += [
             (parameter, other)
             for other in self._whole.values()
@@ -298,7 +300,10 @@ class PartitionedConstruction:
         ]
 
     def _to_device(self, parameter: Parameter) -> None:
-        """A copy, because a parameter may be mapped from a file, and is about to be written to."""
+        """
+        Copies a parameter to the device, because it may be mapped from a file and is about to be
+        written to.
+        """
         is_kept = not parameter.is_floating_point() or self._is_kept_in_half_precision(parameter)
         parameter.data = parameter.data.to(
             self._device,
@@ -309,7 +314,8 @@ class PartitionedConstruction:
 
     def _is_kept_in_half_precision(self, parameter: Parameter) -> bool:
         """
-        Whether it is in half precision and the engine isn't, as what is frozen under adapters.
+        Returns whether the parameter is in half precision and the engine isn't, as frozen weights
+        under adapters are.
         """
         return self._dtype == torch.float32 and parameter.dtype in _HALF_PRECISION
 
@@ -320,9 +326,9 @@ def _own_parameters(module: Module) -> Iterable[Tuple[str, Parameter]]:
 
 def _transformers_without_copies() -> Callable[..., "PreTrainedModel"]:
     """
-    Gives AllenNLP's `cached_transformers.get` for transformers that are too large to be held twice:
-    instead of a copy of the one in the cache it returns one that isn't there. If it is asked for
-    again, it is loaded again, with the random numbers that the first took for what isn't in the
+    Returns a replacement of AllenNLP's `cached_transformers.get` for transformers that are too
+    large for two copies in memory: it returns the transformer itself, and doesn't cache it. A
+    repeated request loads it again, with the same random numbers for weights that aren't in the
     file.
     """
     get = cached_transformers.get

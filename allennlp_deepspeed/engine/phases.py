@@ -1,6 +1,4 @@
-"""
-Names the phases of an optimizer step for `torch.profiler`, whose traces and tables have them.
-"""
+"""Marks the phases of an optimizer step for `torch.profiler`, in traces and tables."""
 
 import functools
 from typing import Any, Callable, TypeVar
@@ -21,12 +19,12 @@ Function = TypeVar("Function", bound=Callable)
 
 
 def phase(name: str) -> record_function:
-    """Context manager that marks what runs in it as a phase. Phases may be within others."""
+    """Context manager that marks its body as a phase. Phases may be nested."""
     return record_function(PREFIX + name)
 
 
 def during(name: str) -> Callable[[Function], Function]:
-    """Marks each call of a function as a phase."""
+    """Decorator that marks each call of a function as a phase."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)

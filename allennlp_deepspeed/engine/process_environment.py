@@ -1,6 +1,6 @@
 """
 Prepares a process for DeepSpeed: the environment variables that it reads, and the process group of
-a training in a single process. (`launch/process_group.py` makes that of several workers.)
+training in a single process. (`launch/process_group.py` initializes that of several workers.)
 """
 
 import importlib
@@ -41,13 +41,13 @@ _num_in_environment = 0
 @contextmanager
 def process_environment(device: torch.device, local_rank: int) -> Iterator[None]:
     """
-    Within it this process is one that DeepSpeed can work in: it has a process group, and what
-    DeepSpeed takes from its launcher. May be entered several times; the last to leave ends it.
+    Context manager that provides a process group and the variables of DeepSpeed's launcher. It may
+    be nested; the last exit tears the environment down.
 
     # Parameters
 
     device : `torch.device`, required.
-        This worker's device.
+        The device of this worker.
     local_rank : `int`, required.
         The worker's rank on its node.
     """
@@ -84,8 +84,8 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
 
 
 def _destroy_process_group() -> None:
-    # DeepSpeed's function, because it also forgets the groups that it made of this one. It isn't
-    # there yet if DeepSpeed has not come so far.
+    # DeepSpeed's function, because it also resets the groups that it derived from this one. Its
+    # process group isn't initialized if DeepSpeed has not started yet.
     if deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
     else:
@@ -93,7 +93,10 @@ def _destroy_process_group() -> None:
 
 
 def use_accelerator(device: torch.device) -> None:
-    """DeepSpeed trains on the best device it sees; AllenNLP on the one that the config names."""
+    """
+    Sets DeepSpeed's accelerator. By default it is the best device that DeepSpeed finds, but
+    AllenNLP trains on the one that the config names.
+    """
     if get_accelerator().device_name() != device.type:
         if _num_in_environment > 0:
             # Its process group is for that device.
@@ -108,11 +111,11 @@ def use_accelerator(device: torch.device) -> None:
 @contextmanager
 def _global_state_restored() -> Iterator[None]:
     """
-    Within it engines may change what DeepSpeed and PyTorch have once for the process.
+    Context manager that restores the global state of DeepSpeed and PyTorch that engines change.
 
     Works around DeepSpeed 0.19.8: when an engine is destroyed its communication logger, autocast
-    and activation checkpointing stay on for the process, the last also after `reset`, and the
-    linear function of stage 3 stays in the place of PyTorch's. Gone when all are as before.
+    and activation checkpointing stay enabled for the process, the last even after `reset`, and the
+    linear function of stage 3 still replaces PyTorch's. Gone when all are restored.
     """
     try:
         with (
@@ -130,23 +133,25 @@ def _global_state_restored() -> Iterator[None]:
 
 def _skip_shared_memory_all_reduce() -> None:
     """
-    Keeps DeepSpeed from compiling an all-reduce for inference, which training never calls.
-    Without this, each training on CPUs needs a C++ compiler and takes two minutes more on its first
-    start; with PyTorch before 2.14 it waits forever for the lock of a worker killed meanwhile.
+    Prevents DeepSpeed from compiling an all-reduce for inference, which training never calls.
 
-    Works around DeepSpeed 0.19.8: its backend loads an operator for inference wherever the
-    accelerator has it. Gone when `build_shm_op` is not called by the constructor of `TorchBackend`.
+    Without this workaround, each training on CPUs needs a C++ compiler and takes two minutes more
+    on its first start. With PyTorch before 2.14 it waits forever for the lock of a worker that was
+    killed during the compilation.
+
+    Works around DeepSpeed 0.19.8: its backend loads an operator for inference if the accelerator
+    has it. Gone when `build_shm_op` is not called by the constructor of `TorchBackend`.
     """
-    # Asked whether it has this one, DeepSpeed runs the compiler to see which ones it could have. As
-    # an attribute of `deepspeed.comm`, `torch` is PyTorch.
+    # Even to check for this operator, DeepSpeed runs the compiler to find which ones it could
+    # build. As an attribute of `deepspeed.comm`, `torch` is PyTorch.
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     internals.disable_shared_memory_all_reduce(backend)
 
 
 def _init_group_of_one(device: torch.device) -> None:
     """
-    DeepSpeed needs a process group even for one process. This one meets itself in memory, so that
-    it needs no port.
+    Initializes a process group of one process, which DeepSpeed needs. Its store is in memory, so
+    that it needs no port.
     """
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else "nccl",

@@ -1,6 +1,4 @@
-"""
-The states of all random number generators of a worker.
-"""
+"""States of all random number generators of a worker."""
 
 import random
 from typing import Any, Dict, List
@@ -10,7 +8,9 @@ import torch
 
 
 def random_states() -> Dict[str, Any]:
-    """The states of the generators of Python, NumPy and PyTorch, on the CPU and on its GPU."""
+    """
+    Returns the states of the generators of Python, NumPy and PyTorch, on the CPU and on its GPU.
+    """
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -23,27 +23,29 @@ def random_states() -> Dict[str, Any]:
 
 def repeatable_random_states() -> Dict[str, Any]:
     """
-    The states, for what will be computed a second time after `set_random_states`.
+    Returns the states, for a computation that will be repeated after `set_random_states`.
 
-    Works around PyTorch 2.14.1: the dropout between the layers of an LSTM or a GRU has a random
-    state of its own on a GPU, cuDNN's, which starts anew whenever the state of the GPU's generator
-    is set, and then isn't where it was. Gone when an LSTM on a GPU gives the same again after
-    `random_states` and `set_random_states`.
+    Works around PyTorch 2.14.1: on a GPU the dropout between the layers of an LSTM or a GRU has its
+    own random state in cuDNN, which is reset whenever the state of the GPU's generator is set, and
+    isn't restored. Gone when an LSTM on a GPU returns the same outputs after `random_states` and
+    `set_random_states`.
 
     # Returns
 
     `Dict[str, Any]`
-        As `random_states` gives them.
+        The same as `random_states`.
     """
     states = random_states()
     if "cuda" in states:
-        # It starts anew here, too, with a seed that it draws from the generator of the CPU.
+        # This resets it here, too, with a seed that it draws from the generator of the CPU.
         torch.cuda.set_rng_state(states["cuda"])
     return states
 
 
 def dropout_between_layers(model: torch.nn.Module) -> List[str]:
     """
+    Finds recurrent modules whose dropout on a GPU isn't restored from a checkpoint.
+
     # Parameters
 
     model : `torch.nn.Module`, required.
@@ -51,8 +53,8 @@ def dropout_between_layers(model: torch.nn.Module) -> List[str]:
     # Returns
 
     `List[str]`
-        The names of recurrent modules whose dropout on a GPU has the random state of
-        `repeatable_random_states`, that no checkpoint can hold.
+        Their names. Their random state is the one described in `repeatable_random_states`, which
+        can't be saved.
     """
     return [
         name
@@ -66,10 +68,12 @@ def dropout_between_layers(model: torch.nn.Module) -> List[str]:
 
 def set_random_states(states: Dict[str, Any]) -> None:
     """
+    Restores the states of the generators.
+
     # Parameters
 
     states : `Dict[str, Any]`, required.
-        As `random_states` gave them.
+        The result of `random_states`.
     """
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])

@@ -20,13 +20,11 @@ class PartitionedRegularizer:
     """
     Lets a model with a regularizer train at ZeRO stage 3.
 
-    AllenNLP's trainer asks the model for the penalty after its forward pass, when stage 3 has
-    already partitioned the parameters again. This computes it at the end of the forward pass
-    instead, and has DeepSpeed keep the parameters in question whole until then, and during the
-    backward pass.
+    AllenNLP's trainer computes the penalty after the model's forward pass, when stage 3 has already
+    resharded the parameters. This class computes it at the end of the forward pass instead, and
+    lets DeepSpeed gather the penalized parameters until then and during the backward pass.
 
-    To be constructed by every rank, and before the engine, so that its hook runs before the
-    engine's own.
+    Every rank must construct it, before the engine, so that its hook runs before the engine's.
 
     # Parameters
 
@@ -36,7 +34,7 @@ class PartitionedRegularizer:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._compute_penalty = _in_fp32(model.get_regularization_penalty)
-        # Whole already, unless the model has been constructed partitioned.
+        # They are unsharded already unless the model has been constructed partitioned.
         with zero.GatheredParameters(self._penalized_parameters()):
             self._penalty: Optional[torch.Tensor] = self._compute_penalty()
         if self._penalty is not None:
@@ -44,7 +42,10 @@ class PartitionedRegularizer:
             self._hook = model.register_forward_hook(self._after_forward)
 
     def gather_with_model(self) -> None:
-        """To be called once the parameters are partitioned."""
+        """
+        Registers the penalized parameters with the model. Must be called after the parameters have
+        been partitioned.
+        """
         if self._penalty is None:
             return
         parameters: List[Any] = self._penalized_parameters()
@@ -65,7 +66,7 @@ class PartitionedRegularizer:
 
     def _may_penalize(self, name: str, parameter: torch.nn.Parameter) -> bool:
         if type(self._model).get_regularization_penalty is not Model.get_regularization_penalty:
-            return True  # the model has a penalty of its own, on whatever parameters
+            return True  # the model has its own penalty, on unknown parameters
         if self._model._regularizer is None or not parameter.requires_grad:
             return False
         regularizers = self._model._regularizer._regularizers
@@ -87,8 +88,8 @@ class PartitionedRegularizer:
 @contextmanager
 def penalty_in_fp32(model: Model) -> Iterator[None]:
     """
-    Within it the penalty of a model with weights in half precision is computed in fp32: fp16 has no
-    number for the sum of the squares of many weights.
+    Context manager in which the penalty of a half-precision model is computed in fp32: the sum of
+    squares of many weights overflows fp16.
     """
     penalty = _in_fp32(model.get_regularization_penalty)
     with mock.patch.object(model, "get_regularization_penalty", penalty):
@@ -105,7 +106,7 @@ def _in_fp32(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class _InFp32(TorchFunctionMode):
-    """Within it PyTorch's functions see tensors in half precision as if they were in fp32."""
+    """Mode in which PyTorch's functions get half-precision tensors converted to fp32."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,6 +1,6 @@
 """
-Neighbouring workers that share each sequence: all of a group read the same data, and each computes
-its part of every sequence.
+Groups of neighbouring ranks that share each sequence: all ranks of a group read the same data, and
+each computes its part of every sequence.
 """
 
 from contextlib import contextmanager
@@ -16,11 +16,13 @@ from allennlp.models import Model
 
 def check_model(model: Type[Model]) -> None:
     """
+    Checks that a model class supports sequence parallelism.
+
     # Raises
 
     `ConfigurationError`
-        If models of a class have no `transformer_to_share`, whose attention is to go over the parts
-        of all workers, or a loss that isn't a mean over tokens, by which parts are weighted.
+        If the class has no `transformer_to_share`, whose attention has to cover the parts of all
+        ranks, or if its loss isn't a mean over tokens, whose numbers weight the parts.
     """
     averages_over_tokens = getattr(model, "averages_loss_over_tokens", False)
     if not (hasattr(model, "transformer_to_share") and averages_over_tokens):
@@ -33,15 +35,15 @@ def check_model(model: Type[Model]) -> None:
 
 class SequenceGroup(NamedTuple):
     """
-    The workers that share a sequence with this one.
+    Ranks that share a sequence with this rank.
 
     # Parameters
 
     process_group : `ProcessGroup`, required.
     size : `int`, required.
-        The number of workers.
+        The number of ranks.
     rank : `int`, required.
-        Of this worker among them.
+        The rank of this worker in the group.
     """
 
     process_group: dist.ProcessGroup
@@ -51,26 +53,26 @@ class SequenceGroup(NamedTuple):
     @classmethod
     def of_neighbours(cls, size: int) -> "SequenceGroup":
         """
-        Makes groups of as many neighbouring ranks. To be called by every rank.
+        Creates groups of `size` neighbouring ranks. Every rank must call it.
 
         # Parameters
 
         size : `int`, required.
-            Divides the number of all ranks.
+            The number of ranks of a group. It divides the world size.
         """
         process_group, _ = dist.new_subgroups(group_size=size)
         return cls(process_group, size, dist.get_rank() % size)
 
     def part(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
         """
-        This worker's part of each sequence.
+        Returns this rank's part of each sequence.
 
         # Parameters
 
         tensor : `torch.Tensor`, required.
-            Of shape (batch_size, length, ...), the same on all workers of the group.
+            Of shape (batch_size, length, ...), the same on all ranks of the group.
         padding_value : `float`, required.
-            What is appended where the length can't be divided by the number of workers.
+            The padding that is appended if the length isn't a multiple of the number of ranks.
 
         # Returns
 
@@ -85,7 +87,7 @@ class SequenceGroup(NamedTuple):
 
 
 class _GroupsAsRanks:
-    """`torch.distributed` with a rank for each group of neighbours."""
+    """Proxy of `torch.distributed` with a rank for each group of neighbours."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -102,14 +104,16 @@ class _GroupsAsRanks:
 
 def read_by_groups(size: int) -> None:
     """
-    Has AllenNLP's readers of this process, from now on, divide the data among groups of as many
-    neighbouring ranks instead of single ones.
+    Makes AllenNLP's readers of this process, from now on, shard data between groups of `size`
+    neighbouring ranks instead of single ranks.
     """
     dataset_reader.dist = _GroupsAsRanks(size)  # type: ignore[assignment]
 
 
 @contextmanager
 def reading_by_groups(size: int) -> Iterator[None]:
-    """`read_by_groups`, within it only: data are to be read there, and readers constructed."""
+    """
+    Context manager for `read_by_groups`. Readers must be constructed, and data read, within it.
+    """
     with mock.patch.object(dataset_reader, "dist", _GroupsAsRanks(size)):
         yield

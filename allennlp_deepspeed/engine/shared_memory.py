@@ -1,6 +1,6 @@
 """
-Refuses parameters that share memory and are different objects. The engine moves what it trains to
-flat tensors of its own, so that only one of them would be trained.
+Refuses distinct parameters that share memory. The engine moves trainable parameters to its own flat
+tensors, so that only one of them would be trained.
 """
 
 import torch
@@ -11,6 +11,8 @@ STAGE_0 = '"deepspeed_config": {"zero_optimization": {"stage": 0}} without "bf16
 
 def check_memory(model: torch.nn.Module, where: str) -> None:
     """
+    Checks that no trainable parameter shares memory with another tensor.
+
     # Parameters
 
     model : `torch.nn.Module`, required.
@@ -46,13 +48,16 @@ def shared_memory(name: str, other_name: str, where: str) -> ConfigurationError:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """The address after the last of a tensor's elements."""
+    """Returns the address after a tensor's last element."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether tensors whose memory overlaps share any element, unlike two slices of columns."""
+    """
+    Returns whether tensors whose memory overlaps share any element, which two slices of columns
+    don't.
+    """
     offset, remainder = divmod(second.data_ptr() - first.data_ptr(), first.element_size())
     if offset == 0 or first.dtype != second.dtype or remainder:
         return True

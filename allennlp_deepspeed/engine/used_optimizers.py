@@ -1,6 +1,4 @@
-"""
-Refuses optimizers that have made steps and whose states the engine can't continue with.
-"""
+"""Refuses optimizers that have made steps and whose states the engine can't continue with."""
 
 from contextlib import contextmanager
 from typing import Any, Iterator, Optional
@@ -17,12 +15,12 @@ LOST_STATES = (
     "give it to a trainer that resumes from a checkpoint."
 )
 
-# The hooks that refuse the steps of those whose states are lost.
+# Hooks that refuse the steps of optimizers whose states are lost.
 _refusals: "WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Have each further step of an optimizer raise an error."""
+    """Makes each further step of an optimizer raise an error."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(LOST_STATES)
@@ -34,8 +32,8 @@ def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def steps_allowed(optimizer: Optional[torch.optim.Optimizer]) -> Iterator[bool]:
     """
-    Context manager within which an optimizer may make steps. Yields whether its states are lost,
-    so that only a checkpoint can replace them.
+    Context manager in which an optimizer may make steps. Yields whether its states are lost, so
+    that only a checkpoint can replace them.
     """
     if optimizer is None or optimizer not in _refusals:
         yield False
@@ -48,18 +46,22 @@ def steps_allowed(optimizer: Optional[torch.optim.Optimizer]) -> Iterator[bool]:
 
 
 def has_stepped(optimizer: Optional[torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer has states of steps. Adagrad has others from the beginning."""
+    """
+    Returns whether an optimizer has states of steps. Adagrad has states from its construction.
+    """
     states = () if optimizer is None else optimizer.state.values()
     return any(state and state.get("step", 1) != 0 for state in states)
 
 
 def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """
+    Checks that an optimizer has the model's parameters and usable states.
+
     # Raises
 
     `ConfigurationError`
-        If an optimizer has parameters that aren't the model's, or that are left sharded over
-        several workers.
+        If it has parameters that aren't the model's, or whose states an engine has left sharded
+        over several workers.
     """
     is_distributed = dist.is_initialized() and dist.get_world_size() > 1
     if is_distributed and optimizer in _refusals:

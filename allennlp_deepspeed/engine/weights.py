@@ -1,8 +1,9 @@
 """
-Whole fp32 weights out of an engine that keeps them replicated, sharded or partitioned, and back in.
+Gathers full fp32 weights from an engine, whether they are replicated or sharded, and loads them
+into it.
 
-Everything here works parameter by parameter, so that at no time a rank holds more than one whole
-parameter besides what it keeps, and everything is a collective: every rank must call it.
+All functions work parameter by parameter, so that a rank never has more than one full parameter in
+addition to its own state. All are collectives: every rank must call them.
 """
 
 import re
@@ -37,21 +38,21 @@ def full_state_dict(
     engine: DeepSpeedEngine, keep: bool, directory: Optional[str] = None
 ) -> Optional[StateDict]:
     """
-    The model's `state_dict()` in fp32 and on the CPU, from the fp32 master weights where the engine
-    has them. To be called by every rank.
+    Returns the model's `state_dict()` in fp32 and on the CPU, from the fp32 master weights if the
+    engine has them. Every rank must call it.
 
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
     keep : `bool`, required.
-        Whether this rank is to hold the result. The others take part and hold nothing.
+        Whether this rank stores the result. Other ranks take part in the collectives only.
     directory : `str`, optional (default = `None`)
-        Where to keep the result, as long as it is used, if it may be larger than the memory.
+        A directory for a memory-mapped result, which may be larger than the memory.
 
     # Returns
 
     `Optional[Dict[str, Any]]`
-        What `model.state_dict()` would be of the same model unpartitioned; `None` unless `keep`.
+        The `model.state_dict()` of the unpartitioned model; `None` unless `keep`.
     """
     shards = Shards(engine)
     gathered: Dict[int, torch.Tensor] = {}  # by identity, so that tied parameters stay tied
@@ -71,14 +72,14 @@ def full_state_dict(
 
 def load_full_state_dict(engine: DeepSpeedEngine, state_dict: Optional[StateDict]) -> None:
     """
-    Puts whole weights into the engine: into its fp32 master weights and into the weights that the
-    model computes with. Whatever else there is the model loads itself. To be called by every rank.
+    Loads full weights into the engine: into its fp32 master weights and the weights of the forward
+    pass. The model itself loads all other entries. Every rank must call it.
 
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
     state_dict : `Optional[Dict[str, Any]]`, required.
-        As `full_state_dict` gave it. Only the one of rank 0 is read.
+        The result of `full_state_dict`. Only that of rank 0 is read.
     """
     shards = Shards(engine)
     current = engine.module.state_dict(keep_vars=True)
@@ -92,12 +93,12 @@ def load_full_state_dict(engine: DeepSpeedEngine, state_dict: Optional[StateDict
     if state_dict is not None:
         others = _like(state_dict)
         others.update((key, value) for key, value in state_dict.items() if key not in set(names))
-    # Pickled, because it may be of any type, and no backend broadcasts all types of tensors.
+    # Pickled, because it may be of any type, and no backend broadcasts all dtypes of tensors.
     engine.module.load_state_dict(agreement.of_rank_0(others), strict=False)
 
 
 def _like(state_dict: Any) -> StateDict:
-    """An empty state dict with the versions of the modules, if the other one has them."""
+    """Returns an empty state dict with the versions of the modules, if the other one has them."""
     empty: Any = OrderedDict()
     if hasattr(state_dict, "_metadata"):
         empty._metadata = state_dict._metadata
@@ -108,8 +109,8 @@ def full_parameters(
     engine: DeepSpeedEngine, directory: Optional[str] = None
 ) -> Dict[torch.nn.Parameter, torch.Tensor]:
     """
-    The whole fp32 weights of each of the model's parameters that has not got them itself, on the
-    CPU. To be called by every rank.
+    Returns the full fp32 weights, on the CPU, of each parameter of the model that isn't a full fp32
+    tensor itself. Every rank must call it.
 
     # Parameters
 
@@ -128,8 +129,8 @@ def full_parameters(
 
 def full_parameter(parameter: torch.nn.Parameter, shards: Shards) -> torch.Tensor:
     """
-    A whole parameter, in fp32 if it is trained. To be copied if it is to stay as it is: it may be
-    what the model or the optimizer has.
+    Returns the full parameter, in fp32 if it is trainable. The result may share memory with the
+    model or the optimizer: copy it to preserve it.
     """
     fragment = shards.fragments.get(parameter)
     if fragment is not None and not shards.is_sharded:
@@ -139,16 +140,16 @@ def full_parameter(parameter: torch.nn.Parameter, shards: Shards) -> torch.Tenso
         if full is not None:
             return full
     with zero.GatheredParameters([parameter]):
-        return parameter.data  # what was gathered outlives the parameter's use of it
+        return parameter.data  # the gathered tensor outlives the parameter's reference to it
 
 
 def set_full_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, shards: Shards) -> None:
     """
-    Puts a whole value, which every rank has, into a parameter's master weights if it is trained,
-    else into the parameter. Afterwards comes `Shards.update_parameters`.
+    Writes a full value, which every rank has, into a parameter's master weights if it is trainable,
+    else into the parameter. `Shards.update_parameters` must follow.
 
-    Works around DeepSpeed 0.19.8: at stage 3 `safe_set_full_fp32_param` fails for sizes that the
-    ranks can't share equally. Gone when it takes 3 elements on 2 ranks.
+    Works around DeepSpeed 0.19.8: at stage 3 `safe_set_full_fp32_param` fails for sizes that aren't
+    a multiple of the world size. Gone when it takes 3 elements on 2 ranks.
     """
     fragment = shards.fragments.get(parameter)
     if internals.is_sharded(parameter) and fragment is not None:
@@ -164,13 +165,13 @@ def set_full_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, shard
 def broadcast(
     source: Optional[torch.Tensor], like: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """The tensor `source` of rank 0, in fp32 if it is in half precision."""
+    """Returns the tensor `source` of rank 0, in fp32 if it is in half precision."""
     dtype = _in_full_precision(like.dtype)
     if source is None:
         value = torch.empty(whole_shape(like), dtype=dtype, device=device)
     else:
         value = source.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-    # As bytes, because no backend knows every type.
+    # As bytes, because no backend supports every dtype.
     dist.broadcast(value.view(-1).view(torch.uint8), src=0)
     return value
 
@@ -190,20 +191,20 @@ def _to_plain(tensor: torch.Tensor, directory: Optional[str]) -> torch.Tensor:
 @contextmanager
 def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[None]:
     """
-    Within it parameters are whole and have the values that the optimizer steps, in fp32, to be
-    changed in place. When it ends without an error, what rank 0 has made of them is written to the
-    master weights and to the weights that the model computes with. To be entered by every rank.
+    Context manager in which parameters are gathered in fp32, with the values that the optimizer
+    updates, to be changed in place. When it exits without an error, the values of rank 0 are
+    written to the master weights and the weights of the forward pass. Every rank must enter it.
 
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
     which : `Union[str, Parameter, Iterable[Union[str, Parameter]]]`, optional (default = `None`)
-        Parameters, or regular expressions that are searched in their names. `None` for all.
+        Parameters, or regular expressions that are searched in their names. `None` means all.
 
     # Raises
 
     `ConfigurationError`
-        If a regular expression is found in no name.
+        If a regular expression matches no name.
     """
     shards = Shards(engine)
     parameters = list(engine.module.parameters()) if which is None else _chosen(engine, which)

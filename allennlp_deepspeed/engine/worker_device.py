@@ -1,6 +1,4 @@
-"""
-What a worker knows of its device and of its node.
-"""
+"""Information about a worker's device and node."""
 
 import os
 from contextlib import suppress
@@ -17,7 +15,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def worker_device(cuda_device: Optional[Union[int, torch.device]]) -> torch.device:
-    """AllenNLP's choice: the first GPU unless the config says otherwise."""
+    """Returns the device that AllenNLP chooses: the first GPU by default."""
     if cuda_device is None:
         cuda_device = 0 if torch.cuda.device_count() > 0 else -1
     check_for_gpu(cuda_device)
@@ -25,7 +23,10 @@ def worker_device(cuda_device: Optional[Union[int, torch.device]]) -> torch.devi
 
 
 def workers_per_node(world_size: int) -> Optional[int]:
-    """What AllenNLP tells its workers, or torchrun; `None` if neither has started them."""
+    """
+    Returns the number of workers on this node from the environment of AllenNLP or torchrun, or
+    `None` if neither has started them.
+    """
     if world_size == 1:
         return 1
     names = ("ALLENNLP_PROCS_PER_NODE", "LOCAL_WORLD_SIZE")
@@ -34,8 +35,9 @@ def workers_per_node(world_size: int) -> Optional[int]:
 
 def memory_in_use(device: torch.device) -> int:
     """
-    The most bytes that this process has had on its GPU since AllenNLP last asked, at the start of
-    an epoch; on the CPU the bytes that it has now. Doesn't wait for the device.
+    Returns the peak bytes that this process has allocated on its GPU since AllenNLP's last reset,
+    at the start of an epoch; on the CPU the bytes that it has now. It doesn't synchronize with the
+    device.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -43,7 +45,7 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def memory_size(device: torch.device) -> int:
-    """The bytes of memory that the GPU has, or the machine for all that runs on it."""
+    """Returns the bytes of memory of the GPU, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
@@ -51,14 +53,15 @@ def memory_size(device: torch.device) -> int:
 
 def available_memory() -> int:
     """
-    The bytes of CPU memory that processes of this machine can still have, or those of this
-    process's control group, with which containers and schedulers limit it, if these are less.
+    Returns the bytes of CPU memory that processes of this machine can still allocate, or of the
+    remaining memory of this process's control group, by which containers and schedulers limit it,
+    if that is less.
     """
     available = psutil.virtual_memory().available
     for group, limit, usage in _control_groups():
-        with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+        with suppress(OSError, ValueError):  # the file is missing, or contains "max"
             left = int((group / limit).read_text()) - int((group / usage).read_text())
-            # What of files is in memory goes where it is needed.
+            # The page cache is released when memory is needed.
             statistics = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
             files = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
             available = min(available, left + int(files))
@@ -66,7 +69,7 @@ def available_memory() -> int:
 
 
 def _control_groups() -> Iterator[Tuple[Path, str, str]]:
-    """Each that this process is in, and its files with the limit and with what is in use."""
+    """Yields each control group of this process, with its files for the limit and the usage."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
@@ -81,7 +84,7 @@ def _control_groups() -> Iterator[Tuple[Path, str, str]]:
         else:
             continue
         group = root / path.lstrip("/")
-        # In a container the root is its own group, whatever the path says.
+        # In a container the root is its own group, whatever the path is.
         for ancestor in (group, *group.parents):
             yield (ancestor, *files)
             if ancestor == root:
@@ -89,13 +92,16 @@ def _control_groups() -> Iterator[Tuple[Path, str, str]]:
 
 
 def capabilities(device: torch.device) -> Dict[str, Any]:
-    """What `TrainerSettings` asks of the device."""
+    """Returns the capabilities of a device that `TrainerSettings` needs."""
     return {"device_type": device.type, "bf16_supported": _computes_in_bf16(device)}
 
 
 def _computes_in_bf16(device: torch.device) -> bool:
-    """A GPU without bf16 can still store it, and emulates what it computes in it."""
+    """
+    Returns whether the device computes in bf16. A GPU without bf16 can still store it and emulate
+    operations.
+    """
     if device.type == "cpu":
         return True
-    with torch.cuda.device(device):  # which PyTorch asks
+    with torch.cuda.device(device):  # the device that PyTorch checks
         return torch.cuda.is_bf16_supported(including_emulation=False)
