@@ -1,3 +1,1 @@
-"""
-The trainer: forward, backward and step, and what the ranks agree on between steps.
-"""
+"""Trainer: forward, backward and optimizer step, and the agreement of the ranks between steps."""

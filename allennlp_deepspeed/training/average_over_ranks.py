@@ -17,7 +17,7 @@ class GradientAverage:
     # Parameters
 
     parameters : `Sequence[torch.nn.Parameter]`, required.
-        Whose gradients they are. The same on every rank.
+        The parameters with the gradients. The same on every rank.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -26,19 +26,18 @@ class GradientAverage:
 
     def queue(self) -> None:
         """
-        Has the backward pass that is running average all gradients when it is done. To be called by
-        every rank, from a hook of a parameter.
+        Queues the average of all gradients for the end of the running backward pass. Every rank
+        must call it, from a hook of a parameter.
         """
         if not self._is_queued:
             self._is_queued = True
-            # The engine of autograd runs the callback when the whole pass is done, as it does for
-            # DDP.
+            # The autograd engine runs the callback when the full pass is done, as for DDP.
             torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
         """
-        In one reduction. A parameter that only some ranks used counts as zero on the others; one
-        that none used is left without a gradient.
+        Averages all gradients with one all-reduce. A parameter that only some ranks used counts as
+        zero on the others; one that no rank used has no gradient.
         """
         self._is_queued = False
         device = next(p.grad.device for p in self._parameters if p.grad is not None)
@@ -60,17 +59,19 @@ class GradientAverage:
 
 def check_readable(mode: str, are_accumulated_elsewhere: bool) -> None:
     """
+    Checks that a callback can read all gradients.
+
     # Parameters
 
     mode : `str`, required.
         The trainer's `gradient_synchronization`.
     are_accumulated_elsewhere : `bool`, required.
-        Whether gradients of the micro-batches before are not on their parameters.
+        Whether gradients of earlier micro-batches are not on their parameters.
 
     # Raises
 
     `ConfigurationError`
-        If there aren't all gradients for a callback that reads them.
+        If some gradients aren't available to it.
     """
     if are_accumulated_elsewhere:
         raise ConfigurationError(

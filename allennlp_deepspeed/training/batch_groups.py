@@ -1,6 +1,4 @@
-"""
-The groups of micro-batches that all ranks train on together, and their way to the device.
-"""
+"""Groups of micro-batches that all ranks train on together, and their transfer to the device."""
 
 import logging
 import math
@@ -36,11 +34,12 @@ class BatchGroup(NamedTuple):
     """
     The micro-batches of one optimizer step.
 
-    `size` is the number of micro-batches by which this rank's losses are divided. It is more than
+    `size` is the number of micro-batches that divides this rank's losses. It is larger than
     `len(batches)` if another rank has run out of data: AllenNLP then drops the rest of the group
     without changing the divisor, and so do we.
 
-    `num_fillers` is how many of the last count for nothing, and only keep this rank in step.
+    `num_fillers` is the number of fillers at the end. They have no weight and only let this rank
+    take part in collectives.
     """
 
     batches: List[TensorDict]
@@ -50,25 +49,24 @@ class BatchGroup(NamedTuple):
 
 class BatchGroups:
     """
-    One epoch of `BatchGroup`s, the same number with the same number of micro-batches on every
-    rank. The epoch ends on all ranks with the micro-batch before the first that some rank lacks,
-    as it does in AllenNLP.
+    Iterates over the `BatchGroup`s of one epoch, the same number with the same number of
+    micro-batches on every rank. As in AllenNLP, the epoch ends on all ranks before the first
+    micro-batch that some rank lacks.
 
-    Where every rank has one of AllenNLP's loaders whose length is exact, the ranks agree once, at
-    the beginning, and each reads all of its data, because loaders with `batches_per_epoch` keep
-    their place when they are asked for one more batch than there is; otherwise once for each group,
-    because the length that another loader gives may be an estimate. The data loader is asked
-    for its length when this is constructed and not again, because samplers with noise draw random
-    numbers for it, as often as in AllenNLP. To be constructed for each epoch, and iterated over,
-    by every rank.
+    If every rank has one of AllenNLP's loaders whose length is exact, the ranks agree once, at the
+    beginning, and each reads all of its data, because loaders with `batches_per_epoch` preserve
+    their position when they are asked for one more batch than there is. For other loaders, whose
+    length may be an estimate, they agree once for each group. The length of the data loader is read
+    once, by the constructor, because samplers with noise draw random numbers for it, as often as in
+    AllenNLP. Every rank must construct it for each epoch and iterate over it.
 
     # Parameters
 
     data_loader : `DataLoader`, required.
     num_gradient_accumulation_steps : `int`, required.
-        The number of micro-batches in a group.
+        The number of micro-batches of a group.
     device : `torch.device`, required.
-        Where the process group communicates.
+        The device that the process group communicates on.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class BatchGroups:
 
     @property
     def expected_length(self) -> Optional[int]:
-        """The number of groups in this rank's data; `None` if it isn't known."""
+        """Returns the number of groups of this rank's data, or `None` if it isn't known."""
         if self._num_batches is None:
             return None
         return math.ceil(self._num_batches / self._full_size)
@@ -126,7 +124,7 @@ class BatchGroups:
 
     def _agreeing_on_each(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
         common_size: Optional[int] = None
-        # A short group is the last one for every rank, because every rank knows that it was short.
+        # A short group is the last one on every rank, because every rank knows that it was short.
         while common_size in (None, self._full_size):
             batches = _next(groups)
             is_first, common_size = common_size is None, self._agree(len(batches))
@@ -137,16 +135,16 @@ class BatchGroups:
             if common_size > 0:
                 yield BatchGroup(batches[:common_size], len(batches))
         if self._num_batches is not None:
-            # As above, for loaders that keep their place.
+            # As above, for loaders that preserve their position.
             deque(groups, maxlen=0)
 
     def _agree(self, value: int) -> int:
-        """The smallest of all ranks' values."""
+        """Returns the minimum over all ranks."""
         return agreement.lowest(value, self._device)
 
 
 def _next(groups: Iterator[List[TensorDict]]) -> List[TensorDict]:
-    """Empty at the end."""
+    """Returns the next group, empty at the end."""
     with phase(DATA):
         return next(groups, [])
 
@@ -154,22 +152,22 @@ def _next(groups: Iterator[List[TensorDict]]) -> List[TensorDict]:
 def to_device(value: Any, device: torch.device) -> Any:
     """
     Moves all tensors of a structure to the device, as AllenNLP's `move_to_device` does, but without
-    waiting for a GPU: the next batches are prepared and on their way while it still computes with
-    the last.
+    synchronizing with a GPU: the next batches are prepared and copied while it still computes with
+    the previous one.
 
     # Parameters
 
     value : `Any`, required.
-        Tensors in dictionaries and lists, which are changed, and tuples. What else there is stays
-        as it is.
+        Tensors in dictionaries and lists, which are changed in place, and tuples. All other values
+        are returned unchanged.
     device : `torch.device`, required.
     """
     if isinstance(value, torch.Tensor):
         if value.device == device:
             return value
         if device.type == "cuda" and value.device.type == "cpu":
-            # Only from pinned memory can it be copied beside what the host does next. PyTorch
-            # keeps that memory until the copy is done.
+            # Only copies from pinned memory overlap with the host's work. PyTorch retains that
+            # memory until the copy is done.
             value = value.pin_memory()
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
@@ -187,14 +185,14 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 def num_batches(data_loader: DataLoader) -> Optional[int]:
     """
-    The length of rank 0's epoch in micro-batches; `None` if it isn't known. Schedules are made for
-    it, so that all ranks follow the same one. To be called by every rank.
+    Returns the number of micro-batches of rank 0's epoch, or `None` if it isn't known. Schedules
+    use it, so that they are the same on all ranks. Every rank must call it.
     """
     return agreement.of_rank_0(_length(data_loader))
 
 
 def micro_batch_size(data_loader: DataLoader) -> Optional[int]:
-    """The number of instances in a batch, as far as the data loader has a fixed one."""
+    """Returns the number of instances of a batch, or `None` if the data loader has no fixed one."""
     sampler = getattr(data_loader, "batch_sampler", None)
     if sampler is None:
         return fixed_size(getattr(data_loader, "batch_size", None))
@@ -203,9 +201,9 @@ def micro_batch_size(data_loader: DataLoader) -> Optional[int]:
 
 def has_exact_length(data_loader: DataLoader) -> bool:
     """
-    Whether an epoch has as many batches as the loader's `len()`. A sampler without a fixed batch
-    size makes others in each epoch, a "multitask" loader with `instances_per_epoch` has fewer, and
-    what a class of the user's returns may be an estimate.
+    Returns whether an epoch has exactly `len()` batches. It doesn't for a sampler without a fixed
+    batch size, whose batches differ between epochs, or for a "multitask" loader with
+    `instances_per_epoch`, which has fewer. The length of a user's class may be an estimate.
     """
     if not any(_counts_as(data_loader, known) for known in _LOADERS_WITH_EXACT_LENGTH):
         return False
@@ -216,7 +214,7 @@ def has_exact_length(data_loader: DataLoader) -> bool:
 
 
 def _counts_as(data_loader: DataLoader, known: Type[DataLoader]) -> bool:
-    """Whether the loader's class has the length and the batches of a known one."""
+    """Returns whether the loader's class has the length and the batches of a known one."""
     methods = ((getattr(c, "__len__", None), c.__iter__) for c in (type(data_loader), known))
     return len(set(methods)) == 1
 

@@ -16,8 +16,8 @@ from allennlp_deepspeed.reports.run_report import RunReport
 
 class EpochMetricsCallback(TrainerCallback):
     """
-    Remembers the metrics of the last epoch, which AllenNLP has in no checkpoint, for a training
-    that is continued at its end. Not registered: each `DeepSpeedTrainer` has one.
+    Stores the metrics of the last epoch, which AllenNLP's checkpoints lack, for a run that resumes
+    at its end. Not registered: each `DeepSpeedTrainer` has one.
     """
 
     def __init__(self, serialization_dir: str) -> None:
@@ -38,12 +38,14 @@ class EpochMetricsCallback(TrainerCallback):
         self.metrics = state_dict["metrics"]
 
 
-# Which a trainer adds to those of the user.
+# The callbacks that a trainer adds to those of the user.
 OWN_CALLBACKS = (EpochMetricsCallback, RunReport, CommsSummaryCallback)
 
 
 def may_read_metrics(callback: TrainerCallback) -> bool:
-    """Whether it may look into the metrics of a step, for which the host waits for the device."""
+    """
+    Returns whether a callback may read the metrics of a step, which synchronizes with the device.
+    """
     not_reading = (TrainerCallback, ConfidenceChecksCallback, ConsoleLoggerCallback)
     on_batch = _function(callback.on_batch)
     may_read = on_batch not in [kind.on_batch for kind in not_reading]
@@ -51,26 +53,32 @@ def may_read_metrics(callback: TrainerCallback) -> bool:
 
 
 def goes_backward(callback: TrainerCallback) -> bool:
-    """Whether it may go backward itself, perhaps more than once for a micro-batch."""
+    """
+    Returns whether a callback may run backward itself, perhaps more than once for a micro-batch.
+    """
     return _function(callback.on_backward) is not TrainerCallback.on_backward
 
 
 def _function(method: Any) -> Any:
-    """Return the function of a method, or what an instance has been given in its place."""
+    """Returns the function of a method, or the function that replaces it on an instance."""
     return getattr(method, "__func__", method)
 
 
 def reads_gradients(callback: TrainerCallback) -> bool:
-    """Whether it wants to find gradients averaged over the ranks after each backward pass."""
+    """
+    Returns whether a callback needs gradients averaged over the ranks after each backward pass.
+    """
     return goes_backward(callback) and getattr(callback, "reads_gradients", True)
 
 
 def refuse_going_backward(callbacks: Sequence[TrainerCallback], reason: str) -> None:
     """
+    Refuses callbacks that run backward themselves.
+
     # Raises
 
     `ConfigurationError`
-        If one goes backward itself.
+        If there is one.
     """
     for callback in callbacks:
         if goes_backward(callback):
@@ -79,7 +87,7 @@ def refuse_going_backward(callbacks: Sequence[TrainerCallback], reason: str) -> 
             )
 
 
-# What is to be done instead of giving AllenNLP's callback that goes backward.
+# The error for AllenNLP's callback that runs backward.
 NO_SCALING_CALLBACK = (
     "'trainer.callbacks' has 'mixed_precision_backward', which scales losses as AllenNLP does. "
     "Here the engine does that: leave it out, and write 'trainer.use_amp', or a precision in "
@@ -89,33 +97,40 @@ NO_SCALING_CALLBACK = (
 
 def check(callbacks: Sequence[TrainerCallback]) -> None:
     """
+    Checks that callbacks work with an engine.
+
     # Raises
 
     `ConfigurationError`
-        If one can't be had together with an engine.
+        If one doesn't.
     """
     if any(isinstance(callback, MixedPrecisionBackwardCallback) for callback in callbacks):
         raise ConfigurationError(NO_SCALING_CALLBACK)
 
 
 def prepared(callbacks: Sequence[TrainerCallback]) -> List[TrainerCallback]:
-    """Return those for which a trainer prepares its engine, or that it prepares for its engine."""
+    """
+    Returns the callbacks for which a trainer prepares its engine, or which it prepares for its
+    engine.
+    """
     return [c for c in callbacks if goes_backward(c) or isinstance(c, LogWriterCallback)]
 
 
 def check_added(callbacks: Sequence[TrainerCallback], known: List[TrainerCallback]) -> None:
     """
+    Checks callbacks that have been added after the trainer was constructed.
+
     # Parameters
 
     callbacks : `Sequence[TrainerCallback]`, required.
-        Those of the trainer, to which some may have been added.
+        The callbacks of the trainer now.
     known : `List[TrainerCallback]`, required.
-        Those that were `prepared` when it was constructed.
+        The callbacks that were `prepared` when it was constructed.
 
     # Raises
 
     `ConfigurationError`
-        If one comes too late.
+        If an added callback would have needed that preparation.
     """
     for callback in prepared(callbacks):
         if not any(callback is each for each in known):

@@ -1,12 +1,10 @@
-"""
-Parts of batches.
-"""
+"""Divides batches into chunks."""
 
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 
-# What a batch has of all its examples together, such as AllenNLP's `FlagField`.
+# Types of values that belong to all examples of a batch, such as AllenNLP's `FlagField`.
 _OF_ALL = (bool, int, float, str, type(None))
 
 
@@ -18,9 +16,9 @@ class Chunk(NamedTuple):
 
     inputs : `Dict[str, Any]`
     rows : `slice`
-        Which examples of the batch they are.
+        The indices of these examples in the batch.
     is_filler : `bool`
-        Whether it only keeps this rank in step with another one that has more.
+        Whether it only lets this rank take part in the collectives of ranks with more chunks.
     """
 
     inputs: Dict[str, Any]
@@ -32,18 +30,18 @@ def chunks_in_order(
     inputs: Dict[str, Any], batch_size: int, most: int, chunk_size: int
 ) -> List[Chunk]:
     """
-    As many chunks as the rank with the largest batch has.
+    Divides a batch into the number of chunks of the rank with the largest batch.
 
     # Parameters
 
     inputs : `Dict[str, Any]`, required.
-        Of all examples of this rank.
+        The inputs of all examples of this rank.
     batch_size : `int`, required.
-        How many these are, at least one.
+        The number of these examples, at least one.
     most : `int`, required.
-        The largest batch of any rank.
+        The largest batch size of all ranks.
     chunk_size : `int`, required.
-        In examples.
+        The number of examples of a chunk.
     """
     chunks = []
     for start in range(0, most, chunk_size):
@@ -55,7 +53,7 @@ def chunks_in_order(
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
     """
-    The examples from one index to before another.
+    Returns the examples from `start` to `stop` (exclusive).
 
     # Parameters
 
@@ -71,13 +69,16 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
 
 
 def num_examples(batch: Any) -> int:
-    """The length of what `rows_of` takes from."""
+    """Returns the number of examples of a batch."""
     _, value = next(_leaves(batch))
     return value.size(0) if isinstance(value, torch.Tensor) else len(value)
 
 
 def indivisible(batch: Any) -> List[str]:
-    """The names of inputs that have no row for each example, of which `rows_of` would be wrong."""
+    """
+    Returns the names of inputs that don't have one row for each example, so that `rows_of` would be
+    wrong.
+    """
     numbers = {name: _num_rows(value) for name, value in _leaves(batch)}
     if not numbers:
         return list(batch)
@@ -87,25 +88,26 @@ def indivisible(batch: Any) -> List[str]:
 
 def even_bounds(num_examples: int, num_parts: int) -> List[Tuple[int, int]]:
     """
-    Where the parts of a batch begin and end, of which none has more than one example more than
-    another.
+    Returns the bounds of parts of a batch whose sizes differ by at most one example.
 
     # Parameters
 
     num_examples : `int`, required.
     num_parts : `int`, required.
-        At most as many as there are examples.
+        At most the number of examples.
     """
     ends = [i * num_examples // num_parts for i in range(num_parts + 1)]
     return list(zip(ends, ends[1:]))
 
 
 def has_batch_statistics(module: torch.nn.Module) -> bool:
-    """Whether what a module makes of an example depends on the others of the batch."""
+    """
+    Returns whether a module's output for an example depends on the other examples of the batch.
+    """
     norm = torch.nn.modules.batchnorm
     if isinstance(module, norm._BatchNorm):
         return True
-    # Instance normalization, which is of each example, unless it keeps statistics.
+    # Instance normalization is per example, unless it tracks running statistics.
     return isinstance(module, norm._NormBase) and module.track_running_stats
 
 
@@ -116,7 +118,7 @@ def _num_rows(value: Any) -> Optional[int]:
 
 
 def _leaves(batch: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
-    """What isn't a dictionary, and of examples, with its name."""
+    """Yields values that aren't dictionaries and belong to examples, with their names."""
     if not isinstance(batch, dict):
         if not isinstance(batch, _OF_ALL):
             yield path, batch

@@ -1,6 +1,4 @@
-"""
-Whether all ranks have read the same data.
-"""
+"""Checks that all ranks have read the same data."""
 
 import hashlib
 import os
@@ -16,37 +14,38 @@ from allennlp_deepspeed.versions import differences, versions
 
 
 class _Setup(NamedTuple):
-    """What a rank has."""
+    """Data and packages of a rank."""
 
     host: str
     values: Dict[str, Any]
-    """What has to be the same on all, by its name."""
+    """Values that must be equal on all ranks, by name."""
     counts: Dict[str, Optional[int]]
-    """Of the instances that AllenNLP has given this rank of each data set."""
+    """The number of instances that AllenNLP has given this rank of each data set."""
 
 
 def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[DataLoader]]) -> None:
     """
-    Compares the vocabulary, the data and the versions of packages of all ranks, in one gather. To
-    be called by every rank.
+    Compares the vocabulary, the data and the versions of packages of all ranks with one all-gather.
+    Every rank must call it.
 
-    Each data set needs an instance. Of several ranks the sizes of files are compared, if AllenNLP
-    divides them among the ranks; and the number of instances, if it does that with whole instances:
-    then rank 0 has as many as the last, or one more. A reader that divides lines (`shard_iterable`)
-    and then leaves out some gives each rank another number, and what is read while training goes on
-    has none. A reader that divides in its own way may give each node files of its own.
+    Each data set must have an instance. With several ranks the sizes of files are compared if
+    AllenNLP shards them between the ranks, and the number of instances if it shards instances: rank
+    0 then has the same number as the last rank, or one more. The number of instances isn't compared
+    for a reader that shards lines (`shard_iterable`) and skips some, or for data that are read
+    during training. Nothing is compared for a reader with its own sharding, which may give each
+    node its own files.
 
     # Parameters
 
     vocab : `Vocabulary`, required.
         `None` if the model has none.
     loaders : `Dict[str, Optional[DataLoader]]`, required.
-        By the names of their keys in the config.
+        The data loaders by their keys in the config.
 
     # Raises
 
     `ConfigurationError`
-        On every rank, if they differ. With who has what.
+        On every rank, if they differ. The message has the values of each rank.
     """
     counts = {name: _num_divided_instances(loader) for name, loader in loaders.items()}
     if agreement.world_size() == 1:
@@ -88,7 +87,7 @@ def _namespaces(vocab: Optional[Vocabulary]) -> Dict[str, str]:
     summaries = {}
     for namespace in sorted(vocab.get_namespaces()):
         tokens = vocab.get_index_to_token_vocabulary(namespace)
-        # A pretrained tokenizer gives its tokens in another order in each process.
+        # A pretrained tokenizer returns its tokens in another order in each process.
         text = "\n".join(f"{index} {token}" for index, token in sorted(tokens.items()))
         digest = hashlib.sha256(text.encode()).hexdigest()
         summaries[f"vocabulary, {namespace}"] = f"{len(tokens)} tokens, SHA-256 {digest[:8]}"
@@ -96,7 +95,7 @@ def _namespaces(vocab: Optional[Vocabulary]) -> Dict[str, str]:
 
 
 def _divides_for_us(reader: DatasetReader) -> bool:
-    """Whether AllenNLP has each rank take its share of all that is read."""
+    """Returns whether AllenNLP lets each rank take its shard of all instances or lines."""
     names = getattr(type(reader)._read, "__code__", None)
     return not reader.manual_distributed_sharding or (
         names is not None and DatasetReader.shard_iterable.__name__ in names.co_names

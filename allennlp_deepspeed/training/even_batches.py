@@ -9,39 +9,39 @@ from allennlp_deepspeed.engine import agreement
 
 @runtime_checkable
 class ValidatesWholeSet(Protocol):
-    """A model whose metrics of validation are those of the data of all ranks together."""
+    """Protocol of models whose validation metrics are those of the data of all ranks together."""
 
     validates_whole_set: bool
     """Whether they are."""
 
     def filler(self, batch: TensorDict) -> TensorDict:
         """
-        For a rank that has seen all of its own data while others haven't: a batch of which nothing
-        counts for the metrics.
+        Returns a batch that isn't counted in the metrics, for a rank that has no more data while
+        others have.
 
         # Parameters
 
         batch : `Dict[str, Any]`, required.
-            The last one that the rank has seen.
+            The last batch of the rank.
         """
 
 
 class EvenBatches:
     """
-    Batches for a validation that leaves nothing out: a rank with fewer than others goes on with a
-    filler. To be iterated over by every rank.
+    Batches of a validation that leaves no data out: a rank with fewer batches than others continues
+    with fillers. Every rank must iterate over it.
 
     # Parameters
 
     data_loader : `DataLoader`, required.
     model : `ValidatesWholeSet`, required.
     device : `torch.device`, required.
-        Where the process group communicates.
+        The device that the process group communicates on.
 
     # Raises
 
     `ConfigurationError`
-        On every rank, if one has no batch at all.
+        On every rank, if a rank has no batch at all.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class EvenBatches:
 
 def whole_set(data_loader: Any, model: Any, device: torch.device) -> Any:
     """
-    Returns a data loader for validation by a model that `validates_whole_set`: AllenNLP's loop
-    leaves out what one rank has more than another.
+    Returns a data loader for validation by a model that `validates_whole_set`. AllenNLP's loop
+    leaves out batches that only some ranks have.
     """
     validates = isinstance(model, ValidatesWholeSet) and model.validates_whole_set
-    # Not asked for its truth, which is its length: a lazy loader has none.
+    # Compared with `None`, because its truth is its length, which a lazy loader doesn't have.
     has_data = validates and data_loader is not None
     return EvenBatches(data_loader, model, device) if has_data else data_loader

@@ -27,23 +27,23 @@ logger = logging.getLogger(__name__)
 
 class Replay:
     """
-    Brings a worker back to where it was at a checkpoint, so exactly that it goes on as if it had
-    never stopped. The epochs before are read again but not trained, as in AllenNLP, because readers
-    and data loaders may have a state. What AllenNLP leaves out is in here: the random states, now
-    and at the start of each epoch, so that the data comes in the same order again; the place in the
-    validation data; the losses and metrics that the epoch has added up; what else of the model
-    training has changed; and what callbacks have decided about the epoch.
+    Restores a worker to its state at a checkpoint, so that training continues as if it had never
+    been interrupted. Earlier epochs are read again but not trained, as in AllenNLP, because readers
+    and data loaders may have a state. This class adds what AllenNLP leaves out: the random states,
+    now and at the start of each epoch, so that the data are read in the same order; the position in
+    the validation data; the accumulated losses and metrics of the epoch; other states of the model
+    that training has changed; and the state of callbacks.
 
     # Parameters
 
     progress : `Progress`, required.
-        A checkpoint's is loaded before the rest of its state.
+        The progress of a checkpoint is loaded before the rest of its state.
     model : `Model`, required.
     callbacks : `List[TrainerCallback]`, required.
     running_loss : `RunningLoss`, required.
     validations : `ValidationHistory`, required.
     keeps_validations : `bool`, required.
-        Whether a checkpoint may be saved in the middle of a validation.
+        Whether a checkpoint may be saved during a validation.
     """
 
     def __init__(
@@ -63,21 +63,27 @@ class Replay:
         self._keeps_validations = keeps_validations
         self._epoch_starts: List[Dict[str, Any]] = []
         self._fingerprints_before: Optional[Dict[str, Any]] = None
-        # Of this worker, in the epoch that is validated.
+        # The state of this worker before validation, in the epoch that is validated.
         self._before_validation: Optional[Dict[str, Any]] = None
         self._is_validating = False
-        # What `load_state_dict` was given, until its point in time is reached.
+        # The argument of `load_state_dict`, until its point in time is reached.
         self._pending: Optional[Dict[str, Any]] = None
-        # The same, if the checkpoint was saved in a validation, until that begins again.
+        # The same, if the checkpoint was saved during a validation, until that is restarted.
         self._interrupted_validation: Optional[Dict[str, Any]] = None
 
     def start_training(self) -> None:
-        """To be called once callbacks have prepared the model, and before anything is trained."""
+        """
+        Records the state of modules. Must be called after callbacks have prepared the model, and
+        before training.
+        """
         if self._fingerprints_before is None:
             self._fingerprints_before = fingerprints(module_states(self._model))
 
     def start_epoch(self) -> None:
-        """To be called before the data of the epoch are asked for."""
+        """
+        Restores the random states of an epoch. Must be called before the data of the epoch are
+        read.
+        """
         self._before_validation = None
         self._is_validating = False
         self._restore_if_reached()
@@ -89,7 +95,10 @@ class Replay:
             self._epoch_starts[epoch:] = [random_states()]
 
     def skip_step(self) -> None:
-        """To be called in the place of a step, before the data of the next are asked for."""
+        """
+        Skips a step. Must be called instead of training on it, before the data of the next step are
+        read.
+        """
         self._progress.complete_step()
         self._restore_if_reached()
 
@@ -98,9 +107,9 @@ class Replay:
             self._restore()
 
     def finish_steps(self) -> None:
-        """To be called when all steps of the epoch are done or skipped."""
+        """Restores the state at the end of the steps of an epoch, trained or skipped."""
         if self._progress.epochs_completed == self._progress.start.epochs:
-            # With another number of workers it may have fewer steps than were to be skipped.
+            # With another world size the epoch may have fewer steps than had to be skipped.
             self._restore()
 
     def _restore(self) -> None:
@@ -127,7 +136,7 @@ class Replay:
             self._progress.start.epochs,
         )
         if state["running_loss"] is not None:
-            # It will be divided by the number of steps, which may be another now.
+            # It will be divided by the number of steps, which may differ now.
             ratio = self._progress.batches_in_epoch_completed / state["steps_of_running_loss"]
             self._running_loss.load_state_dict(
                 {name: loss * ratio for name, loss in state["running_loss"].items()}
@@ -135,25 +144,25 @@ class Replay:
 
     def finish_epoch(self, metrics: Dict[str, float]) -> Dict[str, float]:
         """
-        To be called after `finish_steps`.
+        Finishes the training part of an epoch, after `finish_steps`.
 
         # Parameters
 
         metrics : `Dict[str, float]`, required.
-            Of the epoch's training.
+            The training metrics of the epoch.
 
         # Returns
 
         `Dict[str, float]`
-            The same, unless the checkpoint was saved in the validation after this epoch: then those
-            from before it.
+            The same metrics, unless the checkpoint was saved during the validation of this epoch:
+            then those from before the validation.
         """
         if self._progress.is_replaying_epoch:
             self._validations.read_again()
             return metrics
         if self._interrupted_validation is not None:
             metrics = self._interrupted_validation["train_metrics"]
-            # Asking for data that are at their end may have changed them.
+            # Reading to the end of the data may have changed them.
             set_random_states(self._interrupted_validation["random_states"])
             self._interrupted_validation = None
         if self._keeps_validations:
@@ -166,13 +175,13 @@ class Replay:
         return metrics
 
     def start_validation(self) -> None:
-        """To be called before the data of the validation are asked for."""
+        """Records the start of a validation. Must be called before its data are read."""
         self._validations.start()
 
     def interrupt_validation(self) -> None:
         """
-        Has the state be that of before the validation, so that it will begin anew: for a checkpoint
-        that is saved in its middle.
+        Sets the state to that before the validation, so that it will be restarted, for a checkpoint
+        that is saved during it.
         """
         self._is_validating = True
 
@@ -202,7 +211,7 @@ class Replay:
         }
 
     def _own_callbacks(self) -> Dict[str, TrainerCallback]:
-        """Those that the trainer has added, by the names of their classes."""
+        """Returns the callbacks that the trainer has added, by the names of their classes."""
         return {type(c).__name__: c for c in self._callbacks if isinstance(c, OWN_CALLBACKS)}
 
     def _callbacks_of_user(self) -> List[TrainerCallback]:
@@ -210,10 +219,10 @@ class Replay:
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """
-        Takes effect when training has come to the point in time of the checkpoint, but for the
-        callbacks, which are called before.
+        Loads a state that is restored when training reaches the point in time of the checkpoint.
+        Only the states of callbacks, which are called earlier, are restored immediately.
         """
-        # As in AllenNLP by their places: those that have been added come after.
+        # By position as in AllenNLP: added callbacks are at the end.
         for callback, state in zip(self._callbacks_of_user(), state_dict["callbacks"]):
             callback.load_state_dict(state)
         own_states = state_dict.get("own_callbacks", {})

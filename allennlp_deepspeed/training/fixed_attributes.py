@@ -1,6 +1,6 @@
 """
-Refuses what a subclass or a callback would change of AllenNLP's trainer without an effect, because
-the engine does that part, or has been constructed with it.
+Refuses changes that a subclass or a callback makes to AllenNLP's trainer and that would have no
+effect, because the engine does that part or has been constructed with it.
 """
 
 from typing import Any, Dict
@@ -32,22 +32,24 @@ FIXED: Dict[str, str] = {
     "_scaler": "write 'trainer.grad_scaling'",
     "_use_amp": "write 'trainer.use_amp'",
 }
-"""What to do instead of overriding a method of the trainer or setting an attribute of it."""
+"""The alternative to overriding a method of the trainer or setting an attribute of it."""
 
 
 def check_trainer(own: type, trainer_class: type) -> None:
     """
+    Checks that a subclass of the trainer overrides no method that is never called.
+
     # Parameters
 
     own : `type`, required.
         This package's trainer.
     trainer_class : `type`, required.
-        A subclass of it.
+        A subclass of that trainer.
 
     # Raises
 
     `ConfigurationError`
-        If the subclass overrides a method that no loop calls.
+        If the subclass overrides such a method.
     """
     for name in overridden(own, trainer_class, FIXED):
         raise ConfigurationError(
@@ -58,11 +60,12 @@ def check_trainer(own: type, trainer_class: type) -> None:
 
 def check_assignment(trainer: Any, name: str, value: Any) -> None:
     """
+    Checks that an attribute may be set after the trainer has been constructed.
+
     # Raises
 
     `AttributeError`
-        If an attribute is set to another value after the trainer has been constructed, and the
-        engine wouldn't follow.
+        If it is set to another value, which the engine wouldn't use.
     """
     if name in FIXED and getattr(trainer, name, None) is not value:
         raise AttributeError(

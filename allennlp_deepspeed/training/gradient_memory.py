@@ -1,6 +1,4 @@
-"""
-What it takes to hold a whole gradient on every rank, and whether there is room for it.
-"""
+"""Memory of full gradients and free memory on each rank."""
 
 import resource
 from typing import Iterable
@@ -15,28 +13,28 @@ from allennlp_deepspeed.engine.worker_device import available_memory, workers_pe
 
 
 def of_whole_gradient(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> int:
-    """The bytes of a gradient in `dtype` for all elements of the parameters, on one rank."""
+    """Returns the bytes of a full gradient of the parameters in `dtype`, on one rank."""
     return sum(whole_shape(p).numel() for p in parameters) * dtype.itemsize
 
 
 def least_left_free(device: torch.device) -> int:
     """
-    The bytes that no rank has used so far, at its peak, of the memory it could have: that of its
-    GPU, or its share of the node's. To be called by every rank; all get the same.
+    Returns the minimum over all ranks of the bytes that a rank has left free at its peak, of its
+    GPU's memory or its share of the node's. Every rank must call it, and all get the same result.
     """
     device = torch.device(device)
     return agreement.lowest(left_free(device), device, torch.int64)
 
 
 def left_free(device: torch.device) -> int:
-    """The same of this rank alone."""
+    """Returns the same for this rank alone."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # What PyTorch keeps for later is free too, but for what the peak needed.
+        # Memory that PyTorch has cached is free too, except what the peak needed.
         reserved = torch.cuda.memory_reserved(device)
         return free + reserved - torch.cuda.max_memory_allocated(device)
     world_size = dist.get_world_size()
     workers_here = workers_per_node(world_size) or world_size
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # given in KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB
     above_now = max(0, peak - psutil.Process().memory_info().rss)
     return available_memory() // workers_here - above_now

@@ -1,6 +1,6 @@
 """
-Over how many things the losses of models are means. A loss that is a mean can be computed in
-parts: the mean of the whole is that of the parts, weighed by these numbers.
+Numbers of terms that the losses of models are means over. A loss that is a mean can be computed in
+parts: the mean over all terms is that of the parts, weighted by these numbers.
 """
 
 from typing import Any, Callable, Dict, Protocol, Type, Union, runtime_checkable
@@ -14,35 +14,41 @@ from allennlp_deepspeed.training.chunking import has_batch_statistics
 
 Number = Union[float, torch.Tensor]
 
-# Labels that PyTorch's cross entropy leaves out.
+# Labels that PyTorch's cross entropy ignores.
 _IGNORED = -100
 
 
 @runtime_checkable
 class CountsLossTerms(Protocol):
-    """A model that says over how many instances, tokens or whatever else its loss is a mean."""
+    """
+    Protocol of models that count the instances, tokens or other terms that their loss is a mean
+    over.
+    """
 
     def num_loss_terms(self, **inputs: Any) -> Number:
         """
-        The number of things of which `forward` of the same inputs gives the mean loss, or the sum
-        of their weights, which needn't be an integer. Where there are none, the loss is to be 0,
-        not NaN. Called before `forward`, with the batch where the data loader has left it.
+        Returns the number of terms that the loss of `forward` is a mean over, given the same
+        inputs, or the sum of their weights, which needn't be an integer. If there are none, the
+        loss must be 0, not NaN. It is called before `forward`, with the batch on the data loader's
+        device.
 
         # Returns
 
         `Union[float, torch.Tensor]`
-            A number, or a tensor without dimensions.
+            A number, or a scalar tensor.
         """
 
 
 def num_loss_terms(model: Model, inputs: Dict[str, Any]) -> Number:
     """
+    Returns the number of terms that a model's loss is a mean over.
+
     # Parameters
 
     model : `Model`, required.
-        Whose class `check_class` doesn't refuse.
+        A model whose class passes `check_class`.
     inputs : `Dict[str, Any]`, required.
-        Of `forward`.
+        The inputs of `forward`.
     """
     if isinstance(model, CountsLossTerms):
         return model.num_loss_terms(**inputs)
@@ -51,23 +57,25 @@ def num_loss_terms(model: Model, inputs: Dict[str, Any]) -> Number:
 
 def is_nan_of_none(model: Model) -> bool:
     """
-    Whether the loss of a batch without anything to average over is PyTorch's cross entropy, which
-    is NaN then, but has a gradient of 0 for a factor of 0. Of other models such a NaN is an error.
+    Returns whether the loss of a batch without terms is PyTorch's cross entropy, which is NaN then,
+    but has a gradient of 0 for a factor of 0. For other models such a NaN is an error.
     """
     return type(model) is BasicClassifier
 
 
 def averages_over_tokens(model: Model) -> bool:
-    """Return whether losses are weighed by tokens in any case, as those of a `TokenLossModel`."""
+    """Returns whether losses are always weighted by tokens, as those of a `TokenLossModel`."""
     return getattr(model, "averages_loss_over_tokens", False)
 
 
 def check_class(model: Type[Model]) -> None:
     """
+    Checks that a model class declares the terms of its loss.
+
     # Raises
 
     `ConfigurationError`
-        If it isn't known that the loss of these models is a mean, and over what.
+        If the terms of the loss aren't known, or if it isn't a mean.
     """
     auto = "'trainer.num_gradient_accumulation_steps' is \"auto\""
     if getattr(model, "compares_examples", False):
@@ -86,10 +94,12 @@ def check_class(model: Type[Model]) -> None:
 
 def check(model: Model) -> None:
     """
+    Checks that the loss of a batch is the mean of the losses of its parts.
+
     # Raises
 
     `ConfigurationError`
-        If the loss of a batch of this model isn't the mean of those of its parts.
+        If it isn't for this model.
     """
     check_class(type(model))
     if getattr(model, "has_router_loss", False):
@@ -114,8 +124,8 @@ def _of_basic_classifier(model: Any, inputs: Dict[str, Any]) -> Number:
 
 def _of_simple_tagger(model: Any, inputs: Dict[str, Any]) -> Number:
     """
-    AllenNLP's `sequence_cross_entropy_with_logits` averages over tokens, and then over the
-    instances that have any.
+    Counts the instances with any token that has a loss. AllenNLP's
+    `sequence_cross_entropy_with_logits` averages over tokens, and then over these instances.
     """
     # Shape: (batch_size, num_tokens)
     mask = get_text_field_mask(inputs["tokens"])
@@ -125,7 +135,7 @@ def _of_simple_tagger(model: Any, inputs: Dict[str, Any]) -> Number:
     return mask.any(dim=1).sum()
 
 
-# Exactly these: a class derived from one may compute another loss.
+# Exactly these classes: a subclass may compute another loss.
 _OF_ALLENNLP: Dict[Type[Model], Callable[[Any, Dict[str, Any]], Number]] = {
     BasicClassifier: _of_basic_classifier,
     SimpleTagger: _of_simple_tagger,

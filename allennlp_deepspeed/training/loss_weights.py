@@ -10,15 +10,15 @@ from allennlp_deepspeed.training import loss_terms
 
 class LossWeights:
     """
-    Multiplies the losses of a step by weights, such that the mean over micro-batches and ranks is
-    one over the instances or tokens of all of them. Those of a `TokenLossModel` are weighed in any
-    case; those of other models where micro-batches are parts of a global batch.
+    Multiplies the losses of a step by weights, so that the mean over micro-batches and ranks is the
+    mean over the instances or tokens of all of them. The losses of a `TokenLossModel` are always
+    weighted, those of other models if micro-batches are parts of a global batch.
 
     # Parameters
 
     model : `Model`, required.
     device : `torch.device`, required.
-        Where the process group communicates.
+        The device that the process group communicates on.
     """
 
     def __init__(self, model: Model, device: torch.device) -> None:
@@ -26,32 +26,33 @@ class LossWeights:
         self._device = device
         self._counts_tokens = loss_terms.averages_over_tokens(model)
         self._is_nan_of_none = loss_terms.is_nan_of_none(model)
-        # Of all ranks since the last call of `take_num_tokens`, on the device.
+        # The total of all ranks since the last call of `take_num_tokens`, on the device.
         self._num_tokens: Optional[torch.Tensor] = None
 
     def of(
         self, batches: List[TensorDict], group_size: int, num_fillers: int = 0
     ) -> List[torch.Tensor]:
         """
-        Returns the weights of micro-batches. Makes one all-reduce of 8 bytes, of which the host
-        doesn't wait for the result. To be called by every rank.
+        Returns the weights of micro-batches. It runs one all-reduce of 8 bytes without host
+        synchronization. Every rank must call it.
 
         # Parameters
 
         batches : `List[TensorDict]`, required.
             The micro-batches of the step on this rank.
         group_size : `int`, required.
-            The number of micro-batches by which losses will be divided.
+            The number of micro-batches that will divide the losses.
         num_fillers : `int`, optional (default = `0`)
-            How many of the last only keep this rank in step with others. They weigh nothing.
+            The number of fillers at the end, which only let this rank take part in collectives.
+            Their weight is 0.
 
         # Returns
 
         `List[torch.Tensor]`
-            For each micro-batch a factor, fp32, without dimensions.
+            For each micro-batch a factor, an fp32 scalar.
         """
         numbers = [loss_terms.num_loss_terms(self._model, batch) for batch in batches]
-        # Has all of an integer's digits, and the fractions of sums of class weights.
+        # float64 is exact for integers, and has the fractions of sums of class weights.
         own = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in numbers])
         own[len(own) - num_fillers :] = 0
         own = own.to(self._device, non_blocking=True)
@@ -59,25 +60,27 @@ class LossWeights:
         dist.all_reduce(total)
         if self._counts_tokens:
             self._num_tokens = total if self._num_tokens is None else self._num_tokens + total
-        # Backward divides by the size of the group, and the reduction by the number of ranks.
+        # Backward divides by the size of the group, and the reduction by the world size.
         divisions = group_size * dist.get_world_size()
         weights = (own * divisions / torch.where(total > 0, total, 1)).float()
-        # Without any, losses are 0, but a regularizer's penalty still counts once.
+        # Without any terms, losses are 0, but a regularizer's penalty still counts once.
         return list(torch.where(total > 0, weights, torch.ones_like(weights)).unbind())
 
     def weigh(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """
+        Multiplies a loss by its weight.
+
         # Parameters
 
         loss : `torch.Tensor`, required.
-            Of a micro-batch.
+            The loss of a micro-batch.
         weight : `torch.Tensor`, required.
-            The factor that `of` has given for it.
+            The factor that `of` has returned for it.
 
         # Returns
 
         `torch.Tensor`
-            The product, from which every rank can go backward, also if the weight is 0.
+            The product, from which every rank can run backward, even if the weight is 0.
         """
         if self._is_nan_of_none:
             loss = torch.where(weight > 0, loss, 0.0)
@@ -85,8 +88,8 @@ class LossWeights:
 
     def take_num_tokens(self) -> Optional[int]:
         """
-        The number of tokens of all ranks that there was a loss of since the last call, `None` for a
-        model that isn't a `TokenLossModel`. Waits for the device.
+        Returns the number of tokens with a loss on all ranks since the last call, or `None` for a
+        model that isn't a `TokenLossModel`. It synchronizes with the device.
         """
         num_tokens, self._num_tokens = self._num_tokens, None
         return None if num_tokens is None else int(num_tokens)

@@ -8,12 +8,12 @@ from allennlp_deepspeed.engine import agreement
 
 class AgreedMetricTracker(MetricTracker):
     """
-    A `MetricTracker` for which the validation metrics of rank 0 count. Which epoch is the best and
-    when training stops has to be the same on all ranks, because they save and load weights
-    together, and a model's metrics may be those of a rank's own share of the data.
+    A `MetricTracker` that uses the validation metrics of rank 0. The best epoch and the time to
+    stop must be the same on all ranks, because they save and load weights together, and a model's
+    metrics may be those of a rank's own shard of the data.
     """
 
     @overrides
     def combined_score(self, metrics: Dict[str, float]) -> float:
-        """To be called by every rank."""
+        """Returns the score of rank 0. Every rank must call it."""
         return agreement.of_rank_0(super().combined_score(metrics))

@@ -22,9 +22,9 @@ class ReductionSchedule:
         The trainer's `gradient_synchronization`. "auto" reduces with each micro-batch until `find`
         has decided.
     num_elements : `int`, required.
-        Elements of all trainable parameters, unsharded.
+        The number of elements of all trainable parameters, unsharded.
     num_micro_batches : `int`, required.
-        Micro-batches in an optimizer step, except short ones.
+        The number of micro-batches of an optimizer step, except short ones.
     """
 
     def __init__(self, setting: str, num_elements: int, num_micro_batches: int) -> None:
@@ -32,16 +32,18 @@ class ReductionSchedule:
         self._num_micro_batches = num_micro_batches
         self._found: Optional[Dict[str, Any]] = None
         self.is_known = setting != AUTO
-        """Whether it is decided."""
+        """Whether the schedule has been decided."""
         self.is_once_a_step = setting == STEP
         """Whether each rank accumulates gradients locally until the last micro-batch of a step."""
 
     def state_dict(self) -> Optional[Dict[str, Any]]:
-        """What `find` has decided, and for which division of the work; `None` if it hasn't."""
+        """Returns the decision of `find` and the setup it is for, or `None` before it."""
         return self._found
 
     def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
-        """Takes over the decision of the interrupted training, if the work is divided equally."""
+        """
+        Restores the decision of the interrupted run, if world size and accumulation are the same.
+        """
         if self.is_known or state is None:
             return
         if state["where"] == self._where():
@@ -52,12 +54,12 @@ class ReductionSchedule:
         """
         Decides after the first step: gradients are accumulated locally if a full gradient takes at
         most half of the memory that is free on every rank. The other half is for longer batches.
-        To be called by every rank.
+        Every rank must call it.
 
         # Parameters
 
         dtype : `torch.dtype`, required.
-            That of accumulated gradients.
+            The dtype of accumulated gradients.
         """
         free = gradient_memory.least_left_free(get_accelerator().current_device_name())
         needed = self._num_elements * dtype.itemsize

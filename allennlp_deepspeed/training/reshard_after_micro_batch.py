@@ -16,7 +16,7 @@ from allennlp_deepspeed.training import gradient_memory
 
 logger = logging.getLogger(__name__)
 
-# The second has the optimizer's states, and the accumulated gradients, since the first.
+# The second step is the first with optimizer states and accumulated gradients.
 _STEPS_BEFORE_FINDING = 2
 
 
@@ -31,7 +31,7 @@ class ReshardAfterMicroBatch:
     is_auto : `bool`, required.
         Whether parameters stay gathered only if there is room for all of them after two steps.
     num_micro_batches : `int`, required.
-        Micro-batches in an optimizer step, except short ones.
+        The number of micro-batches of an optimizer step, except short ones.
     """
 
     def __init__(self, engine: DeepSpeedEngine, is_auto: bool, num_micro_batches: int) -> None:
@@ -49,9 +49,9 @@ class ReshardAfterMicroBatch:
         cls, engine: DeepSpeedEngine, setting: Union[bool, str], num_micro_batches: int
     ) -> Optional["ReshardAfterMicroBatch"]:
         """
-        Constructs one for the setting of `ResolvedConfig`, `None` where every micro-batch reshards:
-        with `True`, and with "auto" where there is one micro-batch in a step. Stages other than 3
-        have nothing to reshard.
+        Constructs one for the setting of `ResolvedConfig`, or returns `None` if every micro-batch
+        reshards: with `True`, and with "auto" if a step has one micro-batch. Stages other than 3
+        have no parameters to reshard.
         """
         is_auto = setting == AUTO and num_micro_batches > 1
         if engine.zero_optimization_partition_weights() and (is_auto or setting is False):
@@ -60,8 +60,9 @@ class ReshardAfterMicroBatch:
 
     def finish_step(self) -> None:
         """
-        Decides once steps have shown how much memory they need: parameters stay gathered if they
-        take at most half of what is free on every rank. The other half is for longer batches.
+        Decides after steps that have shown the peak of memory: parameters stay gathered if they
+        take at most half of the memory that is free on every rank. The other half is for longer
+        batches.
         """
         self._num_steps += 1
         if self._is_auto and self._found is None and self._num_steps >= _STEPS_BEFORE_FINDING:
@@ -81,8 +82,8 @@ class ReshardAfterMicroBatch:
     @contextmanager
     def step(self) -> Iterator[None]:
         """
-        Surrounds the micro-batches of a step, in which parameters may stay gathered. To be left
-        before the optimizer steps.
+        Context manager for the micro-batches of a step, in which parameters may stay gathered. It
+        must be exited before the optimizer step.
         """
         if self.reshards:
             yield
@@ -91,13 +92,13 @@ class ReshardAfterMicroBatch:
             yield
 
     def state_dict(self) -> Dict[str, Any]:
-        """The number of steps, the decision, `None` if there is none, and where it holds."""
+        """Returns the number of steps, the decision or `None`, and the setup it is for."""
         return {"steps": self._num_steps, "reshards": self._found, "where": self._where}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """
-        Takes over the decision of the interrupted training, and else decides after the number of
-        steps after which that would have.
+        Restores the decision of the interrupted run. If there was none, it is made after the same
+        number of steps.
         """
         if not self._is_auto or state["where"] != self._where:
             return

@@ -8,7 +8,7 @@ import torch
 class Losses(NamedTuple):
     """
     Losses of the epoch so far, summed over its steps, and of the last group of micro-batches, as
-    AllenNLP's metrics want them. The `reg` values are `None` for a model without a regularizer.
+    AllenNLP's metrics need them. The `reg` values are `None` for a model without a regularizer.
     """
 
     train_loss: float
@@ -19,17 +19,18 @@ class Losses(NamedTuple):
 
 class RunningLoss:
     """
-    Sums the losses of an epoch, as AllenNLP does, but without waiting for the device after each
-    micro-batch: they stay there until somebody wants to know.
+    Sums the losses of an epoch, as AllenNLP does, but without synchronizing with the device after
+    each micro-batch: they stay on the device until they are read.
 
     # Parameters
 
     are_parts : `bool`, optional (default = `False`)
-        Whether the micro-batches of a step are parts of one batch, whose penalty is that of all
-        together and not of the last.
+        Whether the micro-batches of a step are parts of one batch. Its penalty is then that of all
+        micro-batches, not of the last.
     """
 
-    # Micro-batches whose losses may stay on the device; each takes a block of its memory.
+    # The maximum number of micro-batches with losses on the device; each takes a block of its
+    # memory.
     most_unread = 1000
 
     def __init__(self, are_parts: bool = False) -> None:
@@ -45,15 +46,17 @@ class RunningLoss:
         self._num_unread = 0
         self._num_steps = 0
         self._nan_step = 0
-        # Of the steps since the last call of `take_mean`.
+        # The losses of the steps since the last call of `take_mean`.
         self._losses_since: List[float] = []
 
     def start_group(self, size: int) -> None:
         """
+        Starts a group of micro-batches.
+
         # Parameters
 
         size : `int`, required.
-            The number of micro-batches by which the losses are divided.
+            The number of micro-batches that divides the losses.
         """
         if self._num_unread > self.most_unread:
             self.read()
@@ -62,7 +65,7 @@ class RunningLoss:
     def add(self, batch_outputs: Dict[str, torch.Tensor]) -> None:
         """Adds the losses of one micro-batch of the group."""
         losses, reg_losses, _ = self._unread[-1]
-        # Copies, because the tensors are the model's and the callbacks' to change.
+        # Copies, because the model and callbacks may change the tensors.
         losses.append(batch_outputs["loss"].detach().clone())
         if "reg_loss" in batch_outputs:
             reg_losses.append(batch_outputs["reg_loss"].detach().clone())
@@ -70,8 +73,8 @@ class RunningLoss:
 
     def take_steps_since_nan(self) -> int:
         """
-        The number of steps from the first with a loss of NaN on, of those since the last call; 0 if
-        there was none. Waits for the device.
+        Returns the number of steps from the first with a NaN loss to now, among those since the
+        last call; 0 if there was none. It synchronizes with the device.
         """
         self.read()
         num_steps, self._num_steps = self._num_steps, 0
@@ -80,14 +83,15 @@ class RunningLoss:
 
     def take_mean(self) -> float:
         """
-        The mean loss of the steps since the last call, NaN if there was none. Waits for the device.
+        Returns the mean loss of the steps since the last call, NaN if there was none. It
+        synchronizes with the device.
         """
         self.read()
         losses, self._losses_since = self._losses_since, []
         return sum(losses) / len(losses) if losses else math.nan
 
     def state_dict(self) -> Dict[str, float]:
-        """The losses of the epoch so far. Waits for the device."""
+        """Returns the losses of the epoch so far. It synchronizes with the device."""
         losses = self.read()
         return {"train_loss": losses.train_loss, "reg_loss": losses.train_reg_loss or 0.0}
 
@@ -97,7 +101,7 @@ class RunningLoss:
         )
 
     def read(self) -> Losses:
-        """Waits for the device and returns the losses."""
+        """Returns the losses, synchronizing with the device."""
         unread = [
             loss
             for losses, reg_losses, _ in self._unread
@@ -116,7 +120,7 @@ class RunningLoss:
         return self._losses
 
     def _add_group(self, losses: List[float], reg_losses: List[float], size: int) -> None:
-        # In AllenNLP's order, so that only the rounding of the division is another.
+        # In AllenNLP's order, so that only the rounding of the division differs.
         train_loss, train_reg_loss, _, batch_reg_loss = self._losses
         batch_loss = 0.0
         for loss in losses:

@@ -7,22 +7,22 @@ from allennlp_deepspeed.engine import agreement
 
 class StepAgreement(NamedTuple):
     """
-    What some ranks knew of the steps since the agreement before, and now all do.
+    State of the steps since the previous agreement, the same on all ranks.
 
     # Parameters
 
     steps_since_nan : `int`
-        From the first step with a loss of NaN on any rank on; 0 if there was none.
+        The number of steps from the first with a NaN loss on any rank to now; 0 if there was none.
     ranks_differ : `bool`
-        Whether they reduced gradients of different parameters.
+        Whether the ranks reduced gradients of different parameters.
     signal_number : `int`
-        The greatest of all ranks, 0 if none has received a signal.
+        The maximum over all ranks, 0 if none has received a signal.
     is_time_to_save : `bool`
-        Whether it is by the clock of rank 0.
+        Whether a checkpoint is due by the clock of rank 0.
     has_changed_weights : `bool`
         Whether weights have been changed outside the optimizer on any rank.
     seconds_per_step : `float`
-        On the slowest rank.
+        The seconds per step of the slowest rank.
     """
 
     steps_since_nan: int
@@ -43,20 +43,20 @@ def agree_on_steps(
     seconds_per_step: float,
 ) -> StepAgreement:
     """
-    Makes known to all ranks what each knows, in one collective, of 56 bytes. To be called by every
-    rank. Waits for the device.
+    Exchanges the ranks' information on the steps in one collective of 56 bytes. Every rank must
+    call it. It synchronizes with the device.
 
     # Parameters
 
     device : `torch.device`, required.
-        Where the process group communicates.
+        The device that the process group communicates on.
     used_parameters_checksum : `int`, required.
-        Of 32 bits.
+        A checksum of 32 bits.
 
     The others are those of `StepAgreement`, on this rank.
     """
-    # One maximum over the ranks: that of the checksum and of its negative are the largest and the
-    # smallest.
+    # One maximum over the ranks: those of the checksum and of its negative are the maximum and the
+    # minimum.
     since_nan, largest, smallest, signal_, is_time, weights, seconds = agreement.highest(
         [
             float(steps_since_nan),

@@ -1,17 +1,17 @@
 """
-The seam at which optional features plug into the optimizer step. The trainer calls them in the
-order of a step, and knows none by name:
+Extension points of the optimizer step for optional features. The trainer calls them in the order of
+a step, and knows none by name:
 
-0. `wrap` wraps modules of the model before the engine is brought up, and the constructor when it is
-   up.
-1. `divide` makes the micro-batches of the step from those that were read.
-2. `start_step` sees the micro-batches before the first forward pass.
-3. `train_on` goes forward and backward through a micro-batch instead of the trainer.
-4. `check` compares what the ranks have seen, where they agree on the step anyway.
+0. `wrap` wraps modules of the model before the engine is initialized, and the constructor runs
+   afterwards.
+1. `divide` turns the batches that were read into the micro-batches of the step.
+2. `start_step` gets the micro-batches before the first forward pass.
+3. `train_on` runs forward and backward of a micro-batch instead of the trainer.
+4. `check` compares state between the ranks, when they agree on the step.
 
-What `wrap` returns undoes it when the engine has been destroyed. What the constructor has wrapped
-is undone by `DeepSpeedWrappedModel.before_destroying`. What an extension has found out is in
-checkpoints under its `state_name`.
+The function that `wrap` returns is called after the engine has been destroyed. Wrappers of the
+constructor are removed by `DeepSpeedWrappedModel.before_destroying`. Checkpoints contain the state
+of an extension under its `state_name`.
 """
 
 from contextlib import ExitStack
@@ -39,27 +39,28 @@ _EXTENSIONS = {
     "SequenceParallelism",
     "sequence_tiling": "allennlp_deepspeed.extensions.sequence_tiling.SequenceTiles",
 }
-"""Their classes, by the key of the trainer that asks for one."""
+"""Extension classes by the trainer's key that enables them."""
 
 
 @dataclass(frozen=True)
 class StepContext:
     """
-    The parts of a trainer that extensions work with.
+    Parts of a trainer that extensions work with.
 
     # Parameters
 
     model : `Model`
     wrapped_model : `DeepSpeedWrappedModel`
-        Its engine is up.
+        The wrapped model, whose engine has been initialized.
     gradients : `GradientSynchronizer`
     callbacks : `Sequence[TrainerCallback]`
     data_loaders : `Sequence[Any]`
-        Of training and validation, `None` if there is none.
+        The data loaders of training and validation, each of which may be `None`.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`
-        Goes forward as a step does, with a graph.
+        Runs the forward pass of a step, with a graph.
     batch_outputs : `Callable[[TensorDict, bool], Dict[str, torch.Tensor]]`
-        AllenNLP's, which runs the engine's forward pass and adds the penalty of a regularizer.
+        AllenNLP's method, which runs the engine's forward pass and adds the penalty of a
+        regularizer.
     prepare : `Callable[[TensorDict], TensorDict]`
         Broadcasts buffers and moves a batch to the device, before its first forward pass.
     """
@@ -76,32 +77,32 @@ class StepContext:
 
 class StepExtension:
     """
-    An optional part of the optimizer step. Every rank must call each of its methods, which by
-    default do nothing.
+    Base class of optional parts of the optimizer step. Every rank must call each of its methods,
+    which by default do nothing.
 
     # Parameters
 
     value : `Any`, required.
-        What is written under the extension's key.
+        The value of the extension's key.
     context : `StepContext`, required.
 
     # Raises
 
     `ConfigurationError`
-        If the model or a callback can't be trained with it.
+        If the model or a callback doesn't support it.
     """
 
     makes_several_passes: ClassVar[bool] = False
     """Whether a micro-batch that is read becomes several forward and backward passes."""
 
     divides_batches: ClassVar[bool] = False
-    """Whether micro-batches are parts of one batch, whose losses are weighed."""
+    """Whether micro-batches are parts of one batch, whose losses are weighted."""
 
     state_name: ClassVar[Optional[str]] = None
     """The name of its state in checkpoints, `None` if it has none."""
 
     workers_per_reader: int = 1
-    """The number of neighbouring workers that read the same data."""
+    """The number of neighbouring ranks that read the same data."""
 
     def __init__(self, value: Any, context: StepContext) -> None:
         pass
@@ -109,73 +110,75 @@ class StepExtension:
     @classmethod
     def wrap(cls, value: Any, model: Model, zero_stage: int) -> Callable[[], None]:
         """
-        Wraps modules of a model before the engine is brought up.
+        Wraps modules of a model before the engine is initialized.
 
         # Parameters
 
         value : `Any`, required.
-            What is written under the extension's key.
+            The value of the extension's key.
         model : `Model`, required.
         zero_stage : `int`, required.
 
         # Returns
 
         `Callable[[], None]`
-            Undoes it.
+            A function that restores the modules.
         """
         return lambda: None
 
     def divide(self, group: BatchGroup) -> BatchGroup:
-        """Return the micro-batches of a step, of those that have been read."""
+        """Returns the micro-batches of a step, given the batches that have been read."""
         return group
 
     def start_step(self, batches: List[TensorDict]) -> None:
-        """See the micro-batches of a step before the first forward pass, or one of validation."""
+        """
+        Gets the micro-batches of a step before the first forward pass, or a batch of validation.
+        """
 
     def train_on(
         self, batch: TensorDict, num_micro_batches: int, is_last: bool
     ) -> Optional[Outputs]:
         """
-        Goes forward and backward through a micro-batch.
+        Runs forward and backward of a micro-batch.
 
         # Parameters
 
         batch : `TensorDict`, required.
         num_micro_batches : `int`, required.
-            The number by which the loss is divided.
+            The divisor of the loss.
         is_last : `bool`, required.
             Whether it is the last micro-batch of the step.
 
         # Returns
 
         `Optional[Dict[str, torch.Tensor]]`
-            The outputs of the model. `None` to leave the micro-batch to the trainer, as by default.
+            The outputs of the model. With `None`, the default, the trainer runs the micro-batch.
         """
         return None
 
     def check(self, device: torch.device) -> None:
-        """Compare what ranks have seen since the last call. Waits for the device."""
+        """Compares the ranks' state since the last call. It synchronizes with the device."""
 
     def state_dict(self) -> Any:
-        """Plain data for checkpoints."""
+        """Returns plain data for checkpoints."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take the same back."""
+        """Restores the state."""
 
 
 def find_extensions(arguments: Mapping[str, Any]) -> Dict[str, Type[StepExtension]]:
     """
-    Imports the extensions that a training asks for.
+    Imports the extensions that a run enables.
 
     # Parameters
 
     arguments : `Mapping[str, Any]`, required.
-        Those of the trainer.
+        The arguments of the trainer.
 
     # Returns
 
     `Dict[str, Type[StepExtension]]`
-        Their classes by key.
+        The extension classes by key.
     """
     found: Dict[str, Type[StepExtension]] = {}
     for key, path in _EXTENSIONS.items():
@@ -187,14 +190,14 @@ def find_extensions(arguments: Mapping[str, Any]) -> Dict[str, Type[StepExtensio
 
 class StepExtensions:
     """
-    The extensions of a trainer, one after the other.
+    The extensions of a trainer, called one after the other.
 
     # Parameters
 
     classes : `Dict[str, Type[StepExtension]]`, required.
-        By key, as `find_extensions` returns them.
+        The extension classes by key, from `find_extensions`.
     arguments : `Mapping[str, Any]`, required.
-        Those of the trainer.
+        The arguments of the trainer.
     """
 
     def __init__(
@@ -208,42 +211,44 @@ class StepExtensions:
         self.makes_several_passes = self.divides_batches or any(
             each.makes_several_passes for each in classes.values()
         )
-        """Whether there are several passes to a micro-batch that is read."""
+        """Whether a micro-batch that is read becomes several passes."""
 
     def wrap(self, model: Model, zero_stage: int) -> Callable[[], None]:
-        """Wraps modules before the engine is brought up. Returns what undoes it."""
+        """Wraps modules before the engine is initialized. Returns a function that restores them."""
         with ExitStack() as undo:
             for key, each in self._classes.items():
                 undo.callback(each.wrap(self._values[key], model, zero_stage))
             return undo.pop_all().close
 
     def construct(self, context: StepContext) -> None:
-        """Constructs the extensions, when the engine is up."""
+        """Constructs the extensions, after the engine has been initialized."""
         self._extensions = [each(self._values[key], context) for key, each in self._classes.items()]
 
     @property
     def num_readers(self) -> int:
-        """The number of workers, or of groups of them, that read different data."""
+        """Returns the number of ranks, or groups of ranks, that read different data."""
         size = dist.get_world_size()
         for extension in self._extensions:
             size //= extension.workers_per_reader
         return size
 
     def divide(self, group: BatchGroup) -> BatchGroup:
-        """Return the micro-batches of a step."""
+        """Returns the micro-batches of a step."""
         for extension in self._extensions:
             group = extension.divide(group)
         return group
 
     def start_step(self, batches: List[TensorDict]) -> None:
-        """Let each see the micro-batches of a step, or one of validation."""
+        """Passes each extension the micro-batches of a step, or a batch of validation."""
         for extension in self._extensions:
             extension.start_step(batches)
 
     def train_on(
         self, batch: TensorDict, num_micro_batches: int, is_last: bool
     ) -> Optional[Outputs]:
-        """Return the outputs of the extension that trains on a micro-batch, `None` without one."""
+        """
+        Returns the outputs of the extension that trains on a micro-batch, or `None` if none does.
+        """
         for extension in self._extensions:
             outputs = extension.train_on(batch, num_micro_batches, is_last)
             if outputs is not None:
@@ -251,10 +256,10 @@ class StepExtensions:
         return None
 
     def check(self, device: torch.device) -> None:
-        """Compare what ranks have seen."""
+        """Compares the ranks' state."""
         for extension in self._extensions:
             extension.check(device)
 
     def parts(self) -> Dict[str, StepExtension]:
-        """Those whose states are in checkpoints, by name."""
+        """Returns the extensions with states in checkpoints, by name."""
         return {each.state_name: each for each in self._extensions if each.state_name is not None}

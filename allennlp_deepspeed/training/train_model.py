@@ -31,10 +31,10 @@ Arguments = Dict[str, Any]
 @TrainModel.register("deepspeed", constructor="from_partial_objects")
 class DeepSpeedTrainModel(TrainModel):
     """
-    A `TrainModel` that constructs the model partitioned over the ranks if the trainer's ZeRO stage
-    is 3, so that none of them ever holds all of it; see
-    [`PartitionedConstruction`](../engine/partitioned_construction.py). And that evaluates the test
-    set while all ranks and the engine are still there.
+    A `TrainModel` that constructs the model partitioned over the ranks at ZeRO stage 3, so that no
+    rank ever has all of it in memory; see
+    [`PartitionedConstruction`](../engine/partitioned_construction.py). It also evaluates the test
+    set while all ranks and the engine still exist.
 
     Registered as a `TrainModel` with name "deepspeed": a top-level `"type": "deepspeed"` in the
     config. Its other keys are those of AllenNLP's.
@@ -45,15 +45,15 @@ class DeepSpeedTrainModel(TrainModel):
 
     @overrides
     def run(self) -> Dict[str, Any]:
-        """Trains, and evaluates the test set if `evaluate_on_test`. To be called by every rank."""
+        """Trains, and evaluates the test set if `evaluate_on_test`. Every rank must call it."""
         if not self.evaluate_on_test or self.evaluation_data_loader is None:
             return self.trainer.train()
         with self.trainer.session():  # type: ignore[attr-defined]
             metrics = self.trainer.train()
             logger.info("The model will be evaluated using the best epoch weights.")
-            # Every rank sees the whole test set in the same batches, so that sharded weights come
-            # together for each, and any metric is what a single process computes: AllenNLP's own
-            # distributed evaluation leaves instances out and averages over other batches.
+            # Every rank evaluates the full test set in the same batches, so that sharded weights
+            # are gathered for each batch, and any metric is that of a single process: AllenNLP's
+            # own distributed evaluation leaves out instances and averages over other batches.
             with as_one_process():
                 test_metrics = evaluate(
                     self.model,
@@ -97,9 +97,9 @@ class DeepSpeedTrainModel(TrainModel):
         ddp_accelerator: Optional[DdpAccelerator] = None,
     ) -> TrainModel:
         """
-        Constructs the train loop from a config file, whose top-level keys are the arguments of
-        this method. See AllenNLP's for what they mean. The readers are lazy so that the one of the
-        test set can be constructed once more, unsharded.
+        Constructs the train loop from a config file, whose top-level keys are the arguments of this
+        method, as in AllenNLP. The readers are lazy so that the reader of the test set can be
+        constructed again, unsharded.
         """
         arguments: Arguments = {
             "serialization_dir": serialization_dir,
@@ -127,8 +127,8 @@ class DeepSpeedTrainModel(TrainModel):
             with _constructed_partitioned(arguments):
                 return super().from_partial_objects(**arguments)
 
-        # With several workers the vocabulary has been made from all data before they started, and
-        # what they read is their share of it. Of the test set each reads all.
+        # With several workers the vocabulary has been constructed from all data before they
+        # started, and each worker reads its shard. Each worker reads the full test set.
         with _constructed_partitioned(arguments):
             train_loop = super().from_partial_objects(**arguments)
         if test_data_path is not None and evaluate_on_test:
@@ -149,8 +149,8 @@ def _numbers(metrics: Dict[str, Any]) -> List[Tuple[str, float]]:
 @contextmanager
 def _constructed_partitioned(arguments: Arguments) -> Iterator[None]:
     """
-    Has the `"model"` constructed partitioned at ZeRO stage 3. The process stays one that DeepSpeed
-    can work in until the trainer has been constructed, which sees to it from then on.
+    Context manager that constructs the `"model"` partitioned at ZeRO stage 3. The process stays
+    prepared for DeepSpeed until the trainer has been constructed, which is responsible for it then.
     """
     trainer = arguments["trainer"]._params.as_dict(quiet=True)
     device = worker_device(trainer.get("cuda_device"))

@@ -15,22 +15,23 @@ from allennlp_deepspeed.training.progress import Progress
 
 class ValidationHistory:
     """
-    Brings validation data to the place where they were at a checkpoint, by reading again what each
-    validation before has read: with `batches_per_epoch` a loader goes on where it stopped, and a
-    reader may have a state. Data in memory that are read from the beginning each time have no place
-    and are left out.
+    Restores the position in the validation data at a checkpoint by rereading the data of each
+    earlier validation: with `batches_per_epoch` a loader continues where it stopped, and a reader
+    may have a state. Data in memory that are read from the beginning each time have no position and
+    aren't reread.
 
     # Parameters
 
     progress : `Progress`, required.
     data_loader : `Any`, required.
-        Of the validation data; `None` if there are none.
+        The data loader of the validation data, or `None`.
     device : `torch.device`, required.
-        Where the process group communicates.
+        The device that the process group communicates on.
     shows_progress : `bool`, required.
-        Whether AllenNLP's loop shows it on this rank, for which it asks for the length.
+        Whether AllenNLP's loop shows a progress bar on this rank, which reads the length of the
+        loader.
     leave_if_interrupted : `Callable[[str], None]`, required.
-        Called between batches, with what this is doing.
+        Called between batches, with a description of the current position.
     """
 
     def __init__(
@@ -50,15 +51,18 @@ class ValidationHistory:
         self._starts: List[Dict[str, Any]] = []
 
     def start(self) -> None:
-        """To be called before the validation of an epoch asks for its data."""
+        """
+        Records the start of a validation. Must be called before the validation of an epoch reads
+        its data.
+        """
         if _may_keep_place(self._data_loader):
             self._epochs.append(self._progress.epochs_completed)
             self._starts.append(random_states())
 
     def read_again(self) -> None:
         """
-        Reads what the validation of the epoch has read, if there was one. To be called by every
-        rank, when the training data of an epoch have been read that isn't trained again.
+        Rereads the data of the epoch's validation, if there was one. Every rank must call it after
+        reading the training data of an epoch that isn't trained again.
         """
         epoch = self._progress.epochs_completed
         if epoch not in self._epochs:
@@ -78,7 +82,9 @@ class ValidationHistory:
         return {"epochs": list(self._epochs), "starts": list(self._starts)}
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Without the epochs after the checkpoint, which are validated again."""
+        """
+        Restores the history without the epochs after the checkpoint, which are validated again.
+        """
         start = self._progress.start
         self._epochs = [epoch for epoch in state_dict["epochs"] if epoch < start.epochs]
         self._starts = state_dict["starts"][: len(self._epochs)]

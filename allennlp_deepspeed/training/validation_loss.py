@@ -13,12 +13,12 @@ _WEIGHT_KEY = "num_loss_tokens"
 
 class ValidationLoss:
     """
-    Makes the validation loss of a `TokenLossModel` the mean over all tokens of all workers, as its
-    loss is in training, in the place of AllenNLP's mean over batches; that of any other model stays
-    what it is. So it doesn't depend on how instances are divided into batches and workers.
+    Computes the validation loss of a `TokenLossModel` as the mean over all tokens of all ranks, as
+    in training, instead of AllenNLP's mean over batches. So it doesn't depend on the division of
+    instances into batches and ranks. The validation loss of other models is AllenNLP's.
 
-    Of workers that share sequences each has the loss of the whole, and weighs it by the tokens of
-    its part: together by all of them.
+    Each of the ranks that share sequences has the loss of the full sequences, and weights it by the
+    tokens of its part, so that together they weight it by all tokens.
 
     # Parameters
 
@@ -30,23 +30,28 @@ class ValidationLoss:
         self.start()
 
     def start(self) -> None:
-        """To be called before a validation, also before one that begins anew."""
+        """
+        Resets the sums. Must be called before each validation, also before one that is restarted.
+        """
         self._total = 0.0
         self._num_tokens = 0
         self._num_tokens_of_batch = 0
-        # With and without a loss.
+        # Batches with and without a loss.
         self._num_batches = 0
 
     def look_at(self, batch: TensorDict) -> None:
-        """To be called before the model goes forward, which may change the batch."""
+        """
+        Counts the tokens of a batch. Must be called before the forward pass, which may change the
+        batch.
+        """
         self._num_batches += 1
         if averages_over_tokens(self._model):
             self._num_tokens_of_batch = int(num_loss_terms(self._model, batch))
 
     def add(self, outputs: Dict[str, torch.Tensor]) -> None:
         """
-        To be called after it. A batch without a loss doesn't count. Waits for the device, as
-        AllenNLP does for each batch.
+        Adds the loss of a batch after its forward pass. A batch without a loss isn't counted. It
+        synchronizes with the device, as AllenNLP does for each batch.
         """
         if averages_over_tokens(self._model) and outputs.get("loss") is not None:
             self._total += outputs["loss"].item() * self._num_tokens_of_batch
@@ -56,21 +61,23 @@ class ValidationLoss:
         self, validated: Tuple[float, Optional[float], int]
     ) -> Tuple[float, Optional[float], int]:
         """
+        Returns the sums that AllenNLP divides, by tokens instead of batches.
+
         # Parameters
 
         validated : `Tuple[float, Optional[float], int]`
-            What AllenNLP has added up on this worker: losses, penalties, and the number of batches
-            by which it will divide their sums over all workers.
+            AllenNLP's sums on this rank: losses, penalties, and the number of batches that will
+            divide their sums over all ranks.
 
         # Returns
 
         `Tuple[float, Optional[float], int]`
-            The same, by tokens.
+            The same sums, weighted by tokens.
 
         # Raises
 
         `ConfigurationError`
-            If there was no batch, of which AllenNLP would make a loss of 0.
+            If there was no batch, for which AllenNLP would return a loss of 0.
         """
         if self._num_batches == 0:
             raise ConfigurationError(
@@ -92,9 +99,8 @@ def evaluate(
     batch_weight_key: str,
 ) -> Dict[str, Any]:
     """
-    AllenNLP's `evaluate`, with the loss of a `TokenLossModel` as in `ValidationLoss`, unless
-    `batch_weight_key` says otherwise. To be called by every rank that shares sequences, with the
-    same data.
+    Runs AllenNLP's `evaluate`, with the loss of a `TokenLossModel` as in `ValidationLoss` unless
+    `batch_weight_key` is set. Every rank that shares sequences must call it, with the same data.
 
     # Parameters
 
@@ -109,7 +115,7 @@ def evaluate(
 
 
 class _WithNumTokens:
-    """In the place of a model that is evaluated: its outputs have the number of their tokens."""
+    """Wrapper of a model for evaluation, which adds the number of tokens to its outputs."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -120,5 +126,5 @@ class _WithNumTokens:
         num_tokens = torch.as_tensor(num_loss_terms(self._model, batch))
         if self._model.sequence_sharing is not None:
             num_tokens = self._model.sequence_sharing.total(num_tokens)
-        # AllenNLP divides by the weights so far, after each batch: they may not be 0.
+        # AllenNLP divides by the sum of weights after each batch: it must not be 0.
         return {**self._model(**batch), _WEIGHT_KEY: num_tokens.double().clamp(min=1e-9)}
