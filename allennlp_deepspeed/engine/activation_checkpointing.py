@@ -1,7 +1,7 @@
 """
 Activation checkpointing with DeepSpeed's functions, after "Training Deep Nets with Sublinear Memory
-Cost" (Chen et al., 2016, https://arxiv.org/abs/1604.06174): of a module's forward pass only the
-inputs are kept, and what the backward pass needs is computed again when it comes to the module.
+Cost" (Chen et al., 2016, https://arxiv.org/abs/1604.06174): only the inputs of a module's forward
+pass are saved, and its activations are recomputed in the backward pass.
 """
 
 import difflib
@@ -39,20 +39,21 @@ _TRAINER_KEY = "trainer.activation_checkpointing"
 @CheckpointWrapper.register("deepspeed")
 class DeepSpeedCheckpointWrapper(CheckpointWrapper):
     """
-    For models that take a `checkpoint_wrapper`, such as the encoder and the decoder of AllenNLP's
-    T5. For others name the modules in the "deepspeed" trainer's `activation_checkpointing`.
+    Checkpoints activations of models that take a `checkpoint_wrapper`, such as the encoder and the
+    decoder of AllenNLP's T5. For other models name the modules in the "deepspeed" trainer's
+    `activation_checkpointing`.
 
     Registered as a `CheckpointWrapper` with name "deepspeed". It has no arguments: its settings,
     such as `cpu_checkpointing`, are those in the section `activation_checkpointing` of the
-    trainer's `deepspeed_config`. Where no engine is up, as in `allennlp evaluate`, a wrapped module
+    trainer's `deepspeed_config`. Without an engine, as in `allennlp evaluate`, a wrapped module
     computes as if it were not wrapped.
     """
 
     @overrides
     def wrap_module(self, module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         """
-        Has the forward pass of `module` computed again in the backward pass. It may be called with
-        any arguments and return anything.
+        Makes the backward pass recompute the forward pass of `module`. The module may take any
+        arguments and return anything.
 
         # Parameters
 
@@ -61,12 +62,13 @@ class DeepSpeedCheckpointWrapper(CheckpointWrapper):
         # Returns
 
         `torch.nn.Module`
-            The same one. The names of its parameters don't change.
+            The same module. The names of its parameters don't change.
 
         # Raises
 
         `ConfigurationError`
-            If the module would not compute the same a second time, or has arguments besides.
+            If the module would not compute the same when recomputed, or if further arguments are
+            given.
         """
         if kwargs:
             raise ConfigurationError(
@@ -80,10 +82,12 @@ class DeepSpeedCheckpointWrapper(CheckpointWrapper):
 
 def check_patterns(patterns: Any) -> None:
     """
+    Checks the trainer's `activation_checkpointing`.
+
     # Raises
 
     `ConfigurationError`
-        Unless `patterns` can be the trainer's `activation_checkpointing`.
+        If `patterns` is not a valid value.
     """
     findings = Findings()
     check_values("trainer", TRAINER_KEYS, {"activation_checkpointing": patterns}, findings)
@@ -92,9 +96,9 @@ def check_patterns(patterns: Any) -> None:
 
 def checkpoint_modules(model: torch.nn.Module, patterns: List[str]) -> Callable[[], None]:
     """
-    Has the forward passes of the modules whose names match one of the `patterns` (by `re.search`)
-    computed again in the backward pass. Where a module and one inside it match the same pattern, it
-    is the outer one. Lists of modules, which have no forward pass, stand for what is in them.
+    Makes the backward pass recompute the forward passes of the modules whose names match one of the
+    `patterns` (by `re.search`). If a module and one inside it match the same pattern, the outer one
+    is chosen. Lists of modules, which have no forward pass, stand for their elements.
 
     # Parameters
 
@@ -104,13 +108,13 @@ def checkpoint_modules(model: torch.nn.Module, patterns: List[str]) -> Callable[
     # Returns
 
     `Callable[[], None]`
-        Undoes it.
+        A function that restores the modules.
 
     # Raises
 
     `ConfigurationError`
-        If a pattern matches nothing, or only modules inside others that are computed again anyway,
-        or if a module would not compute the same a second time.
+        If a pattern matches nothing, or only modules inside others that are recomputed anyway, or
+        if a module would not compute the same when recomputed.
     """
     check_patterns(patterns)
     modules = _matching(model, patterns)
@@ -124,9 +128,9 @@ def checkpoint_modules(model: torch.nn.Module, patterns: List[str]) -> Callable[
 
 def configure(model: torch.nn.Module, config: Dict[str, Any], device: torch.device) -> None:
     """
-    Has the modules of `model` that are to be computed again be, with DeepSpeed's settings, which
-    the process has until its `process_environment` ends. To be called by every rank, where
-    DeepSpeed communicates already.
+    Enables recomputation in the wrapped modules of `model`, with DeepSpeed's settings, which are
+    global to the process until its `process_environment` ends. Every rank must call it after
+    DeepSpeed's communication has been initialized.
 
     # Parameters
 
@@ -134,12 +138,12 @@ def configure(model: torch.nn.Module, config: Dict[str, Any], device: torch.devi
     config : `Dict[str, Any]`, required.
         The engine's configuration.
     device : `torch.device`, required.
-        The one that the model computes on.
+        The device that the model computes on.
 
     # Raises
 
     `ConfigurationError`
-        If activations are to be moved to the CPU, and are there already: DeepSpeed would lose them.
+        If activations are to be moved to the CPU and are there already: DeepSpeed would lose them.
     """
     settings = config.get("activation_checkpointing", {})
     if not any(map(is_recomputed, model.modules())):
@@ -164,10 +168,10 @@ def configure(model: torch.nn.Module, config: Dict[str, Any], device: torch.devi
 
 
 def _matching(model: torch.nn.Module, patterns: List[str]) -> Dict[str, torch.nn.Module]:
-    """The outermost modules that match, by name."""
-    # Without the model itself, which would be computed twice and save nothing.
+    """Returns the outermost matching modules, by name."""
+    # Without the model itself, whose recomputation would save no memory.
     named_modules = {name: m for name, m in model.named_modules() if name and _has_forward(m)}
-    matching: Dict[str, str] = {}  # the pattern, by the name of the module
+    matching: Dict[str, str] = {}  # the pattern by the name of the module
     for pattern in patterns:
         names = [name for name in named_modules if re.search(pattern, name)]
         if not names:
@@ -199,7 +203,7 @@ def _has_forward(module: torch.nn.Module) -> bool:
 
 
 def _recompute(module: torch.nn.Module, name: str) -> None:
-    """Puts a forward pass that is computed again in the place of the module's own."""
+    """Replaces a module's forward pass by one that is recomputed."""
     if is_recomputed(module):
         raise ConfigurationError(
             f"The activations of {name} are checkpointed twice: by the model's own "
@@ -218,13 +222,15 @@ def _recompute(module: torch.nn.Module, name: str) -> None:
 
 
 def is_recomputed(module: torch.nn.Module) -> bool:
-    """Whether what a module computes is computed again in the backward pass."""
+    """Returns whether the backward pass recomputes the module."""
     forward = vars(module).get("forward")
     return isinstance(forward, partial) and forward.func is _recomputed_forward
 
 
 def _why_not(module: torch.nn.Module) -> Optional[str]:
-    """Why a second forward pass of a module, with the same inputs, is not the first again."""
+    """
+    Returns why recomputing a module with the same inputs would not give the same result, or `None`.
+    """
     if isinstance(module, _EncoderBase) and module.stateful:
         return "is stateful and would go on from its last state"
     if is_recomputed(module):
@@ -240,11 +246,13 @@ def _recomputed_forward(
     module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """
-    Works around DeepSpeed 0.19.8: its function for checkpointing computes again without the
-    autocast of the forward pass, lets go at stage 3 of what the backward pass of a module inside
-    needs, and with `cpu_checkpointing` empties the tensors of the caller. Gone when two linear
-    layers that are recomputed together train at stage 3 and in the precision of autocast, and their
-    inputs stay.
+    Runs the forward pass with DeepSpeed's function for checkpointing.
+
+    Works around DeepSpeed 0.19.8: its function for checkpointing recomputes without the autocast of
+    the forward pass, releases parameters at stage 3 that the backward pass of an inner module
+    needs, and with `cpu_checkpointing` empties the caller's tensors. Gone when two linear layers
+    that are recomputed together train at stage 3 and in the precision of autocast, and their inputs
+    stay.
     """
     if not torch.is_grad_enabled() or not checkpointing.is_configured():
         return forward(*args, **kwargs)
@@ -258,27 +266,27 @@ def _recomputed_forward(
         rest = (iter(others), iter(tensors))
         args, kwargs = tree_unflatten([next(rest[which]) for which in is_tensor], structure)
         with autocast():
-            if outputs:  # the second time
+            if outputs:  # when recomputed
                 with _copied_buffers(module), _held_parameters(module):
                     forward(*args, **kwargs)
             else:
                 outputs.append(forward(*args, **kwargs))
-        # To DeepSpeed there are none, so that they may be of any type.
+        # DeepSpeed gets no outputs, so that they may be of any type.
         return ()
 
     if dropout_between_layers(module):
         repeatable_random_states()
-    # The one that doesn't go backward in its own graph: hooks on parameters, by which DeepSpeed
-    # reduces gradients, are called once, and inputs don't have to require gradients.
+    # The variant without a nested backward pass: hooks on parameters, with which DeepSpeed reduces
+    # gradients, are called once, and inputs don't have to require gradients.
     checkpointing.non_reentrant_checkpoint(run, *map(_alias, filter(torch.is_tensor, leaves)))
     (output,) = outputs
-    outputs[:] = [None]  # the graph keeps `run`, and must not keep what comes out of it
+    outputs[:] = [None]  # the graph references `run`, and must not reference its outputs
     return output
 
 
 def current_autocast() -> Callable[[], torch.autocast]:
     """
-    What makes the autocast that there is now, for the backward pass, which is outside of it.
+    Returns a constructor of the current autocast, for the backward pass, which runs outside of it.
     """
     device = get_accelerator().device_name()
     return partial(
@@ -292,7 +300,10 @@ def current_autocast() -> Callable[[], torch.autocast]:
 
 @contextmanager
 def _copied_buffers(module: torch.nn.Module) -> Iterator[None]:
-    """Within it the module's buffers are copies: statistics of batches are not to count twice."""
+    """
+    Context manager in which the module's buffers are copies, so that batch statistics aren't
+    counted twice.
+    """
     owners = [(inner, dict(inner._buffers)) for inner in module.modules() if inner._buffers]
     for owner, buffers in owners:
         for name, buffer in buffers.items():
@@ -307,8 +318,9 @@ def _copied_buffers(module: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def _held_parameters(module: torch.nn.Module) -> Iterator[None]:
     """
-    Within it the parameters stay whole that ZeRO stage 3 has gathered for the backward pass of a
-    module inside, which the end of that module's second forward pass would let go of.
+    Context manager that prevents the release of parameters that ZeRO stage 3 has gathered for the
+    backward pass of an inner module. The end of that module's second forward pass would release
+    them.
     """
     parameters: Iterator[Any] = filter(internals.is_sharded, module.parameters())
     held = [p for p in parameters if internals.is_gathered(p)]
@@ -324,7 +336,7 @@ def _held_parameters(module: torch.nn.Module) -> Iterator[None]:
 
 
 class _Alias(torch.autograd.Function):
-    """The same values, as a tensor that autograd doesn't know as a view of the other."""
+    """Returns the same values as a tensor that autograd doesn't treat as a view of the input."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -337,7 +349,7 @@ class _Alias(torch.autograd.Function):
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """
-    A tensor for DeepSpeed to empty. The model may use the other one elsewhere, as it does with a
+    Returns an alias that DeepSpeed may empty. The model may use the original elsewhere, such as a
     mask for all layers.
     """
     return _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()

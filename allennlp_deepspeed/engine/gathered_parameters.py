@@ -1,6 +1,4 @@
-"""
-Parameters that ZeRO stage 3 shards, where one step makes several passes through the model.
-"""
+"""Gathering of ZeRO stage 3 parameters over several passes of a step."""
 
 from contextlib import contextmanager, nullcontext
 from typing import Any, ContextManager, Dict, Hashable, Iterator, List, Tuple
@@ -17,21 +15,21 @@ from allennlp_deepspeed.engine import internals
 
 class _Keeper:
     """
-    Among the numbers of the modules that use a parameter. While there is one, DeepSpeed doesn't
-    release the parameter.
+    Marker among the ids of the modules that use a parameter. DeepSpeed doesn't release a parameter
+    that has one.
     """
 
 
 class Passes:
     """
-    Tells DeepSpeed what is a pass through a model whose parameters it shards. At stages other than
-    3 this does nothing.
+    Tells DeepSpeed the kind of each pass through a model with sharded parameters. It does nothing
+    at stages other than 3.
 
-    DeepSpeed records in which order a pass uses the parameters, to gather them in time, and begins
-    anew as soon as one uses them otherwise: with a few small collectives in each pass, and nothing
-    gathered in time. Here passes of each kind have an order of their own. A pass without a graph,
-    another with one and that of the loss follow one another in every step with gradient caching,
-    and validation follows training.
+    DeepSpeed records the order in which a pass uses the parameters, to prefetch them, and restarts
+    the recording when a pass uses them in another order: this costs a few small collectives in each
+    pass, and nothing is prefetched. Here passes of each kind have their own order. With gradient
+    caching, a pass without a graph, one with a graph and that of the loss follow one another in
+    every step, and validation follows training.
 
     # Parameters
 
@@ -39,14 +37,14 @@ class Passes:
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        # Not what wraps it at other stages.
+        # Optimizers of other stages don't have it.
         self._offload = getattr(engine.optimizer, "parameter_offload", None)
         self._coordinators: Dict[Hashable, PartitionedParameterCoordinator] = {}
 
     def of(self, *kind: Hashable) -> ContextManager[None]:
         """
-        Surrounds a forward pass, with its backward pass if it has one, of a kind whose passes use
-        the same parameters in the same order. To be entered by every rank.
+        Context manager for a forward pass, with its backward pass if it has one, of a kind whose
+        passes use the same parameters in the same order. Every rank must enter it.
         """
         return nullcontext() if self._offload is None else self._of_sharded(kind)
 
@@ -69,8 +67,8 @@ def _is_kept(parameter: Any) -> bool:
 @contextmanager
 def kept_by_readers() -> Iterator[None]:
     """
-    Within it `GatheredParameters`, in which a model can read and write parameters on its way,
-    doesn't fail on letting go of those that are kept.
+    Context manager in which `GatheredParameters`, with which a model can read and write parameters
+    in its forward pass, doesn't fail to release parameters of `kept_gathered`.
     """
     to_partition, partition = internals.release_functions_of_readers().values()
 
@@ -80,7 +78,7 @@ def kept_by_readers() -> Iterator[None]:
         return [p for p in parameters if not (is_read and _is_kept(p))]
 
     def partition_and_gather(parameters: List[Any], has_been_updated: bool) -> None:
-        # What one rank may have changed is partitioned, or the change would be lost.
+        # A change by one rank is partitioned, or it would be lost.
         kept = list(filter(_is_kept, parameters))
         keepers = [{u for u in p.ds_active_sub_modules if isinstance(u, _Keeper)} for p in kept]
         for parameter, of_parameter in zip(kept, keepers):
@@ -102,14 +100,14 @@ def kept_by_readers() -> Iterator[None]:
 @contextmanager
 def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
     """
-    A context in which these parameters stay whole on every rank once a pass has gathered them. To
-    be entered by every rank with the same parameters, and left before the optimizer steps. Within
-    another one they stay until that is left too.
+    Context manager in which these parameters stay gathered on every rank after a pass has gathered
+    them. Every rank must enter it with the same parameters, and exit before the optimizer step. In
+    nested contexts they stay gathered until the outer one exits.
 
     # Parameters
 
     parameters : `List[torch.nn.Parameter]`, required.
-        Of an engine at stage 3.
+        Parameters of an engine at stage 3.
     """
     sharded: List[Any] = list(parameters)
     keeper = _Keeper()
@@ -128,12 +126,12 @@ def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
 
 def end_passes(engine: DeepSpeedEngine) -> None:
     """
-    Has nothing use the parameters any more, where an exception has ended a pass. Not a collective.
+    Marks all parameters as unused after an exception has ended a pass. Not a collective.
 
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-        At stage 3.
+        An engine at stage 3.
     """
     in_flight = engine.module.ds_inflight_param_registry
     for parameter in filter(internals.is_sharded, engine.module.parameters()):
@@ -144,6 +142,8 @@ def end_passes(engine: DeepSpeedEngine) -> None:
 
 def all_that_are_sharded(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:
     """
+    Returns the sharded parameters of an engine.
+
     # Parameters
 
     engine : `DeepSpeedEngine`, required.

@@ -12,7 +12,7 @@ from allennlp_deepspeed.engine.shards import Shards, whole_shape
 
 class GradientReducer:
     """
-    Hands gradients to DeepSpeed for reduction. DeepSpeed's own hooks leave them alone from here on.
+    Passes gradients to DeepSpeed for reduction, and disables DeepSpeed's own hooks.
 
     # Parameters
 
@@ -21,20 +21,20 @@ class GradientReducer:
     # Attributes
 
     parameters : `List[torch.nn.Parameter]`
-        The trainable ones, in the order in which their gradients are reduced: the reverse of that
-        in which the model registers them, the same on every rank.
+        The trainable parameters, in the order in which their gradients are reduced: the reverse of
+        the order in which the model registers them, the same on every rank.
     reduces_all_at_once : `bool`
         Whether the engine can only reduce all gradients together: at stage 0, and from
         BF16_Optimizer's own buffers, where no gradient is ever missing.
     is_offloaded : `bool`
         Whether the optimizer steps on the CPU.
     reduced : `array`
-        The indices in `parameters` of the gradients that the micro-batch has reduced, in that
-        order.
+        The indices in `parameters` of the gradients that the micro-batch has reduced, in order of
+        reduction.
 
-    Works around DeepSpeed 0.19.8: a parameter that isn't used in a step at stage 3 is stepped with
-    its gradient of the step before, to which that of a later micro-batch is added at stage 3, and
-    at stages 1 and 2 with an offloaded optimizer. Gone when a step begins without gradients.
+    Works around DeepSpeed 0.19.8: a parameter that isn't used in a step at stage 3 is updated with
+    its gradient of the previous step, and gradients of later micro-batches are added to it at stage
+    3, and at stages 1 and 2 with an offloaded optimizer. Gone when a step begins without gradients.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -52,7 +52,10 @@ class GradientReducer:
         internals.disable_gradient_hooks(engine, not self.reduces_all_at_once)
 
     def _find_group_indices(self) -> Dict[torch.nn.Parameter, int]:
-        """The trainable parameters, and the index of each one's group in DeepSpeed's optimizer."""
+        """
+        Returns the trainable parameters, with the index of each one's group in DeepSpeed's
+        optimizer.
+        """
         if self.reduces_all_at_once:
             return {p: 0 for p in self._engine.module.parameters() if p.requires_grad}
         groups = Shards(self._engine).groups
@@ -60,10 +63,10 @@ class GradientReducer:
 
     @property
     def overlaps(self) -> bool:
-        """Whether DeepSpeed reduces gradients from inside a backward pass."""
+        """Returns whether DeepSpeed reduces gradients during the backward pass."""
         if self.reduces_all_at_once or (self._stage == 1 and not self._optimizer.overlap_comm):
             return False
-        # DeepSpeed reduces these from a hook of their module, also those without a gradient.
+        # DeepSpeed reduces these from a hook of their module, even those without a gradient.
         return not any(map(z3_leaf_parameter, self.parameters))
 
     @property
@@ -77,9 +80,7 @@ class GradientReducer:
         return self._has_own_buffers or any(p.dtype != (dtype or p.dtype) for p in self.parameters)
 
     def start_step(self) -> None:
-        """
-        Clears the gradients of the step before, where DeepSpeed would add to them.
-        """
+        """Clears the gradients of the previous step where DeepSpeed would add to them."""
         if self._stage == 3:
             self._optimizer.grad_partitions_flat_buffer.zero_()
 
@@ -90,7 +91,7 @@ class GradientReducer:
         del self.reduced[:]
 
     def take_checksum(self) -> int:
-        """A checksum of the gradients reduced since the last call, and of their order."""
+        """Returns a checksum of the gradients reduced since the last call, and of their order."""
         checksum, self._checksum = zlib.crc32(self.reduced, self._checksum), 0
         del self.reduced[:]
         return checksum
@@ -109,7 +110,7 @@ class GradientReducer:
         self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
 
     def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether there is anything to reduce for the parameter."""
+        """Returns whether the parameter has a gradient to reduce."""
         if self._stage == 3:
             return parameter.grad is not None
         return self._optimizer.get_gradient_for_reduction(parameter) is not None
@@ -127,25 +128,22 @@ class GradientReducer:
 
     def finish(self, is_last: bool) -> None:
         """
-        Reduces what is left in DeepSpeed's buckets, and shards the sums. To be called by every
-        rank.
+        Reduces the rest of DeepSpeed's buckets, and shards the sums. Every rank must call it.
 
         # Parameters
 
         is_last : `bool`, required.
-            Whether the optimizer's step follows.
+            Whether it is the last micro-batch of the optimizer step.
         """
         if self._stage < 3:
-            self._optimizer.setup_buckets()  # also if nothing was reduced
+            self._optimizer.setup_buckets()  # even if nothing was reduced
             is_first = self._optimizer.micro_step_id == 0 and not is_last
             if self.is_offloaded and is_first:
                 self._clear_accumulated_on_cpu()
         self._optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def _clear_accumulated_on_cpu(self) -> None:
-        """
-        Clears the gradients of the step before that the first micro-batch has not replaced.
-        """
+        """Clears the gradients of the previous step that the first micro-batch has not replaced."""
         replaced_ids = {self._optimizer.get_param_id(self.parameters[i]) for i in self.reduced}
         for param_id, accumulated in self._optimizer.accumulated_grads_in_cpu.items():
             if param_id not in replaced_ids:
@@ -154,8 +152,8 @@ class GradientReducer:
 
 class GradientAccumulators:
     """
-    Sums of local gradients in DeepSpeed's `grad_accum_dtype`, where that isn't the dtype of the
-    gradients. At stage 1 DeepSpeed has them itself.
+    Sums local gradients in DeepSpeed's `grad_accum_dtype` if the gradients have another dtype. At
+    stage 1 DeepSpeed does this itself.
 
     # Parameters
 
@@ -166,28 +164,28 @@ class GradientAccumulators:
     def __init__(self, parameters: List[torch.nn.Parameter], dtype: torch.dtype) -> None:
         self._dtype = dtype
         self.parameters = [p for p in parameters if p.dtype != dtype]
-        """Those whose dtype is another."""
+        """The parameters with another dtype."""
         self._sums: Dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def add(self, parameter: torch.nn.Parameter) -> None:
         """Moves the gradient of a parameter to its sum."""
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None  # hooks call this when it has just been added to
+        assert gradient is not None  # hooks call this directly after it has been accumulated
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
             self._sums[parameter] = gradient.to(self._dtype)
 
     def move_to_gradients(self) -> None:
-        """Gives each parameter its sum for a gradient, rounded once."""
+        """Sets each parameter's gradient to its sum, rounded once."""
         while self._sums:
             parameter, total = self._sums.popitem()
             set_gradient(parameter, total.to(parameter.dtype))
 
 
 def set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Gives a parameter, which may be partitioned, a gradient of its unsharded shape."""
-    # Torch wants a gradient to have the shape of its parameter at the moment when it is set.
+    """Sets the gradient of a parameter, which may be partitioned, to one of its unsharded shape."""
+    # PyTorch requires a gradient to have the shape of its parameter when it is set.
     with access_allowed():
         data = parameter.data
         parameter.data = data.new_zeros(()).expand(gradient.shape)
@@ -196,7 +194,7 @@ def set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def set_zero_gradient(parameter: torch.nn.Parameter) -> None:
-    """Gives a parameter, which may be partitioned, a gradient of zeros."""
+    """Sets the gradient of a parameter, which may be partitioned, to zeros."""
     with access_allowed():
         zeros = parameter.new_zeros(whole_shape(parameter))
     set_gradient(parameter, zeros)

@@ -1,9 +1,9 @@
 """
-Private attributes of DeepSpeed that this package reads or sets, each behind a function with a name.
+Private attributes of DeepSpeed that this package reads or sets, each behind a named function.
 
-A private attribute may be renamed in any release. Reading one that is missing fails somewhere, but
-setting one creates it, and changes nothing: what it was to do is lost in silence. So each function
-looks first whether the attribute is there.
+A private attribute may be renamed in any release. Reading a missing one fails, but setting one
+creates it without an effect, so that the change is lost silently. So each function first checks
+that the attribute exists.
 """
 
 import inspect
@@ -66,29 +66,29 @@ def replaced(owner: Any, **attributes: Any) -> ContextManager[Any]:
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO stage 3 shards the parameter."""
+    """Returns whether ZeRO stage 3 shards the parameter."""
     return is_zero_param(parameter)
 
 
 def is_gathered(parameter: Any) -> bool:
-    """Whether a parameter that ZeRO stage 3 shards has all of its elements on this rank now."""
+    """Returns whether all elements of a parameter that ZeRO stage 3 shards are on this rank now."""
     return _read(parameter, "ds_status") is ZeroParamStatus.AVAILABLE
 
 
 def is_released(parameter: Any) -> bool:
-    """Whether a parameter that ZeRO stage 3 shards has no elements on this rank now."""
+    """Returns whether a parameter that ZeRO stage 3 shards has no elements on this rank now."""
     return _read(parameter, "ds_status") is ZeroParamStatus.NOT_AVAILABLE
 
 
 def shard_parameter(partitioner: zero.Init, parameter: torch.nn.Parameter) -> None:
-    """Shards a parameter as `zero.Init` does during construction. Every rank must call."""
+    """Shards a parameter as `zero.Init` does during construction. Every rank must call it."""
     _read(partitioner, "_zero_init_param")(parameter)
 
 
 def broadcasting_functions() -> Tuple[Callable[..., Any], ...]:
     """
-    The functions of DeepSpeed that broadcast parameters as bytes: when an engine is constructed,
-    when `zero.Init` shards a parameter, and when `GatheredParameters` writes one.
+    Returns the functions of DeepSpeed that broadcast parameters as bytes: when an engine is
+    constructed, when `zero.Init` shards a parameter, and when `GatheredParameters` writes one.
     """
     return (
         _read(DeepSpeedEngine, "_broadcast_model"),
@@ -102,8 +102,8 @@ def broadcasting_functions() -> Tuple[Callable[..., Any], ...]:
 
 def disable_gradient_hooks(engine: DeepSpeedEngine, has_zero_optimizer: bool) -> None:
     """
-    Has DeepSpeed's hooks leave gradients alone, as within `engine.coalesce_grad_reduction`, which
-    would reduce all gradients at its end, and not from inside the last backward pass.
+    Disables DeepSpeed's gradient hooks, as within `engine.coalesce_grad_reduction`, which would
+    reduce all gradients at its end, and not during the last backward pass.
     """
     if has_zero_optimizer:
         _set(engine.optimizer, "_coalesce_grad_reduction", True)
@@ -116,7 +116,7 @@ def fill_accumulated_gradient(optimizer: Any, parameter: torch.nn.Parameter) -> 
 
 
 def allow_plain_backward(engine: DeepSpeedEngine) -> None:
-    """Has an engine at stage 0 take `loss.backward()`."""
+    """Lets an engine at stage 0 accept `loss.backward()`."""
     _set(engine, "_support_torch_style_backward", True)
 
 
@@ -125,14 +125,14 @@ def allow_plain_backward(engine: DeepSpeedEngine) -> None:
 
 def fragment_mapping(parameter: Any) -> Any:
     """
-    The `tensor_fragment` of a parameter at stages 1 and 2: which part of it this rank's optimizer
-    updates, `None` if it updates none.
+    Returns the `tensor_fragment` of a parameter at stages 1 and 2: the part of it that this rank's
+    optimizer updates, `None` if it updates none.
     """
     return _read(parameter, "_hp_mapping")
 
 
 def is_on_nvme(optimizer: Any, sub_group: int) -> bool:
-    """Whether stage 3 keeps the optimizer states of a sub-group in swap files."""
+    """Returns whether stage 3 stores the optimizer states of a sub-group in swap files."""
     return _read(optimizer, "_swappable_optimizer_subgroup")(sub_group)
 
 
@@ -157,17 +157,17 @@ def empty_param_groups(optimizer: Any) -> None:
 
 
 def copy_master_weights_to_model(optimizer: Any, sub_group: int) -> None:
-    """Gives the model the fp32 shard of a sub-group, in its own precision, at stage 3."""
+    """Copies the fp32 shard of a sub-group to the model, in the model's precision, at stage 3."""
     _read(optimizer, "_reassign_or_swap_out_partitioned_parameters")(sub_group)
 
 
 def link_fragments(optimizer: Any) -> None:
-    """Has parameters at stages 1 and 2 know of their fp32 fragments and optimizer states."""
+    """Links parameters at stages 1 and 2 to their fp32 fragments and optimizer states."""
     _read(optimizer, "_link_all_hp_params")()
 
 
 def replace_wrapped_optimizer(zero_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Has a ZeRO optimizer step with another one than it has."""
+    """Replaces the optimizer that a ZeRO optimizer wraps."""
     _set(zero_optimizer, "optimizer", optimizer)
 
 
@@ -175,27 +175,27 @@ def replace_wrapped_optimizer(zero_optimizer: Any, optimizer: torch.optim.Optimi
 
 
 def without_autocast() -> ContextManager[Any]:
-    """Context manager that begins without DeepSpeed's autocast, and ends as before it."""
+    """Context manager that starts without DeepSpeed's autocast, and restores it at exit."""
     return replaced(torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None)
 
 
 def autocast_grad_scaler(engine: DeepSpeedEngine) -> Any:
-    """What scales the losses of an engine at stage 0, `None` if nothing does."""
+    """Returns the scaler of the losses of an engine at stage 0, or `None`."""
     return _read(engine, "torch_autocast_z0_gradscaler")
 
 
 def set_autocast_grad_scaler(engine: DeepSpeedEngine, scaler: Optional[Any]) -> None:
-    """Has something else scale the losses of an engine at stage 0."""
+    """Replaces the scaler of the losses of an engine at stage 0."""
     _set(engine, "torch_autocast_z0_gradscaler", scaler)
 
 
 def update_scale_function(optimizer: Any) -> Callable[[bool], None]:
-    """The function by which an fp16 optimizer updates its loss scale after a step."""
+    """Returns the function by which an fp16 optimizer updates its loss scale after a step."""
     return _read(optimizer, "_update_scale")
 
 
 def divide_reported_norm(optimizer: Any, divisor: float) -> None:
-    """Divides the norm that an fp16 optimizer reports of its last step."""
+    """Divides the norm that an fp16 optimizer reports for its last step."""
     _set(optimizer, "_global_grad_norm", _read(optimizer, "_global_grad_norm") / divisor)
 
 
@@ -203,7 +203,10 @@ def divide_reported_norm(optimizer: Any, divisor: float) -> None:
 
 
 def end_forward_pass(model: torch.nn.Module) -> None:
-    """Has a forward pass that has raised be over: what is read from a module isn't gathered."""
+    """
+    Marks a forward pass that has raised as ended, so that parameters read from a module aren't
+    gathered.
+    """
     if getattr(model._parameters, "_in_forward", False):
         for module in model.modules():
             if isinstance(module._parameters, parameter_offload.ZeROOrderedDict):
@@ -211,7 +214,7 @@ def end_forward_pass(model: torch.nn.Module) -> None:
 
 
 def new_coordinator(offload: Any) -> PartitionedParameterCoordinator:
-    """A coordinator as `DeepSpeedZeRoOffload` constructs its own, without a recorded order."""
+    """Constructs a coordinator as `DeepSpeedZeRoOffload` does, without a recorded order."""
     prefix = "_DeepSpeedZeRoOffload__"
     coordinator = offload.param_coordinator
     return PartitionedParameterCoordinator(
@@ -230,21 +233,21 @@ def new_coordinator(offload: Any) -> PartitionedParameterCoordinator:
 
 
 def leaf_module_hooks(zero_optimizer: Any) -> List[Any]:
-    """The handles of the hooks by which stage 3 reduces gradients of leaf modules."""
+    """Returns the handles of the hooks by which stage 3 reduces gradients of leaf modules."""
     return _read(zero_optimizer, "_leaf_module_hooks")
 
 
 def release_functions_of_readers() -> Dict[str, Callable[..., Any]]:
     """
-    The methods of `GatheredParameters` that say which parameters it shards again at its end, and
-    that shard them, by name, for `replaced`.
+    Returns the methods of `GatheredParameters` that choose the parameters to shard again at its
+    exit, and that shard them, by name, for `replaced`.
     """
     names = ("_params_to_partition", "_partition_params")
     return {name: _read(GatheredParameters, name) for name in names}
 
 
 def forget_modules(model: torch.nn.Module) -> None:
-    """Has the stack and the cache that all engines share let go of a model's modules."""
+    """Removes a model's modules from the stack and the cache that all engines share."""
     modules = set(model.modules())
     stack: List[Any] = _read(parameter_offload, "FWD_MODULE_STACK")
     stack[:] = [module for module in stack if module not in modules]
@@ -257,20 +260,20 @@ def forget_modules(model: torch.nn.Module) -> None:
 
 
 def set_saves_model_states(engine: DeepSpeedEngine, is_saved: bool) -> None:
-    """Says whether this rank saves the model states, at stages 0 to 2."""
+    """Sets whether this rank saves the model states, at stages 0 to 2."""
     _set(engine, "save_non_zero_checkpoint", is_saved)
 
 
 def set_checkpoint_engine(engine: DeepSpeedEngine, checkpoint_engine: Any) -> None:
-    """Has an engine write and read its files through another checkpoint engine."""
+    """Sets the checkpoint engine through which an engine writes and reads its files."""
     _set(engine, "checkpoint_engine", checkpoint_engine)
 
 
 def disable_shared_memory_all_reduce(backend_module: Any) -> None:
-    """Keeps DeepSpeed's backend from building its all-reduce for inference on CPUs."""
+    """Prevents DeepSpeed's backend from building its all-reduce for inference on CPUs."""
     _set(backend_module, "build_shm_op", lambda: None)
 
 
 def disable_activation_checkpointing() -> None:
-    """Undoes `deepspeed.checkpointing.configure`, which `reset` leaves on."""
+    """Undoes `deepspeed.checkpointing.configure`, which `reset` leaves enabled."""
     _set(checkpointing, "deepspeed_checkpointing_enabled", False)

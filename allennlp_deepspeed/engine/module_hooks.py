@@ -1,6 +1,4 @@
-"""
-What ZeRO stage 3 does around modules and in linear layers, mended where it needs no graph.
-"""
+"""Workarounds for ZeRO stage 3's hooks around modules and in linear layers."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,21 +16,21 @@ from allennlp_deepspeed.engine.released_parameters import access_allowed
 @contextmanager
 def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
     """
-    Within it DeepSpeed's functions for autograd around the modules of a model are left out where no
-    backward pass comes to them: without gradients, and in the transforms of `torch.func`, for which
-    they aren't made.
+    Context manager that skips DeepSpeed's autograd functions around modules where no backward pass
+    reaches them: without gradients, and in the transforms of `torch.func`, which they don't
+    support.
 
-    A module is then given the very tensors that it is called with, and its caller those that it
-    returns. `torch.nn.MultiheadAttention` looks whether its inputs are one and the same.
+    A module then gets the same tensors that it is called with, and its caller those that it
+    returns. `torch.nn.MultiheadAttention` checks whether its inputs are one tensor.
 
     # Parameters
 
     model : `torch.nn.Module`, required.
-        With DeepSpeed's hooks for stage 3.
+        A model with DeepSpeed's hooks for stage 3.
 
-    Works around DeepSpeed 0.19.8: at stage 3 a module is given, and returns, copies of tensors, and
-    the linear layer refuses nested ones, also where there is no backward pass. Gone when two
-    arguments that are one tensor stay one without gradients, and the linear layer takes all.
+    Works around DeepSpeed 0.19.8: at stage 3 a module gets, and returns, copies of tensors, and the
+    linear layer refuses nested tensors, even without a backward pass. Gone when two arguments that
+    are one tensor stay one without gradients, and the linear layer takes all.
     """
     functions = _backward_functions(model.modules())
     for module, name, function in functions:
@@ -45,7 +43,7 @@ def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _backward_functions(modules: Iterable[torch.nn.Module]) -> List[Tuple[Any, str, Any]]:
-    # A module inside one that is gathered as a whole, by DeepSpeed's "leaf_module", has none.
+    # A module inside a leaf module ("leaf_module" of DeepSpeed) has none.
     return [
         (module, name, vars(module)[name])
         for module in modules
@@ -57,8 +55,9 @@ def _backward_functions(modules: Iterable[torch.nn.Module]) -> List[Tuple[Any, s
 @contextmanager
 def linear_only_with_graph() -> Iterator[None]:
     """
-    The same for DeepSpeed's linear layer, which can't take what `torch.nn.TransformerEncoder` makes
-    of its inputs where it leaves out the padding. For the whole process, as DeepSpeed's layer is.
+    Context manager that does the same for DeepSpeed's linear layer, which doesn't support the
+    nested tensors that `torch.nn.TransformerEncoder` uses to skip padding. It affects the full
+    process, as DeepSpeed's layer does.
     """
     own_linear = linear.LinearFunctionForZeroStage3
     with mock.patch.object(
@@ -72,18 +71,18 @@ def linear_only_with_graph() -> Iterator[None]:
 @contextmanager
 def keeping_what_is_read() -> Iterator[None]:
     """
-    Within it a parameter that a module reads from another one stays whole until the first module's
-    forward pass ends, also if the other's ends before. DeepSpeed sees to it only from the next
-    forward pass on. For the whole process.
+    Context manager in which a parameter that a module reads from another one stays gathered until
+    the first module's forward pass ends, even if that of the other one ends earlier. DeepSpeed does
+    this only from the next forward pass on. It affects the full process.
 
     Works around DeepSpeed 0.19.8: in the first forward pass at stage 3 a parameter that is read
-    from another module is gone when that one has been called. Gone when it isn't.
+    from another module is released when that module has been called. Gone when it isn't.
     """
     register = parameter_offload.register_external_parameter
 
     def register_active(module: torch.nn.Module, parameter: Any) -> None:
         register(module, parameter)
-        # It has no number where the engine is taken down after an error in a forward pass.
+        # It has no id if the engine is destroyed after an error in a forward pass.
         if "ds_id" in vars(module):
             parameter.ds_active_sub_modules.add(module.ds_id)
 
@@ -94,13 +93,13 @@ def keeping_what_is_read() -> Iterator[None]:
 @contextmanager
 def ended_by_errors(model: torch.nn.Module) -> Iterator[None]:
     """
-    Within it a forward pass that raises is over for DeepSpeed, too: where a callback then reads a
-    weight from a module, nothing is gathered, for which this rank would wait alone.
+    Context manager that ends a forward pass for DeepSpeed too if it raises. If a callback then
+    reads a weight from a module, it isn't gathered, for which this rank would wait alone.
 
     # Parameters
 
     model : `torch.nn.Module`, required.
-        Of an engine at stage 3.
+        The model of an engine at stage 3.
     """
     handle = model.register_forward_hook(
         lambda *_: internals.end_forward_pass(model), always_call=True
@@ -114,11 +113,12 @@ def ended_by_errors(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def gathering_in_inference_mode() -> Iterator[None]:
     """
-    Within it modules can be called in `torch.inference_mode`. For the whole process.
+    Context manager in which modules can be called in `torch.inference_mode`. It affects the full
+    process.
 
     Works around DeepSpeed 0.19.8: at stage 3 the parameters of a module that is called in
-    `torch.inference_mode` become tensors of that mode, which no backward pass may see. Gone when
-    they don't.
+    `torch.inference_mode` become inference tensors, which can't be used in a backward pass. Gone
+    when they don't.
     """
     functions = {
         name: torch.inference_mode(False)(getattr(parameter_offload.DeepSpeedZeRoOffload, name))
@@ -131,19 +131,19 @@ def gathering_in_inference_mode() -> Iterator[None]:
 @contextmanager
 def leaf_modules_called_again(engine: DeepSpeedEngine) -> Iterator[None]:
     """
-    Within it DeepSpeed gives the parameters of a leaf module no gradient of its own after a
-    backward pass through it. Those that have none when all passes are done get one with the
-    reduction. Without this, several micro-batches or chunks before a reduction fail too, and
-    layers of which only adapters are trained.
+    Context manager that prevents DeepSpeed from assigning empty gradients to the parameters of a
+    leaf module after a backward pass through it. Parameters without a gradient after all passes get
+    one in the reduction. Without this workaround, several micro-batches or chunks before a
+    reduction fail too, and layers with trainable adapters only.
 
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-        At stage 3.
+        An engine at stage 3.
 
-    Works around DeepSpeed 0.19.8: where a leaf module is called twice in a forward pass, its
-    parameters have a gradient without elements after the first part of the backward pass, to which
-    nothing can be added. Gone when such a model trains.
+    Works around DeepSpeed 0.19.8: if a leaf module is called twice in a forward pass, its
+    parameters have a gradient without elements after the first part of the backward pass, and
+    accumulating into it fails. Gone when such a model trains.
     """
     with ExitStack() as undo:
         for handle in internals.leaf_module_hooks(engine.optimizer):
@@ -155,7 +155,7 @@ def leaf_modules_called_again(engine: DeepSpeedEngine) -> Iterator[None]:
 
 def _without_new_gradients(hook: Callable, module: torch.nn.Module, *gradients: Any) -> None:
     without = [parameter for parameter in module.parameters() if parameter.grad is None]
-    # It makes gradients of parameters that have been released, from their empty tensors.
+    # It creates gradients of released parameters from their empty tensors.
     with access_allowed():
         hook(module, *gradients)
     for parameter in without:
@@ -163,7 +163,7 @@ def _without_new_gradients(hook: Callable, module: torch.nn.Module, *gradients: 
 
 
 class _OnlyWithGraph:
-    """In the place of a `torch.autograd.Function`, of which only `apply` is called."""
+    """Replacement of a `torch.autograd.Function`, of which only `apply` is called."""
 
     def __init__(self, apply: Callable, without_graph: Callable) -> None:
         self._apply = apply

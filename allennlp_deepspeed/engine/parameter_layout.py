@@ -1,6 +1,6 @@
 """
-Parameters that DeepSpeed doesn't expect: those without dimensions, transposed or in another memory
-format it can't view as the bytes that it broadcasts.
+Supports parameters that DeepSpeed can't view as the bytes that it broadcasts: those that have no
+dimensions, are transposed or have another memory format.
 """
 
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ from allennlp_deepspeed.engine import internals
 @contextmanager
 def any_layout() -> Iterator[None]:
     """
-    Within it DeepSpeed takes parameters of any shape and layout, at stage 3 except empty ones.
-    Stages 1 to 3 leave them contiguous.
+    Context manager in which DeepSpeed supports parameters of any shape and layout, at stage 3
+    except empty ones. Stages 1 to 3 make them contiguous.
 
     Works around DeepSpeed 0.19.8: it can't broadcast parameters that have no dimensions or aren't
-    contiguous, and multiplies gradients by a factor of one dimension to clip them, which one
-    without any can't take. Gone when an engine with both comes up, and clips.
+    contiguous, and clips gradients by multiplying with a factor of one dimension, which fails for
+    gradients without dimensions. Gone when an engine with both is initialized, and clips.
     [#6571](https://github.com/deepspeedai/DeepSpeed/issues/6571)
     """
     with _broadcast_as_vectors(), _clipped_without_dimensions():
@@ -30,9 +30,7 @@ def any_layout() -> Iterator[None]:
 
 @contextmanager
 def _broadcast_as_vectors() -> Iterator[None]:
-    """
-    Within it DeepSpeed sees parameters as vectors where it broadcasts them.
-    """
+    """Context manager in which DeepSpeed broadcasts parameters as vectors."""
     broadcast_model, zero_init_param, exit_gathered = internals.broadcasting_functions()
 
     def _broadcast_model(engine: DeepSpeedEngine) -> None:
@@ -61,7 +59,7 @@ def _broadcast_as_vectors() -> Iterator[None]:
 
 @contextmanager
 def _clipped_without_dimensions() -> Iterator[None]:
-    """Within it DeepSpeed clips gradients at stage 0 as PyTorch does."""
+    """Context manager in which DeepSpeed clips gradients at stage 0 as PyTorch does."""
 
     def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
         clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
@@ -73,8 +71,9 @@ def _clipped_without_dimensions() -> Iterator[None]:
 @contextmanager
 def _as_vectors(parameters: Iterable[Parameter]) -> Iterator[None]:
     """
-    Within it parameters that can't be viewed as bytes have one dimension. They get their shape and
-    layout back with the values that the vectors have then, unless they have been partitioned.
+    Context manager in which parameters that can't be viewed as bytes have one dimension. At exit
+    their shape and layout are restored with the values of the vectors, unless they have been
+    partitioned.
     """
     changed = []
     for parameter in parameters:

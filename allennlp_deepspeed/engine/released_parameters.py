@@ -1,6 +1,6 @@
 """
-Parameters that ZeRO stage 3 has released: a rank has a shard of each, and the parameter itself is
-an empty tensor, of which PyTorch computes a norm of 0.
+Parameters that ZeRO stage 3 has released: each rank has a shard of each, and the parameter itself
+is an empty tensor, whose norm is 0 in PyTorch.
 """
 
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
 
-# An attribute of the parameters of an engine.
+# Attribute of the parameters of an engine.
 _NAME = "name_in_messages"
 
 _VALUES = {getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
@@ -27,14 +27,14 @@ _METHODS = {
         *("size", "numel", "nelement", "dim", "ndimension", "element_size", "get_device"),
         *("is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "register_hook"),
         *("register_post_accumulate_grad_hook", "__repr__", "__format__"),
-        # By which PyTorch finds the node of a parameter's gradient.
+        # PyTorch calls it to find the node of a parameter's gradient.
         "view_as",
     )
     if hasattr(owner, name)
 }
 
 access_allowed = torch._C.DisableTorchFunctionSubclass
-"""Context manager in which the empty tensors of released parameters are seen as they are."""
+"""Context manager in which released parameters are accessible as empty tensors."""
 
 
 class ReleasedParameter(torch.nn.Parameter):
@@ -72,7 +72,7 @@ class ReleasedParameter(torch.nn.Parameter):
 
 
 def _is_about_metadata(function: Any) -> bool:
-    if isinstance(function, MethodWrapperType):  # of an attribute
+    if isinstance(function, MethodWrapperType):  # access to an attribute
         return function.__name__ != "__get__" or function.__self__ not in _VALUES
     return function in _METHODS
 
@@ -80,8 +80,8 @@ def _is_about_metadata(function: Any) -> bool:
 @contextmanager
 def class_follows_release() -> Iterator[None]:
     """
-    Within it a parameter of an engine becomes a `ReleasedParameter` when DeepSpeed releases it. For
-    the whole process.
+    Context manager in which a parameter of an engine becomes a `ReleasedParameter` when DeepSpeed
+    releases it. It affects the full process.
     """
     release = partition_parameters.free_param
 
@@ -132,13 +132,13 @@ def _with_access(function: Callable) -> Callable:
 
 
 def refuse_access(parameter: Any) -> None:
-    """Has a parameter of an engine be a `ReleasedParameter`, if it has been released."""
+    """Turns a released parameter of an engine into a `ReleasedParameter`."""
     is_known = type(parameter) is torch.nn.Parameter and hasattr(parameter, _NAME)
     if is_known and internals.is_released(parameter):
         parameter.__class__ = ReleasedParameter  # type: ignore[assignment]
 
 
 def allow_access(parameter: Any) -> None:
-    """Has a parameter be a plain one, if it has been given elements."""
+    """Turns a parameter that has been given elements into a plain one."""
     if isinstance(parameter, ReleasedParameter):
         parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]

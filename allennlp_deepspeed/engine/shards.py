@@ -10,19 +10,20 @@ from allennlp_deepspeed.engine import internals
 
 class Fragment(NamedTuple):
     """
-    A parameter's elements that this rank has: `size` of them, in the flattened parameter from
-    `offset` on, in the flattened `master` from `start` on. All numbers count elements.
+    This rank's elements of a parameter: `size` of them, from `offset` in the flattened parameter,
+    and from `start` in the flattened `master`. All numbers count elements.
 
     # Parameters
 
     master : `torch.Tensor`
-        That the optimizer steps.
+        The tensor that the optimizer updates.
     start : `int`
     offset : `int`
     size : `int`
-        0 where all that the rank has is padding.
+        0 if the rank's partition is padding only.
     padding : `int`, optional (default = `0`)
-        By which ZeRO stage 3, where each rank has as many elements, has more of them in `master`.
+        The number of padding elements in `master` at ZeRO stage 3, where all ranks have the same
+        number of elements.
     """
 
     master: torch.Tensor
@@ -32,35 +33,40 @@ class Fragment(NamedTuple):
     padding: int = 0
 
     def in_master(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in `master`, or a tensor that is like it, such as a momentum. To be read."""
+        """
+        Returns the elements in `master`, or in a tensor of the same layout, such as a momentum.
+        Read-only.
+        """
         return tensor.flatten().narrow(0, self.start, self.size)
 
     def write(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
         """
+        Writes the elements of a full value into `master` or a tensor of the same layout.
+
         # Parameters
 
         tensor : `torch.Tensor`
-            `master`, or one that is like it, which gets the elements.
+            `master`, or a tensor of the same layout, which is written to.
         whole : `torch.Tensor`
-            One that is like the whole parameter, from which they are.
+            A tensor of the layout of the full parameter, which is read.
         """
         values = self.in_whole(whole)
         if tensor.is_contiguous():
             tensor.view(-1).narrow(0, self.start, self.size).copy_(values)
         else:
-            # It is of one parameter then, with its strides, where nothing is sharded.
+            # It then belongs to one parameter, with its strides, and isn't sharded.
             tensor.copy_(values.view(tensor.shape))
 
     def in_whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in a tensor that is like the whole parameter."""
+        """Returns the elements in a tensor of the layout of the full parameter."""
         return tensor.flatten().narrow(0, self.offset, self.size)
 
 
 class Shards:
     """
-    Which parameters are in which group of the optimizer, and which slice of each is on this rank,
-    at every ZeRO stage. What the optimizer steps are the model's parameters or fp32 copies of them
-    at stage 0, this rank's flat fp32 shards at stages 1 to 3.
+    Mapping of parameters to the optimizer's groups and to this rank's slices, at every ZeRO stage.
+    At stage 0 the optimizer updates the model's parameters or fp32 copies of them, at stages 1 to 3
+    this rank's flat fp32 shards.
 
     # Parameters
 
@@ -71,16 +77,17 @@ class Shards:
     groups : `List[List[torch.nn.Parameter]]`
         The model's parameters in each of the optimizer's `param_groups`.
     masters : `List[torch.Tensor]`
-        The tensors that the optimizer steps: one for each parameter or for each group, which
+        The tensors that the optimizer updates: one for each parameter or for each group, which
         stage 3 divides into sub-groups.
     parameters_of_masters : `List[List[torch.nn.Parameter]]`
-        Those that share each of `masters`, on this rank or on another.
+        The parameters that share each of `masters`, on this rank or on another.
     fragments : `Dict[torch.nn.Parameter, Fragment]`
-        What this rank has of the parameters in `masters`, but for those of which it has nothing.
+        This rank's fragments of the parameters in `masters`, except parameters that it has no part
+        of.
     trained : `Set[torch.nn.Parameter]`
         All parameters in `groups`.
     names : `Dict[torch.nn.Parameter, str]`
-        Of all parameters of the model. One with several names goes by the first.
+        The names of all parameters of the model, the first one of parameters with several names.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -141,12 +148,12 @@ class Shards:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the optimizer steps shards: whether this is stage 1, 2 or 3."""
+        """Returns whether the optimizer updates shards: at stages 1, 2 and 3."""
         return self._is_sharded
 
     @property
     def steps_parameters(self) -> bool:
-        """Whether what the optimizer steps are the model's parameters themselves."""
+        """Returns whether the optimizer updates the model's parameters themselves."""
         return self._steps_parameters
 
     @property
@@ -156,8 +163,8 @@ class Shards:
     @contextmanager
     def in_memory(self, index: int) -> Iterator[torch.Tensor]:
         """
-        Within it one of `masters`, by its index, has its elements, and the optimizer its states of
-        them, also where they are on NVMe otherwise, to which they go back as they are then.
+        Context manager in which one of `masters`, by its index, and its optimizer states are in
+        memory. If they are on NVMe, they are read, and written back at exit.
         """
         is_swapped = self._is_partitioned and internals.is_on_nvme(self._optimizer, index)
         if is_swapped:
@@ -168,11 +175,14 @@ class Shards:
 
     @contextmanager
     def in_param_groups(self) -> Iterator[None]:
-        """Within it `masters` are in the optimizer's `param_groups`, as always but at stage 3."""
+        """
+        Context manager in which `masters` are in the optimizer's `param_groups`, as they always are
+        except at stage 3.
+        """
         if not self._is_partitioned:
             yield
             return
-        internals.empty_param_groups(self._optimizer)  # Adagrad is made with them already
+        internals.empty_param_groups(self._optimizer)  # Adagrad is constructed with them
         internals.fill_param_groups(self._optimizer)
         try:
             yield
@@ -180,15 +190,13 @@ class Shards:
             internals.empty_param_groups(self._optimizer)
 
     def update_parameters(self) -> None:
-        """
-        After a change of `masters`, gives the model the same weights. To be called by every rank.
-        """
+        """Copies `masters` to the model's weights after a change. Every rank must call it."""
         if self._is_partitioned:
-            self._optimizer.checkpoint_event_prologue()  # partitions what stage 3 keeps whole
+            self._optimizer.checkpoint_event_prologue()  # partitions persistent parameters
             for index in range(len(self.masters)):
                 with self.in_memory(index):
                     internals.copy_master_weights_to_model(self._optimizer, index)
-            self._optimizer.checkpoint_event_epilogue()  # and gathers it again
+            self._optimizer.checkpoint_event_epilogue()  # and gathers them again
         elif self._is_sharded:
             self._optimizer.update_lp_params()
         elif not self._steps_parameters:
@@ -199,8 +207,8 @@ class Shards:
 
 def own_partition(parameter: torch.nn.Parameter) -> Fragment:
     """
-    What this rank has of a parameter for the model itself, in the precision that the model has:
-    everything, or its partition at ZeRO stage 3.
+    Returns this rank's part of a parameter in the model's precision: all elements, or its partition
+    at ZeRO stage 3.
     """
     if not internals.is_sharded(parameter):
         return Fragment(parameter, 0, 0, parameter.numel())
@@ -209,7 +217,7 @@ def own_partition(parameter: torch.nn.Parameter) -> Fragment:
 
 
 def _partition(parameter: Any, tensor: torch.Tensor, start: int, length: int) -> Fragment:
-    """Each rank has a part of the same length, of which the last may end in padding."""
+    """Returns a rank's part. All parts have the same length, and the last may end in padding."""
     numel = whole_shape(parameter).numel()
     offset = min(dist.get_rank(parameter.ds_process_group) * length, numel)
     size = min(length, numel - offset)

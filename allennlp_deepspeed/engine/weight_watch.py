@@ -12,17 +12,17 @@ logger = logging.getLogger(__name__)
 
 class WeightWatch:
     """
-    Notices weights that have been changed outside the optimizer where the change would be lost: the
-    optimizer steps other tensors, from which the next step writes the model's weights.
+    Detects weights that have been changed outside the optimizer where the change would be lost: the
+    optimizer updates other tensors, from which the next step overwrites the model's weights.
 
-    PyTorch counts the changes of a tensor, and DeepSpeed's steps don't count, except where a group
-    has a single parameter: there each step compares. Such changes are noticed at the next reading
-    of the losses, also if a step has written over them since.
+    PyTorch counts in-place changes of a tensor. DeepSpeed's steps aren't counted, except in a group
+    with a single parameter, where each step takes a snapshot. Such changes are detected at the next
+    reading of the losses, even if a step has overwritten them since.
 
     Changes through `.data` aren't counted either. So this rank's shards of the weights are also
-    compared with the tensors that the optimizer steps: in the first step of an epoch, in each step
-    that follows a reading of the losses, after an epoch, and before anything else writes or saves
-    the weights. A change through `.data` in other steps only goes unnoticed.
+    compared with the tensors that the optimizer updates: in the first step of an epoch, in each
+    step that follows a reading of the losses, after an epoch, and before any other code writes or
+    saves the weights. A change through `.data` in any other step goes unnoticed.
 
     # Parameters
 
@@ -35,13 +35,13 @@ class WeightWatch:
         self._named_parameters: List[Tuple[str, Any]] = [
             (name, parameter)
             for name, parameter in engine.module.named_parameters()
-            # What is frozen stays as it is where every rank has all of it.
+            # Frozen weights don't change where every rank has all of them.
             if parameter.requires_grad or is_partitioned
         ]
         shards = Shards(engine)
         if shards.steps_parameters:
             self._named_parameters = []
-        # None on NVMe.
+        # There are none on NVMe.
         has_fragments = self._named_parameters and not engine.zero_nvme_offload_optimizer()
         self._fragments = shards.fragments if has_fragments else {}
         # The flat buffer of a group with a single parameter is a view of it, so that PyTorch counts
@@ -51,9 +51,9 @@ class WeightWatch:
         self.is_due = True
         """Whether the next step is to call `check` and `compare_before_step`."""
         self._is_first_in_epoch = True
-        # Whether each parameter was different, on the device until somebody waits for it anyway.
+        # Whether each parameter differed, on the device until the next synchronization.
         self._differences: List[Tuple[str, torch.Tensor]] = []
-        # The first parameter that has been found to be changed.
+        # The first parameter with a detected change.
         self._found: Optional[str] = None
         self.snapshot()
 
@@ -61,13 +61,13 @@ class WeightWatch:
         self.is_due = self._is_first_in_epoch = True
 
     def snapshot(self) -> None:
-        """Takes the weights as they are for unchanged."""
+        """Records the weights as unchanged."""
         self._versions = [self._versions_of(parameter) for _, parameter in self._named_parameters]
 
     def check(self) -> None:
         """
-        Looks for parameters whose changes PyTorch has counted since the last snapshot, or that have
-        elements where stage 3 has left none. To be called before a forward pass gathers them.
+        Finds parameters whose changes PyTorch has counted since the last snapshot, or that have
+        elements where stage 3 has released them. Must be called before a forward pass gathers them.
         """
         for i, (name, parameter) in enumerate(self._named_parameters):
             before, self._versions[i] = self._versions[i], self._versions_of(parameter)
@@ -79,7 +79,7 @@ class WeightWatch:
                 self._found = self._found or name
 
     def compare_before_step(self) -> None:
-        """Compares weights before the optimizer steps. Doesn't wait for the device."""
+        """Compares weights before the optimizer step, without synchronizing with the device."""
         self._compare(over_the_bus=self._is_first_in_epoch)
         self.is_due, self._is_first_in_epoch = self.is_due_each_step, False
 
@@ -94,7 +94,7 @@ class WeightWatch:
                     self._differences.append((name, difference))
 
     def has_found(self) -> bool:
-        """Whether this rank has found a change. Waits for the device."""
+        """Returns whether this rank has detected a change. It synchronizes with the device."""
         self.check()
         differences, self._differences = self._differences, []
         if differences:
@@ -104,7 +104,7 @@ class WeightWatch:
         return self._found is not None
 
     def raise_error(self) -> NoReturn:
-        """To be called by every rank, if any `has_found` a change."""
+        """Raises an error. Every rank must call it if any `has_found` a change."""
         found, self._found = self._found, None
         changed = "A parameter" if found is None else f"The parameter '{found}'"
         where = " on another worker" if found is None else ""
@@ -115,7 +115,7 @@ class WeightWatch:
         )
 
     def warn_if_changed(self) -> None:
-        """To be called when there is no next step that would undo a change."""
+        """Warns of changes when there is no next step that would undo them."""
         self._compare(over_the_bus=True)
         if self.has_found():
             logger.warning(
@@ -127,12 +127,13 @@ class WeightWatch:
 
     def raise_if_changed(self) -> None:
         """
-        Looks for changes since the last step. To be called by every rank. Waits for the device.
+        Checks for changes since the last step. It synchronizes with the device. Every rank must
+        call it.
 
         # Raises
 
         `RuntimeError`
-            On every rank, if any has found one.
+            On every rank, if any has detected a change.
         """
         self._compare(over_the_bus=True)
         if agreement.any_of(self.has_found(), self._device):
@@ -145,9 +146,9 @@ class WeightWatch:
 
 class RequiresGradWatch:
     """
-    Notices parameters that have been frozen or unfrozen since the engine was constructed. Where the
-    optimizer updates the model's parameters it skips those without a gradient. Elsewhere they
-    are shards of flat tensors, which are updated as a whole.
+    Detects parameters that have been frozen or unfrozen since the engine was constructed. Where the
+    optimizer updates the model's parameters it skips those without a gradient. In all other cases
+    they are shards of flat tensors, which are updated completely.
 
     # Parameters
 
@@ -169,12 +170,12 @@ class RequiresGradWatch:
 
     def check(self) -> None:
         """
-        To be called before each step.
+        Checks `requires_grad` of all parameters. Must be called before each step.
 
         # Raises
 
         `RuntimeError`
-            If `requires_grad` of a parameter is another.
+            If `requires_grad` of a parameter has changed.
         """
         for name, tensor, requires_grad in self._tensors:
             if tensor.requires_grad != requires_grad:
@@ -196,7 +197,7 @@ class RequiresGradWatch:
 
 
 def _is_replaced(parameter: Any) -> bool:
-    """Whether a partitioned parameter, which has no elements, has been given some."""
+    """Returns whether a released parameter, which has no elements, has been given elements."""
     return (
         internals.is_sharded(parameter)
         and internals.is_released(parameter)
@@ -206,8 +207,8 @@ def _is_replaced(parameter: Any) -> bool:
 
 def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
     """
-    Whether this rank's share of the weights differs from what the optimizer steps; `None` if that
-    is known already, or can't be.
+    Returns whether this rank's shard of the weights differs from the tensor that the optimizer
+    updates, as a tensor, or `None` if it is known not to, or can't be compared.
     """
     master = fragment.in_master(fragment.master.detach())
     if not internals.is_sharded(parameter):
@@ -221,6 +222,6 @@ def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
             return None  # on NVMe
     master = master.to(weights.device, weights.dtype)
     if weights.device.type == "cpu" and torch.equal(weights, master):
-        return None  # found in one pass, where there is no device to wait for
-    # NaN, which isn't equal to itself, is an error of its own.
+        return None  # found in one pass, where no synchronization is needed
+    # NaN, which isn't equal to itself, is a separate error.
     return ((weights != master) & (weights == weights)).any().to(parameter.device)

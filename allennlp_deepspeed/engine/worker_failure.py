@@ -1,6 +1,6 @@
 """
-How a worker fails: it writes torch.distributed.elastic's error file, tells the workers of other
-nodes through the store of the process group, and leaves within `SECONDS_TO_LEAVE`.
+Failure of a worker: it writes torch.distributed.elastic's error file, notifies the ranks of other
+nodes through the store of the process group, and exits within `SECONDS_TO_LEAVE`.
 """
 
 import faulthandler
@@ -26,7 +26,7 @@ from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_LEAVE = 10
-"""From a failure to the end of its process, callbacks' `on_end` included."""
+"""Seconds from a failure to the exit of its process, including `on_end` of callbacks."""
 
 _SECONDS_FOR_CAUSE = 5.0
 _POLL_SECONDS = 0.2
@@ -36,10 +36,10 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # The store's key of the first failure of a rank that isn't a consequence of another one.
 _KEY = "allennlp_deepspeed/failure"
 
-# In lines, of a traceback on the console.
+# The maximum number of lines of a traceback on the console.
 _MOST_LINES = 30
 
-# As gloo and NCCL say it.
+# Messages of gloo and NCCL.
 _CONNECTION_LOST = (
     r"(?i)gloo/transport|connection (closed|reset) by peer|broken pipe|remote process exited"
 )
@@ -50,11 +50,11 @@ class ConstructionFailure(ConfigurationError):
 
 
 class PeerFailed(RuntimeError):
-    """Another rank has failed, and this one has been told why."""
+    """Error of a rank that has been notified of the failure of another rank, and its reason."""
 
 
 class RendezvousError(RuntimeError):
-    """The ranks of a training haven't found each other, one of which may have been killed."""
+    """Error of ranks that haven't found each other. One of them may have been killed."""
 
 
 @dataclass
@@ -67,19 +67,19 @@ class Failure:
     rank : `int`
     host : `str`
     message : `str`
-        The type of the exception and what it says.
+        The type and the message of the exception.
     traceback : `str`
-        From the first frame of the user's code on.
+        The traceback from the first frame of the user's code.
     explanation : `str`, optional (default = `None`)
-        What there is to say instead of the traceback, if the config is to blame.
+        The explanation to print instead of the traceback, if the config is the cause.
     log_file : `str`, optional (default = `None`)
-        Where the full traceback is.
+        The file with the full traceback.
     step : `int`, optional (default = `None`)
-        The optimizer steps of the run that the rank had completed. `None` if it wasn't training.
+        The number of optimizer steps that the rank had completed. `None` if it wasn't training.
     is_agreed : `bool`, optional (default = `False`)
-        Whether every rank leaves at the same step, because of a signal.
+        Whether every rank exits at the same step, because of a signal.
     is_consequence : `bool`, optional (default = `False`)
-        Whether another rank has failed before.
+        Whether another rank has failed earlier.
     """
 
     rank: int
@@ -94,20 +94,20 @@ class Failure:
 
     @property
     def is_final(self) -> bool:
-        """Whether workers that are restarted would fail in the same way."""
+        """Returns whether restarted workers would fail in the same way."""
         return self.is_agreed or self.explanation is not None
 
     @property
     def is_of_others(self) -> bool:
         """
-        Whether other nodes were told to leave or have failed, or don't answer, for no reason that
-        is in the config.
+        Returns whether other nodes have been signaled, have failed, or don't respond, for no reason
+        in the config.
         """
         return self.is_agreed or (self.is_consequence and self.explanation is None)
 
     @property
     def summary(self) -> str:
-        """In a line."""
+        """Returns the failure in one line."""
         if self.is_agreed:
             return self.message
         return f"Rank {self.rank} on {self.host} failed: {self.message.splitlines()[0]}"
@@ -137,8 +137,8 @@ def begin(
     # Parameters
 
     explanation : `Callable[[BaseException], Optional[str]]`, required.
-        What there is to say of an error of this worker's instead of its traceback, if the config is
-        to blame.
+        Returns the explanation to print instead of the traceback of an error, if the config is the
+        cause.
     log_to_files : `Callable[[BaseException], List[str]]`, required.
         Writes the traceback of an error into log files, and returns their paths.
     """
@@ -148,29 +148,29 @@ def begin(
 
 
 def tell_through(store: dist.Store) -> None:
-    """Has this worker report its failures to all ranks that have this store, too."""
+    """Makes this worker report its failures to all ranks that share this store."""
     global _store
     _store = store
 
 
 def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure]:
     """
-    Reports the first error of a worker before it can wait for other ranks, in callbacks for
-    example. From then on it has `SECONDS_TO_LEAVE`, after which it prints where its threads are,
-    and ends. A rank that has lost its connection to another one gives that one the time to be the
-    first. Does nothing in a process that is no worker.
+    Reports the first error of a worker before the worker can wait for other ranks, in callbacks for
+    example. `SECONDS_TO_LEAVE` later it prints the stacks of its threads and exits. A rank that has
+    lost its connection to another rank gives that rank time to report first. Does nothing in a
+    process that isn't a worker.
 
     # Returns
 
     `Optional[Failure]`
-        What was reported first.
+        The failure that was reported first.
     """
     global _reported
     if _log_to_files is None or (_reported is not None and not _reported.is_agreed):
         return _reported
     failure = _describe(error, step)
     if _reported is not None and failure.is_consequence:
-        # Of ranks that have left first.
+        # It is a consequence of ranks that have exited first.
         return _reported
     if _reported is None or not failure.is_agreed:
         _reported = failure
@@ -192,10 +192,12 @@ def has_error_file() -> bool:
 
 def read(data: Any) -> Optional[Failure]:
     """
+    Reads a failure from an error file.
+
     # Parameters
 
     data : `Any`, required.
-        What an error file holds under "message".
+        The value of "message" in the error file.
     """
     return Failure(**data["failure"]) if isinstance(data, dict) and "failure" in data else None
 
@@ -222,8 +224,11 @@ def _describe(error: BaseException, step: Optional[int]) -> Failure:
 
 
 def _wait_for_cause(consequence: Failure) -> Failure:
-    """The failure that another rank reports meanwhile. One that was killed reports none."""
-    # The agent ends this process when it notices what has failed first on this node.
+    """
+    Returns the failure that another rank reports in the meantime, or else this one. A killed rank
+    reports none.
+    """
+    # The agent ends this process when it detects the first failure on this node.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     deadline = time.monotonic() + _SECONDS_FOR_CAUSE
     while time.monotonic() < deadline:
@@ -268,7 +273,7 @@ def _write(failure: Failure) -> None:
 
 
 def _of_users_code(error: BaseException) -> str:
-    """The traceback, without the frames of libraries before the first of the user's code."""
+    """Returns the traceback without the frames of libraries before the first of the user's code."""
     described = traceback.TracebackException.from_exception(error)
     _leave_out_libraries(described)
     lines = "".join(described.format()).splitlines()
@@ -291,5 +296,5 @@ def _leave_out_libraries(described: traceback.TracebackException) -> None:
 _LIBRARIES = (
     str(Path(__file__).resolve().parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    "<",  # of modules that are no files
+    "<",  # modules without a file
 )

@@ -1,6 +1,6 @@
 """
-Brings up DeepSpeed's engine inside an AllenNLP worker, and takes it down again. No other module
-calls `deepspeed.initialize`.
+Initializes and destroys DeepSpeed's engine in an AllenNLP worker. No other module calls
+`deepspeed.initialize`.
 """
 
 import gc
@@ -67,8 +67,8 @@ def _wrap_nothing(model: Model, zero_stage: int) -> Callable[[], None]:
 
 class DeepSpeedWrappedModel(DdpWrappedModel):
     """
-    What the trainer holds of DeepSpeed: the engine around the model, in the place where AllenNLP's
-    trainer holds a model wrapped in `DistributedDataParallel`.
+    Wraps the model in DeepSpeed's engine. It replaces the model wrapped in
+    `DistributedDataParallel` of AllenNLP's trainer.
 
     Every rank must construct it: `deepspeed.initialize` broadcasts the weights of rank 0 and, at
     ZeRO stage 3, partitions them.
@@ -78,28 +78,28 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     model : `Model`, required.
         The model to train, complete and in fp32, on any device. The engine moves it.
     config : `ResolvedConfig`, required.
-        The engine's configuration, with nothing left to fill in.
+        The engine's resolved configuration.
     device : `torch.device`, required.
-        This worker's device.
+        The device of this worker.
     local_rank : `int`, required.
         The worker's rank on its node.
     optimizer : `torch.optim.Optimizer`, optional (default = `None`)
-        The optimizer that the engine is to shard and step. `None` if `config` has an `"optimizer"`
-        section, in which case DeepSpeed constructs it.
+        The optimizer that the engine shards and steps. `None` if `config` has an `"optimizer"`
+        section, from which DeepSpeed constructs it.
     find_unused_parameters : `bool`, optional (default = `False`)
-        As in `DistributedDataParallel`: whether there may be parameters that in a step only some of
-        the ranks use.
+        As in `DistributedDataParallel`: whether there may be parameters that only some ranks use in
+        a step.
     checkpointed_modules : `List[str]`, optional (default = `None`)
-        Regular expressions for the modules whose activations are checkpointed, besides those that
-        the model has wrapped itself.
+        Regular expressions for the modules whose activations are checkpointed, in addition to those
+        that the model has wrapped itself.
     wrap : `Callable[[Model, int], Callable[[], None]]`, optional
-        Wraps modules of the model before the engine is brought up, given its ZeRO stage. Returns
-        what undoes it.
+        Wraps modules of the model before the engine is initialized, given its ZeRO stage. Returns a
+        function that restores them.
 
     # Raises
 
     `ConfigurationError`
-        If DeepSpeed can't do on this machine, or with this model, what `config` asks for.
+        If DeepSpeed doesn't support `config` on this machine or with this model.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             )
         self.config = config
         self.find_unused_parameters = find_unused_parameters
-        # Where whole weights are kept while they are used, if they may not fit into memory.
+        # Directory of memory-mapped full weights, which may not fit into memory.
         self.mapping_directory: Optional[str] = None
         # Whether a trainer is in its session, so that no other may destroy the engine.
         self.is_in_use = False
         # Whether the optimizer's states are lost, and only a checkpoint can replace them.
         self._must_resume = False
         self._plain_model = model
-        # Undone in reverse order, by `destroy` or if anything fails in here.
+        # Undone in reverse order, by `destroy` or if the constructor fails.
         self._undo = ExitStack()
         self._autocast: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
@@ -167,29 +167,29 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             forward = self._compiler.compiled(model.forward)
             enter(mock.patch.object(model, "forward", forward))
         if config.precision in _HALF_PRECISION:
-            # AllenNLP's modules make fp32 tensors on the way (masks, lengths, means), which a layer
-            # with weights in half precision refuses unless autocast brings them together.
+            # AllenNLP's modules create fp32 tensors in the forward pass (masks, lengths, means),
+            # which a layer with half-precision weights refuses without autocast.
             self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
             forward = _returning_fp32(self._autocast(model.forward))
-            # The model may have one of its own, where a library or a user has wrapped it.
+            # The model may have its own, if a library or a user has wrapped it.
             enter(mock.patch.object(model, "forward", forward))
-            if config.zero_stage < 3:  # where `PartitionedRegularizer` sees to it
+            if config.zero_stage < 3:  # at stage 3 `PartitionedRegularizer` does this
                 enter(penalty_in_fp32(model))
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
             self._undo.callback(regularizer.remove)
         before = ModelSnapshot(model, optimizer)
-        # Asked for here: the process group may be gone before the engine.
+        # Read here: the process group may be destroyed before the engine.
         is_alone = dist.get_world_size() == 1
         self._undo.callback(self._leave, before, device, is_alone)
         has_lost_states = enter(used_optimizers.steps_allowed(optimizer))
         has_stepped = used_optimizers.has_stepped(optimizer)
         if optimizer is not None and config.zero_stage > 0:
             for group in optimizer.param_groups:
-                # DeepSpeed leaves out what is frozen, and reduces all in the dtype of the first.
+                # DeepSpeed leaves out frozen parameters, and reduces all in the dtype of the first.
                 group["params"] = sorted(group["params"], key=lambda p: not p.requires_grad)
         self._engine, *_ = deepspeed.initialize(
-            # DeepSpeed takes the device's index for the local rank unless it is told both.
+            # DeepSpeed uses the device's index as the local rank unless both are set.
             args=SimpleNamespace(local_rank=device_index(device, local_rank)),
             model=model,
             optimizer=optimizer,
@@ -246,7 +246,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             undo.callback(before.remove_added)
             if engine is None:
                 return
-            # Before the process group: a worker can abort if the group goes away under a live
+            # Before the process group: a worker can abort if the group is destroyed before the
             # engine.
             undo.callback(destroy, engine, self._plain_model)
             if engine.global_steps > 0 and engine.optimizer is not engine.basic_optimizer:
@@ -262,10 +262,12 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     @property
     def engine(self) -> DeepSpeedEngine:
         """
+        Returns the engine.
+
         # Raises
 
         `RuntimeError`
-            If it is down.
+            If it has been destroyed.
         """
         self.check_is_up()
         assert self._engine is not None
@@ -273,6 +275,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
 
     def check_is_up(self) -> None:
         """
+        Checks that the engine exists.
+
         # Raises
 
         `RuntimeError`
@@ -284,20 +288,20 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """
-        Context manager at whose end the engine is destroyed, and within which no other trainer of
-        the same model may destroy it.
+        Context manager that destroys the engine at exit, and prevents other trainers of the same
+        model from destroying it before.
 
         # Raises
 
         `RuntimeError`
-            If it is down.
+            If the engine has been destroyed.
         """
         self.check_is_up()
         self.is_in_use = True
         try:
             yield
         except BaseException:
-            # Whatever it leaves behind, this is the error to be shown.
+            # Whatever fails in `destroy`, this is the error to be shown.
             self.is_in_use = False
             try:
                 self.destroy()
@@ -309,10 +313,12 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
 
     def check_parameters(self) -> None:
         """
+        Checks that the model's parameters are those of the engine.
+
         # Raises
 
         `RuntimeError`
-            At ZeRO stages 1 to 3, if the model has other parameters than the engine.
+            At ZeRO stages 1 to 3, if a parameter has been replaced.
         """
         if self.config.zero_stage == 0 or self._engine is None:
             return
@@ -329,8 +335,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     @contextmanager
     def parameters_checked(self) -> Iterator[None]:
         """
-        Context manager in which a parameter that DeepSpeed finds without its attributes is an error
-        of `check_parameters`.
+        Context manager in which a missing attribute of a parameter that DeepSpeed needs raises the
+        error of `check_parameters`.
         """
         try:
             yield
@@ -341,12 +347,13 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
 
     def check_optimizer_states(self) -> None:
         """
-        To be called before training that doesn't resume from a checkpoint.
+        Checks that the optimizer's states can be used. Must be called before training that doesn't
+        resume from a checkpoint.
 
         # Raises
 
         `ConfigurationError`
-            If the optimizer has made steps before, and its states are lost.
+            If the optimizer has made steps, and its states are lost.
         """
         if self._must_resume:
             raise ConfigurationError(used_optimizers.LOST_STATES)
@@ -355,8 +362,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     @overrides
     def is_sharded(self) -> bool:
         """
-        Always `True`, which is how AllenNLP's trainer is told to call on every rank whatever saves
-        or restores the model.
+        Returns `True`, so that AllenNLP's trainer calls the methods that save or restore the model
+        on every rank.
         """
         return True
 
@@ -371,13 +378,13 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     @contextmanager
     def forward_is(self, function: Callable) -> Iterator[None]:
         """
-        Within it `function` is the model's forward pass, with all that DeepSpeed does around one:
-        at ZeRO stage 3 its parameters are gathered.
+        Context manager in which `function` is the model's forward pass, with DeepSpeed's hooks
+        around it, which gather parameters at ZeRO stage 3.
 
         # Parameters
 
         function : `Callable`, required.
-            One that computes with the model.
+            A function that computes with the model.
         """
         model = self.engine.module
         forward = vars(model).get("forward")
@@ -392,37 +399,37 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
                 model.forward = forward
 
     def before_destroying(self, undo: Callable[[], None]) -> None:
-        """Has `undo` called before the engine is taken down."""
+        """Registers a function that is called before the engine is destroyed."""
         self._undo.callback(undo)
 
     def destroy(self) -> None:
         """
-        Takes the engine down, and the process group with it if it was made here. Not a collective,
-        so that a failing rank may call it alone. May be called again. In a single process the model
-        is a plain fp32 `Model` then, on the CPU if its weights were offloaded.
+        Destroys the engine, and the process group if it was created here. Not a collective, so that
+        a failing rank may call it alone. It may be called again. In a single process the model is a
+        plain fp32 `Model` afterwards, on the CPU if its weights were offloaded.
         """
         try:
             self._undo.close()
         finally:
             self.model, self._engine = self._plain_model, None
             _up.discard(self)
-            # What an engine is made of refers to each other, and holds memory, threads and files.
+            # The engine's parts reference each other, and own memory, threads and files.
             gc.collect()
 
 
-# Those whose engine is up.
+# Wrapped models whose engine exists.
 _up: "weakref.WeakSet[DeepSpeedWrappedModel]" = weakref.WeakSet()
 
 
 def close_engines_of(model: torch.nn.Module) -> None:
     """
-    Takes down engines that have been brought up around a model, or parts of it, and are not in use:
-    a notebook's cell that constructs a trainer may be run again.
+    Destroys engines of a model, or of parts of it, that are not in use: a notebook's cell that
+    constructs a trainer may be run again.
 
     # Raises
 
     `ConfigurationError`
-        If one is in use.
+        If an engine is in use.
     """
     parameters = set(model.parameters())
     for wrapped_model in list(_up):
@@ -438,16 +445,16 @@ def close_engines_of(model: torch.nn.Module) -> None:
 
 def _check_autocast(config: ResolvedConfig) -> None:
     """
-    DeepSpeed has one autocast for the process.
+    Checks that all engines have the same autocast, which is global in DeepSpeed.
 
     # Raises
 
     `ConfigurationError`
-        If an engine that is up has another.
+        If another engine has a different one.
     """
     if all(_autocast_of(other.config) == _autocast_of(config) for other in _up):
         return
-    gc.collect()  # a trainer that has been dropped refers to itself
+    gc.collect()  # a dropped trainer references itself
     for other in _up:
         if _autocast_of(other.config) != _autocast_of(config):
             raise ConfigurationError(
@@ -471,9 +478,9 @@ def _refuse_group(*_: Any, **__: Any) -> None:
 
 def _returning_fp32(forward: Callable) -> Callable:
     """
-    A forward pass whose outputs are in fp32 outside of training, because NumPy, which AllenNLP's
-    predictions go through, has no bf16. In training its loss is, because fp16 has no number for
-    that of a large batch, or with a regularizer's penalty.
+    Returns a forward pass whose outputs are converted to fp32 in evaluation, because NumPy, which
+    AllenNLP's predictions use, has no bf16. In training the loss is, because the loss of a large
+    batch, or with a regularizer's penalty, overflows fp16.
     """
 
     @wraps(forward)
