@@ -22,25 +22,24 @@ Norm = Union[torch.Tensor, float, None]
 
 class GradientStep:
     """
-    What an optimizer step does to the weights: forward and backward of each micro-batch, then the
-    update. `DeepSpeedTrainer._train_step` calls these in order. Every rank must call each of its
-    methods.
+    Runs forward and backward of each micro-batch of an optimizer step, and updates the weights.
+    `DeepSpeedTrainer._train_step` calls the methods in order. Every rank must call each of them.
 
     # Parameters
 
     wrapped_model : `DeepSpeedWrappedModel`, required.
     gradients : `GradientSynchronizer`, required.
     train_on : `Callable[[TensorDict, int, bool], Optional[Dict[str, torch.Tensor]]]`, required.
-        Goes forward and backward instead, unless it returns `None`: `StepExtensions.train_on`.
+        Runs forward and backward instead, unless it returns `None`: `StepExtensions.train_on`.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
         Returns the outputs of a micro-batch, with its `loss`.
     weight_watch : `WeightWatch`, required.
     go_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, optional (default = `None`)
-        Has the callbacks go backward from the outputs of a micro-batch. Returns whether one has.
+        Lets callbacks run backward from the outputs of a micro-batch. Returns whether one has.
     loss_weights : `LossWeights`, optional (default = `None`)
-        `None` if losses aren't weighed.
+        `None` if losses aren't weighted.
     reshard_after_micro_batch : `ReshardAfterMicroBatch`, optional (default = `None`)
-        `None` if nothing is sharded, or all is resharded after each micro-batch.
+        `None` if parameters aren't sharded, or are resharded after each micro-batch.
     moving_average : `ShardedMovingAverage`, optional (default = `None`)
     """
 
@@ -87,16 +86,16 @@ class GradientStep:
         self, batches: List[TensorDict], group_size: int, num_fillers: int = 0
     ) -> Iterator[None]:
         """
-        Surrounds the micro-batches of the step. When it ends, its gradients are reduced.
+        Context manager for the micro-batches of the step. At exit its gradients have been reduced.
 
         # Parameters
 
         batches : `List[TensorDict]`, required.
-            Those that `micro_batch` will be called with, in this order.
+            The micro-batches that `micro_batch` will be called with, in this order.
         group_size : `int`, required.
-            The number of micro-batches by which the losses are divided.
+            The number of micro-batches that divides the losses.
         num_fillers : `int`, optional (default = `0`)
-            How many of the last count for nothing (`LossWeights.of`).
+            The number of fillers at the end, whose weight is 0 (`LossWeights.of`).
         """
         self.group_size = group_size
         self._num_micro_batches = 0
@@ -114,13 +113,13 @@ class GradientStep:
 
     def micro_batch(self, batch: TensorDict, is_last: bool) -> Outputs:
         """
-        Goes forward and backward.
+        Runs forward and backward of a micro-batch.
 
         # Parameters
 
         batch : `TensorDict`, required.
         is_last : `bool`, required.
-            Whether `update` follows.
+            Whether it is the last micro-batch before `update`.
 
         # Returns
 
@@ -147,17 +146,18 @@ class GradientStep:
     @during(OPTIMIZER)
     def update(self, num_steps: int) -> Norm:
         """
-        Updates the weights, their averages, and what is known of them.
+        Updates the weights and their moving averages, and finishes the step of gradients and
+        resharding.
 
         # Parameters
 
         num_steps : `int`, required.
-            Optimizer steps of all epochs, with this one.
+            The number of optimizer steps of all epochs, including this one.
 
         # Returns
 
         `Union[torch.Tensor, float, None]`
-            The norm of the gradient before clipping, if `grad_norm` asks for it.
+            The norm of the gradient before clipping, if `grad_norm` enables it.
         """
         if self._weight_watch.is_due:
             self._check_parameters()
@@ -175,26 +175,26 @@ class GradientStep:
 
     def step(self) -> Tuple[bool, Norm]:
         """
-        Steps the optimizer, unless the gradient has overflowed. Returns whether it has, and the
-        norm of the gradient.
+        Runs the optimizer step unless a gradient has overflowed. Returns whether it was applied,
+        and the norm of the gradient.
 
-        Works around DeepSpeed 0.19.8: an engine at stage 0 in fp32 has no norm to report, also
-        where it clips by it. Gone when its `get_global_grad_norm` isn't `None`.
+        Works around DeepSpeed 0.19.8: an engine at stage 0 in fp32 reports no norm, even if it
+        clips by it. Gone when its `get_global_grad_norm` isn't `None`.
         """
         norm: Norm = None
         if self._reports_norm and self._engine.optimizer is self._optimizer:
-            # The optimizer is a plain one, at stage 0 in fp32.
+            # The optimizer isn't wrapped, at stage 0 in fp32.
             norm = torch.nn.utils.get_total_norm(
                 [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             )
             if self._scaler is not None:
                 norm = norm / self._scaler.get_scale()
-        # The engine counts one micro-batch a step, because the groups are the trainer's. The others
-        # come first, because it is in the step that it reports how many samples it has seen. Parts
-        # of a global batch it takes for one.
+        # The engine counts one micro-batch a step, because the trainer owns the accumulation. The
+        # other micro-batches are added first, because the step reports the number of samples. All
+        # parts of a global batch count as one.
         others = 0 if self._finds_micro_batch_size else self._num_micro_batches - 1
         self._engine.global_samples += others * self._engine.train_batch_size()
-        # The engine clips the norm to `gradient_clipping`, which `config/resolution.py` has filled.
+        # The engine clips the norm to `gradient_clipping`, which `config/resolution.py` has set.
         has_stepped = loss_scaling.step(self._engine, self._scaler)
         if self._reports_norm and norm is None:
             norm = self._engine.get_global_grad_norm()
@@ -203,15 +203,17 @@ class GradientStep:
 
     def check(self, num_steps: int) -> None:
         """
+        Checks that the last step was applied.
+
         # Parameters
 
         num_steps : `int`, required.
-            Optimizer steps of all epochs, with the last.
+            The number of optimizer steps of all epochs, including the last.
 
         # Raises
 
         `ValueError`
-            If the last step has been left out.
+            If the last step has been skipped.
         """
         if self.has_failed:
             raise ValueError(
@@ -223,7 +225,7 @@ class GradientStep:
             )
 
     def take_figures(self) -> StepFigures:
-        """Returns figures of the steps since the last call. Waits for the device."""
+        """Returns figures of the steps since the last call. It synchronizes with the device."""
         return StepFigures(
             learning_rate=max(group["lr"] for group in self._optimizer.param_groups),
             grad_norm=self._last_norm(),
@@ -231,7 +233,10 @@ class GradientStep:
         )
 
     def _last_norm(self) -> Optional[float]:
-        """`None` where nobody has computed it, as at stage 0 in fp32 without `grad_norm`."""
+        """
+        Returns the norm of the last gradient, or `None` if it hasn't been computed, as at stage 0
+        in fp32 without `grad_norm`.
+        """
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return None if norm is None else float(norm)
 
@@ -247,14 +252,14 @@ def _check_requires_gradient(loss: torch.Tensor) -> None:
 
 def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHandle:
     """
-    Clips each element of the gradients just before the optimizer steps. There they are reduced,
-    unscaled and clipped by norm at every ZeRO stage, and whether they are whole or sharded makes
-    no difference to their elements.
+    Clips each element of the gradients directly before the optimizer step, when they have been
+    reduced, unscaled and clipped by norm at every ZeRO stage. Sharding makes no difference to their
+    elements.
 
     # Returns
 
     `RemovableHandle`
-        Of the hook that does it.
+        The handle of the hook.
     """
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

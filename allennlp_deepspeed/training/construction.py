@@ -1,6 +1,4 @@
-"""
-Constructs what a trainer trains with, in the same way for Python and for a config file.
-"""
+"""Constructs the parts of a trainer, in the same way for Python and for a config file."""
 
 import json
 import logging
@@ -55,10 +53,10 @@ logger = logging.getLogger(__name__)
 
 Arguments = Dict[str, Any]
 
-# Which move batches to their `cuda_device`, if they have one.
+# Data loaders that move batches to their `cuda_device`, if they have one.
 _LOADERS_OF_ALLENNLP = (MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader)
 
-# What AllenNLP's trainer doesn't take.
+# Arguments that AllenNLP's trainer doesn't have.
 _OURS = {*NEW_TRAINER_KEYS, "ddp_accelerator", "no_grad"}
 
 _POSITIONAL = {"self", "__class__", "model", "optimizer", "data_loader"}
@@ -71,12 +69,12 @@ def checked(parameters: Mapping[str, Any]) -> Arguments:
     # Parameters
 
     parameters : `Mapping[str, Any]`, required.
-        All of its parameters, by name.
+        All parameters of the constructor, by name.
 
     # Raises
 
     `ConfigurationError`
-        If one can't have its value.
+        If a value is invalid.
     """
     arguments = {name: value for name, value in parameters.items() if name not in _POSITIONAL}
     findings = Findings()
@@ -93,19 +91,18 @@ def construct(
     wrap: Callable[[Model, int], Callable[[], None]],
 ) -> Arguments:
     """
-    Brings up the engine, and constructs what needs the engine's optimizer. To be called by every
-    rank.
+    Initializes the engine, and constructs the parts that need the engine's optimizer. Every rank
+    must call it.
 
     # Parameters
 
-    Those of [`DeepSpeedTrainer`](./trainer.py). All others are in `arguments`. `wrap` is that of
-    `DeepSpeedWrappedModel`.
+    The parameters of [`DeepSpeedTrainer`](./trainer.py). All others are in `arguments`. `wrap` is
+    that of `DeepSpeedWrappedModel`.
 
     # Returns
 
     `Arguments`
-        Those of AllenNLP's trainer, in which nothing is left to be constructed. The engine is its
-        `ddp_wrapped_model`.
+        The arguments of AllenNLP's trainer, all constructed. The engine is its `ddp_wrapped_model`.
     """
     # The model's, whose module may have been imported after this package.
     distributed_metrics.apply()
@@ -132,7 +129,7 @@ def construct(
     config = deepspeed_config.resolve(
         _settings(arguments, optimizer, data_loader, batches_per_epoch, device)
     )
-    # An object updates the weights itself, wherever they are.
+    # An optimizer that is given as an object updates the weights itself, on any device.
     steps_with = given or offloaded_optimizers.for_offload(optimizer, config)
     empty_groups = _empty_groups(steps_with)
     wrapped_model = wrap_model(
@@ -162,7 +159,7 @@ def construct(
             **_parts(arguments, wrapped_model.optimizer, parameters),
             "grad_norm": config.grad_norm,
             "num_gradient_accumulation_steps": config.num_gradient_accumulation_steps,
-            # The engine scales and casts; AllenNLP's own autocast and GradScaler stay out.
+            # The engine scales and casts; AllenNLP's own autocast and GradScaler are disabled.
             "use_amp": False,
             "ddp_wrapped_model": wrapped_model,
         }
@@ -175,7 +172,7 @@ def _check_global_batch(arguments: Arguments, data_loader: DataLoader) -> None:
 
 
 def _prepare(model: Model, arguments: Arguments) -> None:
-    """Has the model be one that an optimizer can be constructed for."""
+    """Prepares the model for the construction of an optimizer."""
     close_engines_of(model)
     check_initialized(model)
     freeze(model, arguments["no_grad"] or [])
@@ -186,7 +183,7 @@ def _parts(arguments: Arguments, optimizer: torch.optim.Optimizer, parameters: A
     directory = {"serialization_dir": arguments["serialization_dir"]}
     callbacks = arguments["callbacks"] or []
     with access_allowed():
-        # It copies each parameter's elements. Shards take their place in the trainer.
+        # It copies each parameter's elements, which shards replace in the trainer.
         moving_average = _constructed(arguments["moving_average"], parameters=parameters)
     return {
         "momentum_scheduler": _constructed(arguments["momentum_scheduler"], optimizer=optimizer),
@@ -197,7 +194,7 @@ def _parts(arguments: Arguments, optimizer: torch.optim.Optimizer, parameters: A
 
 
 def freeze(model: Model, no_grad: List[str]) -> None:
-    """Has the parameters whose names match one of the regular expressions not be trained."""
+    """Freezes the parameters whose names match one of the regular expressions."""
     for name, parameter in model.named_parameters():
         if any(re.search(regex, name) for regex in no_grad):
             parameter.requires_grad_(False)
@@ -229,13 +226,13 @@ def wrap_model(
     model: Model, config: ResolvedConfig, optimizer: Optional[torch.optim.Optimizer], **kwargs: Any
 ) -> DeepSpeedWrappedModel:
     """
-    Brings up the engine around a model, with an optimizer that has been checked. To be called by
-    every rank, with the arguments of `DeepSpeedWrappedModel`.
+    Initializes the engine of a model, with an optimizer that has been checked. Every rank must call
+    it, with the arguments of `DeepSpeedWrappedModel`.
 
     # Raises
 
     `ConfigurationError`
-        If DeepSpeed can't shard the optimizer, or can't do with this model what `config` asks for.
+        If DeepSpeed can't shard the optimizer, or doesn't support `config` with this model.
     """
     if optimizer is None:
         optimizer_check.check_section(config.engine_config["optimizer"], config)
@@ -250,7 +247,7 @@ def wrap_model(
 
 @contextmanager
 def destroyed_on_failure(wrapped_model: DeepSpeedWrappedModel) -> Iterator[None]:
-    """Within it an exception takes the engine down."""
+    """Context manager that destroys the engine after an exception."""
     try:
         yield
     except BaseException:
@@ -270,7 +267,7 @@ def _find_unused_parameters(ddp_accelerator: Optional[DdpAccelerator]) -> bool:
 
 
 def _constructed(part: Any, **arguments: Any) -> Any:
-    """What is given as an object is that already."""
+    """Constructs a lazy part, and returns any other object unchanged."""
     return part.construct(**arguments) if isinstance(part, Lazy) else part
 
 
@@ -284,7 +281,7 @@ def _check_schedule(schedule: Any) -> None:
 
 
 def _unfreezes(part: Any) -> bool:
-    """Whether a schedule, or one that it consists of, unfreezes gradually."""
+    """Returns whether a schedule, or one of its parts, unfreezes gradually."""
     if isinstance(part, Lazy):
         part = {**part._params.as_dict(quiet=True), **part._constructor_extras}
     elif isinstance(part, Scheduler):
@@ -296,10 +293,12 @@ def _unfreezes(part: Any) -> bool:
 
 def check_checkpointer(checkpointer: Any) -> None:
     """
+    Checks that a checkpointer supports an engine.
+
     # Raises
 
     `ConfigurationError`
-        If it can't save an engine.
+        If it doesn't.
     """
     if checkpointer is not None and not isinstance(checkpointer, DeepSpeedCheckpointer):
         raise ConfigurationError(
@@ -318,11 +317,11 @@ def _with_all_groups(
     wrapped_model: DeepSpeedWrappedModel, empty_groups: List[Dict[str, Any]]
 ) -> Iterator[torch.optim.Optimizer]:
     """
-    The optimizer as AllenNLP's schedules for layer-wise learning rates want to see it: with the
-    empty default group at the end, which DeepSpeed has removed, and no other group without
-    parameters, which at ZeRO stage 3 all are between steps.
+    Context manager that yields the optimizer as AllenNLP's schedules for layer-wise learning rates
+    need it: with the empty default group at the end, which DeepSpeed has removed, and without other
+    empty groups, which all groups are between steps at ZeRO stage 3.
 
-    Works around DeepSpeed 0.19.8: it takes groups without parameters out of the optimizer that it
+    Works around DeepSpeed 0.19.8: it removes groups without parameters from the optimizer that it
     is given. Gone when they stay.
     """
     optimizer = wrapped_model.optimizer
@@ -336,8 +335,8 @@ def _with_all_groups(
 
 def find_directories(arguments: Arguments, config: ResolvedConfig) -> Directories:
     """
-    Finds out which ranks share a serialization directory, and logs it where that isn't plain. To be
-    called by every rank.
+    Finds the ranks that share a serialization directory, and logs them unless all ranks are on one
+    host with one directory. Every rank must call it.
     """
     found = Directories.find(arguments["serialization_dir"])
     setting = config.engine_config.get("checkpoint", {}).get("use_node_local_storage")
@@ -359,8 +358,8 @@ def find_directories(arguments: Arguments, config: ResolvedConfig) -> Directorie
 
 def leave_batches_to_trainer(data_loader: Any, wrapped_model: DeepSpeedWrappedModel) -> None:
     """
-    Has a data loader of AllenNLP's leave batches where they are until the engine is destroyed. It
-    would wait for the device with each, and `batch_outputs` doesn't.
+    Prevents a data loader of AllenNLP from moving batches to the device until the engine is
+    destroyed. It would synchronize with the device for each batch, and `batch_outputs` doesn't.
     """
     if isinstance(data_loader, _LOADERS_OF_ALLENNLP):
         device = data_loader.cuda_device

@@ -1,6 +1,4 @@
-"""
-When gradients are reduced across ranks.
-"""
+"""Schedules gradient reduction across ranks."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -27,27 +25,27 @@ from allennlp_deepspeed.training.reduction_schedule import (
 
 class GradientSynchronizer:
     """
-    Decides in which backward passes DeepSpeed reduces gradients across the ranks, and tells the
-    engine which of them completes an optimizer step, so that short groups of micro-batches and
-    groups of different lengths end where the trainer says and not where the engine has counted to.
+    Decides in which backward passes DeepSpeed reduces gradients across the ranks, and marks the
+    gradient accumulation boundary, so that short groups of micro-batches and groups of different
+    lengths end where the trainer decides and not where the engine has counted to.
 
-    Gradients that are not to be reduced yet are accumulated locally: they stay unsharded on their
-    parameters, and each backward pass adds to them. The next pass that may reduce sends them from
-    inside it, so that the reduction overlaps with it where `overlap_comm` is on. Those of
-    parameters that this pass doesn't use follow when it is done.
+    Deferred gradients are accumulated locally: they stay unsharded on their parameters, and each
+    backward pass adds to them. The next pass that may reduce launches their reduction during the
+    pass, so that they overlap if `overlap_comm` is on. Gradients of parameters that this pass
+    doesn't use are reduced after it.
 
-    DeepSpeed by itself reduces gradients in the order in which they are computed, and fills its
-    buckets so. That order may differ between ranks: an LSTM's depends on whether all sequences of
-    the batch are of the same length. Here it is that of `GradientReducer.parameters`.
+    DeepSpeed itself reduces gradients in the order in which they are computed, and fills its
+    buckets in that order. It may differ between ranks: an LSTM's depends on whether all sequences
+    of the batch have the same length. This class uses the order of `GradientReducer.parameters`.
 
-    It is right only if every rank has gradients for the same parameters. Where it may not be so,
-    gradients wait until the backward passes are done, those that a rank lacks are zeros, and then
-    all are reduced. At stage 0 and, without `overlap_comm`, at stage 1, this costs nothing and is
-    always done.
+    Reduction during the pass is correct only if every rank has gradients for the same parameters.
+    If that isn't certain, the reduction is deferred until the backward passes are done; gradients
+    that a rank lacks are zeros, and then all are reduced. At stage 0, and at stage 1 without
+    `overlap_comm`, this costs nothing and is always done.
 
-    Where DeepSpeed offloads the optimizer, it steps with what the last micro-batch has reduced, and
-    for other parameters with what the step before has left. So the last micro-batch reduces every
-    parameter, those that it doesn't use with a gradient of zero.
+    With an offloaded optimizer, DeepSpeed steps with the gradients that the last micro-batch has
+    reduced, and for other parameters with those left from the previous step. So the last
+    micro-batch reduces every parameter, with a zero gradient for those that it doesn't use.
 
     # Parameters
 
@@ -55,26 +53,26 @@ class GradientSynchronizer:
     mode : `str`, optional (default = `"auto"`)
         The trainer's `gradient_synchronization`.
     num_micro_batches : `int`, optional (default = `1`)
-        Micro-batches in an optimizer step, except short ones.
+        The number of micro-batches of an optimizer step, except short ones.
     find_unused_parameters : `bool`, optional (default = `False`)
-        Whether there may be parameters that in a step only some of the ranks use.
+        Whether there may be parameters that only some ranks use in a step.
     several_passes : `bool`, optional (default = `False`)
-        Whether callbacks go backward themselves, perhaps more than once for a micro-batch.
+        Whether callbacks run backward themselves, perhaps more than once for a micro-batch.
     average_each_pass : `bool`, optional (default = `False`)
         If `True`, gradients are also averaged over the ranks after each backward pass, as
         `DistributedDataParallel` does. Callbacks that read or change gradients need this: at ZeRO
-        stages 2 and 3 there is otherwise nothing left on a parameter after its backward pass. It
-        costs one more reduction for each pass.
+        stages 2 and 3 a parameter has no gradient after its backward pass without it. It costs one
+        more reduction for each pass.
 
     # Raises
 
     `ConfigurationError`
-        If this configuration of DeepSpeed can't do what is asked for.
+        If this configuration of DeepSpeed doesn't support it.
 
-    Works around DeepSpeed 0.19.8: gradients are reduced in the order in which they come, which
-    differs between ranks, and an offloaded optimizer steps with those of the last micro-batch only.
-    Gone when the order is one for all models, and a gradient of a micro-batch before is not lost.
-    [#2343](https://github.com/deepspeedai/DeepSpeed/issues/2343)
+    Works around DeepSpeed 0.19.8: gradients are reduced in the order in which they are computed,
+    which differs between ranks, and an offloaded optimizer steps with the gradients of the last
+    micro-batch only. Gone when the order is one for all models, and a gradient of a micro-batch
+    before is not lost. [#2343](https://github.com/deepspeedai/DeepSpeed/issues/2343)
     """
 
     def __init__(
@@ -98,7 +96,8 @@ class GradientSynchronizer:
             or average_each_pass
             or (find_unused_parameters and dist.get_world_size() > 1)
         )
-        # `None` where gradients have DeepSpeed's `grad_accum_dtype` and accumulate themselves.
+        # `None` if gradients have DeepSpeed's `grad_accum_dtype`, in which DeepSpeed accumulates
+        # them.
         self._accumulators: Optional[GradientAccumulators] = None
         if stage > 1 and not average_each_pass:
             accumulators = GradientAccumulators(self._parameters, self._reducer.accumulation_dtype)
@@ -110,7 +109,7 @@ class GradientSynchronizer:
         """Whether gradients are reduced once a step or with each micro-batch."""
         self._ordered = OrderedReduction(self._reducer)
         self._average = GradientAverage(self._parameters)
-        # Of the micro-batch: whether the optimizer's step follows, and whether it reduces.
+        # Whether the micro-batch is the last of the step, and whether it reduces.
         self._is_last = True
         self._is_due = True
         self._is_in_no_sync = False
@@ -136,17 +135,17 @@ class GradientSynchronizer:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove_hooks(self) -> None:
-        """Leaves the parameters as they were."""
+        """Removes the hooks from the parameters."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def finish_step(self) -> None:
-        """Decides on the schedule after the first step. To be called by every rank."""
+        """Decides on the schedule after the first step. Every rank must call it."""
         if not self.schedule.is_known:
             self.schedule.find(self._reducer.accumulation_dtype)
 
     def start_step(self) -> None:
-        """To be called by every rank before the micro-batches of an optimizer step."""
+        """Starts an optimizer step. Every rank must call it before the step's micro-batches."""
         self._has_deferred = False
         self._has_gradients = False
         self._reducer.start_step()
@@ -154,13 +153,13 @@ class GradientSynchronizer:
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         """
-        Surrounds the forward and backward passes of one micro-batch. After the last of a step all
-        of its gradients are reduced. To be entered by every rank.
+        Context manager for the forward and backward passes of one micro-batch. After the last of a
+        step all gradients have been reduced. Every rank must enter it.
 
         # Parameters
 
         is_last : `bool`, required.
-            Whether the optimizer's step follows.
+            Whether it is the last micro-batch of the optimizer step.
         """
         self._is_last = is_last
         self._is_due = is_last or not self.schedule.is_once_a_step
@@ -173,7 +172,7 @@ class GradientSynchronizer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it backward passes accumulate their gradients locally."""
+        """Context manager in which backward passes accumulate their gradients locally."""
         was_in_no_sync, self._is_in_no_sync = self._is_in_no_sync, True
         self._prepare_pass()
         try:
@@ -184,19 +183,20 @@ class GradientSynchronizer:
 
     def used_parameters_checksum(self) -> int:
         """
-        A checksum of which gradients have been reduced since the last call, and in which order. If
-        it differs between the ranks, they are wrong. Always the same where that can't be, or where
-        nothing could be said in time: at stage 3 such ranks wait for each other.
+        Returns a checksum of the gradients that have been reduced since the last call, and of their
+        order. If it differs between the ranks, the gradients are wrong. It is constant where that
+        can't be, or where the ranks could not compare it in time: at stage 3 such ranks wait for
+        each other.
         """
         return self._reducer.take_checksum()
 
     def _prepare_pass(self) -> None:
-        """Decides whether the next backward pass reduces gradients from inside it."""
+        """Decides whether the next backward pass reduces gradients while it runs."""
         self._ordered.is_active = (
             self._is_due
             and not self._is_in_no_sync
             and not self._waits_for_all
-            # What is in the accumulators is added first, when the pass is done.
+            # The accumulated gradients are added first, when the pass is done.
             and not (self._has_deferred and self._accumulators is not None)
         )
         self._has_deferred |= not self._ordered.is_active
@@ -254,16 +254,16 @@ class GradientSynchronizer:
 def _only_sensible_mode(stage: int, num_micro_batches: int, average_each_pass: bool) -> str:
     if stage < 2 or average_each_pass:
         return STEP
-    # Where both would communicate the same, the one that accumulates nothing.
+    # If both would communicate the same, the one that accumulates nothing.
     return MICRO_BATCH if num_micro_batches == 1 or dist.get_world_size() == 1 else AUTO
 
 
 class OrderedReduction:
     """
-    Reduces gradients from inside a backward pass, in an order that is the same on all ranks.
+    Reduces gradients during a backward pass, in the same order on all ranks.
 
-    A gradient that is ready waits for those before it that the pass still computes, as in
-    `DistributedDataParallel`, and not for those of parameters that the pass doesn't use.
+    A gradient that is ready waits for earlier ones that the pass still computes, as in
+    `DistributedDataParallel`, but not for those of parameters that the pass doesn't use.
 
     # Parameters
 
@@ -275,11 +275,11 @@ class OrderedReduction:
         self._parameters = reducer.parameters
         self.is_active = False
         """Whether gradients are reduced as soon as they are ready."""
-        # Of the micro-batch: the backward pass of autograd that has computed each gradient, and for
-        # each pass the index that is next.
+        # For the micro-batch: the backward pass of autograd that has computed each gradient, and
+        # for each pass the next index.
         self._computed_in: List[Optional[int]] = []
         self._next: Dict[int, int] = {}
-        # The streams in which gradients were computed, where the device has any.
+        # The streams in which gradients were computed, if the device has streams.
         self._streams: Optional[Dict[int, Any]] = None
         if not get_accelerator().resolves_data_dependency():
             self._streams = {}
@@ -297,7 +297,7 @@ class OrderedReduction:
                 "A second backward pass of the same micro-batch would reduce gradients again, and "
                 "the first would be lost. Put all passes but the last into `trainer.no_sync()`."
             )
-        # Another one inside it, for activation checkpointing that is reentrant, has its own.
+        # A nested one, of reentrant activation checkpointing, has its own.
         backward_pass = torch._C._current_graph_task_id()
         self._computed_in[index] = backward_pass
         if self._streams is not None:
@@ -316,12 +316,12 @@ class OrderedReduction:
         self._next[backward_pass] = i
 
     def _is_computed_by_this_pass(self, index: int) -> bool:
-        """Whether the backward pass that is running computes a gradient for the parameter."""
+        """Returns whether the running backward pass computes a gradient for the parameter."""
         node = _get_grad_fn_or_grad_acc(self._parameters[index])
         return torch._C._will_engine_execute_node(node)
 
     def _wait_for_gradient(self, index: int, computed_in: Any) -> None:
-        """Has the current stream wait for the one in which the gradient was computed."""
+        """Makes the current stream wait for the stream in which the gradient was computed."""
         stream = get_accelerator().current_stream()
         if computed_in != stream:
             stream.wait_stream(computed_in)

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL = 1.0  # seconds
 
-# Seconds between two readings of the losses, if the config doesn't say after how many steps, and
-# the most steps between them, in case that steps become much slower.
+# Seconds between two readings of the losses if the config has no number of steps, and the maximum
+# number of steps between them, in case that steps become much slower.
 _READING_INTERVAL = 1.0
 _MAX_STEPS = 100
 
@@ -35,7 +35,7 @@ _CHANGES = (
     '"trainer.log_every_num_steps": 1, or have forward() change that.'
 )
 
-# Of `dict`, which `BatchMetrics` has read the metrics first.
+# Methods of `dict` that read the metrics first in `BatchMetrics`.
 _LAZY_METHODS = (
     "__contains__",
     "__delitem__",
@@ -65,15 +65,15 @@ _LAZY_METHODS = (
 
 class ReadingPace:
     """
-    Says after which optimizer steps the host reads the losses, for which it waits for the device,
-    and the ranks agree on what each may know alone: a NaN, a signal, the time. The same steps on
-    every rank.
+    Decides after which optimizer steps the host reads the losses, for which it synchronizes with
+    the device, and the ranks agree on what each may know alone: a NaN, a signal, the time. The
+    steps are the same on every rank.
 
     # Parameters
 
     num_steps : `int`, optional (default = `None`)
-        The number of steps from one reading to the next. `None` for as many as take a second, but
-        at most 100.
+        The number of steps from one reading to the next. `None` means the number of steps that take
+        a second, at most 100.
     """
 
     def __init__(self, num_steps: Optional[int] = None) -> None:
@@ -84,33 +84,37 @@ class ReadingPace:
 
     @property
     def num_unread(self) -> int:
-        """The number of steps since the last reading."""
+        """Returns the number of steps since the last reading."""
         return self._num_unread
 
     @property
     def is_each_step(self) -> bool:
-        """Whether the config says to read after each step."""
+        """Returns whether the config has a reading after each step."""
         return self._fixed_num_steps == 1
 
     def start_epoch(self) -> None:
-        """To be called when nothing is unread, after what is no training."""
+        """
+        Restarts the clock after a pause in training. Must be called when there are no unread steps.
+        """
         self._start_time = time.monotonic()
 
     def finish_step(self) -> bool:
-        """Returns whether it is time to read, after one more step."""
+        """Counts a step. Returns whether a reading is due."""
         self._num_unread += 1
         return self._num_unread >= self._num_steps
 
     def seconds_per_step(self) -> float:
-        """On this rank, since the last reading."""
+        """Returns the seconds per step on this rank since the last reading."""
         return (time.monotonic() - self._start_time) / max(self._num_unread, 1)
 
     def finish_reading(self, seconds_per_step: float) -> None:
         """
+        Starts the next interval.
+
         # Parameters
 
         seconds_per_step : `float`, required.
-            On the slowest of all ranks, so that all read after the same steps.
+            The seconds of the slowest rank, so that all ranks read after the same steps.
         """
         if self._fixed_num_steps is None:
             fitting = int(_READING_INTERVAL / max(seconds_per_step, _READING_INTERVAL / _MAX_STEPS))
@@ -121,24 +125,24 @@ class ReadingPace:
 
 class BatchMetrics(dict):
     """
-    The metrics that callbacks are given after an optimizer step: a `dict` that waits for the device
-    only if one of them looks into it.
+    Metrics that callbacks get after an optimizer step: a `dict` that synchronizes with the device
+    only when it is read.
 
     # Parameters
 
     read : `Callable[[], Dict[str, Any]]`, required.
-        Returns the metrics. Called once, when something is first asked for.
+        Returns the metrics. Called once, at the first access.
     """
 
     def __init__(self, read: Callable[[], Dict[str, Any]]) -> None:
-        # Python's encoder for JSON takes the size that a `dict` is stored with for the truth.
+        # Python's JSON encoder uses the stored size of a `dict` as its truth.
         super().__init__(unread=None)
         self._read = read
 
     def load(self) -> None:
         """
-        Reads the metrics, if that hasn't been done, as they are now. The trainer does so before
-        they change, if somebody has kept them.
+        Reads the current metrics, if they haven't been read. The trainer calls it before they
+        change, if a callback still references them.
         """
         if self._read is not None:
             read, self._read = self._read, None  # type: ignore[assignment]
@@ -146,7 +150,7 @@ class BatchMetrics(dict):
             dict.update(self, read())
 
     def __reduce__(self) -> Any:
-        # What is sent to another process, or saved, is a plain `dict`.
+        # Pickled as a plain `dict`.
         return dict, (dict(self),)
 
 
@@ -168,23 +172,23 @@ for _name in _LAZY_METHODS:
 
 class Readings:
     """
-    What the host gets to know of an epoch's losses and metrics, and when it waits for the device to
-    know it.
+    Losses and metrics of an epoch on the host, and the schedule of its synchronization with the
+    device.
 
     # Parameters
 
     model : `Model`, required.
     progress : `Progress`, required.
     num_steps : `int`, optional (default = `None`)
-        The number of optimizer steps from one reading to the next. `None` for about as many as take
-        a second.
+        The number of optimizer steps from one reading to the next. `None` means about the number
+        that takes a second.
     metrics_are_read : `bool`, required.
-        Whether a callback may look into the metrics of a step.
+        Whether a callback may read the metrics of a step.
     are_parts : `bool`, optional (default = `False`)
         Whether all micro-batches of a step are parts of one batch, and each rank has its share of
         the losses, as with a `TokenLossModel`.
     report : `RunReport`, optional (default = `None`)
-        Is given each reading.
+        The report that gets each reading.
     """
 
     def __init__(
@@ -205,21 +209,21 @@ class Readings:
         self._report = report
         self._num_instances = 0
         self._memory: Dict[str, float] = {}
-        # Of the last step, if a callback has kept it.
+        # The metrics of the last step, if a callback still references them.
         self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
         self._bar: Any = None
-        # Those of the model, and the number of steps of the run after which they were computed.
+        # The model's metrics, and the number of steps of the run after which they were computed.
         self._metrics_read: Dict[str, Any] = {}
         self._read_after = -1
 
     def start_epoch(self) -> None:
-        """To be called before the model is brought back to a checkpoint."""
+        """Starts an epoch. Must be called before the model is restored from a checkpoint."""
         self._memory = _peak_memory()
         self.losses.start_epoch(self._model.get_regularization_penalty() is not None)
 
     def start_steps(self, num_steps: Optional[int], shows_progress: bool) -> Any:
         """
-        To be called before the first step of an epoch.
+        Starts the steps of an epoch.
 
         # Parameters
 
@@ -230,24 +234,26 @@ class Readings:
         # Returns
 
         `tqdm.tqdm`
-            A progress bar, as AllenNLP's. To be entered, and updated after each step.
+            A progress bar, as AllenNLP's, to be entered and updated after each step.
         """
         self.pace.start_epoch()
         if shows_progress and self._report is not None:
             self._bar = self._report.progress_bar(num_steps)
             if self._bar is not None:
                 return self._bar
-        # Drawn as often as there is news, because drawing takes as long as a small step.
+        # Drawn once per reading, because drawing takes as long as a small step.
         interval = _PROGRESS_INTERVAL * (2 if common_logging.FILE_FRIENDLY_LOGGING else 1)
         self._bar = Tqdm.tqdm(total=num_steps, mininterval=interval, disable=not shows_progress)
         return self._bar
 
     def start_step(self, group_size: int, batches: Sequence[TensorDict] = ()) -> None:
         """
+        Starts a step.
+
         # Parameters
 
         group_size : `int`, required.
-            The number of micro-batches by which the losses are divided.
+            The number of micro-batches that divides the losses.
         batches : `Sequence[TensorDict]`, optional (default = `()`)
             The micro-batches on this rank.
         """
@@ -256,7 +262,7 @@ class Readings:
         self.losses.start_group(group_size)
 
     def batch_metrics(self) -> BatchMetrics:
-        """Those of the last step, for callbacks. To be called by every rank."""
+        """Returns the metrics of the last step, for callbacks. Every rank must call it."""
         if self.metrics_are_read:
             self._read_metrics()
         metrics = BatchMetrics(self._metrics_so_far)
@@ -264,20 +270,22 @@ class Readings:
         return metrics
 
     def finish_batch_metrics(self) -> None:
-        """If a callback has kept the metrics of the last step, reads them before they change."""
+        """
+        Reads the metrics of the last step before they change, if a callback still references them.
+        """
         metrics = self._batch_metrics()
         if metrics is not None:
             metrics.load()
 
     def show(self, seconds_per_step: float, figures: StepFigures) -> None:
         """
-        Brings the progress bar up to date, and reports. Waits for the device. To be called by every
-        rank.
+        Updates the progress bar and reports. It synchronizes with the device. Every rank must call
+        it.
 
         # Parameters
 
         seconds_per_step : `float`, required.
-            On the slowest rank.
+            The seconds per step of the slowest rank.
         figures : `StepFigures`, required.
         """
         self._read_metrics()
@@ -300,8 +308,8 @@ class Readings:
 
     def epoch_metrics(self) -> Dict[str, float]:
         """
-        The metrics of the epoch, over all ranks; of an epoch that was completed before the
-        checkpoint only its memory. To be called by every rank, once.
+        Returns the metrics of the epoch over all ranks; for an epoch that was completed before the
+        checkpoint only its memory. Every rank must call it, once.
         """
         if self._progress.is_replaying_epoch:
             return self._memory
@@ -319,13 +327,13 @@ class Readings:
 
     def _over_all_ranks(self, metrics: Dict[str, Any], loss: float) -> float:
         """
-        The losses of a rank are weighed by its share of the tokens or instances: their mean over
-        the ranks is the mean over these.
+        Averages losses over the ranks. The losses of a rank are weighted by its share of the tokens
+        or instances, so that the mean over the ranks is the mean over these.
 
         # Parameters
 
         metrics : `Dict[str, Any]`
-            Its losses are changed.
+            Metrics, whose losses are replaced.
         loss : `float`
 
         # Returns
@@ -343,8 +351,8 @@ class Readings:
 
     def _read_metrics(self) -> None:
         """
-        Asks the model for the metrics of all ranks, after a step once as in AllenNLP, because it
-        may count that. To be called by every rank.
+        Reads the metrics of all ranks from the model, once after a step as in AllenNLP, because the
+        model may count the calls. Every rank must call it.
         """
         num_steps = self._progress.total_batches_completed
         if self._read_after == num_steps:
@@ -368,7 +376,7 @@ class Readings:
 
 
 def _numbers_in(model: Model) -> Dict[str, Any]:
-    """Return the numbers that modules have as attributes, by name."""
+    """Returns the numbers that modules have as attributes, by name."""
     return {
         f"{prefix}.{name}".lstrip("."): value
         for prefix, module in model.named_modules()

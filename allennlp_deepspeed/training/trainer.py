@@ -104,10 +104,10 @@ from allennlp_deepspeed.training.validation_loss import ValidationLoss
 
 logger = logging.getLogger(__name__)
 
-# What a schedule of AllenNLP's has computed from "num_epochs" and the data.
+# Attributes that AllenNLP's schedules compute from "num_epochs" and the data.
 _LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
 
-# Parts that only find out how to train, and may do so again.
+# Parts that only choose how to train, and may choose again.
 _MAY_BE_NEW = {
     "gradient_synchronization",
     "reshard_after_micro_batch",
@@ -115,7 +115,7 @@ _MAY_BE_NEW = {
 
 T = TypeVar("T")
 
-# An object as in AllenNLP, or one that is constructed when the engine is up, as from a config file.
+# An object as in AllenNLP, or one that is constructed after the engine, as from a config file.
 MaybeLazy = Union[T, Lazy[T], None]
 
 
@@ -138,32 +138,33 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     Registered as a `Trainer` with name "deepspeed". It takes every argument of
     [`GradientDescentTrainer`](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/)
-    with the same meaning; here are only those that are new or mean more. Every rank must construct
-    it and call `train`.
+    with the same meaning; only new or extended ones are listed here. Every rank must construct it
+    and call `train`.
 
     In Python a part (learning rate and momentum scheduler, moving average, checkpointer, callback)
     can be an object, as in AllenNLP, or a `Lazy` one, as from a config file: it is constructed with
-    the engine's optimizer, the trained parameters or the serialization directory.
+    the engine's optimizer, the trainable parameters or the serialization directory.
 
     # Parameters
 
     model : `Model`, required.
     optimizer : `Union[torch.optim.Optimizer, Lazy[Optimizer], None]`, required.
-        `None` is AllenNLP's "adam", unless `deepspeed_config` has an `"optimizer"` section.
+        `None` means AllenNLP's "adam", unless `deepspeed_config` has an `"optimizer"` section.
     data_loader : `DataLoader`, required.
     no_grad : `List[str]`, optional (default = `None`)
-        Regular expressions for the names of parameters that aren't trained.
+        Regular expressions for the names of frozen parameters.
     ddp_accelerator : `DdpAccelerator`, optional (default = `None`)
-        Says with its `find_unused_parameters` whether there may be parameters that in a step only
-        some of the ranks use. In a config file it is under `"distributed"`.
+        Its `find_unused_parameters` sets whether there may be parameters that only some ranks use
+        in a step. In a config file it is under `"distributed"`.
 
-    All others are those of AllenNLP's trainer and of [`TRAINER_KEYS`](../config/own_keys.py).
-    [The reference](../../docs/reference.md) says what these are.
+    All others are those of AllenNLP's trainer and of [`TRAINER_KEYS`](../config/own_keys.py). [The
+    reference](../../docs/reference.md) documents these.
 
     # Raises
 
     `ConfigurationError`
-        If an AllenNLP key and a DeepSpeed key contradict each other, or one has no meaning here.
+        If an AllenNLP key and a DeepSpeed key contradict each other, or if a key doesn't apply to
+        this trainer.
     """
 
     _ddp_wrapped_model: DeepSpeedWrappedModel
@@ -172,7 +173,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     _validation_data_loader: Any
     _is_constructed = False
 
-    # AllenNLP's loop keeps them on itself.
+    # AllenNLP's loop reads and writes these attributes.
     _epochs_completed = _of_progress("epochs_completed")
     _batches_in_epoch_completed = _of_progress("batches_in_epoch_completed")
     _total_batches_completed = _of_progress("total_batches_completed")
@@ -221,7 +222,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         log_every_num_steps: Optional[int] = None,
         resume: Optional[str] = None,
     ) -> None:
-        # The parameters by name, before anything else is assigned.
+        # The parameters by name, before other variables are assigned.
         arguments = checked(locals())
         check_trainer(DeepSpeedTrainer, type(self))
         self._extensions = StepExtensions(find_extensions(arguments), arguments)
@@ -258,7 +259,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._loss_of_validation = ValidationLoss(model)
             self._gradient_synchronization = gradient_synchronization
             if wrapped_model.config.zero_stage == 3:
-                # Where full weights are kept while they are used: there may not be memory for them.
+                # The directory of memory-mapped full weights, which may not fit into memory.
                 wrapped_model.mapping_directory = self._serialization_dir
             self._weight_watch = WeightWatch(self.engine)
             # Of the epoch: passes for training, and the steps before.
@@ -273,7 +274,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._gradient_step = self._construct_gradient_step()
             leave_batches_to_trainer(data_loader, wrapped_model)
             self._is_constructed = True
-        # A trainer that is dropped and has never trained leaves nothing behind either.
+        # A trainer that is dropped before training is cleaned up too.
         weakref.finalize(self, wrapped_model.destroy).atexit = False  # type: ignore[misc]
 
     @overrides
@@ -285,7 +286,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         super().__setattr__(name, value)
 
     def _own_callbacks(self, report: RunReport) -> List[TrainerCallback]:
-        """Return those that come last, because others may add to the metrics."""
+        """Returns the callbacks that run last, because others may add to the metrics."""
         callbacks: List[TrainerCallback] = [self._epoch_metrics]
         if "comms_logger" in self.resolved_config.engine_config:
             callbacks.append(CommsSummaryCallback(self._serialization_dir))
@@ -328,8 +329,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @property
     def _num_micro_batches(self) -> int:
-        """In an optimizer step, as DeepSpeed sees them; not exact where it isn't known."""
-        # Each pass is a micro-batch to DeepSpeed, and there are several.
+        """
+        Returns the number of micro-batches of an optimizer step for DeepSpeed, an estimate if it
+        isn't known.
+        """
+        # Each pass is a micro-batch for DeepSpeed, and there are several.
         num_passes = 2 if self._extensions.makes_several_passes else 1
         return self._num_gradient_accumulation_steps * num_passes
 
@@ -371,9 +375,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def train(self) -> Dict[str, Any]:
         """
-        Trains the model, once. To be called by every rank. After a SIGTERM or Ctrl-C on any rank,
-        every rank leaves after the validation batch that it is in, or after the optimizer step in
-        which they next read the losses (`log_every_num_steps`).
+        Trains the model, once. Every rank must call it. After a SIGTERM or Ctrl-C on any rank,
+        every rank stops after the current validation batch, or after the next optimizer step with a
+        reading of the losses (`log_every_num_steps`).
 
         # Raises
 
@@ -382,7 +386,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `KeyboardInterrupt`
             In a single process, after Ctrl-C.
         `RuntimeError`
-            If it has been called before.
+            If it has been called already.
         """
         if self._has_trained:
             raise RuntimeError(
@@ -398,10 +402,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def _try_train(self) -> Tuple[Dict[str, Any], int]:
         """
-        Works around AllenNLP 2.10.1: hooks of the callback "confidence_checks" gather the layers
-        that are called in a list, until the first step of the first epoch ends. In a training that
-        continues after it they do so forever, and `torch.compile` compiles for each of its lengths
-        until it gives up. Gone when the hooks are removed there, and compiled once.
+        Runs AllenNLP's loop over epochs.
+
+        Works around AllenNLP 2.10.1: hooks of the callback "confidence_checks" collect the called
+        layers in a list, until the first step of the first epoch ends. In a run that resumes after
+        it they collect forever, and `torch.compile` compiles for each length of the list until it
+        gives up. Gone when the hooks are removed there, and compiled once.
         """
         if self._checkpointer is not None:
             self._checkpointer.check_state(self)
@@ -427,12 +433,15 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._metric_tracker._patience,
                 ", ".join(name for _, name in self._metric_tracker.tracked_metrics),
             )
-        # Those of an epoch that was completed before the checkpoint are only known from it.
+        # The metrics of an epoch that was completed before the checkpoint are only known from it.
         return {**self._epoch_metrics.metrics, **metrics}, epoch
 
     @contextmanager
     def _no_weights_copied(self) -> Iterator[None]:
-        """Where a checkpoint has been saved, AllenNLP's loop copies the best weights from it."""
+        """
+        Context manager that prevents AllenNLP's loop from copying the best weights from a
+        checkpoint that has been saved.
+        """
         checkpointer: Any = self._checkpointer
         if checkpointer is None:
             yield
@@ -503,7 +512,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         point, checkpointer = self._progress.point, self._checkpointer
         is_step_to_save = checkpointer is not None and checkpointer.is_step_to_save(*point)
         agreement = None
-        # What is NaN is not to be saved.
+        # NaN weights must not be saved.
         if self._readings.pace.finish_step() or is_step_to_save or self._gradient_step.has_failed:
             agreement = self._agree(epoch)
         self._call_on_batch(batches, outputs, grad_norm, epoch)
@@ -552,23 +561,23 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return outputs
 
     def _go_forward(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
-        # Looked up in each micro-batch, because a callback may have put its own there.
+        # Looked up in each micro-batch, because a callback may have replaced it.
         return self.batch_outputs(batch, for_training=True)
 
     def _prepare_batch(self, batch: TensorDict) -> TensorDict:
-        """Gives every rank the buffers of rank 0, and the device the batch."""
+        """Broadcasts the buffers of rank 0, and moves the batch to the device."""
         if self._distributed:
             self._buffers.broadcast()
         return batch if self.cuda_device.type == "cpu" else to_device(batch, self.cuda_device)
 
     def check_epoch(self) -> None:
         """
-        To be called at the end of each epoch.
+        Checks that the engine made a step. Must be called at the end of each epoch.
 
         # Raises
 
         `RuntimeError`
-            If a subclass has gone forward for training and made no step of the engine.
+            If a subclass has run forward for training, and the engine has made no step.
         """
         num_passes, self._num_forward_passes = self._num_forward_passes, 0
         num_steps, self._num_steps_before_epoch = (
@@ -596,7 +605,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             result = self._loss_of_validation.of(super()._validation_loss(epoch))
             self._extensions.check(self.cuda_device)
         except TrainingInterrupted as interruption:
-            # Here the moving average has been taken off again.
+            # Here the moving average has been removed from the weights.
             if interruption.signal_number == signal.SIGTERM and self._checkpointer is not None:
                 self._replay.interrupt_validation()
                 self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
@@ -654,7 +663,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return agreement
 
     def _leave_if_agreed(self, agreement: StepAgreement, epoch: int) -> None:
-        """To be called by every rank, after what is to be done with the step."""
+        """
+        Raises if the ranks have agreed on a signal, after saving a checkpoint. Every rank must call
+        it, when the step is complete.
+        """
         if not agreement.signal_number:
             return
         error = interrupted(
@@ -667,8 +679,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def _leave_if_interrupted(self, where: str) -> None:
         """
-        Raises if a signal has come to any rank. To be called by every rank where the host waits
-        anyway; after a step, they already know.
+        Raises if any rank has received a signal. Every rank must call it where the host
+        synchronizes anyway; after a step the ranks have agreed already.
         """
         signal_number = self._interruption.agree(self.cuda_device)
         if signal_number:
@@ -677,14 +689,17 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     # Checkpoints
 
     def parts(self) -> Dict[str, Part]:
-        """What continues from a checkpoint, by name, in the order in which it is loaded."""
+        """
+        Returns the parts with states in checkpoints, by name, in the order in which they are
+        loaded.
+        """
         parts: Dict[str, Optional[Part]] = {
             "progress": self._progress,
             "metric_tracker": self._metric_tracker,
             "learning_rate_scheduler": self._learning_rate_scheduler,
             "momentum_scheduler": self._momentum_scheduler,
             "moving_average": self._moving_average,
-            # Of autocast at stage 0, which DeepSpeed doesn't save.
+            # The scaler of autocast at stage 0, which DeepSpeed doesn't save.
             "gradient_scaler": loss_scaling.grad_scaler(self.engine),
             "best_weights": self.best_weights,
             "gradient_synchronization": self._gradients.schedule,
@@ -697,8 +712,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def get_checkpoint_state(self) -> TrainerCheckpoint:
         """
-        This rank's training state. The model and the optimizer aren't in it: the checkpointer has
-        the engine save them.
+        Returns this rank's training state, without the model and the optimizer, which the engine
+        saves for the checkpointer.
         """
         states = {name: part.state_dict() for name, part in self.parts().items()}
         return TrainerCheckpoint(
@@ -714,10 +729,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def _maybe_restore_checkpoint(self) -> None:
         """
-        Continues from the newest checkpoint, if there is one. To be called by every rank.
+        Resumes from the newest checkpoint, if there is one. Every rank must call it.
 
-        Works around AllenNLP 2.10.1: a training that is continued at its end trains one more epoch
-        if it had stopped early, and else returns no metrics. Gone when `_try_train` asks whether to
+        Works around AllenNLP 2.10.1: a run that is resumed at its end trains one more epoch if it
+        had stopped early, and else returns no metrics. Gone when `_try_train` checks whether to
         stop before it trains, and doesn't begin with empty metrics.
         """
         self._ddp_wrapped_model.check_is_up()
@@ -744,11 +759,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._best_model_filename = self.best_weights.path
         start = self._progress.start
         if start.steps == 0 and self._metric_tracker.should_stop_early():
-            # It had stopped here.
+            # The run had stopped early here.
             self._num_epochs = start.epochs
 
     def instances_per_step(self) -> int:
-        """Of all ranks. Micro-batches without a fixed size count as one."""
+        """
+        Returns the instances of a step over all ranks. Micro-batches without a fixed size count as
+        one.
+        """
         size = micro_batch_size(self.data_loader) or 1
         num_readers = self._extensions.num_readers
         return size * self._num_gradient_accumulation_steps * num_readers
@@ -772,8 +790,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def _save_model_state(self, path: str) -> None:
         """
-        Saves the best weights, as one file with the whole model in fp32 instead of the shard that
-        AllenNLP's `path` is meant for. To be called by every rank.
+        Saves the best weights in one file with the full model in fp32, instead of the shard that
+        AllenNLP's `path` is meant for. Every rank must call it.
         """
         self._best_model_filename = self.best_weights.path
         if self.best_weights.saved_after != self._progress.epochs_completed:
@@ -782,29 +800,29 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @overrides
     def _load_model_state(self, path: str) -> None:
-        """To be called by every rank. Rank 0 reads the file."""
+        """Loads the best weights. Every rank must call it. Rank 0 reads the file."""
         self.best_weights.load()
         self._weight_watch.snapshot()
 
     @overrides
     def _finalize_best_model_state(self) -> None:
-        """Nothing is left to do: `_save_model_state` has already written one file."""
+        """Does nothing: `_save_model_state` has already written one file."""
 
     # For callbacks, notebooks and other loops
 
     @property
     def engine(self) -> DeepSpeedEngine:
-        """The `DeepSpeedEngine` around the model."""
+        """Returns the `DeepSpeedEngine` of the model."""
         return self._ddp_wrapped_model.engine
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """
-        Keeps the engine up. `train` is such a session, and destroys the engine when it ends; put a
-        session around it to use the engine after training. A trainer has one: when the outermost
-        one ends, however it does, the engine is destroyed. In a single process the model is a plain
-        fp32 `Model` then, with the trained weights. With several workers the weights stay sharded,
-        and the trained ones are in the archive.
+        Context manager that destroys the engine when the outermost session exits, normally or by an
+        error. `train` is such a session; put a session around it to use the engine after training.
+        A trainer has one session. In a single process the model is a plain fp32 `Model` afterwards,
+        with the trained weights. With several workers the weights stay sharded, and the trained
+        ones are in the archive.
 
         # Raises
 
@@ -823,17 +841,17 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     self._checkpointer.finish()
             except BaseException as error:
                 if self._checkpointer is not None:
-                    # All ranks are here after an interruption, and this is the only one after a
-                    # Ctrl-C.
+                    # After an interruption all ranks are here, and after a Ctrl-C it is the only
+                    # rank.
                     is_agreed = isinstance(error, (TrainingInterrupted, KeyboardInterrupt))
                     (self._checkpointer.finish if is_agreed else self._checkpointer.abandon)()
                 raise
 
     def close(self) -> None:
         """
-        Destroys the engine, if it is up, as the end of a session does. For a trainer that is not
-        going to train; one that is dropped, or whose model is given to another, is closed by
-        itself. May be called again.
+        Destroys the engine, if it exists, as the end of a session does. It is for a trainer that is
+        not going to train; a trainer that is dropped, or whose model is passed to another, is
+        closed automatically. It may be called again.
         """
         if self._ddp_wrapped_model.is_in_use:
             raise RuntimeError("A trainer can't be closed in its own `train` or `session`.")
@@ -842,10 +860,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """
-        Within it backward passes leave their gradients on this rank: they are added up, whole, and
-        reduced across the ranks with the next pass outside of it that reduces, at the latest at the
-        end of the optimizer step. For models and callbacks that go backward several times in a
-        step, at every ZeRO stage; as
+        Context manager in which backward passes accumulate unsharded gradients locally. They are
+        reduced across the ranks with the next reducing pass outside of it, at the latest at the end
+        of the optimizer step. It is for models and callbacks that run backward several times in a
+        step, at every ZeRO stage, like
         [`DistributedDataParallel.no_sync`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
         ```python
@@ -865,15 +883,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         `trainer.group_size` is the number of micro-batches of the step.
 
-        To be entered by every rank, during a step. Unlike with `DistributedDataParallel` the
-        forward pass may be outside; at ZeRO stage 3 both gather parameters, so that every rank must
-        make the same passes. Until gradients are reduced, each rank holds them whole. Where a model
-        goes backward in its own forward pass, all of that is to be within `no_sync`. It may be
-        nested.
+        Every rank must enter it, during a step. Unlike with `DistributedDataParallel` the forward
+        pass may be outside; at ZeRO stage 3 both gather parameters, so that every rank must run the
+        same passes. Each rank has unsharded gradients until they are reduced. If a model runs
+        backward in its own forward pass, all of that must be within `no_sync`. It may be nested.
 
-        A callback with `on_backward` may read gradients after any pass outside `no_sync`, and finds
-        them averaged over the ranks, which costs a reduction for each such pass. One that doesn't
-        read them says so with the class attribute `reads_gradients = False`: then there is one
+        A callback with `on_backward` may read gradients after any pass outside `no_sync`. They are
+        averaged over the ranks, which costs a reduction for each such pass. A callback that doesn't
+        read them should have the class attribute `reads_gradients = False`: then there is one
         reduction, at the end.
         """
         with self._gradients.no_sync():
@@ -882,11 +899,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @contextmanager
     def modified_weights(self, which: Which = None) -> Iterator[None]:
         """
-        For callbacks that change weights outside the optimizer. Within it the model's parameters
-        are whole and in fp32, with the values that the optimizer steps, and may be changed in
-        place, through `.data` too. When it ends, the changes are written to these, and to the
-        weights that the model computes with, at every ZeRO stage and precision. Changes that are
-        made elsewhere would be undone by the next step, and end in an error.
+        Context manager for callbacks that change weights outside the optimizer. In it the model's
+        parameters are gathered in fp32, with the values that the optimizer updates, and may be
+        changed in place, through `.data` too. At exit the changes are written to the master weights
+        and the weights of the forward pass, at every ZeRO stage and precision. Changes made
+        elsewhere would be undone by the next step, and raise an error.
 
         ```python
         class Clamp(TrainerCallback):
@@ -897,62 +914,64 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                             parameter.clamp_(-0.01, 0.01)
         ```
 
-        To be entered by every rank, between steps, with the same `which`. All make the change, and
-        what rank 0 has made of the weights counts. Not for forward passes. Frozen parameters can be
-        changed too; in half precision these are rounded to it, since they are kept in no other. If
-        it ends by an exception, the weights stay as they were, but for those that the optimizer
-        steps whole, at stage 0 in fp32.
+        Every rank must enter it, between steps, with the same `which`. All ranks make the change,
+        and the values of rank 0 are used. It is not for forward passes. Frozen parameters can be
+        changed too; in half precision they are rounded, since they have no fp32 copy. After an
+        exception the weights are unchanged, except those that the optimizer updates in place, at
+        stage 0 in fp32.
 
         # Parameters
 
         which : `Union[str, Parameter, Iterable]`, optional (default = `None`)
             Parameters, or regular expressions that are searched in their names: only these are
-            gathered. `None` for all.
+            gathered. `None` means all.
 
         # Raises
 
         `RuntimeError`
-            If weights have been changed before.
+            If weights have been changed outside of it.
         """
         self._weight_watch.raise_if_changed()
         try:
             with modified_weights(self.engine, which):
                 yield
         finally:
-            # After an exception too: what was changed has been put back.
+            # After an exception too: the changes have been undone.
             self._weight_watch.snapshot()
 
     @property
     def callbacks(self) -> List[TrainerCallback]:
-        """In the order in which they are called."""
+        """Returns the callbacks in the order in which they are called."""
         return self._callbacks
 
     @property
     def is_primary(self) -> bool:
-        """Whether this worker writes what its serialization directory has once."""
+        """
+        Returns whether this worker writes the files that its serialization directory has once.
+        """
         return self._primary
 
     @property
     def directories(self) -> Directories:
-        """Which ranks share a serialization directory."""
+        """Returns the ranks that share each serialization directory."""
         return self._directories
 
     @property
     def steps_completed(self) -> int:
-        """Optimizer steps, of all epochs."""
+        """Returns the number of optimizer steps of all epochs."""
         return self._progress.total_batches_completed
 
     @property
     def group_size(self) -> int:
         """
-        The number of micro-batches by which the losses of the step are divided, for callbacks that
-        go backward themselves.
+        Returns the number of micro-batches that divides the losses of the step, for callbacks that
+        run backward themselves.
         """
         return self._gradient_step.group_size
 
     @overrides
     def rescale_gradients(self) -> Optional[float]:
-        """Is called by AllenNLP's loops, which can't step the optimizer."""
+        """Raises an error. It is called by AllenNLP's loops, which can't step the optimizer."""
         raise RuntimeError(
             "`rescale_gradients` is called by loops of AllenNLP's own, and only the engine can "
             "clip, and make a step of, the 'deepspeed' trainer: use its `train`, and 'grad_norm'."
@@ -962,7 +981,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @property
     def resolved_config(self) -> ResolvedConfig:
-        """DeepSpeed's configuration, with nothing left to fill in."""
+        """Returns DeepSpeed's resolved configuration."""
         return self._ddp_wrapped_model.config
 
     @property
@@ -971,32 +990,36 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @property
     def learning_rate_scheduler(self) -> Any:
-        """AllenNLP's or the engine's; `None` if there is none."""
+        """Returns AllenNLP's scheduler or the engine's, or `None`."""
         return self._learning_rate_scheduler or self.engine.lr_scheduler
 
     @property
     def progress(self) -> Progress:
-        """Epochs and optimizer steps that are completed, and where the training continues from."""
+        """
+        Returns the completed epochs and optimizer steps, and the point that training resumes from.
+        """
         return self._progress
 
     @property
     def has_fixed_batch_size(self) -> bool:
-        """Whether each micro-batch has as many instances, but for the last."""
+        """Returns whether all micro-batches except the last have the same number of instances."""
         return micro_batch_size(self.data_loader) is not None
 
     @property
     def best_epoch_metrics(self) -> Mapping[str, Any]:
-        """Those of the validation of the best epoch so far."""
+        """Returns the validation metrics of the best epoch so far."""
         return self._metric_tracker.best_epoch_metrics
 
     @property
     def num_epochs(self) -> int:
-        """That are to be trained in all."""
+        """Returns the number of epochs to train."""
         return self._num_epochs
 
     @property
     def num_readers(self) -> int:
-        """The number of workers, or of groups that share sequences, which read different data."""
+        """
+        Returns the number of workers, or of groups that share sequences, that read different data.
+        """
         return self._extensions.num_readers
 
     @classmethod
@@ -1054,8 +1077,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
 def _length(part: Part) -> Dict[str, Any]:
     """
-    Of a schedule that is as long as the training: one that is trained for more epochs than it was
-    begun with has the schedule of these, and not that of the former, which has come to its end.
+    Returns the length of a schedule that ends with the training. A run that is resumed with more
+    epochs uses the schedule of the new number, and not that of the former, which has ended.
     """
     if not isinstance(part, Scheduler):
         return {}
