@@ -4,19 +4,19 @@ Workers that share sequences train as a single process does with the same batche
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Iterator, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from allennlp.common import Params
+from allennlp.common import Lazy, Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.data.dataset_readers import BabiReader
 from allennlp.models import Model
 
-from allennlp_deepspeed import reading_by_groups
+from allennlp_deepspeed import DeepSpeedCheckpointer, reading_by_groups
 from allennlp_deepspeed.extensions.sequence_parallelism import SequenceParallelism
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.launch.preflight import check
@@ -169,6 +169,33 @@ def test_recovery_with_other_groups(
     recovered = recover(uninterrupted, tmp_path, on_workers(4, 2))
     assert_same_state(dumped(recovered, "start"), dumped(uninterrupted, "e1_b2"))
     assert_continues(recovered, uninterrupted)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_recovery_with_other_groups_where_workers_repeat_heads(tmp_path: Path, stage: int) -> None:
+    """Four workers repeat two heads for keys and values, and then one worker has them all."""
+    config = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+    def batches(rank: int) -> List[Any]:
+        generator = torch.Generator().manual_seed(5)
+        tokens = [torch.randint(5, 50, (2, 9), generator=generator) for _ in range(3)]
+        return [{"input_ids": each, "labels": each} for each in tokens]
+
+    def train(directory: Path, world_size: int, num_epochs: int) -> Dict[str, torch.Tensor]:
+        side = Side(
+            lambda: CausalLM(Vocabulary(), config=config),
+            batches,
+            stage,
+            world_size,
+            num_epochs=num_epochs,
+            sequence_parallel_size=world_size,
+            checkpointer=Lazy(DeepSpeedCheckpointer),
+        )
+        return side.train(directory)
+
+    expected = train(tmp_path / "uninterrupted", 4, 2)
+    train(tmp_path / "recovered", 4, 1)
+    assert_same_weights(train(tmp_path / "recovered", 1, 2), expected, tolerance=1e-5)
 
 
 def test_workers_that_share_sequences_must_have_the_same_batches(tokenizer: str) -> None:
