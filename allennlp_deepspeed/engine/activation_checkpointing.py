@@ -324,15 +324,15 @@ def _held_parameters(module: torch.nn.Module) -> Iterator[None]:
     """
     parameters: Iterator[Any] = filter(internals.is_sharded, module.parameters())
     held = [p for p in parameters if internals.is_gathered(p)]
-    users = [set(parameter.ds_active_sub_modules) for parameter in held]
-    for parameter in held:
-        parameter.ds_active_sub_modules.add("second forward pass")
+    users = [(each, set(each)) for each in map(internals.active_modules, held)]
+    for users_now, _ in users:
+        users_now.add("second forward pass")
     try:
         yield
     finally:
-        for parameter, before in zip(held, users):
-            parameter.ds_active_sub_modules.clear()
-            parameter.ds_active_sub_modules.update(before)
+        for users_now, before in users:
+            users_now.clear()
+            users_now.update(before)
 
 
 class _Alias(torch.autograd.Function):

@@ -61,7 +61,7 @@ class Passes:
 
 
 def _is_kept(parameter: Any) -> bool:
-    return any(isinstance(user, _Keeper) for user in parameter.ds_active_sub_modules)
+    return any(isinstance(user, _Keeper) for user in internals.active_modules(parameter))
 
 
 @contextmanager
@@ -80,14 +80,15 @@ def kept_by_readers() -> Iterator[None]:
     def partition_and_gather(parameters: List[Any], has_been_updated: bool) -> None:
         # A change by one rank is partitioned, or it would be lost.
         kept = list(filter(_is_kept, parameters))
-        keepers = [{u for u in p.ds_active_sub_modules if isinstance(u, _Keeper)} for p in kept]
-        for parameter, of_parameter in zip(kept, keepers):
-            parameter.ds_active_sub_modules -= of_parameter
+        users = [internals.active_modules(parameter) for parameter in kept]
+        keepers = [{user for user in each if isinstance(user, _Keeper)} for each in users]
+        for users_of_parameter, kept_by in zip(users, keepers):
+            users_of_parameter.difference_update(kept_by)
         partition(parameters, has_been_updated)
         if kept:
             kept[0].all_gather(param_list=kept)
-        for parameter, of_parameter in zip(kept, keepers):
-            parameter.ds_active_sub_modules |= of_parameter
+        for users_of_parameter, kept_by in zip(users, keepers):
+            users_of_parameter.update(kept_by)
 
     with internals.replaced(
         GatheredParameters,
@@ -112,15 +113,15 @@ def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
     sharded: List[Any] = list(parameters)
     keeper = _Keeper()
     for parameter in sharded:
-        parameter.ds_active_sub_modules.add(keeper)
+        internals.active_modules(parameter).add(keeper)
     try:
         yield
     finally:
         for parameter in sharded:
-            users = parameter.ds_active_sub_modules
+            users = internals.active_modules(parameter)
             users.discard(keeper)
             is_whole = internals.is_gathered(parameter)
-            if is_whole and not users and not parameter.ds_persist:
+            if is_whole and not users and not internals.is_persistent(parameter):
                 parameter.partition()
 
 
@@ -133,11 +134,11 @@ def end_passes(engine: DeepSpeedEngine) -> None:
     engine : `DeepSpeedEngine`, required.
         An engine at stage 3.
     """
-    in_flight = engine.module.ds_inflight_param_registry
+    in_flight = internals.parameters_in_flight(engine.module)
     for parameter in filter(internals.is_sharded, engine.module.parameters()):
         if parameter in in_flight:
             in_flight.pop(parameter).wait()
-        parameter.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
+        internals.active_modules(parameter).clear()
 
 
 def all_that_are_sharded(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:
@@ -154,4 +155,4 @@ def all_that_are_sharded(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:
         Parameters for `kept_gathered`, none at stages other than 3.
     """
     parameters: List[Any] = list(engine.module.parameters())
-    return [p for p in parameters if hasattr(p, "ds_status") and not p.ds_persist]
+    return [p for p in parameters if internals.is_sharded(p) and not internals.is_persistent(p)]

@@ -43,6 +43,11 @@ class GradientReducer:
         self._stage = int(engine.zero_optimization_stage())
         self._has_own_buffers = isinstance(engine.optimizer, BF16_Optimizer)
         self.reduces_all_at_once = self._stage == 0 or self._has_own_buffers
+        self._accumulates_in_attribute = (
+            0 < self._stage < 3
+            and not self._has_own_buffers
+            and internals.accumulates_in_attribute(engine.optimizer)
+        )
         self.is_offloaded = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
         self._group_indices = self._find_group_indices()
         places = {p: i for i, p in enumerate(engine.module.parameters())}
@@ -72,12 +77,13 @@ class GradientReducer:
     @property
     def accumulation_dtype(self) -> torch.dtype:
         """That in which DeepSpeed accumulates gradients, at stages 1 to 3."""
-        return self._optimizer.gradient_accumulation_dtype
+        return internals.gradient_accumulation_dtype(self._optimizer)
 
     def accumulates_elsewhere(self) -> bool:
         """Whether DeepSpeed accumulates any gradient elsewhere than on its parameter."""
-        dtype = getattr(self._optimizer, "gradient_accumulation_dtype", None)
-        return self._has_own_buffers or any(p.dtype != (dtype or p.dtype) for p in self.parameters)
+        if self.reduces_all_at_once:
+            return self._has_own_buffers
+        return any(parameter.dtype != self.accumulation_dtype for parameter in self.parameters)
 
     def start_step(self) -> None:
         """Clears the gradients of the previous step where DeepSpeed would add to them."""
@@ -104,7 +110,7 @@ class GradientReducer:
             self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter)
             return
         self._optimizer.setup_buckets()
-        if self._optimizer.use_grad_accum_attribute:
+        if self._accumulates_in_attribute:
             internals.fill_accumulated_gradient(self._optimizer, parameter)
         group_index = self._group_indices[parameter]
         self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
@@ -116,9 +122,9 @@ class GradientReducer:
         return self._optimizer.get_gradient_for_reduction(parameter) is not None
 
     def set_zero_gradient(self, parameter: torch.nn.Parameter) -> None:
-        if getattr(self._optimizer, "use_grad_accum_attribute", False):
+        if self._accumulates_in_attribute:
             zeros = torch.zeros_like(parameter, dtype=self.accumulation_dtype)
-            parameter.grad_accum = zeros  # type: ignore[attr-defined]
+            internals.set_accumulated_gradient(parameter, zeros)
         else:
             set_zero_gradient(parameter)
 

@@ -7,7 +7,7 @@ that the attribute exists.
 """
 
 import inspect
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Set, Tuple
 from unittest import mock
 
 import deepspeed
@@ -80,6 +80,34 @@ def is_released(parameter: Any) -> bool:
     return _read(parameter, "ds_status") is ZeroParamStatus.NOT_AVAILABLE
 
 
+def full_shape(parameter: Any) -> torch.Size:
+    """The shape of a parameter that ZeRO stage 3 shards, whether it has been gathered or not."""
+    return _read(parameter, "ds_shape")
+
+
+def set_full_shape(parameter: Any, shape: torch.Size) -> None:
+    """Has a parameter that ZeRO stage 3 shards be of another shape when it is gathered."""
+    _set(parameter, "ds_shape", shape)
+
+
+def active_modules(parameter: Any) -> Set[Any]:
+    """
+    The numbers of the modules that use a parameter which ZeRO stage 3 shards. While there is one,
+    DeepSpeed doesn't release it.
+    """
+    return _read(parameter, "ds_active_sub_modules")
+
+
+def is_persistent(parameter: Any) -> bool:
+    """Whether ZeRO stage 3 never releases the parameter."""
+    return _read(parameter, "ds_persist")
+
+
+def parameters_in_flight(model: torch.nn.Module) -> Dict[torch.nn.Parameter, Any]:
+    """The gatherings that have been launched and not been awaited, by parameter."""
+    return _read(model, "ds_inflight_param_registry")
+
+
 def shard_parameter(partitioner: zero.Init, parameter: torch.nn.Parameter) -> None:
     """Shards a parameter as `zero.Init` does during construction. Every rank must call it."""
     _read(partitioner, "_zero_init_param")(parameter)
@@ -113,6 +141,21 @@ def disable_gradient_hooks(engine: DeepSpeedEngine, has_zero_optimizer: bool) ->
 def fill_accumulated_gradient(optimizer: Any, parameter: torch.nn.Parameter) -> None:
     """Moves the gradient of a parameter to `grad_accum`, at ZeRO stages 1 and 2."""
     _read(optimizer, "_fill_param_grad_accum_attribute")(parameter)
+
+
+def accumulates_in_attribute(optimizer: Any) -> bool:
+    """Whether ZeRO stage 1 or 2 accumulates gradients in `grad_accum` of the parameters."""
+    return _read(optimizer, "use_grad_accum_attribute")
+
+
+def set_accumulated_gradient(parameter: Any, gradient: torch.Tensor) -> None:
+    """Gives a parameter an accumulated gradient, where `accumulates_in_attribute`."""
+    _set(parameter, "grad_accum", gradient)
+
+
+def gradient_accumulation_dtype(optimizer: Any) -> torch.dtype:
+    """The dtype in which ZeRO stages 1 to 3 accumulate gradients."""
+    return _read(optimizer, "gradient_accumulation_dtype")
 
 
 def allow_plain_backward(engine: DeepSpeedEngine) -> None:
@@ -154,6 +197,19 @@ def fill_param_groups(optimizer: Any) -> None:
 def empty_param_groups(optimizer: Any) -> None:
     """Empties `param_groups` of the optimizer that stage 3 wraps, as between steps."""
     _read(optimizer, "_clear_fp32_optimizer_param_groups")()
+
+
+def param_group_functions(optimizer: Any) -> Dict[str, Callable[..., Any]]:
+    """
+    The methods of stage 3 that put the fp32 shards into `param_groups`, that empty these, and that
+    step a sub-group with its shard in them, by name, for `replaced`.
+    """
+    names = (
+        "_set_fp32_optimizer_param_groups",
+        "_clear_fp32_optimizer_param_groups",
+        "_optimizer_step",
+    )
+    return {name: _read(optimizer, name) for name in names}
 
 
 def copy_master_weights_to_model(optimizer: Any, sub_group: int) -> None:

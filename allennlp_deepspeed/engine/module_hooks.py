@@ -84,7 +84,7 @@ def keeping_what_is_read() -> Iterator[None]:
         register(module, parameter)
         # It has no id if the engine is destroyed after an error in a forward pass.
         if "ds_id" in vars(module):
-            parameter.ds_active_sub_modules.add(module.ds_id)
+            internals.active_modules(parameter).add(module.ds_id)
 
     with mock.patch.object(parameter_offload, "register_external_parameter", register_active):
         yield

@@ -226,5 +226,4 @@ def _partition(parameter: Any, tensor: torch.Tensor, start: int, length: int) ->
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
     """A tensor's shape, and that of a whole parameter which ZeRO-3 has partitioned."""
-    # One that is partitioned is empty.
-    return getattr(tensor, "ds_shape", tensor.shape)
+    return internals.full_shape(tensor) if internals.is_sharded(tensor) else tensor.shape
