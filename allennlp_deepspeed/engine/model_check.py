@@ -8,6 +8,7 @@ from torch.nn.parameter import is_lazy
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.engine.shared_memory import STAGE_0, check_memory
 
@@ -64,7 +65,8 @@ def check_model(model: Model, config: ResolvedConfig) -> None:
                 'it, or write "deepspeed_config": {"zero_optimization": {"stage": 2}}.'
             )
     if problem is not None:
-        check_memory(model, problem)
+        with access_allowed():  # what an engine has left sharded has no memory
+            check_memory(model, problem)
 
 
 def _stepped_elsewhere(config: ResolvedConfig) -> Optional[str]:

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, zero
 from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine.released_parameters import access_allowed
 
 
 @contextmanager
@@ -41,7 +42,7 @@ def _broadcast_as_vectors() -> Iterator[None]:
         shape = parameter.shape
         with _as_vectors([parameter]):
             zero_init_param(init, parameter)
-        parameter.ds_shape = shape
+        internals.set_full_shape(parameter, shape)
 
     def _exit(gathered: zero.GatheredParameters, *exception: Any) -> Any:
         if gathered.src_rank is None:
@@ -76,15 +77,17 @@ def _as_vectors(parameters: Iterable[Parameter]) -> Iterator[None]:
     partitioned.
     """
     changed = []
-    for parameter in parameters:
-        # One that is partitioned is a vector, whose elements aren't to be used.
-        if parameter.dim() == 0 or not parameter.is_contiguous():
-            data = parameter.data
-            parameter.data = data.reshape(-1)
-            changed.append((parameter, parameter.data, data))
+    with access_allowed():
+        for parameter in parameters:
+            # One that is partitioned is a vector.
+            if parameter.dim() == 0 or not parameter.is_contiguous():
+                data = parameter.data
+                parameter.data = data.reshape(-1)
+                changed.append((parameter, parameter.data, data))
     try:
         yield
     finally:
-        for parameter, vector, data in changed:
-            if parameter.shape == vector.shape:
-                parameter.data = data.copy_(parameter.data.view(data.shape))
+        with access_allowed():
+            for parameter, vector, data in changed:
+                if parameter.shape == vector.shape:
+                    parameter.data = data.copy_(parameter.data.view(data.shape))

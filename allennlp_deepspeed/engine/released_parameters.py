@@ -9,8 +9,9 @@ from types import MethodWrapperType
 from typing import Any, Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
@@ -20,12 +21,26 @@ _NAME = "name_in_messages"
 
 _VALUES = {getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 
+# Which are those of the full parameter.
+_SHAPES = {
+    *(getattr(torch.Tensor, name) for name in ("shape", "ndim", "nbytes", "size", "numel")),
+    *(getattr(torch.Tensor, name) for name in ("nelement", "dim", "ndimension", "__len__")),
+    torch.numel,
+}
+
 _METHODS = {
     getattr(owner, name)
     for owner in (torch.Tensor, torch)
     for name in (
-        *("size", "numel", "nelement", "dim", "ndimension", "element_size", "get_device"),
-        *("is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "register_hook"),
+        *(
+            "element_size",
+            "get_device",
+            "is_contiguous",
+            "is_floating_point",
+            "is_complex",
+            "requires_grad_",
+            "register_hook",
+        ),
         *("register_post_accumulate_grad_hook", "__repr__", "__format__"),
         # PyTorch calls it to find the node of a parameter's gradient.
         "view_as",
@@ -40,8 +55,8 @@ access_allowed = torch._C.DisableTorchFunctionSubclass
 class ReleasedParameter(torch.nn.Parameter):
     """
     Class of a parameter from the time that ZeRO stage 3 releases it to the time that it is
-    gathered. Whatever reads or changes its elements raises, as with PyTorch's
-    `UninitializedParameter`.
+    gathered. Its shape is that of the full parameter. Whatever reads or changes its elements
+    raises, as with PyTorch's `UninitializedParameter`.
     """
 
     @property
@@ -58,17 +73,27 @@ class ReleasedParameter(torch.nn.Parameter):
     def __torch_function__(
         cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not _is_about_metadata(function):
+        attribute = function.__self__ if isinstance(function, MethodWrapperType) else None
+        if function in _SHAPES or attribute in _SHAPES:
+            args, kwargs = tree_map_only(ReleasedParameter, _without_memory, (args, kwargs))
+        elif not _is_about_metadata(function):
             released = (x for x in tree_leaves((args, kwargs)) if isinstance(x, ReleasedParameter))
             raise RuntimeError(
                 f"The parameter '{vars(next(released))[_NAME]}' is used while ZeRO stage 3 has it "
                 "sharded, outside the forward pass of the module that it belongs to. Read it, on "
                 "every worker, within `with deepspeed.zero.GatheredParameters([parameter]):`, and "
                 "in a callback change it within `with trainer.modified_weights():`. Compute a "
-                "penalty on weights in the model's `get_regularization_penalty`."
+                "penalty on weights in the model's `get_regularization_penalty`. After training "
+                "with several workers the archive has the weights."
             )
         with access_allowed():
             return function(*args, **(kwargs or {}))
+
+
+def _without_memory(parameter: Any) -> torch.Tensor:
+    shape = internals.full_shape(parameter)
+    with access_allowed():
+        return torch.empty(shape, dtype=parameter.dtype, device="meta")
 
 
 def _is_about_metadata(function: Any) -> bool:
@@ -97,7 +122,8 @@ def class_follows_release() -> Iterator[None]:
 def access_refused(engine: DeepSpeedEngine) -> Iterator[None]:
     """
     Within it whatever uses the elements of a released parameter raises a `RuntimeError` with its
-    name, except when the engine saves and loads its checkpoints.
+    name, except when the engine saves and loads its checkpoints. With several workers it does so
+    afterwards too, as these parameters stay sharded.
 
     # Parameters
 
@@ -117,9 +143,10 @@ def access_refused(engine: DeepSpeedEngine) -> Iterator[None]:
         with internals.replaced(engine, **functions):
             yield
     finally:
-        for _, parameter in parameters:
-            allow_access(parameter)
-            delattr(parameter, _NAME)
+        if dist.get_world_size() == 1:
+            for _, parameter in parameters:
+                allow_access(parameter)
+                delattr(parameter, _NAME)
 
 
 def _with_access(function: Callable) -> Callable:

@@ -5,6 +5,7 @@ import torch
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_comm_dtype
 from allennlp_deepspeed.engine import agreement, internals
+from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import Fragment, Shards
 
 logger = logging.getLogger(__name__)
@@ -69,14 +70,15 @@ class WeightWatch:
         Finds parameters whose changes PyTorch has counted since the last snapshot, or that have
         elements where stage 3 has released them. Must be called before a forward pass gathers them.
         """
-        for i, (name, parameter) in enumerate(self._named_parameters):
-            before, self._versions[i] = self._versions[i], self._versions_of(parameter)
-            version, version_of_partition = self._versions[i]
-            if version == before[0] and not _is_replaced(parameter):
-                continue
-            # A frozen one can be written through DeepSpeed's `GatheredParameters`.
-            if parameter.requires_grad or version_of_partition == before[1]:
-                self._found = self._found or name
+        with access_allowed():
+            for i, (name, parameter) in enumerate(self._named_parameters):
+                before, self._versions[i] = self._versions[i], self._versions_of(parameter)
+                version, version_of_partition = self._versions[i]
+                if version == before[0] and not _is_replaced(parameter):
+                    continue
+                # A frozen one can be written through DeepSpeed's `GatheredParameters`.
+                if parameter.requires_grad or version_of_partition == before[1]:
+                    self._found = self._found or name
 
     def compare_before_step(self) -> None:
         """Compares weights before the optimizer step, without synchronizing with the device."""

@@ -163,6 +163,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     ) -> None:
         enter = self._undo.enter_context
         enter(process_environment(device, local_rank))
+        for parameter in model.parameters():
+            released_parameters.allow_access(parameter)  # sharded by an engine before
         if self._compiler is not None and config.zero_stage < 3:
             forward = self._compiler.compiled(model.forward)
             enter(mock.patch.object(model, "forward", forward))

@@ -136,6 +136,45 @@ def test_reading_is_an_error_with_the_name(
         assert any(f"'{name}'" in message for name, _ in Student().named_parameters())
 
 
+def count(model: Model) -> torch.Tensor:
+    """The number of elements, in each way to say it."""
+    parameters = list(model.parameters())
+    counts = [sum(p.numel() for p in parameters), sum(p.nelement() for p in parameters)]
+    counts += [sum(torch.numel(p) for p in parameters), sum(p.size().numel() for p in parameters)]
+    counts += [sum(p.shape.numel() for p in parameters), sum(p.nbytes // 4 for p in parameters)]
+    sizes = [sum(len(p) + p.size(0) + p.ndim + p.dim() + p.ndimension() for p in parameters)]
+    return torch.tensor([*counts, *sizes], dtype=torch.float32).norm()
+
+
+@pytest.mark.parametrize("stage, world_size", [(0, 1), (2, 1), (3, 1), (3, 2)])
+def test_shapes_are_those_of_full_parameters(stage: int, world_size: int) -> None:
+    def metrics(trainer: Any) -> float:
+        return trainer.train()["training_norm"]
+
+    sides = [
+        Side(lambda: ReadInMetrics(count), vectors, each, world_size) for each in (None, stage)
+    ]
+    expected, actual = (side.on_all_ranks(metrics) for side in sides)
+    assert actual == expected
+
+
+@pytest.mark.parametrize("read", [norm, copy_layer, flatten, lambda model: model.state_dict()])
+def test_what_several_workers_leave_sharded_is_not_read_after_training(
+    read: Callable[[Any], Any],
+) -> None:
+    def work(rank: int) -> str:
+        trainer = Side(Student, vectors, 3, world_size=2).construct(rank, Path(directory))
+        trainer.train()
+        assert count(trainer.model) == count(Student())
+        with pytest.raises(RuntimeError) as error:
+            read(trainer.model)
+        return str(error.value)
+
+    with tempfile.TemporaryDirectory() as directory:
+        for message in run_workers(2, work):
+            assert "'layer.0.weight'" in message and "archive" in message
+
+
 def gathered(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def call(model: Any) -> Any:
         with deepspeed.zero.GatheredParameters(list(model.parameters())):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
@@ -51,7 +52,10 @@ class Save(TrainerCallback):
         checkpointer = DeepSpeedCheckpointer(self.serialization_dir)
         with self.counter:
             checkpointer.save_checkpoint(trainer)
-        self.elements = [parameter.numel() for parameter in trainer.model.parameters()]
+        self.elements = [
+            parameter.numel() if parameter.ds_status is ZeroParamStatus.AVAILABLE else 0
+            for parameter in trainer.model.parameters()
+        ]
         checkpointer.finish()
 
 
