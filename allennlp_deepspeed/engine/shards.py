@@ -107,7 +107,7 @@ class Shards:
             self._find_fragments(master, parameters)
 
     def _find_sub_groups(self, num_groups: int) -> None:
-        """At stage 3, whose shards are in `param_groups` only while they are stepped."""
+        """Finds them at stage 3, whose shards are in `param_groups` only during a step."""
         self.masters = list(self._optimizer.fp32_partitioned_groups_flat)
         self.parameters_of_masters = self._optimizer.fp16_groups
         self.groups: List[List[torch.nn.Parameter]] = [[] for _ in range(num_groups)]
@@ -188,6 +188,37 @@ class Shards:
             yield
         finally:
             internals.empty_param_groups(self._optimizer)
+
+    @contextmanager
+    def parameters_in_param_groups(self) -> Iterator[None]:
+        """
+        Context manager in which, at stage 3, the optimizer's `param_groups` have the model's
+        parameters, except during a step and while states are saved or loaded. DeepSpeed leaves
+        the groups empty, and a callback that goes through them would change nothing.
+        """
+        functions = internals.param_group_functions(self._optimizer)
+        fill, empty, step = functions.values()
+
+        def show_parameters() -> None:
+            for group, parameters in zip(self._optimizer.param_groups, self.groups):
+                group["params"] = list(parameters)
+
+        def fill_with_shards() -> None:
+            empty()
+            fill()
+
+        def step_sub_group(index: int) -> None:
+            empty()
+            step(index)
+            show_parameters()
+
+        own = (fill_with_shards, show_parameters, step_sub_group)
+        with internals.replaced(self._optimizer, **dict(zip(functions, own))):
+            show_parameters()
+            try:
+                yield
+            finally:
+                empty()
 
     def update_parameters(self) -> None:
         """Copies `masters` to the model's weights after a change. Every rank must call it."""

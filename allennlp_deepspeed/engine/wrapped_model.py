@@ -49,6 +49,7 @@ from allennlp_deepspeed.engine.process_environment import (
     use_accelerator,
 )
 from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, penalty_in_fp32
+from allennlp_deepspeed.engine.shards import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +231,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             enter(mock.patch.object(self.optimizer, "add_param_group", _refuse_group))
         if config.zero_stage == 3:
             enter(released_parameters.access_refused(self.engine))
+            enter(Shards(self.engine).parameters_in_param_groups())
 
     def _leave(self, before: ModelSnapshot, device: torch.device, is_alone: bool) -> None:
         """
@@ -372,8 +374,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """
-        The optimizer inside DeepSpeed's: its `param_groups` carry the learning rates, and at ZeRO
-        stages 1 to 3 this rank's shard of the fp32 weights.
+        The optimizer inside DeepSpeed's: its `param_groups` carry the learning rates, and the
+        tensors that it updates, at ZeRO stages 1 and 2 this rank's fp32 shards. At stage 3 they
+        have the model's parameters, except during a step.
         """
         return self.engine.basic_optimizer
 

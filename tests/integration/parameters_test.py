@@ -89,6 +89,9 @@ SWITCHES = {
 }
 
 
+SWITCHES_OF_SHARDS = [(w, *s) for w, s in zip([*SWITCHES, *SWITCHES], SHARDED)]
+
+
 @pytest.mark.parametrize(
     "which, world_size, grad_norm",
     [
@@ -106,7 +109,7 @@ def test_at_stage_0_a_frozen_parameter_is_not_stepped(which: str, world_size: in
     assert_same_weights(side(0, world_size).train(), side(None, 1).train())
 
 
-@pytest.mark.parametrize("which, stage, world_size", zip([*SWITCHES, *SWITCHES], *zip(*SHARDED)))
+@pytest.mark.parametrize("which, stage, world_size", SWITCHES_OF_SHARDS)
 def test_freezing_is_refused_where_parameters_are_sharded(
     which: str, stage: int, world_size: int, expect_message: Callable[[str], None]
 ):
@@ -136,17 +139,65 @@ def test_unfreezing_what_the_optimizer_has_not_got_is_refused(
     expect_message(message)
 
 
-class FreezeGroup(TrainerCallback):
-    def on_start(self, trainer, is_primary: bool = True, **kwargs: Any) -> None:
-        for parameter in trainer.optimizer.param_groups[0]["params"]:
-            parameter.requires_grad_(False)
+class SwitchGroups(Switch):
+    """The same for all that the optimizer's groups have."""
+
+    def _switch(self, trainer: Any) -> None:
+        if self._num_steps in self._trainable:
+            for group in trainer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.requires_grad_(self._trainable[self._num_steps])
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_freezing_what_the_optimizer_has_is_refused_where_it_has_shards(stage: int):
-    side = Side(Layers, _vectors, stage, callbacks=lambda: [FreezeGroup("")])
-    (message,) = side.on_all_ranks(error_of_training)
-    assert "'encoder.weight'" in message
+@pytest.mark.parametrize("which, stage, world_size", SWITCHES_OF_SHARDS)
+def test_freezing_what_the_optimizer_has_is_refused_where_it_has_shards(
+    which: str, stage: int, world_size: int
+):
+    side = Side(
+        Layers, _vectors, stage, world_size, callbacks=lambda: [SwitchGroups(SWITCHES[which])]
+    )
+    assert all(
+        "'encoder.weight' has been frozen" in error
+        for error in side.on_all_ranks(error_of_training)
+    )
+
+
+class ChangeGroups(TrainerCallback):
+    """Changes all that the optimizer's groups have, after each step."""
+
+    def __init__(self, change: Callable[[torch.nn.Parameter], Any]) -> None:
+        super().__init__("")
+        self._change = change
+
+    def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        for group in trainer.optimizer.param_groups:
+            for parameter in group["params"]:
+                self._change(parameter)
+
+
+@torch.no_grad()
+def _halve(parameter: torch.nn.Parameter) -> None:
+    parameter.mul_(0.5)
+
+
+def _halve_data(parameter: torch.nn.Parameter) -> None:
+    parameter.data *= 0.5
+
+
+@pytest.mark.parametrize("change", [_halve, _halve_data])
+@pytest.mark.parametrize("stage, world_size", [(0, 1), *SHARDED])
+def test_changing_what_the_optimizer_has_is_exact_or_refused(
+    change: Callable[[torch.nn.Parameter], Any], stage: int, world_size: int
+):
+    def side(stage: Optional[int]) -> Side:
+        callbacks = lambda: [ChangeGroups(change)]  # noqa: E731
+        return Side(Layers, _vectors, stage, world_size, callbacks=callbacks)
+
+    if stage == 0:
+        assert_same_weights(side(0).train(), side(None).train())
+        return
+    for error in side(stage).on_all_ranks(error_of_training):
+        assert "with trainer.modified_weights():" in error
 
 
 @pytest.mark.parametrize(
