@@ -165,17 +165,10 @@ def step(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> boo
     `bool`
         Whether the step was applied.
     """
-    if scaler is None:
-        _step(engine)
-        return engine.was_step_applied()
-    scale = scaler.get_scale()
-    _step(engine)
-    return scaler.get_scale() >= scale
-
-
-def _step(engine: DeepSpeedEngine) -> None:
+    scale_before = 0.0 if scaler is None else scaler.get_scale()
     _in_step.add(engine)
     try:
         DeepSpeedEngine.step(engine)
     finally:
         _in_step.discard(engine)
+    return engine.was_step_applied() if scaler is None else scaler.get_scale() >= scale_before

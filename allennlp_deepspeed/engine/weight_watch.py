@@ -1,4 +1,5 @@
 import logging
+import operator
 from typing import Any, List, NoReturn, Optional, Tuple
 
 import torch
@@ -9,6 +10,8 @@ from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import Fragment, Shards
 
 logger = logging.getLogger(__name__)
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class WeightWatch:
@@ -168,7 +171,9 @@ class RequiresGradWatch:
             # A callback may find these in the optimizer's `param_groups`.
             for master, parameters in zip(shards.masters, shards.parameters_of_masters):
                 tensors += [(shards.names[parameters[0]], master)] if parameters else []
-        self._tensors = [(name, tensor, tensor.requires_grad) for name, tensor in tensors]
+        self._names = [name for name, _ in tensors]
+        self._tensors = [tensor for _, tensor in tensors]
+        self._requires_grad = [tensor.requires_grad for tensor in self._tensors]
 
     def check(self) -> None:
         """
@@ -179,9 +184,13 @@ class RequiresGradWatch:
         `RuntimeError`
             If `requires_grad` of a parameter has changed.
         """
-        for name, tensor, requires_grad in self._tensors:
-            if tensor.requires_grad != requires_grad:
-                self._raise(name, requires_grad)
+        with access_allowed():
+            requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
+        if requires_grad == self._requires_grad:
+            return
+        for name, before, now in zip(self._names, self._requires_grad, requires_grad):
+            if before != now:
+                self._raise(name, before)
 
     def _raise(self, name: str, was_trainable: bool) -> NoReturn:
         if self._steps_parameters:

@@ -139,8 +139,11 @@ class GradientStep:
             with phase(BACKWARD):
                 if self._go_backward is None or not self._go_backward(outputs):
                     loss = outputs["loss"] / self.group_size
-                    _check_requires_gradient(loss)
-                    self._engine.backward(loss, scale_wrt_gas=False)
+                    try:
+                        self._engine.backward(loss, scale_wrt_gas=False)
+                    except Exception:
+                        _check_requires_gradient(loss)
+                        raise
         return outputs
 
     @during(OPTIMIZER)

@@ -222,8 +222,8 @@ class GradientSynchronizer:
         needs_all = self._waits_for_all or (self._reducer.is_offloaded and self._is_last)
         has_gradient = map(self._reducer.has_gradient, self._parameters)
         self._has_gradients |= bool(is_reduced) or needs_all or any(has_gradient)
-        if self._is_last:
-            self._check_has_gradients()
+        if self._is_last and not self._has_gradients:
+            self._check_is_alone()
         for i, parameter in enumerate(self._parameters):
             if i in is_reduced:
                 continue
@@ -234,15 +234,16 @@ class GradientSynchronizer:
             self._reducer.reduce(i)
         self._reducer.finish(self._is_last)
 
-    def _check_has_gradients(self) -> None:
+    def _check_is_alone(self) -> None:
         """
+        Refuses a step without a gradient on this rank.
+
         # Raises
 
         `RuntimeError`
-            If this rank has had no gradient in the step, but others may, with which they would
-            wait for it.
+            If other ranks may have gradients, with which they would wait for it.
         """
-        if dist.get_world_size() > 1 and not self._has_gradients:
+        if dist.get_world_size() > 1:
             raise RuntimeError(
                 f"On rank {dist.get_rank()} the loss depends on no parameter that is trained, and "
                 "the gradients of other workers can't be reduced without it. Write "

@@ -20,6 +20,8 @@ class Progress:
     start_after_epochs_completed: int = 0
     start_after_batches_in_epoch_completed: int = 0
     should_validate_this_epoch: bool = True
+    num_forward_passes: int = 0
+    """Forward passes for training in this epoch, whoever has made them."""
     _state_at_start: Dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

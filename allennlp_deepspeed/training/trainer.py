@@ -262,8 +262,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 # The directory of memory-mapped full weights, which may not fit into memory.
                 wrapped_model.mapping_directory = self._serialization_dir
             self._weight_watch = WeightWatch(self.engine)
-            # Of the epoch: passes for training, and the steps before.
-            self._num_forward_passes, self._num_steps_before_epoch = 0, 0
+            self._num_steps_before_epoch = 0
             if self._moving_average is not None:
                 self._moving_average = ShardedMovingAverage.construct(
                     self._moving_average, wrapped_model, self._weight_watch.raise_if_changed
@@ -461,6 +460,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         Trains one epoch and returns metrics.
         """
         logger.info("Epoch %d/%d", epoch, self._num_epochs - 1)
+        callback_kinds.check_added(self._callbacks, self._prepared_callbacks)
         self._readings.start_epoch()
         self._pytorch_model.train()
 
@@ -489,7 +489,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
-        callback_kinds.check_added(self._callbacks, self._prepared_callbacks)
         batches, group_size, num_fillers = self._extensions.divide(group)
         if getattr(self.model, "has_loss_of_all_ranks", False):
             group_size = len(batches)
@@ -517,7 +516,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             agreement = self._agree(epoch)
         self._call_on_batch(batches, outputs, grad_norm, epoch)
         if checkpointer is not None:
-            checkpointer.is_time |= agreement is not None and agreement.is_time_to_save
+            if agreement is not None and agreement.is_time_to_save:
+                checkpointer.is_time = True
             checkpointer.maybe_save_checkpoint(self, *point)
         if agreement is not None:
             self._leave_if_agreed(agreement, epoch)
@@ -554,7 +554,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._loss_of_validation.look_at(batch)
         batch = self._prepare_batch(batch)
         if for_training:
-            self._num_forward_passes += torch.is_grad_enabled()
+            self._progress.num_forward_passes += torch.is_grad_enabled()
             return super().batch_outputs(batch, for_training)
         outputs = super().batch_outputs(batch, for_training)
         self._loss_of_validation.add(outputs)
@@ -579,7 +579,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `RuntimeError`
             If a subclass has run forward for training, and the engine has made no step.
         """
-        num_passes, self._num_forward_passes = self._num_forward_passes, 0
+        num_passes, self._progress.num_forward_passes = self._progress.num_forward_passes, 0
         num_steps, self._num_steps_before_epoch = (
             self._num_steps_before_epoch,
             self.engine.global_steps,
@@ -627,7 +627,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `RuntimeError`
             On every rank, if they used different parameters where that makes gradients wrong, or if
             weights have been changed where the change is lost.
+        `ConfigurationError`
+            If a callback has been added that the engine isn't prepared for.
         """
+        callback_kinds.check_added(self._callbacks, self._prepared_callbacks)
         pace, progress = self._readings.pace, self._progress
         agreement = agree_on_steps(
             self.cuda_device,
