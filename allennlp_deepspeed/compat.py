@@ -9,7 +9,6 @@ import inspect
 import sys
 import tarfile
 import uuid
-import warnings
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, Hashable, List, Union
 from unittest import mock
@@ -35,7 +34,6 @@ def apply() -> None:
     allow_numpy_scalars_in_training_states()
     support_bf16_in_tiny_value_of_dtype()
     tell_cached_transformers_apart()
-    hide_deprecations_of_renamed_functions()
     show_progress_without_widgets()
     name_runs_of_wandb()
     compress_archives_at_the_fastest_level()
@@ -159,18 +157,6 @@ def transformer_key(arguments: Dict[str, Any]) -> Hashable:
     if not others and arguments["load_weights"]:
         return spec
     return spec, arguments["load_weights"], hash_object(others)
-
-
-def hide_deprecations_of_renamed_functions() -> None:
-    """
-    Ignores PyTorch's warnings of deprecated functions that AllenNLP and DeepSpeed call.
-
-    Works around AllenNLP 2.10.1 and DeepSpeed 0.19.8: the former enters `torch.cuda.amp.autocast`
-    for every validation batch, the latter calls two deprecated functions of `torch.distributed` for
-    every parameter. Gone when both call the new ones.
-    """
-    for name in (r"torch\.distributed\.", r"torch\.cuda\.amp\."):
-        warnings.filterwarnings("ignore", f"`{name}.*` is deprecated", category=FutureWarning)
 
 
 def show_progress_without_widgets() -> None:

@@ -111,11 +111,8 @@ def use_accelerator(device: torch.device) -> None:
 @contextmanager
 def _global_state_restored() -> Iterator[None]:
     """
-    Context manager that restores the global state of DeepSpeed and PyTorch that engines change.
-
-    Works around DeepSpeed 0.19.8: when an engine is destroyed its communication logger, autocast
-    and activation checkpointing stay enabled for the process, the last even after `reset`, and the
-    linear function of stage 3 still replaces PyTorch's. Gone when all are restored.
+    Context manager that restores the global state of DeepSpeed and PyTorch that engines change, and
+    leave changed when they are destroyed (`DeepSpeedWrappedModel._leave`).
     """
     try:
         with (

@@ -239,8 +239,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         weights. With several workers the shards stay where they are.
 
         Works around DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision,
-        with hooks and containers of its own and in a stack and a cache of all engines, and swap
-        files on the disk. Gone when a model at stage 3 is whole then, and nothing of these is left.
+        with hooks and containers of its own and in a stack and a cache of all engines, swap files
+        on the disk, and the communication logger, autocast, activation checkpointing and the linear
+        function of stage 3 on for the process. Gone when a model at stage 3 is whole then, and
+        nothing of these is left.
         [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
         """
         engine = self._engine

@@ -48,6 +48,8 @@ _ROUTINE = {
         r"\*+ You are using ZeRO with an untested optimizer"
         "|Attempting to get learning rate from scheduler before it has started"
     ),
+    # Of functions that AllenNLP and DeepSpeed call.
+    "py.warnings": r".*FutureWarning: `torch\.(distributed|cuda\.amp)\..*` is deprecated",
 }
 
 

@@ -1,6 +1,5 @@
 """Each shim of `allennlp_deepspeed.compat`, against what it mends."""
 
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from allennlp.common import Params
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 
-import allennlp_deepspeed.compat
 from allennlp_deepspeed.checkpoint import serialization
 
 
@@ -39,17 +37,3 @@ def test_tiny_value_of_bf16_is_that_of_fp32():
     assert tiny_value_of_dtype(torch.half) == 1e-4
     with pytest.raises(TypeError):
         tiny_value_of_dtype(torch.long)
-
-
-def test_deprecations_that_a_user_cannot_mend_are_hidden():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        allennlp_deepspeed.compat.hide_deprecations_of_renamed_functions()
-        warnings.warn(
-            "`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning, stacklevel=2
-        )
-        warnings.warn(
-            "`torch.cuda.amp.autocast(args...)` is deprecated.", FutureWarning, stacklevel=2
-        )
-        warnings.warn("something else is deprecated", FutureWarning, stacklevel=2)
-    assert [str(warning.message) for warning in caught] == ["something else is deprecated"]

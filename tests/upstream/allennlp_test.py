@@ -2,7 +2,6 @@
 
 import inspect
 import io
-import warnings
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, Callable, List
@@ -16,7 +15,7 @@ from allennlp.confidence_checks.normalization_bias_verification import Normaliza
 from allennlp.data import Vocabulary
 from allennlp.fairness import Separation, Sufficiency
 from allennlp.nn.util import tiny_value_of_dtype
-from allennlp.training import GradientDescentTrainer, gradient_descent_trainer
+from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import ConfidenceChecksCallback, WandBCallback
 from allennlp.training.learning_rate_schedulers import ReduceOnPlateauLearningRateScheduler
 from allennlp.training.metric_tracker import MetricTracker
@@ -77,14 +76,6 @@ def test_bars_in_notebooks_are_made_of_widgets() -> bool:
 def test_runs_of_wandb_have_no_id() -> bool:
     """By its source, because wandb need not be installed."""
     return "wandb.util.generate_id()" in inspect.getsource(WandBCallback)
-
-
-@mended_by("compat.hide_deprecations_of_renamed_functions")
-def test_validation_enters_a_deprecated_context() -> bool:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        gradient_descent_trainer.amp.autocast(False)
-    return any("torch.cuda.amp.autocast" in str(warning.message) for warning in caught)
 
 
 @mended_by("distributed_metrics")

@@ -1,7 +1,6 @@
 """Faults of DeepSpeed's that are there at ZeRO stage 3."""
 
 import inspect
-import warnings
 from types import SimpleNamespace
 from typing import Any, List
 
@@ -29,7 +28,7 @@ def test_a_destroyed_engine_keeps_its_model() -> bool:
     return model in parameter_offload.FWD_MODULE_STACK
 
 
-@mended_by("engine.process_environment._global_state_restored")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
 def test_the_linear_function_stays_replaced() -> bool:
     engine_of(linear(), 3).destroy()
     return torch.nn.functional.linear is not torch._C._nn.linear
@@ -40,14 +39,6 @@ def test_a_destroyed_engine_leaves_the_model_partitioned() -> bool:
     model = linear()
     engine_of(model, 3).destroy()
     return model.weight.numel() == 0 and type(model._parameters) is not dict
-
-
-@mended_by("compat.hide_deprecations_of_renamed_functions")
-def test_partitioning_calls_deprecated_functions() -> bool:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(engine_of(linear(), 3))
-    return any("`torch.distributed." in str(warning.message) for warning in caught)
 
 
 @mended_by("engine.module_hooks.only_with_graph")

@@ -34,7 +34,7 @@ def test_every_process_on_a_cpu_loads_an_all_reduce_for_inference() -> bool:
     return "build_shm_op()" in inspect.getsource(TorchBackend.__init__)
 
 
-@mended_by("engine.process_environment._global_state_restored")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
 def test_autocast_of_an_engine_is_that_of_the_process() -> bool:
     engine_of(linear(), torch_autocast={"enabled": True, "dtype": "bfloat16"}).destroy()
     return torch_autocast.TORCH_AUTOCAST_INITIALIZED
@@ -155,7 +155,7 @@ def test_master_weights_are_those_of_half_precision() -> bool:
     return bool(engine.optimizer.single_partition_of_fp32_groups[0][0] == 1)
 
 
-@mended_by("engine.process_environment._global_state_restored")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
 def test_the_communication_logger_stays_on() -> bool:
     engine_of(linear(), comms_logger={"enabled": True}).destroy()
     return deepspeed.comm.comm.comms_logger.enabled
@@ -169,7 +169,7 @@ def test_checkpointing_on_the_cpu_loses_activations_that_are_there() -> bool:
     return _fails(lambda: output.sum().backward())
 
 
-@mended_by("engine.process_environment._global_state_restored")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
 def test_checkpointing_stays_on() -> bool:
     checkpointing.configure(None)
     checkpointing.reset()
