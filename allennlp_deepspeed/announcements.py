@@ -6,14 +6,11 @@ import logging
 import os
 from contextlib import ExitStack, contextmanager
 from typing import Any, Iterator
-from unittest import mock
 
 _ATTRIBUTE = "announcement"
 
 # The user's variables for AllenNLP's log level, which also applies to the console.
 _VARIABLES = ("ALLENNLP_LOG_LEVEL", "ALLENNLP_DEBUG")
-
-_QUIET_IMPORTS = "ALLENNLP_DEEPSPEED_QUIET_IMPORTS"
 
 
 def wants_whole_log() -> bool:
@@ -24,21 +21,11 @@ def wants_whole_log() -> bool:
 
 
 @contextmanager
-def with_quiet_imports() -> Iterator[None]:
-    """Context manager in which processes are started with quiet imports (`imported_quietly`)."""
-    with mock.patch.dict(os.environ, {_QUIET_IMPORTS: "1"}):
-        yield
-
-
-@contextmanager
 def imported_quietly(*loggers: str) -> Iterator[None]:
     """
-    Context manager for an import. In a worker it suppresses warnings of loggers with these names,
-    because the parent process has already logged them.
+    Context manager for an import, in which loggers with these names log errors only. What they warn
+    of on a machine without a GPU, the console and the config check tell in terms of the config.
     """
-    if _QUIET_IMPORTS not in os.environ:
-        yield
-        return
     with ExitStack() as undo:
         for name in loggers:
             logger = logging.getLogger(name)

@@ -26,7 +26,6 @@ def ensure_running() -> None:
     multiprocessing.set_forkserver_preload([_PRELOAD])
     variables = {
         "ALLENNLP_DEEPSPEED_FORK_SERVER_OF": str(os.getpid()),
-        "ALLENNLP_DEEPSPEED_QUIET_IMPORTS": "1",
         # A GPU driver that has been initialized can't be used in a forked process; NVML can.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }

@@ -27,7 +27,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from allennlp_deepspeed.announcements import announcement, with_quiet_imports
+from allennlp_deepspeed.announcements import announcement
 
 # Loggers with a console handler of their own.
 _LIBRARIES = ("DeepSpeed", "huggingface_hub", "torch", "transformers")
@@ -204,7 +204,7 @@ def shown_on_console(settings: Optional[ConsoleSettings]) -> Iterator[None]:
     if settings is None:
         yield
         return
-    with _routed(settings), with_quiet_imports():
+    with _routed(settings):
         yield
 
 
