@@ -109,11 +109,7 @@ class Case:
             "enable_default_callbacks": False,
             "run_confidence_checks": False,
             "callbacks": [
-                {
-                    "type": "cross",
-                    "seed": self.seed,
-                    "interrupted_after": self.interrupted_after,
-                }
+                {"type": "cross", "seed": self.seed, "interrupted_after": self.interrupted_after}
             ],
         }
         if self.workers > 1 or self.entry == "command":

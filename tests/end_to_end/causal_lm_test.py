@@ -91,14 +91,7 @@ CHANGES: Dict[str, Config] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, stage",
-    [
-        ("no_grad", 2),
-        ("tied", 3),
-        ("packed", 2),
-    ],
-)
+@pytest.mark.parametrize("name, stage", [("no_grad", 2), ("tied", 3), ("packed", 2)])
 def test_keys_of_the_model_and_the_reader(
     experiments: Experiments, tokenizer: str, name: str, stage: int
 ) -> None:
@@ -184,11 +177,7 @@ def pretrained(session_directory: Path, tokenizer: str) -> str:
 def test_pretrained_weights_with_adapters(
     experiments: Experiments, pretrained: str, tmp_path: Path
 ) -> None:
-    changes = {
-        "model.config": None,
-        "model.model_name": pretrained,
-        "model.lora": LORA,
-    }
+    changes = {"model.config": None, "model.model_name": pretrained, "model.lora": LORA}
     checkpointer = {"trainer.checkpointer": {"exclude_frozen_parameters": True}}
     result = check(experiments, pretrained, 3, changes, checkpointer)
     frozen = AutoModelForCausalLM.from_pretrained(pretrained).state_dict()

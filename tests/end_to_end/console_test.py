@@ -16,13 +16,7 @@ import pytest
 
 from allennlp_deepspeed.reports import metrics_file
 from tests.support.command import Command, Run, allennlp, wait_for_all
-from tests.support.experiment import (
-    INCLUDED,
-    TWO_WORKERS,
-    Config,
-    deepspeed,
-    load_config,
-)
+from tests.support.experiment import INCLUDED, TWO_WORKERS, Config, deepspeed, load_config
 
 # Other tests have it say what AllenNLP logs.
 BY_DEFAULT = {"ALLENNLP_LOG_LEVEL": ""}
@@ -276,9 +270,7 @@ def test_on_a_terminal_there_is_a_bar(interrupted: Interrupted) -> None:
     assert interrupted.printed.rfind("\x1b[?25h") > interrupted.printed.rfind("\x1b[?25l")
 
 
-def test_ctrl_c_ends_without_a_traceback_and_says_how_to_continue(
-    interrupted: Interrupted,
-) -> None:
+def test_ctrl_c_ends_without_a_traceback_and_says_how_to_continue(interrupted: Interrupted) -> None:
     printed, last = interrupted.printed, interrupted.last_line
     assert interrupted.run.returncode == 128 + signal.SIGINT
     assert "SIGINT received: leaving " in printed

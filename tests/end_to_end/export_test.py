@@ -16,13 +16,7 @@ from allennlp_deepspeed.checkpoint.offline import find
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, dumped, resizable
 from tests.support.command import REPOSITORY, allennlp, subprocess_allennlp
-from tests.support.experiment import (
-    INCLUDED,
-    Config,
-    Experiments,
-    Result,
-    deepspeed,
-)
+from tests.support.experiment import INCLUDED, Config, Experiments, Result, deepspeed
 from tests.support.tensor_memory import TensorMemory
 
 

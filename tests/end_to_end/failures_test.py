@@ -42,10 +42,7 @@ def test_a_worker_without_any_gradient_is_one_message(tmp_path: Path, stage: int
             {"trainer.deepspeed_config": {"checkpoint": {"load_universal": True}}},
             "deepspeed_config.checkpoint.load_universal is true",
         ),
-        (
-            {"trainer.checkpointer": {"type": "default"}},
-            "'trainer.checkpointer.type' is 'default'",
-        ),
+        ({"trainer.checkpointer": {"type": "default"}}, "'trainer.checkpointer.type' is 'default'"),
         (
             {"trainer.checkpointer": {"on_corrupt": "ignore"}},
             "'trainer.checkpointer.on_corrupt' is \"ignore\": must be 'error' or",

@@ -39,12 +39,7 @@ IN_ORDER = {"data_loader": {"shuffle": False}}
 FEEDFORWARD: Config = {
     "model.encoder": {
         "type": "feedforward",
-        "feedforward": {
-            "input_dim": 12,
-            "num_layers": 1,
-            "hidden_dims": 10,
-            "activations": "tanh",
-        },
+        "feedforward": {"input_dim": 12, "num_layers": 1, "hidden_dims": 10, "activations": "tanh"},
     }
 }
 VALIDATION = {"validation_data_loader": {"batch_size": 6}}
@@ -70,11 +65,7 @@ def found(result: Result) -> str:
 
 
 @pytest.mark.parametrize(
-    "model, stage, free, accumulation",
-    [
-        ("tagger", 3, 40_000, 2),
-        ("classifier", 1, 100, 8),
-    ],
+    "model, stage, free, accumulation", [("tagger", 3, 40_000, 2), ("classifier", 1, 100, 8)]
 )
 def test_allennlps_models_train_as_with_one_batch(
     experiments: Experiments, model: str, stage: int, free: Any, accumulation: int

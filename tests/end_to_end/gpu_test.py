@@ -40,10 +40,7 @@ ON_ONE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 ON_TWO = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two")]
 WORLDS = pytest.mark.parametrize(
     "world",
-    [
-        pytest.param(ONE_GPU, marks=ON_ONE, id="one"),
-        pytest.param(TWO_GPUS, marks=ON_TWO, id="two"),
-    ],
+    [pytest.param(ONE_GPU, marks=ON_ONE, id="one"), pytest.param(TWO_GPUS, marks=ON_TWO, id="two")],
 )
 
 # Each precision, at each stage. From the usual 2 ** 16, the loss scale of fp16 comes down to one

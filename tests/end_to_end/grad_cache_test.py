@@ -33,10 +33,7 @@ from tests.support.experiment import (
 GLOBAL_BATCH_SIZE = 16  # of 55 pairs, so that 7 are left for the last step of an epoch
 
 # With two workers these are 4 and 3, and with four 2, 2, 2 and 1.
-WORKERS: Dict[int, Config] = {
-    2: TWO_WORKERS,
-    4: {"distributed": {"cuda_devices": [-1] * 4}},
-}
+WORKERS: Dict[int, Config] = {2: TWO_WORKERS, 4: {"distributed": {"cuda_devices": [-1] * 4}}}
 
 EVERYTHING: Config = {
     "dataset_reader.num_negatives": 3,
@@ -168,10 +165,7 @@ def test_any_model_with_the_interface(experiments: Experiments):
 def test_dropout_is_the_same_in_both_passes(experiments: Experiments):
     """The other run encodes the same chunks with a graph, which it holds until it goes backward."""
     dropout = {"model.dropout": 0.3}
-    in_chunks = {
-        "model.type": "bi_encoder_in_chunks",
-        "model.chunk_size": 3,
-    }
+    in_chunks = {"model.type": "bi_encoder_in_chunks", "model.chunk_size": 3}
     config = cached(divided(2, dropout), 3)
     result = experiments.run(config)
     expected = experiments.run(deepspeed(divided(2, dropout, in_chunks), 0))

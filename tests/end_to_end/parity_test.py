@@ -72,11 +72,7 @@ def test_adagrad_with_groups_and_a_schedule(experiments: Experiments) -> None:
             "lr": 0.1,
             "parameter_groups": [[["encoder"], {"lr": 0.05}]],
         },
-        "trainer.learning_rate_scheduler": {
-            "type": "noam",
-            "model_size": 12,
-            "warmup_steps": 4,
-        },
+        "trainer.learning_rate_scheduler": {"type": "noam", "model_size": 12, "warmup_steps": 4},
         "trainer.grad_clipping": 0.01,
     }
     check_parity(experiments, load_config("tagger", TWO_WORKERS, adagrad), stage=3)
@@ -92,7 +88,7 @@ def test_several_optimizers(experiments: Experiments, stage: int) -> None:
                 "encoder": {"type": "adam", "lr": 0.01},
             },
             "parameter_groups": [[["encoder"], {"optimizer_name": "encoder"}]],
-        },
+        }
     }
     check_parity(experiments, load_config("tagger", TWO_WORKERS, optimizers), stage)
 

@@ -114,8 +114,7 @@ def assert_continues(recovered: Result, uninterrupted: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    "before, after, stage",
-    [(2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (2, 4, 3)],
+    "before, after, stage", [(2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (2, 4, 3)]
 )
 def test_another_number_of_workers_continues_the_same_training(
     experiments: Experiments, tmp_path: Path, stage: int, before: int, after: int
@@ -133,10 +132,7 @@ FP32_GRADIENTS: Config = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 DEEPSPEED_OPTIMIZER: Config = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01},
-    },
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01}},
 }
 
 
@@ -160,12 +156,7 @@ DEEPSPEED_OPTIMIZER: Config = {
             {},
             {"sub_group_size": 150},
         ),
-        (
-            3,
-            {"no_grad": ["token_embedder"]},
-            BF16,
-            {**OFFLOAD, "offload_param": {"device": "cpu"}},
-        ),
+        (3, {"no_grad": ["token_embedder"]}, BF16, {**OFFLOAD, "offload_param": {"device": "cpu"}}),
     ],
 )
 def test_everything_is_loaded_as_it_was(

@@ -21,13 +21,7 @@ from allennlp_deepspeed.extensions.sequence_parallelism import SequenceParalleli
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.launch.preflight import check
 from allennlp_deepspeed.training.step_extension import StepContext
-from tests.end_to_end.resize_test import (
-    assert_continues,
-    assert_same_state,
-    dumped,
-    on,
-    recover,
-)
+from tests.end_to_end.resize_test import assert_continues, assert_same_state, dumped, on, recover
 from tests.fixtures import components  # noqa: F401  # registers "record_steps"
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.experiment import (
@@ -113,14 +107,7 @@ def test_packed_sequences_and_adapters(
     assert_same(experiments.run(deepspeed(two, stage)), experiments.run(one))
 
 
-@pytest.mark.parametrize(
-    "stage, checkpointed",
-    [
-        (0, False),
-        (1, True),
-        (3, True),
-    ],
-)
+@pytest.mark.parametrize("stage, checkpointed", [(0, False), (1, True), (3, True)])
 def test_tiles(experiments: Experiments, tokenizer: str, stage: int, checkpointed: bool) -> None:
     """Also where some ranks have fewer positions than tiles."""
     one = language_model(tokenizer, {**ONE_PROCESS, "data_loader.batch_size": 6})
@@ -158,9 +145,7 @@ def test_recovery_with_other_groups(
 ) -> None:
     def on_workers(num_workers: int, size: int) -> Config:
         batch_size = {"data_loader.batch_size": 12 // (num_workers // size)}
-        shared = {
-            "trainer.sequence_parallel_size": size,
-        }
+        shared = {"trainer.sequence_parallel_size": size}
         return deepspeed(
             language_model(tokenizer, RESIZABLE, on(num_workers), batch_size, shared), 3
         )

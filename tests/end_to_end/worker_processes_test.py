@@ -42,8 +42,7 @@ def arguments(directory: Path, *callbacks: Any, **changes: Any) -> List[str]:
 
 def test_a_parent_that_ignores_its_children(experiments: Experiments, tmp_path: Path) -> None:
     run = subprocess_allennlp(
-        *arguments(tmp_path),
-        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+        *arguments(tmp_path), preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     )
     run.check()
     assert not run.processes and "Traceback" not in run.output
@@ -54,8 +53,7 @@ def test_a_parent_that_ignores_its_children(experiments: Experiments, tmp_path: 
 def test_a_failure_where_children_are_ignored_is_told(tmp_path: Path) -> None:
     fail = {"type": "fail", "point": "step 2 of epoch 0", "rank": 1}
     run = subprocess_allennlp(
-        *arguments(tmp_path, fail),
-        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+        *arguments(tmp_path, fail), preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     )
     assert run.returncode == 1 and not run.processes
     assert f"{MESSAGE} in step 2" in run.output[run.output.rindex("\nRank 1 on ") :]

@@ -121,9 +121,7 @@ class References:
         directory.mkdir(parents=True, exist_ok=True)
         log = directory / "points"
         command = functools.partial(
-            allennlp,
-            include_packages=INCLUDED_PACKAGES,
-            environment=Fault(str(log)).environment(),
+            allennlp, include_packages=INCLUDED_PACKAGES, environment=Fault(str(log)).environment()
         )
         config = experiment(stage, variant)
         result = Experiments(directory, command).run(config)

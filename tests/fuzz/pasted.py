@@ -178,11 +178,7 @@ PASTED: Dict[str, Dict[str, Any]] = {
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
         "scheduler": {
             "type": "OneCycle",
-            "params": {
-                "cycle_min_lr": 0.01,
-                "cycle_max_lr": 0.1,
-                "cycle_first_step_size": 5,
-            },
+            "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 5},
         },
         "comms_logger": {"enabled": True, "verbose": False, "prof_all": True},
         "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1},

@@ -7,11 +7,7 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Instance, Vocabulary
-from allennlp.data.data_loaders import (
-    MultiProcessDataLoader,
-    MultiTaskDataLoader,
-    SimpleDataLoader,
-)
+from allennlp.data.data_loaders import MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader
 from allennlp.data.data_loaders.multitask_epoch_sampler import UniformSampler
 from allennlp.data.data_loaders.multitask_scheduler import RoundRobinScheduler
 from allennlp.data.dataset_readers import DatasetReader, MultiTaskDatasetReader

@@ -100,9 +100,6 @@ def test_a_buffer_that_only_one_worker_has_ends_with_an_error_on_all(in_pass: in
         return True
 
     side = Side(
-        lambda: MakesABuffer(Vocabulary(), in_pass, only_on_rank=1),
-        _batches,
-        2,
-        world_size=2,
+        lambda: MakesABuffer(Vocabulary(), in_pass, only_on_rank=1), _batches, 2, world_size=2
     )
     assert side.on_all_ranks(train) == [True, True]

@@ -133,10 +133,7 @@ def test_parts_are_constructed_as_from_a_config(tmp_path: Path, stage: int):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     keys = {"deepspeed_config": {"zero_optimization": zero}, "no_grad": ["_text_field_embedder"]}
     optimizer = {"type": "sgd", "lr": 0.5, "momentum": 0.9}
-    schedule = {
-        "type": "slanted_triangular",
-        "cut_frac": 0.5,
-    }
+    schedule = {"type": "slanted_triangular", "cut_frac": 0.5}
     momentum = {"type": "inverted_triangular", "cool_down": 1, "warm_up": 1}
     average = {"type": "exponential", "decay": 0.5}
     expected = trained(

@@ -27,12 +27,7 @@ TOLERANCE = 0.02
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 # Too large a scale at first, and again after every few steps.
 OVERFLOWING = {
-    "fp16": {
-        "enabled": True,
-        "initial_scale_power": 21,
-        "loss_scale_window": 2,
-        "hysteresis": 1,
-    }
+    "fp16": {"enabled": True, "initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1}
 }
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 

@@ -258,9 +258,7 @@ def basic_classifier() -> Model:
     [(ClassWeighted, global_batches, 2), (basic_classifier, labeled_batches, 3)],
 )
 def test_parts_may_weigh_fractions_and_nothing(
-    construct: Callable[[], Model],
-    batches: Callable[[], List[Batch]],
-    stage: int,
+    construct: Callable[[], Model], batches: Callable[[], List[Batch]], stage: int
 ) -> None:
     torch.manual_seed(2)
     model = construct()

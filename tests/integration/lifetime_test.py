@@ -62,8 +62,7 @@ def train(
 
 
 @pytest.mark.parametrize(
-    "config",
-    [config_of(0), config_of(0, "bf16"), config_of(2, offload=True), config_of(3)],
+    "config", [config_of(0), config_of(0, "bf16"), config_of(2, offload=True), config_of(3)]
 )
 def test_an_optimizer_with_sharded_states_only_resumes(tmp_path: Path, config: Dict[str, Any]):
     has_states = config == config_of(0)

@@ -77,11 +77,7 @@ def compiled(stage: int, model: Any = Classifier, batches: Any = id_batches, **a
     """Trains on two workers, unless said otherwise."""
     zero = {**(LEAVES if stage == 3 else {}), **arguments.pop("zero", {})}
     return Side(
-        model,
-        batches,
-        stage,
-        zero=zero,
-        **{"world_size": 2, "torch_compile": GRAPHS, **arguments},
+        model, batches, stage, zero=zero, **{"world_size": 2, "torch_compile": GRAPHS, **arguments}
     )
 
 

@@ -67,9 +67,7 @@ _FAIL_WITH_TRANSFORMERS_5 = {
     "test_layer_from_pretrained": _OTHER_OUTPUT,
 }
 _SPAWN = "test_distributed"
-_SKIPPED = {
-    "test_t5_forward_beam_search": "expects what t5-small has learned",
-}
+_SKIPPED = {"test_t5_forward_beam_search": "expects what t5-small has learned"}
 # Its results are compared with `==`.
 _COMPARES_BITS = "test_t5_forward_loss"
 

@@ -6,10 +6,7 @@ from typing import Any, List
 
 import torch
 from deepspeed import checkpointing
-from deepspeed.runtime.swap_tensor import (
-    partitioned_optimizer_swapper,
-    pipelined_optimizer_swapper,
-)
+from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, pipelined_optimizer_swapper
 from deepspeed.runtime.zero import linear as zero_linear
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3

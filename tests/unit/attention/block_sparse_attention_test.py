@@ -152,11 +152,7 @@ def test_compiled_flex_attention_gives_the_same():
         ({"mode": "fixed", "num_random_blocks": 1}, "'fixed' has no such key; remove it"),
         ({"mode": "fixed", "num_different_global_patterns": 2}, "different_layout_per_head"),
         (
-            {
-                "mode": "fixed",
-                "attention": "unidirectional",
-                "horizontal_global_attention": True,
-            },
+            {"mode": "fixed", "attention": "unidirectional", "horizontal_global_attention": True},
             'horizontal_global_attention needs "attention": "bidirectional"',
         ),
         (

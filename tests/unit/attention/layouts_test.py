@@ -19,10 +19,7 @@ def picture(blocks: torch.Tensor) -> List[str]:
 @pytest.mark.parametrize(
     "section, expected",
     [
-        (
-            {"mode": "fixed", "num_local_blocks": 2},
-            ["##.#.", "##.#.", ".###.", ".###.", ".#.##"],
-        ),
+        ({"mode": "fixed", "num_local_blocks": 2}, ["##.#.", "##.#.", ".###.", ".###.", ".#.##"]),
         (
             {"mode": "fixed", "num_local_blocks": 2, "attention": "unidirectional"},
             ["#....", "##...", ".##..", ".###.", ".#.##"],

@@ -9,11 +9,7 @@ import pytest
 import torch
 from allennlp.data import Vocabulary
 from allennlp.modules.seq2seq_encoders import LstmSeq2SeqEncoder
-from allennlp.training.metrics import (
-    CategoricalAccuracy,
-    FBetaMeasure,
-    Metric,
-)
+from allennlp.training.metrics import CategoricalAccuracy, FBetaMeasure, Metric
 
 from allennlp_deepspeed.checkpoint.module_states import (
     changed_states,

@@ -158,10 +158,7 @@ class TestInPython:
         assert (
             config.config
             == source
-            == {
-                "zero_optimization": {"stage": 2},
-                "bf16": {"enabled": "auto"},
-            }
+            == {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
         )
 
 

@@ -46,12 +46,7 @@ WRONG = [
     {"optimizer": {"type": "AdmW"}},
     {"scheduler": {"type": "ReduceLROnPlateau"}},
     {"scheduler": {"type": "OneCycle"}},
-    {
-        "zero_optimization": {
-            "cpu_offload": False,
-            "offload_optimizer": {"device": "cpu"},
-        }
-    },
+    {"zero_optimization": {"cpu_offload": False, "offload_optimizer": {"device": "cpu"}}},
     {"zero_optimization": {"leaf_module": 3}},
     {"flops_profiler": {"enabled": True}},
     {"timers": {"throughput": {"synchronized": False}}},
@@ -111,11 +106,7 @@ def test_a_wrong_key_or_value(config: Any, expect_message: Expect) -> None:
     expect_message(message)
 
 
-GLOBAL_BATCH = {
-    "num_gradient_accumulation_steps": "auto",
-    "global_batch_size": 16,
-    "world_size": 2,
-}
+GLOBAL_BATCH = {"num_gradient_accumulation_steps": "auto", "global_batch_size": 16, "world_size": 2}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 AUTOCAST_TO_FP16 = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
 LEAVES = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["BertLayer"]}}}
@@ -152,10 +143,7 @@ CONTRADICTORY = [
     ({**STAGE_0, "bf16": {"enabled": True}}, {"optimizer": "multi"}),
     ({"fp16": {"enabled": True, "loss_scale": 0}}, {"grad_scaling": False}),
     ({**STAGE_0, **AUTOCAST_TO_FP16}, {"grad_scaling": False}),
-    (
-        {**STAGE_0, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-        {},
-    ),
+    ({**STAGE_0, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, {}),
     ({"data_types": {"param_dtype": "bf16"}}, {}),
     ({"data_types": {"param_dtype": "fp16"}, "bf16": {"enabled": True}}, {}),
     (ADAMW, {"optimizer": "huggingface_adamw"}),
@@ -176,10 +164,7 @@ CONTRADICTORY = [
     ({"zero_optimization": {"stage": 0, **OFFLOAD}}, {}),
     ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, {"world_size": 4}),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, {"world_size": 8}),
-    (
-        {"type": "zero_3_nvme", "zero_optimization": {"zero_hpz_partition_size": 2}},
-        FOUR_WORKERS,
-    ),
+    ({"type": "zero_3_nvme", "zero_optimization": {"zero_hpz_partition_size": 2}}, FOUR_WORKERS),
     *(
         ({"zero_optimization": zero}, {"reshard_after_micro_batch": False, **FOUR_WORKERS})
         for zero in (

@@ -21,11 +21,7 @@ CASES: Dict[str, Any] = {
         2**40 + 2,
         2**40,
     ),
-    "highest fraction": (
-        lambda rank: agreement.highest(rank / 4, CPU, torch.float64),
-        0.5,
-        0.0,
-    ),
+    "highest fraction": (lambda rank: agreement.highest(rank / 4, CPU, torch.float64), 0.5, 0.0),
     "lowest": (lambda rank: agreement.lowest(7 - rank, CPU), 5, 7),
     "total": (lambda rank: agreement.total([rank, 1], CPU), [3, 3], [0, 1]),
     "any of": (lambda rank: agreement.any_of(rank == 1, CPU), True, False),
@@ -35,11 +31,7 @@ CASES: Dict[str, Any] = {
         {"rank": 0, "path": "a"},
         {"rank": 0, "path": "a"},
     ),
-    "of all": (
-        lambda rank: agreement.of_all([str(rank)] * rank),
-        [[], ["1"], ["2", "2"]],
-        [[]],
-    ),
+    "of all": (lambda rank: agreement.of_all([str(rank)] * rank), [[], ["1"], ["2", "2"]], [[]]),
     "numbers of all": (
         lambda rank: agreement.numbers_of_all([rank, 2**40], CPU),
         [[0, 2**40], [1, 2**40], [2, 2**40]],

@@ -56,12 +56,7 @@ def assert_steps_alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "name, reference",
-    [
-        ("fused_adam", ADAM),
-        ("cpu_adam", ADAM),
-        ("fused_adamw", ADAMW),
-        ("cpu_adamw", ADAMW),
-    ],
+    [("fused_adam", ADAM), ("cpu_adam", ADAM), ("fused_adamw", ADAMW), ("cpu_adamw", ADAMW)],
 )
 def test_an_optimizer_steps_as_its_counterpart(name: str, reference: Dict[str, Any]):
     reference = {**reference, "parameter_groups": GROUPS}
@@ -91,11 +86,7 @@ def offloaded(params: Dict[str, Any], **sections: Any) -> Tuple[Parameters, torc
 
 @pytest.mark.parametrize(
     "params, class_name",
-    [
-        (ADAM, "DeepSpeedCPUAdam"),
-        (ADAMW, "DeepSpeedCPUAdam"),
-        (ADAGRAD, "DeepSpeedCPUAdagrad"),
-    ],
+    [(ADAM, "DeepSpeedCPUAdam"), (ADAMW, "DeepSpeedCPUAdam"), (ADAGRAD, "DeepSpeedCPUAdagrad")],
 )
 def test_with_offload_deepspeeds_optimizer_takes_the_place_of_allennlps(
     params: Dict[str, Any], class_name: str, caplog: pytest.LogCaptureFixture
@@ -129,10 +120,7 @@ def test_with_offload_deepspeeds_optimizer_takes_the_place_of_allennlps(
     ],
 )
 def test_an_optimizer_stays_where_none_does_the_same(
-    params: Dict[str, Any],
-    sections: Dict[str, Any],
-    reason: str,
-    caplog: pytest.LogCaptureFixture,
+    params: Dict[str, Any], sections: Dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.INFO):
         _, optimizer = offloaded(params, **sections)

@@ -157,9 +157,7 @@ def test_packing_loses_nothing_and_wastes_little() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"pack": True, "max_length": 9}],
-    ids=["apart", "packed"],
+    "arguments", [{}, {"pack": True, "max_length": 9}], ids=["apart", "packed"]
 )
 def test_workers_share_what_one_process_reads(
     tmp_path: Path, tokenizer: str, arguments: Dict[str, Any]
@@ -181,10 +179,7 @@ def test_workers_share_what_one_process_reads(
     [
         ({"loss_on": "response"}, "'loss_on' of the reader is 'response'"),
         ({"max_length": 1}, "'max_length' of the reader is 1"),
-        pytest.param(
-            {"pack": True},
-            "'pack' of the reader is true, but 'max_length' isn't given",
-        ),
+        pytest.param({"pack": True}, "'pack' of the reader is true, but 'max_length' isn't given"),
         ({"tokenizer": "/nowhere"}, "There is no tokenizer at '/nowhere'"),
     ],
 )

@@ -51,13 +51,7 @@ def test_each_line_is_json_with_numbers_that_json_has(tmp_path: Path) -> None:
         "step": 3,
         "epoch": 0,
         "loss": None,
-        "metrics": {
-            "f1": 0.5,
-            "count": 7,
-            "worst": None,
-            "tags": {"a": [1, 2.5]},
-            "who": "x",
-        },
+        "metrics": {"f1": 0.5, "count": 7, "worst": None, "tags": {"a": [1, 2.5]}, "who": "x"},
     }
 
 

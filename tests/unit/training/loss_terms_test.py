@@ -44,11 +44,7 @@ def batch(name: str) -> Dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name, changes",
-    [
-        ("tagger", {}),
-        ("tagger", {"ignore_loss_on_o_tags": True}),
-        ("classifier", {}),
-    ],
+    [("tagger", {}), ("tagger", {"ignore_loss_on_o_tags": True}), ("classifier", {})],
 )
 def test_parts_make_the_loss_of_the_whole(name: str, changes: Dict[str, Any]) -> None:
     whole = {**batch(name), **changes}
