@@ -73,11 +73,14 @@ def test_gradients_taken_in_the_forward_pass_are_those_of_gradient_descent(name:
     assert_same(side(name, stage, 2), side(name))
 
 
+@pytest.mark.parametrize("stage", [3])
 @pytest.mark.parametrize("name", TAKE_GRADIENTS)
-def test_gradients_taken_in_the_forward_pass_are_refused_at_stage_3(name: str, tmp_path: Path):
+def test_gradients_taken_in_the_forward_pass_are_refused_at_stage_3(
+    name: str, stage: int, tmp_path: Path
+):
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError, match='takes gradients.*"stage": 2'):
-        side(name, 3).construct(0, tmp_path).train()
+        side(name, stage).construct(0, tmp_path).train()
     assert torch.autograd._engine_run_backward is run_backward  # type: ignore[attr-defined]
 
 
