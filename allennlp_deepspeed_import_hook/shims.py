@@ -1,6 +1,6 @@
 """
-Context managers that give AllenNLP the APIs that transformers 5 and huggingface_hub 1 have removed.
-Each surrounds the execution of one module of AllenNLP's.
+Context managers that give AllenNLP, and its library allennlp-models, the APIs that transformers 5,
+huggingface_hub 1 and other libraries have removed. Each surrounds the execution of one module.
 
 Works around AllenNLP 2.10.1: it is written for transformers 4 and huggingface_hub 0, whose classes,
 methods of tokenizers, precision of loaded models and names of files have changed since. Gone when
@@ -9,7 +9,10 @@ and embedder and the modules of `allennlp.modules.transformer` work.
 """
 
 import functools
+import importlib.util
 import math
+import os
+import sys
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
@@ -312,3 +315,105 @@ class AdamW(torch.optim.Optimizer):
         parameter.addcdiv_(state["exp_avg"], denominator, value=-size)
         if group["weight_decay"] > 0:
             parameter.add_(parameter, alpha=-group["lr"] * group["weight_decay"])
+
+
+@contextmanager
+def resources_without_setuptools(module: ModuleType) -> Iterator[None]:
+    """
+    py-rouge imports `pkg_resources`, which setuptools no longer has, to find two files of its own.
+    """
+    if importlib.util.find_spec("pkg_resources") is not None:
+        yield
+        return
+    stand_in = ModuleType("pkg_resources")
+    stand_in.resource_filename = _beside  # type: ignore[attr-defined]
+    sys.modules["pkg_resources"] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules["pkg_resources"]
+
+
+def _beside(module_name: str, name: str) -> str:
+    return os.path.join(os.path.dirname(str(sys.modules[module_name].__file__)), name)
+
+
+@contextmanager
+def no_downloads_of_nltk(module: ModuleType) -> Iterator[None]:
+    """
+    When it is imported, it downloads data of NLTK's, in each worker. What needs them says so.
+    """
+    import nltk
+
+    with mock.patch.object(nltk, "download"):
+        yield
+
+
+@contextmanager
+def files_outside_of_nltk(module: ModuleType) -> Iterator[None]:
+    """
+    NLTK reads no files outside its folders of data, except where it is told of their folder.
+    """
+    import nltk
+
+    yield
+    reader = module.BracketParseCorpusReader  # type: ignore[attr-defined]
+
+    def read(root: str, *args: Any, **kwargs: Any) -> Any:
+        if root not in nltk.data.path:
+            nltk.data.path.append(root)
+        return reader(root, *args, **kwargs)
+
+    module.BracketParseCorpusReader = read  # type: ignore[attr-defined]
+
+
+@contextmanager
+def former_wordpieces(module: ModuleType) -> Iterator[None]:
+    """
+    It calls `wordpiece_tokenizer` of BERT's tokenizer, which only one in Python had.
+    """
+    yield
+    tokenizer = module.BertTokenizer  # type: ignore[attr-defined]
+    if not hasattr(tokenizer, "wordpiece_tokenizer"):
+        tokenizer.wordpiece_tokenizer = property(_Wordpieces)
+
+
+class _Wordpieces:
+    def __init__(self, tokenizer: Any) -> None:
+        self._model = tokenizer.backend_tokenizer.model
+
+    def tokenize(self, text: str) -> List[str]:
+        return [piece.value for word in text.split() for piece in self._model.tokenize(word)]
+
+
+@contextmanager
+def former_cache_of_bart(module: ModuleType) -> Iterator[None]:
+    """
+    Its beam search takes the cache of the decoder for a tuple of four tensors for each layer.
+    """
+    yield
+    bart = module.Bart  # type: ignore[attr-defined]
+    bart._decoder_cache_to_dict = staticmethod(_tensors_of_cache)
+    bart._dict_to_decoder_cache = _cache_of_tensors
+
+
+def _tensors_of_cache(cache: Any) -> Dict[str, torch.Tensor]:
+    parts = (cache.self_attention_cache, cache.cross_attention_cache)
+    return {
+        f"decoder_cache_{i}_{2 * j + k}": tensor
+        for j, part in enumerate(parts)
+        for i, layer in enumerate(part.layers)
+        for k, tensor in enumerate((layer.keys, layer.values))
+    }
+
+
+def _cache_of_tensors(bart: Any, tensors: Dict[str, torch.Tensor]) -> Any:
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    layers = [f"decoder_cache_{i}_" for i in range(len(bart.bart.model.decoder.layers))]
+    return EncoderDecoderCache(
+        *(
+            DynamicCache([(tensors[f"{layer}{k}"], tensors[f"{layer}{k + 1}"]) for layer in layers])
+            for k in (0, 2)
+        )
+    )
