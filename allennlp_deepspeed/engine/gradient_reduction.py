@@ -129,8 +129,24 @@ class GradientReducer:
             set_zero_gradient(parameter)
 
     def reduce_all(self) -> None:
-        """Reduces all gradients, where `reduces_all_at_once`."""
-        self._engine.allreduce_gradients()
+        """
+        Reduces all gradients, where `reduces_all_at_once`. Where the optimizer is a plain one, a
+        parameter that no rank has used keeps none, and isn't updated.
+        """
+        if self._has_own_buffers or self._optimizer is not self._engine.basic_optimizer:
+            self._engine.allreduce_gradients()
+            return
+        if not self._engine.is_gradient_accumulation_boundary():
+            return
+        is_used = [parameter.grad is not None for parameter in self.parameters]
+        # In the same bucket as gradients, so that there is no other collective.
+        used = torch.tensor(is_used, dtype=torch.float32, device=self._engine.device)
+        gradients = internals.gradients_for_reduction(self._engine)
+        self._engine.buffered_allreduce_fallback(grads=[*gradients, used])
+        if not all(is_used):
+            for parameter, is_used_anywhere in zip(self.parameters, used.tolist()):
+                if not is_used_anywhere:
+                    parameter.grad = None
 
     def finish(self, is_last: bool) -> None:
         """

@@ -255,6 +255,12 @@ def divide_reported_norm(optimizer: Any, divisor: float) -> None:
     _set(optimizer, "_global_grad_norm", _read(optimizer, "_global_grad_norm") / divisor)
 
 
+def gradients_for_reduction(engine: DeepSpeedEngine) -> List[torch.Tensor]:
+    """All gradients of a plain optimizer's parameters, of which those that lack one get zeros."""
+    gradients, _ = _read(engine, "_get_gradients_for_reduction")()
+    return gradients
+
+
 # ZeRO stage 3 around modules.
 
 

@@ -255,10 +255,15 @@ class _PlainTrainer:
 
     def _update(self, gradients: List[Optional[torch.Tensor]]) -> None:
         case = self.case
+        passes_over = case.stage == 0 and case.precision not in HALF
         for parameter, gradient in zip(self.parameters, gradients):
-            # DeepSpeed steps a parameter that nobody has used with a gradient of zero.
-            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
-        total = torch.stack([p.grad.double().norm() for p in self.parameters]).norm()
+            # DeepSpeed steps a parameter that nobody has used with a gradient of zero, except where
+            # the optimizer is a plain one.
+            if gradient is None and not passes_over:
+                gradient = torch.zeros_like(parameter)
+            parameter.grad = gradient
+        norms = [p.grad.double().norm() for p in self.parameters if p.grad is not None]
+        total = torch.stack(norms).norm()
         self.norms.append(float(total))
         settings = CLIPPING.get(case.clipping or "", {})
         max_norm, max_value = settings.get("grad_norm"), settings.get("grad_clipping")

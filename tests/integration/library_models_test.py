@@ -1,0 +1,78 @@
+"""
+Stand-ins for what models of AllenNLP's library do that others don't: heads that no rank
+uses in a step.
+"""
+
+from typing import Any, Callable, Dict, List, Optional
+
+import pytest
+import torch
+from allennlp.data import Vocabulary
+from allennlp.models import Model
+from torch import nn
+
+from tests.support.experiment import assert_same_weights
+from tests.support.side_by_side import Batch, Side
+
+DIM = 3
+NUM_BATCHES = 3
+
+
+class TwoHeads(Model):
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layer = nn.Linear(DIM, DIM)
+        self.heads = nn.ModuleDict({"first": nn.Linear(DIM, 1), "second": nn.Linear(DIM, 1)})
+
+    def forward(self, inputs: torch.Tensor, head: str) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": self.heads[head](self.layer(inputs).tanh()).square().mean()}
+
+
+def batches(rank: int) -> List[Batch]:
+    """Of other lengths on each rank. The second head is used in the first of them only."""
+    generator = torch.Generator().manual_seed(rank)
+    lengths = [[2, 5, 3], [4, 2, 6]][rank]
+    return [
+        {
+            "inputs": torch.randn(2, lengths[i], DIM, generator=generator),
+            "head": "second" if i == 0 else "first",
+        }
+        for i in range(NUM_BATCHES)
+    ]
+
+
+def of_both_ranks(rank: int) -> List[Batch]:
+    return [batch for pair in zip(batches(0), batches(1)) for batch in pair]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def train(model: Callable[[], Model], stage: Optional[int], world_size: int) -> Any:
+    if stage is not None:
+        return Side(model, batches, stage, world_size, optimizer=adam).train()
+    steps = {"num_gradient_accumulation_steps": world_size}
+    return Side(
+        model, batches if world_size == 1 else of_both_ranks, optimizer=adam, **steps
+    ).train()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_head_that_no_rank_uses_is_left_alone_at_stage_0(world_size: int) -> None:
+    expected = train(TwoHeads, None, world_size)
+    assert_same_weights(train(TwoHeads, 0, world_size), expected, tolerance=1e-6)
+
+
+def test_a_head_that_only_one_rank_uses_is_trained_at_stage_0() -> None:
+    def others(rank: int) -> List[Batch]:
+        return [
+            {**b, "head": ["first", "second"][(i + rank) % 2]} for i, b in enumerate(batches(rank))
+        ]
+
+    def of_both(rank: int) -> List[Batch]:
+        return [batch for pair in zip(others(0), others(1)) for batch in pair]
+
+    expected = Side(TwoHeads, of_both, optimizer=adam, num_gradient_accumulation_steps=2).train()
+    actual = Side(TwoHeads, others, 0, 2, optimizer=adam).train()
+    assert_same_weights(actual, expected, tolerance=1e-6)
