@@ -31,6 +31,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_set_local_fp32_param,
+    set_z3_leaf_module,
     z3_leaf_module,
     z3_leaf_parameter,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "safe_get_full_fp32_param",
     "safe_set_local_fp32_param",
     "set_accelerator",
+    "set_z3_leaf_module",
     "unregister_external_parameter",
     "z3_leaf_module",
     "z3_leaf_parameter",

@@ -31,7 +31,7 @@ SECONDS_TO_LEAVE = 10
 _SECONDS_FOR_CAUSE = 5.0
 _POLL_SECONDS = 0.2
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 # The store's key of the first failure of a rank that isn't a consequence of another one.
 _KEY = "allennlp_deepspeed/failure"
@@ -43,6 +43,9 @@ _MOST_LINES = 30
 _CONNECTION_LOST = (
     r"(?i)gloo/transport|connection (closed|reset) by peer|broken pipe|remote process exited"
 )
+
+
+_TIMED_OUT = "(?i)timed? ?out"
 
 
 class ConstructionFailure(ConfigurationError):
@@ -104,6 +107,11 @@ class Failure:
         in the config.
         """
         return self.is_agreed or (self.is_consequence and self.explanation is None)
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether a rank has waited for another one in a collective for too long."""
+        return self.is_consequence and re.search(_TIMED_OUT, self.message) is not None
 
     @property
     def summary(self) -> str:
@@ -187,7 +195,7 @@ def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure
 
 def has_error_file() -> bool:
     """Whether whoever has started this process reads its failure from a file."""
-    return bool(os.environ.get(_ERROR_FILE))
+    return bool(os.environ.get(ERROR_FILE))
 
 
 def read(data: Any) -> Optional[Failure]:
@@ -250,7 +258,7 @@ def _about_consequence(error: BaseException) -> str:
         "It has lost the connection to another rank, which was killed, or whose host or network "
         "is gone: the output of the other nodes says more."
     )
-    if re.search("(?i)timed? ?out", str(error)):
+    if re.search(_TIMED_OUT, str(error)):
         why = (
             "Another rank hasn't entered the same collective within 'distributed.timeout': it is "
             "stuck, stopped or gone."
@@ -260,7 +268,7 @@ def _about_consequence(error: BaseException) -> str:
 
 def _write(failure: Failure) -> None:
     """In the format of `torch.distributed.elastic.multiprocessing.errors.record`."""
-    path = os.environ.get(_ERROR_FILE)
+    path = os.environ.get(ERROR_FILE)
     if not path:
         return
     message = {

@@ -26,7 +26,9 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
     deepspeed_logging,
+    leaf_modules,
     loss_scaling,
+    module_calls,
     module_hooks,
     released_parameters,
     used_optimizers,
@@ -191,6 +193,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             for group in optimizer.param_groups:
                 # DeepSpeed leaves out frozen parameters, and reduces all in the dtype of the first.
                 group["params"] = sorted(group["params"], key=lambda p: not p.requires_grad)
+        if config.zero_stage == 3 and not is_alone:
+            leaf_modules.declare(model, config.engine_config["zero_optimization"])
         self._engine, *_ = deepspeed.initialize(
             # DeepSpeed uses the device's index as the local rank unless both are set.
             args=SimpleNamespace(local_rank=device_index(device, local_rank)),
@@ -208,6 +212,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             enter(inner_gradients_refused(model))
             enter(module_hooks.leaf_modules_called_again(self.engine))
             enter(module_hooks.ended_by_errors(model))
+            if not is_alone:
+                enter(module_calls.noted(model))
         if regularizer is not None:
             regularizer.gather_with_model()
         if config.zero_stage == 0 and config.precision in _HALF_PRECISION:

@@ -45,7 +45,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from allennlp_deepspeed.announcements import silenced
-from allennlp_deepspeed.engine import worker_failure
+from allennlp_deepspeed.engine import module_calls, worker_failure
 from allennlp_deepspeed.engine.worker_failure import ConstructionFailure, Failure
 from allennlp_deepspeed.launch.rendezvous_members import Member, Start, changes, exchange
 from allennlp_deepspeed_import_hook import fork_server
@@ -447,13 +447,20 @@ class _Agent(LocalElasticAgent):
                 how = f"was ended by {failed.signal_name()}"
                 if failed.exitcode == -signal.SIGKILL:
                     how += _ABOUT_SIGKILL
-            return WorkerFailed(f"Rank {rank} on {socket.gethostname()} {how}.")
+            message = f"Rank {rank} on {socket.gethostname()} {how}."
+            return WorkerFailed(message + self._about_modules(failed.exitcode == -signal.SIGABRT))
         if failure.is_agreed:
             return SigTermReceived(failure.message)
         if failure.explanation is None:
-            return WorkerFailed(str(failure))
+            return WorkerFailed(str(failure) + self._about_modules(failure.is_timeout))
         where = f"\n(The traceback is in {failure.log_file}.)" if failure.log_file else ""
         return ConstructionFailure(failure.explanation + where)
+
+    def _about_modules(self, may_differ: bool) -> str:
+        """What modules have to do with a collective that ranks didn't enter alike."""
+        workers: Any = self._pcontext
+        advice = module_calls.advice(workers.error_files) if may_differ else None
+        return "" if advice is None else f"\n{advice}"
 
 
 def _is_of_others(failed: ProcessFailure, failure: Optional[Failure]) -> bool:

@@ -13,6 +13,7 @@ WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
 
 
 def train(config: Dict[str, Any], directory: Path) -> Run:
+    directory.mkdir(exist_ok=True)
     path = directory / "config.json"
     path.write_text(json.dumps(config))
     return allennlp(
@@ -33,6 +34,21 @@ def test_a_worker_without_any_gradient_is_one_message(tmp_path: Path, stage: int
     assert run.returncode != 0
     assert f"On rank {rank} the loss depends on no parameter that is trained" in run.output
     assert "SIGABRT" not in run.output
+
+
+def test_a_module_that_is_called_unequally_often_is_named(tmp_path: Path):
+    model = {"model.type": "unequal_tagger", "model.rank": 1}
+    config = deepspeed(load_config("tagger", WORKERS, model), 3)
+    zero = config["trainer"]["deepspeed_config"]["zero_optimization"]
+    zero["stage3_param_persistence_threshold"] = 0
+    run = train(config, tmp_path)
+    assert run.returncode != 0
+    assert "The modules that were called last differ: 'decoder." in run.output
+    leaves = {"classes": ["Decoder"]}
+    assert f'"leaf_module": {json.dumps(leaves)}' in run.output
+    zero["leaf_module"] = leaves
+    run = train(config, tmp_path / "again")
+    assert run.returncode == 0, run.output[-3000:]
 
 
 @pytest.mark.parametrize(

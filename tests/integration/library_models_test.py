@@ -1,6 +1,6 @@
 """
-Stand-ins for what models of AllenNLP's library do that others don't: heads that no rank
-uses in a step.
+Stand-ins for what models of AllenNLP's library do that others don't: heads that no rank uses in a
+step, and modules that ranks call unequally often.
 """
 
 from typing import Any, Callable, Dict, List, Optional
@@ -9,7 +9,9 @@ import pytest
 import torch
 from allennlp.data import Vocabulary
 from allennlp.models import Model
+from allennlp.modules.augmented_lstm import AugmentedLstm
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batch, Side
@@ -26,6 +28,20 @@ class TwoHeads(Model):
 
     def forward(self, inputs: torch.Tensor, head: str) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         return {"loss": self.heads[head](self.layer(inputs).tanh()).square().mean()}
+
+
+class Lengths(Model):
+    """Its LSTM calls a cell for each time step."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.lstm = AugmentedLstm(DIM, DIM)
+        self.output = nn.Linear(DIM, 1)
+
+    def forward(self, inputs: torch.Tensor, head: str) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        packed = pack_padded_sequence(inputs, [inputs.size(1)] * len(inputs), batch_first=True)
+        hidden, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return {"loss": self.output(hidden).square().mean()}
 
 
 def batches(rank: int) -> List[Batch]:
@@ -76,3 +92,8 @@ def test_a_head_that_only_one_rank_uses_is_trained_at_stage_0() -> None:
     expected = Side(TwoHeads, of_both, optimizer=adam, num_gradient_accumulation_steps=2).train()
     actual = Side(TwoHeads, others, 0, 2, optimizer=adam).train()
     assert_same_weights(actual, expected, tolerance=1e-6)
+
+
+def test_an_lstm_of_cells_trains_on_sequences_of_other_lengths_at_stage_3() -> None:
+    expected = train(Lengths, None, 2)
+    assert_same_weights(train(Lengths, 3, 2), expected, tolerance=1e-6)

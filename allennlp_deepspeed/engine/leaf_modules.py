@@ -1,0 +1,60 @@
+"""
+Modules that ranks call unequally often, because of the lengths of their sequences for example.
+"""
+
+import logging
+from typing import Any, Dict, List
+
+import torch
+
+from allennlp_deepspeed.deepspeed_api import set_z3_leaf_module
+
+logger = logging.getLogger(__name__)
+
+_GENERATION = "allennlp_models.generation"
+
+# Each calls modules of its own once a time step, of a batch or of a beam search, or only for some
+# of the batches, and is itself called once for each batch.
+_CLASSES = {
+    "allennlp.models.multitask.MultiTaskModel",
+    "allennlp.modules.augmented_lstm.AugmentedLstm",
+    "allennlp.modules.lstm_cell_with_projection.LstmCellWithProjection",
+    f"{_GENERATION}.models.bart.Bart",
+    f"{_GENERATION}.models.copynet_seq2seq.CopyNetSeq2Seq",
+    f"{_GENERATION}.models.simple_seq2seq.SimpleSeq2Seq",
+    f"{_GENERATION}.models.t5.T5",
+    f"{_GENERATION}.modules.seq_decoders.auto_regressive.AutoRegressiveSeqDecoder",
+}
+
+
+def declare(model: torch.nn.Module, section: Dict[str, Any]) -> None:
+    """
+    Has ZeRO stage 3 gather the parameters of each such module of AllenNLP's, and of its library of
+    models, at once. Otherwise a rank would gather those of a module inside it more often than
+    others, for which it would wait, or take other parameters for them.
+
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+        That several ranks are about to shard.
+    section : `Dict[str, Any]`, required.
+        DeepSpeed's "zero_optimization". With "leaf_module": {"classes": []} none is declared.
+    """
+    if section.get("leaf_module", {}).get("classes") == []:
+        return
+    found: List[str] = []
+    for module in model.modules():
+        if any(_name(base) in _CLASSES for base in type(module).__mro__):
+            set_z3_leaf_module(module, True)
+            found.append(type(module).__name__)
+    if found:
+        logger.info(
+            "Gathered as one at ZeRO stage 3, because ranks may call the modules inside them "
+            "unequally often: %s. With deepspeed_config.zero_optimization.leaf_module "
+            '{"classes": []} they aren\'t.',
+            ", ".join(sorted(set(found))),
+        )
+
+
+def _name(class_: Any) -> str:
+    return f"{class_.__module__}.{class_.__qualname__}"
