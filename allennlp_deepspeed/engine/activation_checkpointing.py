@@ -336,7 +336,10 @@ def _held_parameters(module: torch.nn.Module) -> Iterator[None]:
 
 
 class _Alias(torch.autograd.Function):
-    """Returns the same values as a tensor that autograd doesn't treat as a view of the input."""
+    """
+    Autograd function that returns the same values as a tensor that autograd doesn't treat as a view
+    of the input.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -68,7 +68,7 @@ def _is_kept(parameter: Any) -> bool:
 def kept_by_readers() -> Iterator[None]:
     """
     Context manager in which `GatheredParameters`, with which a model can read and write parameters
-    in its forward pass, doesn't fail to release parameters of `kept_gathered`.
+    in its forward pass, doesn't raise at its exit for parameters of `kept_gathered`.
     """
     to_partition, partition = internals.release_functions_of_readers().values()
 

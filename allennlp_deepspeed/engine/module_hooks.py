@@ -93,8 +93,8 @@ def keeping_what_is_read() -> Iterator[None]:
 @contextmanager
 def ended_by_errors(model: torch.nn.Module) -> Iterator[None]:
     """
-    Context manager that ends a forward pass for DeepSpeed too if it raises. If a callback then
-    reads a weight from a module, it isn't gathered, for which this rank would wait alone.
+    Context manager that ends a forward pass for DeepSpeed too if it raises. Without it, reading a
+    weight of a module in a callback would start a gather, in which this rank would wait alone.
 
     # Parameters
 

@@ -20,8 +20,9 @@ class WeightWatch:
     optimizer updates other tensors, from which the next step overwrites the model's weights.
 
     PyTorch counts in-place changes of a tensor. DeepSpeed's steps aren't counted, except in a group
-    with a single parameter, where each step takes a snapshot. Such changes are detected at the next
-    reading of the losses, even if a step has overwritten them since.
+    with a single parameter, where each step compares the weights and takes a new snapshot. Such
+    changes are detected at the next reading of the losses, even if a step has overwritten them
+    since.
 
     Changes through `.data` aren't counted either. So this rank's shards of the weights are also
     compared with the tensors that the optimizer updates: in the first step of an epoch, in each
@@ -153,7 +154,7 @@ class RequiresGradWatch:
     """
     Detects parameters that have been frozen or unfrozen since the engine was constructed. Where the
     optimizer updates the model's parameters it skips those without a gradient. In all other cases
-    they are shards of flat tensors, which are updated completely.
+    they are shards of flat tensors, each of which is updated as one.
 
     # Parameters
 

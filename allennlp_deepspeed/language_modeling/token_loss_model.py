@@ -71,8 +71,8 @@ class TokenLossModel(Model):
     sequence_sharing: Optional[SequenceSharing] = None
     """
     Set by the trainer if ranks share sequences. `forward` then takes full sequences, but computes
-    this rank's part. In training, `num_loss_tokens` and the loss are those of this part; in
-    evaluation, the loss is that of all parts.
+    this rank's part, whose tokens `num_loss_tokens` counts. The loss is that of this part in
+    training, and that of all parts in evaluation.
     """
 
     def num_loss_tokens(self, **inputs: Any) -> Union[int, torch.Tensor]:

@@ -241,7 +241,7 @@ class Readings:
             self._bar = self._report.progress_bar(num_steps)
             if self._bar is not None:
                 return self._bar
-        # Drawn once per reading, because drawing takes as long as a small step.
+        # Drawn about as often as losses are read, because drawing takes as long as a small step.
         interval = _PROGRESS_INTERVAL * (2 if common_logging.FILE_FRIENDLY_LOGGING else 1)
         self._bar = Tqdm.tqdm(total=num_steps, mininterval=interval, disable=not shows_progress)
         return self._bar

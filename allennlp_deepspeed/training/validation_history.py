@@ -31,7 +31,7 @@ class ValidationHistory:
         Whether AllenNLP's loop shows a progress bar on this rank, which reads the length of the
         loader.
     leave_if_interrupted : `Callable[[str], None]`, required.
-        Called between batches, with a description of the current position.
+        Called between batches, with a description of the current phase.
     """
 
     def __init__(
