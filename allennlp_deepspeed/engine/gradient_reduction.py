@@ -76,11 +76,11 @@ class GradientReducer:
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
-        """That in which DeepSpeed accumulates gradients, at stages 1 to 3."""
+        """Returns the dtype in which DeepSpeed accumulates gradients, at stages 1 to 3."""
         return internals.gradient_accumulation_dtype(self._optimizer)
 
     def accumulates_elsewhere(self) -> bool:
-        """Whether DeepSpeed accumulates any gradient elsewhere than on its parameter."""
+        """Returns whether DeepSpeed accumulates any gradient elsewhere than on its parameter."""
         if self.reduces_all_at_once:
             return self._has_own_buffers
         return any(parameter.dtype != self.accumulation_dtype for parameter in self.parameters)

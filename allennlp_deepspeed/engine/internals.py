@@ -81,30 +81,33 @@ def is_released(parameter: Any) -> bool:
 
 
 def full_shape(parameter: Any) -> torch.Size:
-    """The shape of a parameter that ZeRO stage 3 shards, whether it has been gathered or not."""
+    """
+    Returns the full shape of a parameter that ZeRO stage 3 shards, whether it has been gathered or
+    not.
+    """
     return _read(parameter, "ds_shape")
 
 
 def set_full_shape(parameter: Any, shape: torch.Size) -> None:
-    """Has a parameter that ZeRO stage 3 shards be of another shape when it is gathered."""
+    """Sets the shape that a parameter that ZeRO stage 3 shards has when it is gathered."""
     _set(parameter, "ds_shape", shape)
 
 
 def active_modules(parameter: Any) -> Set[Any]:
     """
-    The numbers of the modules that use a parameter which ZeRO stage 3 shards. While there is one,
-    DeepSpeed doesn't release it.
+    Returns the ids of the modules that use a parameter that ZeRO stage 3 shards. DeepSpeed doesn't
+    release it while there are any.
     """
     return _read(parameter, "ds_active_sub_modules")
 
 
 def is_persistent(parameter: Any) -> bool:
-    """Whether ZeRO stage 3 never releases the parameter."""
+    """Returns whether ZeRO stage 3 never releases the parameter."""
     return _read(parameter, "ds_persist")
 
 
 def parameters_in_flight(model: torch.nn.Module) -> Dict[torch.nn.Parameter, Any]:
-    """The gatherings that have been launched and not been awaited, by parameter."""
+    """Returns the pending all-gathers by parameter."""
     return _read(model, "ds_inflight_param_registry")
 
 
@@ -144,17 +147,17 @@ def fill_accumulated_gradient(optimizer: Any, parameter: torch.nn.Parameter) -> 
 
 
 def accumulates_in_attribute(optimizer: Any) -> bool:
-    """Whether ZeRO stage 1 or 2 accumulates gradients in `grad_accum` of the parameters."""
+    """Returns whether ZeRO stage 1 or 2 accumulates gradients in `grad_accum` of the parameters."""
     return _read(optimizer, "use_grad_accum_attribute")
 
 
 def set_accumulated_gradient(parameter: Any, gradient: torch.Tensor) -> None:
-    """Gives a parameter an accumulated gradient, where `accumulates_in_attribute`."""
+    """Sets the accumulated gradient of a parameter, if `accumulates_in_attribute`."""
     _set(parameter, "grad_accum", gradient)
 
 
 def gradient_accumulation_dtype(optimizer: Any) -> torch.dtype:
-    """The dtype in which ZeRO stages 1 to 3 accumulate gradients."""
+    """Returns the dtype in which ZeRO stages 1 to 3 accumulate gradients."""
     return _read(optimizer, "gradient_accumulation_dtype")
 
 
@@ -201,8 +204,8 @@ def empty_param_groups(optimizer: Any) -> None:
 
 def param_group_functions(optimizer: Any) -> Dict[str, Callable[..., Any]]:
     """
-    The methods of stage 3 that put the fp32 shards into `param_groups`, that empty these, and that
-    step a sub-group with its shard in them, by name, for `replaced`.
+    Returns the methods of stage 3 that put the fp32 shards into `param_groups`, that empty these,
+    and that step a sub-group with its shard in them, by name, for `replaced`.
     """
     names = (
         "_set_fp32_optimizer_param_groups",

@@ -65,7 +65,7 @@ def check_model(model: Model, config: ResolvedConfig) -> None:
                 'it, or write "deepspeed_config": {"zero_optimization": {"stage": 2}}.'
             )
     if problem is not None:
-        with access_allowed():  # what an engine has left sharded has no memory
+        with access_allowed():  # parameters that an engine has left sharded have no memory
             check_memory(model, problem)
 
 

@@ -79,7 +79,7 @@ def _as_vectors(parameters: Iterable[Parameter]) -> Iterator[None]:
     changed = []
     with access_allowed():
         for parameter in parameters:
-            # One that is partitioned is a vector.
+            # A partitioned parameter is a vector.
             if parameter.dim() == 0 or not parameter.is_contiguous():
                 data = parameter.data
                 parameter.data = data.reshape(-1)

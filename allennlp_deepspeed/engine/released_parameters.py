@@ -21,7 +21,7 @@ _NAME = "name_in_messages"
 
 _VALUES = {getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 
-# Which are those of the full parameter.
+# Attributes and methods of the shape, which is that of the full parameter.
 _SHAPES = {
     *(getattr(torch.Tensor, name) for name in ("shape", "ndim", "nbytes", "size", "numel")),
     *(getattr(torch.Tensor, name) for name in ("nelement", "dim", "ndimension", "__len__")),
@@ -54,9 +54,9 @@ access_allowed = torch._C.DisableTorchFunctionSubclass
 
 class ReleasedParameter(torch.nn.Parameter):
     """
-    Class of a parameter from the time that ZeRO stage 3 releases it to the time that it is
-    gathered. Its shape is that of the full parameter. Whatever reads or changes its elements
-    raises, as with PyTorch's `UninitializedParameter`.
+    Class of a parameter from its release by ZeRO stage 3 until it is gathered. Its shape is that of
+    the full parameter. Reading or changing its elements raises, as with PyTorch's
+    `UninitializedParameter`.
     """
 
     @property
@@ -121,9 +121,9 @@ def class_follows_release() -> Iterator[None]:
 @contextmanager
 def access_refused(engine: DeepSpeedEngine) -> Iterator[None]:
     """
-    Within it whatever uses the elements of a released parameter raises a `RuntimeError` with its
-    name, except when the engine saves and loads its checkpoints. With several workers it does so
-    afterwards too, as these parameters stay sharded.
+    Context manager in which any use of the elements of a released parameter raises a `RuntimeError`
+    with its name, except when the engine saves and loads its checkpoints. With several workers this
+    stays in effect afterwards, as these parameters stay sharded.
 
     # Parameters
 

@@ -107,7 +107,7 @@ class Shards:
             self._find_fragments(master, parameters)
 
     def _find_sub_groups(self, num_groups: int) -> None:
-        """Finds them at stage 3, whose shards are in `param_groups` only during a step."""
+        """Finds the groups at stage 3, whose shards are in `param_groups` only during a step."""
         self.masters = list(self._optimizer.fp32_partitioned_groups_flat)
         self.parameters_of_masters = self._optimizer.fp16_groups
         self.groups: List[List[torch.nn.Parameter]] = [[] for _ in range(num_groups)]
@@ -193,8 +193,8 @@ class Shards:
     def parameters_in_param_groups(self) -> Iterator[None]:
         """
         Context manager in which, at stage 3, the optimizer's `param_groups` have the model's
-        parameters, except during a step and while states are saved or loaded. DeepSpeed leaves
-        the groups empty, and a callback that goes through them would change nothing.
+        parameters, except during a step and while states are saved or loaded. DeepSpeed leaves the
+        groups empty, so that a callback that iterates over them would change nothing.
         """
         functions = internals.param_group_functions(self._optimizer)
         fill, empty, step = functions.values()
@@ -256,5 +256,5 @@ def _partition(parameter: Any, tensor: torch.Tensor, start: int, length: int) ->
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
-    """A tensor's shape, and that of a whole parameter which ZeRO-3 has partitioned."""
+    """Returns a tensor's shape, for a parameter that ZeRO-3 has partitioned the full shape."""
     return internals.full_shape(tensor) if internals.is_sharded(tensor) else tensor.shape

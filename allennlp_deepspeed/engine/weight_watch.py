@@ -80,7 +80,7 @@ class WeightWatch:
                 version, version_of_partition = self._versions[i]
                 if version == before[0] and not _is_replaced(parameter):
                     continue
-                # A frozen one can be written through DeepSpeed's `GatheredParameters`.
+                # A frozen parameter can be written through DeepSpeed's `GatheredParameters`.
                 if parameter.requires_grad or version_of_partition == before[1]:
                     self._found = self._found or name
 

@@ -167,7 +167,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         enter = self._undo.enter_context
         enter(process_environment(device, local_rank))
         for parameter in model.parameters():
-            released_parameters.allow_access(parameter)  # sharded by an engine before
+            released_parameters.allow_access(parameter)  # sharded by an earlier engine
         if self._compiler is not None and config.zero_stage < 3:
             forward = self._compiler.compiled(model.forward)
             enter(mock.patch.object(model, "forward", forward))
@@ -241,14 +241,14 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
 
     def _leave(self, before: ModelSnapshot, device: torch.device, is_alone: bool) -> None:
         """
-        Destroys the engine. In a single process the model is a plain one again, with the trained
-        weights. With several workers the shards stay where they are.
+        Destroys the engine. In a single process the model is restored to a plain one, with the
+        trained weights. With several workers it stays sharded.
 
         Works around DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision,
-        with hooks and containers of its own and in a stack and a cache of all engines, swap files
+        with DeepSpeed's hooks and containers and in a stack and a cache of all engines, swap files
         on the disk, and the communication logger, autocast, activation checkpointing and the linear
-        function of stage 3 on for the process. Gone when a model at stage 3 is whole then, and
-        nothing of these is left.
+        function of stage 3 enabled for the process. Gone when a model at stage 3 is unpartitioned
+        then, and no such state remains.
         [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
         """
         engine = self._engine
@@ -382,7 +382,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """
-        The optimizer inside DeepSpeed's: its `param_groups` carry the learning rates, and the
+        Returns the optimizer inside DeepSpeed's. Its `param_groups` have the learning rates and the
         tensors that it updates, at ZeRO stages 1 and 2 this rank's fp32 shards. At stage 3 they
         have the model's parameters, except during a step.
         """

@@ -21,7 +21,7 @@ class Progress:
     start_after_batches_in_epoch_completed: int = 0
     should_validate_this_epoch: bool = True
     num_forward_passes: int = 0
-    """Forward passes for training in this epoch, whoever has made them."""
+    """Number of forward passes for training in this epoch, by the trainer or by other callers."""
     _state_at_start: Dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

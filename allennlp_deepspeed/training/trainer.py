@@ -617,16 +617,16 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @phases.during(phases.HOST_WAITS)
     def _agree(self, epoch: int) -> StepAgreement:
         """
-        Waits for the device, brings the progress bar up to date, and has the ranks agree on what
-        they have to know of each other. To be called by every rank.
+        Synchronizes with the device, updates the progress bar, and exchanges the ranks' state.
+        Every rank must call it.
 
         # Raises
 
         `ValueError`
             On every rank, if the loss of any rank was NaN, or gradients in fp32 and bf16.
         `RuntimeError`
-            On every rank, if they used different parameters where that makes gradients wrong, or if
-            weights have been changed where the change is lost.
+            On every rank, if ranks used different parameters where that makes gradients wrong, or
+            if weights have been changed where the change is lost.
         `ConfigurationError`
             If a callback has been added that the engine isn't prepared for.
         """
