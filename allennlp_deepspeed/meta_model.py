@@ -51,14 +51,14 @@ def construct_without_weights(
     # Raises
 
     `ConfigurationError`
-        If the configuration has no model.
+        If the configuration has no model, or data for its vocabulary can't be read.
     """
     if "model" not in params:
         raise ConfigurationError("The config has no 'model', so there is nothing to construct.")
     with tempfile.TemporaryDirectory() as empty:
         directory = serialization_dir or empty
         if vocabulary is None:
-            vocabulary = make_vocab_from_params(params.duplicate(), directory)
+            vocabulary = _make_vocabulary(params, directory)
         with _without_pretrained_weights():
             try:
                 with _on_meta_device():
@@ -73,6 +73,18 @@ def construct_without_weights(
                     error,
                 )
                 return _construct(params, vocabulary, directory)
+
+
+def _make_vocabulary(params: Params, serialization_dir: str) -> Vocabulary:
+    try:
+        return make_vocab_from_params(params.duplicate(), serialization_dir)
+    except OSError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigurationError(
+            f"The vocabulary is made of what can't be read here: {reason}. "
+            'Give one that has been made: -o \'{"vocabulary": {"type": "from_files", "directory": '
+            '"out/vocabulary"}}\', or {"type": "empty"} if the model has no layer of its size.'
+        ) from error
 
 
 def _construct(params: Params, vocabulary: Vocabulary, serialization_dir: str) -> Model:

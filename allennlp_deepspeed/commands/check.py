@@ -46,7 +46,7 @@ class Check:
             if not has_deepspeed_trainer(params.as_dict(quiet=True)):
                 raise ConfigurationError(
                     "'trainer.type' isn't \"deepspeed\", and the configs of other trainers aren't "
-                    "checked."
+                    'checked: write it, or add -o \'{"trainer.type": "deepspeed"}\' to the command.'
                 )
         filled = _FilledValues()
         resolved = _resolved(params, filled)

@@ -32,6 +32,7 @@ from allennlp_deepspeed.config.keys import check_names, check_values, did_you_me
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.config.schema_validation import lookup, places_of
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
+from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
 from allennlp_deepspeed.config.values import as_json, is_integer, is_number
 from allennlp_deepspeed.deepspeed_api import get_accelerator
@@ -338,6 +339,7 @@ def _check_deepspeed_config(config: Dict[str, Any], deepspeed_config: DeepSpeedC
     resolved = deepspeed_config.resolve(settings)
     _check_fp16(resolved, settings)
     check_transformer_kwargs(config.get("model"), resolved, settings.device_type)
+    check_sparse_embeddings(config.get("model"), resolved)
     check_optimizer(config["trainer"].get("optimizer"), resolved, settings.device_type)
 
 

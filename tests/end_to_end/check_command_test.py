@@ -201,6 +201,7 @@ def test_a_train_loop_of_the_users_has_the_trainer_that_it_likes(tmp_path: Path)
     packages = (*NAMES, "of_a_user")
     refused = check(tmp_path, config, packages=packages)
     assert_refused(refused, ["'trainer.type' isn't \"deepspeed\""])
+    assert """-o '{"trainer.type": "deepspeed"}'""" in refused.output
     run(tmp_path, "train", "config.jsonnet", "-s", "out", packages=packages).check()
     assert (tmp_path / "notes.txt").read_text() == "once more once more "
 

@@ -226,6 +226,15 @@ class TestCommand:
         )
 
 
+def test_without_data_it_is_said_how_to_give_a_vocabulary() -> None:
+    config = load_config("classifier", {"train_data_path": "nowhere.tsv"})
+    with pytest.raises(ConfigurationError) as error:
+        Estimator(Params(config))
+    assert "nowhere.tsv" in str(error.value) and '"vocabulary"' in str(error.value)
+    config["vocabulary"] = {"type": "empty"}
+    assert Estimator(Params(config)).estimate(None, GB, GB).size.total > 0
+
+
 @Model.register("reads_values")
 class ReadsValues(Model):
     def __init__(self, vocab: Vocabulary) -> None:

@@ -272,3 +272,26 @@ def test_fp16_is_refused_on_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(CPU_Accelerator, "supported_dtypes", lambda self: [torch.float32])
     (line,) = findings(experiment(deepspeed_config={"fp16": {"enabled": True}}))
     assert line.startswith("deepspeed_config.fp16.enabled is true, but this CPU has no fp16")
+
+
+@pytest.mark.parametrize(
+    "model, path",
+    [
+        ({"type": "language_model", "num_samples": 8, "sparse_embeddings": True}, "model.sparse_"),
+        (
+            {"embedder": {"words": [{"embedding_dim": 3, "sparse": True}]}},
+            "model.embedder.words.0.",
+        ),
+    ],
+)
+def test_sparse_gradients_are_refused_by_their_key(model: Dict[str, Any], path: str) -> None:
+    config = {**experiment(), "model": model}
+    (line,) = findings(config)
+    assert line.startswith(f"'{path}")
+    config["trainer"]["deepspeed_config"] = {"zero_optimization": {"stage": 0}}
+    preflight.check(Params(config))
+
+
+def test_a_softmax_that_is_not_sampled_has_no_sparse_gradients() -> None:
+    model = {"type": "language_model", "num_samples": None, "sparse_embeddings": True}
+    preflight.check(Params({**experiment(), "model": model}))
