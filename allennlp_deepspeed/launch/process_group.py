@@ -7,11 +7,10 @@ import socket
 import time
 import uuid
 from datetime import timedelta
-from functools import partial
-from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as constants
 
 from allennlp_deepspeed.engine import worker_failure
 from allennlp_deepspeed.engine.worker_failure import RendezvousError
@@ -46,42 +45,30 @@ def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.S
         If this rank doesn't reach the others.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     backend = "gloo" if cuda_device < 0 else "nccl"
     if cuda_device >= 0:
         torch.cuda.set_device(cuda_device)
+    # PyTorch's default is 30 minutes with gloo and 10 with NCCL, whatever the default group has.
+    constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(seconds=timeout)
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=rendezvous_timeout)))
         store = dist.PrefixStore("allennlp_deepspeed", store)
         number = _number_of_start(store, rank, world_size, rendezvous_timeout)
-    except (dist.DistError, RuntimeError) as error:
-        raise RendezvousError(
-            f"Rank {rank} on {socket.gethostname()} has not found the others at {where} within "
-            f"{rendezvous_timeout:g} s ('distributed.rendezvous_timeout'): {_first_line(error)}"
-        ) from error
-    store_of_start = dist.PrefixStore(f"start_{number}", store)
-    worker_failure.tell_through(store_of_start)
-    limit = timedelta(seconds=timeout)
-    try:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("default_group", store_of_start),
-            rank=rank,
-            world_size=world_size,
-            timeout=limit,
-        )
+        store_of_start = dist.PrefixStore(f"start_{number}", store)
+        worker_failure.tell_through(store_of_start)
+        group_store = dist.PrefixStore("default_group", store_of_start)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
     except (dist.DistError, RuntimeError) as error:
         variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME"
         interfaces = ", ".join(name for _, name in socket.if_nameindex())
         raise RendezvousError(
-            f"Rank {rank} on {socket.gethostname()} can't connect to the other ranks by {backend}: "
-            f"{_first_line(error)}. {variable} is '{os.environ.get(variable, '')}', and has to be "
-            f"an interface that the other hosts reach; this host has {interfaces}. Or another rank "
-            "was killed meanwhile: the output of the other nodes says more."
+            f"Rank {rank} on {socket.gethostname()} can't connect to the other ranks by {backend}, "
+            f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, within "
+            f"{rendezvous_timeout:g} s ('distributed.rendezvous_timeout'): {_first_line(error)}. "
+            f"{variable} is '{os.environ.get(variable, '')}', and has to be an interface that the "
+            f"other hosts reach; this host has {interfaces}. Or another rank was killed meanwhile: "
+            "the output of the other nodes says more."
         ) from error
-    # PyTorch's default is 30 minutes with gloo and 10 with NCCL, whatever the default group has.
-    if not isinstance(dist.new_group, partial):
-        dist.new_group = partial(_new_group, dist.new_group, limit)
     return store
 
 
@@ -115,17 +102,6 @@ def _answer(store: dist.Store, number: int, world_size: int, timeout: float) -> 
         missing = [rank for rank in missing if not store.check([f"joined/{number}/{rank}"])]
         if missing and time.monotonic() > deadline:
             raise dist.DistStoreError(f"ranks {', '.join(map(str, missing))} have not come")
-
-
-def _new_group(
-    new_group: Callable[..., Any],
-    default_timeout: timedelta,
-    ranks: Any = None,
-    timeout: Optional[timedelta] = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return new_group(ranks, timeout or default_timeout, *args, **kwargs)
 
 
 def _first_line(error: BaseException) -> str:

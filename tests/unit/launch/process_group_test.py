@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import signal
+from datetime import timedelta
 from typing import Any, List, Optional
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.engine import worker_failure
@@ -36,6 +38,9 @@ def join(rank: int, port: int, is_killed: bool, results: Any) -> None:
             process_group.start(-1, 20, TIMEOUT)
         ranks = [None, None]
         dist.all_gather_object(ranks, rank)
+        # DeepSpeed's groups have the time limit, too.
+        group = dist.new_group()._get_backend(torch.device("cpu"))
+        assert group.options._timeout == timedelta(seconds=TIMEOUT)
         results.put(ranks)
     except Exception as error:
         results.put(worker_failure.report(error))
