@@ -7,7 +7,6 @@ import faulthandler
 import functools
 import logging
 import math
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,7 +17,6 @@ import uuid
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Optional, TypeVar
 from unittest import mock
 
@@ -187,7 +185,7 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
     directory = tempfile.TemporaryDirectory(prefix="allennlp_deepspeed_")
     silent = silenced("torch.distributed.elastic", "torch.multiprocessing")
     agent = None
-    with silent, directory as logs, _signals_end_workers():
+    with silent, directory as logs, _handlers_of_elastic():
         try:
             handler = _rendezvous(node)
             agent = _Agent(node, handler, function, args, logs)
@@ -307,9 +305,17 @@ class _Agent(LocalElasticAgent):
 
     @overrides(check_signature=False)
     def _shutdown(self, death_sig: Optional[signal.Signals] = None, timeout: int = 0) -> None:
-        # Elastic names a signal only if this process had it: workers may have to save then.
-        seconds = self._seconds_to_stop if death_sig is None else self._node.shutdown_timeout
-        super()._shutdown(death_sig or signal.SIGTERM, math.ceil(seconds))
+        seconds = self._seconds_to_stop
+        if death_sig is not None:
+            # Elastic names a signal only if this process had it: workers may have to save then. At
+            # the second one it calls this method again.
+            seconds, self._seconds_to_stop = self._node.shutdown_timeout, 0
+            logger.warning(
+                f"{death_sig.name}: waiting for the workers, which leave after the step that they "
+                "are in. A second one ends them in any case."
+            )
+        sent = signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM
+        super()._shutdown(sent, math.ceil(seconds))
 
     def _meet(self, worker_group: WorkerGroup) -> Start:
         """Has the nodes that are there know each other, and be numbered by `--node-rank`."""
@@ -578,44 +584,20 @@ def _wait_for_store(node: Node) -> str:
 
 
 @contextmanager
-def _signals_end_workers() -> Iterator[None]:
+def _handlers_of_elastic() -> Iterator[None]:
     """
-    Has elastic forward the first signal to the workers, which leave after the same step. The second
-    one kills them.
+    Context manager in which elastic sets its handlers of signals, while it has workers. What is
+    ignored stays so, as with `nohup`.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    has_come = False
-    # Of the caller's own.
-    others = multiprocessing.active_children()
-
-    def handle(number: int, frame: Optional[FrameType]) -> None:
-        nonlocal has_come
-        if has_come:
-            for worker in multiprocessing.active_children():
-                if worker not in others:
-                    worker.kill()
-            return
-        has_come = True
-        logger.warning(
-            f"{signal.Signals(number).name}: waiting for the workers, which leave after the step "
-            "that they are in. A second one ends them in any case."
-        )
-        sent = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        raise SignalException(sent.name, sent)
-
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    # Elastic's own handlers would have the second signal wait for as long as the first.
-    with mock.patch.dict(os.environ, {"TORCHELASTIC_SIGNALS_TO_HANDLE": "none"}):
-        for number, handler in handlers.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, handle)
+    handled = [n.name for n, handler in handlers.items() if handler is not signal.SIG_IGN]
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}):
         try:
             yield
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
 
 
 def _interruption(number: signal.Signals) -> BaseException:
