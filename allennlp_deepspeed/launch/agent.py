@@ -5,6 +5,7 @@ they have ended.
 
 import faulthandler
 import functools
+import json
 import logging
 import math
 import os
@@ -14,10 +15,9 @@ import tempfile
 import threading
 import time
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Callable, Dict, Iterator, List, Optional, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, TypeVar
 from unittest import mock
 
 import torch.distributed as dist
@@ -45,7 +45,6 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from allennlp_deepspeed.announcements import silenced
 from allennlp_deepspeed.engine import module_calls, worker_failure
 from allennlp_deepspeed.engine.worker_failure import ConstructionFailure, Failure
-from allennlp_deepspeed.launch.rendezvous_members import Member, Start, changes, exchange
 from allennlp_deepspeed_import_hook import fork_server
 
 logger = logging.getLogger(__name__)
@@ -75,12 +74,14 @@ _TIMES_OF_ELASTIC_NODES = {"keep_alive_interval": 3, "last_call_timeout": 5}
 _SECONDS_TO_ANSWER = 60
 _SECONDS_WITHOUT_ANSWER = 65.0
 
-# For the other nodes to read which ranks all nodes have, where these can't train together.
-_TIME_TO_CHECK = timedelta(seconds=10)
-
-# Between two tries to connect to node 0, and until the first line says so.
+# Between two tries to connect to the store.
 _RETRY_SECONDS = 0.5
-_SECONDS_BEFORE_LINE = 5.0
+
+_ABOUT_ADDRESS = (
+    "'distributed.primary_address' and 'primary_port', or 'rendezvous_endpoint', have to be an "
+    "address of node 0, or of a store, that all nodes reach through firewalls, and a port that is "
+    "free there."
+)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -107,11 +108,11 @@ class Node:
     num_workers : `int`
         Of each node.
     address : `str`
-        Of the host of the store, which is node 0 if `is_store_elsewhere` is false.
+        Of the host of the store, which is node 0 if it isn't one at a `rendezvous_endpoint`.
     port : `int`
         There; 0 for any that is free, if there is no other node.
-    is_store_elsewhere : `bool`, optional (default = `False`)
-        Whether the store is one that was started separately, at a `rendezvous_endpoint`.
+    has_store : `bool`, optional (default = `False`)
+        Whether this node is to start the store.
     rendezvous_timeout : `float`, optional (default = `300`)
         In seconds.
     shutdown_timeout : `float`, optional (default = `120`)
@@ -126,35 +127,37 @@ class Node:
     num_workers: int
     address: str
     port: int
-    is_store_elsewhere: bool = False
+    has_store: bool = False
     rendezvous_timeout: float = 300.0
     shutdown_timeout: float = 120.0
     max_restarts: int = 0
     min_nodes: Optional[int] = None
 
     @property
-    def has_store(self) -> bool:
-        return self.rank == 0 and not self.is_store_elsewhere
-
-    @property
     def where(self) -> str:
         return f"{self.address}:{self.port}"
 
-    @property
-    def host_of_store(self) -> str:
-        return "the store" if self.is_store_elsewhere else "node 0"
 
-    @property
-    def how_many(self) -> str:
-        """The number of nodes that have to be there, for a message."""
-        return f"all {self.num_nodes}" if self.min_nodes is None else f"{self.min_nodes}"
+class Member(NamedTuple):
+    """
+    A node of a training, as its agent describes it.
 
-    @property
-    def key(self) -> str:
-        """The keys of `where`, with a verb, for a message."""
-        if self.is_store_elsewhere:
-            return "'distributed.rendezvous_endpoint' is"
-        return "'distributed.primary_address' and 'primary_port' are"
+    # Parameters
+
+    rank : `int`
+        `--node-rank`.
+    num_workers : `int`
+    host : `str`
+    agent : `str`
+        Another for each process.
+    remaining_restarts : `int`
+    """
+
+    rank: int
+    num_workers: int
+    host: str
+    agent: str
+    remaining_restarts: int
 
 
 def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
@@ -165,7 +168,7 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
 
     node : `Node`, required.
     function : `Callable[..., Any]`, required.
-        Called with the `Start`, the `Node` and `args`.
+        Called with this node's rank among those that are there, the `Node` and `args`.
     args : `Any`
         Can be pickled.
 
@@ -197,30 +200,30 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
         except RendezvousTimeoutError as error:
             raise ConfigurationError(
                 f"Within {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout') not "
-                f"{node.how_many} nodes have come to {node.where}. Start 'allennlp train' on "
-                "every node, each with its own --node-rank."
+                f"{node.min_nodes or 'all'} of {node.num_nodes} nodes have come to {node.where}. "
+                "Start 'allennlp train' on every node, each with its own --node-rank."
             ) from error
         except (RendezvousClosedError, RendezvousConnectionError) as error:
             cause = None if agent is None else agent.last_failure
-            if cause is not None and isinstance(error, RendezvousClosedError):
-                raise cause from error
-            said = "" if cause is None else f"{cause}\n"
-            is_late = agent is None or not agent.has_started
-            how = "has found no training" if is_late else "has lost the others"
-            raise WorkerFailed(
-                f"{said}Node {node.rank} ({socket.gethostname()}) {how} at {node.where}: "
-                f"{node.host_of_store} is gone, or another node "
-                "has ended the training. To continue from the newest checkpoint, run the same "
-                'command on all nodes, with --recover unless \'"resume": "auto"\' of the trainer '
-                "is set."
-            ) from error
+            if cause is None or isinstance(error, RendezvousConnectionError):
+                raise _without_others(node, cause) from error
+            raise cause from error
     if agent.last_failure is not None and (result is None or result.is_failed()):
         raise agent.last_failure
     if result is None:
-        raise WorkerFailed(
-            f"Node {node.rank} ({socket.gethostname()}) has trained nothing: the {node.num_nodes} "
-            f"nodes of the training at {node.where} were complete without it."
-        )
+        # One node more than there are in a training, which has ended.
+        raise _without_others(node, None)
+
+
+def _without_others(node: Node, cause: Optional[BaseException]) -> WorkerFailed:
+    said = "" if cause is None else f"{cause}\n"
+    return WorkerFailed(
+        f"{said}Node {node.rank} ({socket.gethostname()}) finds no training at {node.where}, or "
+        "has lost the others: node 0 or the store is gone, or another node has ended the training. "
+        "To continue from the newest checkpoint, run the same command on all nodes, with --recover "
+        'unless \'"resume": "auto"\' of the trainer is set. A store at a '
+        "'distributed.rendezvous_endpoint' has to be started again before that."
+    )
 
 
 class _Agent(LocalElasticAgent):
@@ -251,11 +254,9 @@ class _Agent(LocalElasticAgent):
         self._node = node
         self._args = args
         self._id = uuid.uuid4().hex
-        self._start: Optional[Start] = None
+        # Of the last start of the workers.
         self._members: List[Member] = []
-        # Whether the workers have ended only because those of other nodes had, so that it counts as
-        # a restart only if no node is lost.
-        self._is_following = False
+        self._node_rank, self._restarts_of_start = node.rank, node.max_restarts
         self._seconds_to_stop: float = _SECONDS_TO_END
         self._last_step: Optional[int] = None
         self._closed_since: Optional[float] = None
@@ -265,11 +266,6 @@ class _Agent(LocalElasticAgent):
             watched.num_nodes_waiting = functools.partial(
                 self._num_changes, handler.num_nodes_waiting
             )
-
-    @property
-    def has_started(self) -> bool:
-        """Whether this node has been in the training."""
-        return self._start is not None
 
     @overrides
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -294,11 +290,10 @@ class _Agent(LocalElasticAgent):
 
     @overrides
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
-        self._start = self._meet(worker_group)
-        self._is_following = False
+        self._node_rank = self._meet(worker_group)
         self.last_failure = None
         self._seconds_to_stop = _SECONDS_TO_END
-        worker_group.spec.args = (self._start, self._node, *self._args)
+        worker_group.spec.args = (self._node_rank, self._node, *self._args)
         started = super()._start_workers(worker_group)
         _limit_time_to_end(self._pcontext)
         return started
@@ -317,30 +312,29 @@ class _Agent(LocalElasticAgent):
         sent = signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM
         super()._shutdown(sent, math.ceil(seconds))
 
-    def _meet(self, worker_group: WorkerGroup) -> Start:
-        """Has the nodes that are there know each other, and be numbered by `--node-rank`."""
+    def _meet(self, worker_group: WorkerGroup) -> int:
+        """
+        Has the nodes that are there know each other.
+
+        # Returns
+
+        `int`
+            The rank of this one among them, which are ordered by `--node-rank`.
+        """
         node = self._node
         own = Member(
             node.rank,
             node.num_workers,
             socket.gethostname(),
             self._id,
-            self._start and self._start.training,
             self._remaining_restarts,
-            self._is_following,
         )
         number, count = worker_group.group_rank or 0, worker_group.group_world_size or 1
-        members = exchange(worker_group.store, own, number, count)
-        # A node counts the restarts that it notices, and one that joins has counted none.
-        self._remaining_restarts = min(member.remaining_restarts for member in members)
+        members = _exchange(worker_group.store, own, number, count)
         ranks = [member.rank for member in members]
         sizes = {member.num_workers for member in members}
         if len(sizes) > 1 or (node.min_nodes is None and ranks != list(range(count))):
-            # All nodes raise. The one that has the store does so when the others have read it.
-            with suppress(dist.DistError):
-                store: Any = worker_group.store
-                store.set(f"checked/{number}", "")
-                store.wait([f"checked/{i}" for i in range(count)], _TIME_TO_CHECK)
+            # All nodes raise.
             said = ", ".join(
                 f"{m.host} with --node-rank {m.rank} and {m.num_workers} workers" for m in members
             )
@@ -348,21 +342,24 @@ class _Agent(LocalElasticAgent):
                 f"The nodes at {node.where} are {said}. Give each its own --node-rank, from "
                 "0 on, and the same number of 'distributed.cuda_devices'."
             )
+        # A node counts the restarts that it notices, and one that joins has counted none.
+        self._remaining_restarts = min(member.remaining_restarts for member in members)
         if node.min_nodes is not None:
             self._compare(members)
-        training = next((m.training for m in members if m.training), members[0].agent)
-        return Start(members.index(own), training)
+        self._members, self._restarts_of_start = members, self._remaining_restarts
+        return members.index(own)
 
     def _compare(self, members: List[Member]) -> None:
         """Compares the nodes with those of the last start."""
-        changed = changes(self._members, members) if self._members else []
-        if self._members and not changed and all(m.is_following for m in members):
+        changed = _changes(self._members, members) if self._members else []
+        is_counted = self._remaining_restarts < self._restarts_of_start
+        if self._members and not changed and not is_counted:
+            # All workers have lost their connection, and no node takes that for its own failure.
             reason = self.last_failure or WorkerFailed("The nodes have lost their connection.")
             if self._remaining_restarts == 0:
                 raise reason
             self._remaining_restarts -= 1
             changed = [f"{reason}\nNo node is lost. Restarts left: {self._remaining_restarts}."]
-        self._members = members
         num_workers = len(members) * self._node.num_workers
         logger.warning(
             " ".join(
@@ -384,7 +381,6 @@ class _Agent(LocalElasticAgent):
             failure = worker_failure.read(failed.message)
             self.last_failure = self._describe(failed, failure)
             if self._node.min_nodes is not None and _is_of_others(failed, failure):
-                self._is_following = failure is None or not failure.is_agreed
                 # Elastic takes it off again.
                 self._remaining_restarts += 1
             elif failure is not None and (failure.is_final or self._has_failed_again(failure)):
@@ -414,13 +410,7 @@ class _Agent(LocalElasticAgent):
         handler: Any = self._rdzv_handler
         present = len(handler._state_holder.state.participants)
         missing = max(0, (self._worker_group.group_world_size or 1) - present)
-        workers: Any = self._pcontext
-        if workers._return_values or not all(q.empty() for q in workers._ret_vals.values()):
-            # Those of all nodes return together, at the end of the training.
-            return 0
-        if missing:
-            self._is_following = True
-        elif waiting:
+        if waiting and not missing:
             self._seconds_to_stop = self._node.shutdown_timeout
             logger.warning("A node joins: all workers leave after the same step, and save.")
             return waiting
@@ -446,8 +436,7 @@ class _Agent(LocalElasticAgent):
 
     def _describe(self, failed: ProcessFailure, failure: Optional[Failure]) -> BaseException:
         if failure is None:
-            node_rank = self._node.rank if self._start is None else self._start.node_rank
-            rank = node_rank * self._node.num_workers + failed.local_rank
+            rank = self._node_rank * self._node.num_workers + failed.local_rank
             how = f"exited with code {failed.exitcode}"
             if failed.exitcode < 0:
                 how = f"was ended by {failed.signal_name()}"
@@ -467,6 +456,23 @@ class _Agent(LocalElasticAgent):
         workers: Any = self._pcontext
         advice = module_calls.advice(workers.error_files) if may_differ else None
         return "" if advice is None else f"\n{advice}"
+
+
+def _exchange(store: Any, own: Member, number: int, count: int) -> List[Member]:
+    """
+    Returns the members by rank, the same list on every node, each of which has its number among
+    `count` of elastic. Waits for all of them.
+    """
+    store.set(f"node/{number}", json.dumps(own))
+    return sorted(Member(*json.loads(store.get(f"node/{i}"))) for i in range(count))
+
+
+def _changes(before: List[Member], now: List[Member]) -> List[str]:
+    """Which nodes were lost and which have joined, a sentence each."""
+    agents = {member.agent for member in before}, {member.agent for member in now}
+    lost = [f"Node {m.rank} ({m.host}) is lost." for m in before if m.agent not in agents[1]]
+    joined = [f"Node {m.rank} ({m.host}) has joined." for m in now if m.agent not in agents[0]]
+    return [*lost, *joined]
 
 
 def _is_of_others(failed: ProcessFailure, failure: Optional[Failure]) -> bool:
@@ -505,37 +511,13 @@ def _rendezvous(node: Node) -> RendezvousHandler:
         handler: Any = get_rendezvous_handler(parameters)
     except RendezvousConnectionError as error:
         raise ConfigurationError(
-            f"{node.key} {node.where}, which can't be used on {socket.gethostname()}: "
-            f"{error.__cause__}. It has to be an address of node 0 that all nodes reach, and a "
-            "port that is free there."
+            f"{node.where} can't be used on {socket.gethostname()}: {error.__cause__}. "
+            f"{_ABOUT_ADDRESS}"
         ) from error
-    if node.is_store_elsewhere:
-        _reopen(handler, node.rendezvous_timeout)
     if node.num_nodes > 1:
         for name in ("num_nodes_waiting", "is_closed"):
             setattr(handler, name, functools.partial(_answered_in_time, getattr(handler, name)))
     return handler
-
-
-def _reopen(handler: Any, timeout: float) -> None:
-    """
-    Opens a rendezvous in a store that outlives trainings, after the last one has ended. Its rounds
-    are counted on, because the store has their keys.
-    """
-    holder, deadline = handler._state_holder, time.monotonic() + timeout
-    while handler.is_closed() and time.monotonic() < deadline:
-        state = holder.state
-        if state.participants:
-            # Of nodes that are about to end, until their heartbeats have stopped.
-            time.sleep(_RETRY_SECONDS)
-            continue
-        state.closed = state.complete = False
-        state.round += 1
-        state.wait_list.clear()
-        state.redundancy_list.clear()
-        # Fails if another node has done it.
-        holder.mark_dirty()
-        holder.sync()
 
 
 def _answered_in_time(ask: Callable[[], T]) -> T:
@@ -557,8 +539,8 @@ def _wait_for_store(node: Node) -> str:
     `str`
         The address of this host on the way there.
     """
-    start = time.monotonic()
-    is_said = False
+    deadline = time.monotonic() + node.rendezvous_timeout
+    is_told = False
     while True:
         try:
             with socket.create_connection((node.address, node.port), timeout=10) as connection:
@@ -566,20 +548,15 @@ def _wait_for_store(node: Node) -> str:
                 # Where this is the host of the store, its own name may be one of the loopback's.
                 return node.address if address.startswith("127.") else address
         except OSError as error:
-            waited = time.monotonic() - start
-            if waited > node.rendezvous_timeout:
+            if time.monotonic() > deadline:
                 raise ConfigurationError(
-                    f"{node.key} {node.where}, where node {node.rank} ({socket.gethostname()}) has "
-                    f"found nothing for {node.rendezvous_timeout:g} s "
-                    f"('distributed.rendezvous_timeout'): {error}. Start {node.host_of_store} "
-                    "there, with the same port, write the address at which the other "
-                    "nodes reach it, and have firewalls let them through."
+                    f"Node {node.rank} ({socket.gethostname()}) has found nothing at {node.where} "
+                    f"for {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout'): "
+                    f"{error}. {_ABOUT_ADDRESS}"
                 ) from error
-            if waited > _SECONDS_BEFORE_LINE and not is_said:
-                is_said = True
-                logger.warning(
-                    f"Node {node.rank} waits for {node.host_of_store} at {node.where}: {error}."
-                )
+            if not is_told:
+                is_told = True
+                logger.warning(f"Node {node.rank} waits for node 0 or a store at {node.where}.")
         time.sleep(_RETRY_SECONDS)
 
 

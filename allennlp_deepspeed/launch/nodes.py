@@ -27,14 +27,8 @@ def check(distributed: Any, findings: Findings) -> None:
     """
     if not isinstance(distributed, dict):
         return
-    if "watchdog" in distributed:
-        findings.add(
-            "'distributed.watchdog' is no key any more: remove it. A rank that doesn't enter a "
-            "collective ends the training after 'distributed.timeout'.",
-        )
     keys = {**ALLENNLP_DISTRIBUTED_KEYS, **DISTRIBUTED_KEYS}
-    known = [*keys, "watchdog"]
-    check_names("distributed", "section 'distributed'", known, distributed, findings)
+    check_names("distributed", "section 'distributed'", list(keys), distributed, findings)
     check_values("distributed", keys, {"cuda_devices": None, **distributed}, findings)
     num_nodes = distributed.get("num_nodes", 1)
     min_nodes = distributed.get("min_nodes")
@@ -106,6 +100,6 @@ def node(config: Dict[str, Any], node_rank: int) -> Node:
         num_workers=len(distributed["cuda_devices"]),
         address=_LOCAL[0] if address in _LOCAL else address,
         port=int(port),
-        is_store_elsewhere=endpoint is not None,
+        has_store=node_rank == 0 and endpoint is None,
         **{name: setting(distributed, name) for name in names},
     )

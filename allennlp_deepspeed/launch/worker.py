@@ -44,7 +44,6 @@ from allennlp_deepspeed.launch.agent import Node
 from allennlp_deepspeed.launch.console_lines import first_and_last_lines
 from allennlp_deepspeed.launch.directory_lock import DirectoryLock
 from allennlp_deepspeed.launch.launcher import Launched
-from allennlp_deepspeed.launch.rendezvous_members import Start
 from allennlp_deepspeed.launch.serialization_directory import (
     SerializationDirectory,
     is_made,
@@ -68,7 +67,7 @@ _TIME_TO_CONNECT = timedelta(seconds=60)
 
 
 def run(
-    start: Start,
+    node_rank: int,
     node: Node,
     environment: Dict[str, str],
     arguments: Dict[str, Any],
@@ -79,7 +78,8 @@ def run(
 
     # Parameters
 
-    start : `Start`, required.
+    node_rank : `int`, required.
+        Of this node among those that are there.
     node : `Node`, required.
     environment : `Dict[str, str]`, required.
         The variables of the agent, to which torch.distributed.elastic adds its own.
@@ -101,14 +101,14 @@ def run(
     # A forked process has the random states of the one that it is forked from.
     random.seed()
     numpy.random.seed()
-    launched = _launched(node, start)
+    launched = _launched(node, node_rank)
     begin(launched)
     try:
         with ExitStack() as stack:
             stack.enter_context(
                 shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0))
             )
-            store = _store_of_training(node, start) if node.num_nodes > 1 else None
+            store = _store_of_training(node) if node.num_nodes > 1 else None
             if node.min_nodes is not None:
                 _resize(arguments, launched)
                 # Whether the command of a node that joins has the flag doesn't matter.
@@ -203,10 +203,10 @@ def train(
         return result
 
 
-def _launched(node: Node, start: Start) -> Launched:
+def _launched(node: Node, node_rank: int) -> Launched:
     """Which worker this process is. Elastic doesn't know `--node-rank`."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    rank = start.node_rank * node.num_workers + local_rank
+    rank = node_rank * node.num_workers + local_rank
     return Launched(
         launcher="the agent",
         rank=rank,
@@ -219,10 +219,10 @@ def _launched(node: Node, start: Start) -> Launched:
     )
 
 
-def _store_of_training(node: Node, start: Start) -> dist.Store:
-    """That in which the nodes meet, which outlives starts, with keys of this training only."""
+def _store_of_training(node: Node) -> dist.Store:
+    """That in which the nodes meet, which outlives starts."""
     store = dist.TCPStore(node.address, node.port, timeout=_TIME_TO_CONNECT)
-    return dist.PrefixStore(f"allennlp_deepspeed/{start.training}", store)
+    return dist.PrefixStore("allennlp_deepspeed", store)
 
 
 def _resize(arguments: Dict[str, Any], launched: Launched) -> None:

@@ -25,7 +25,6 @@ TWO_NODES: Config = {
     [
         ({"timeuot": 60}, 'did you mean "timeout"?'),
         ({"timeout": 0}, "'distributed.timeout' is 0: must be a number of seconds above 0"),
-        ({"watchdog": 600}, "'distributed.watchdog' is no key any more: remove it"),
         ({"max_restarts": -1}, "'distributed.max_restarts' is -1: must be a whole number"),
         ({"primary_port": 0}, "there is no 'distributed.primary_port'"),
         ({"primary_port": None}, "there is no 'distributed.primary_port': write a port of node 0"),
