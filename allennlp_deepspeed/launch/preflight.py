@@ -142,8 +142,14 @@ def fill_in(params: Params) -> None:
     if not has_deepspeed_trainer(config) or not finds_micro_batch_size(config["trainer"]):
         return
     distributed = config.get("distributed") or {}
-    # With elastic nodes it follows from the number of those that are there.
-    if not isinstance(distributed, dict) or distributed.get("min_nodes") is not None:
+    if not isinstance(distributed, dict):
+        return
+    if distributed.get("min_nodes") is not None:
+        # The batch size follows from the number of nodes that are there.
+        checkpointer = params.params["trainer"].setdefault("checkpointer", {"type": "deepspeed"})
+        if isinstance(checkpointer, dict):
+            # For nodes that join, for which the workers are stopped.
+            checkpointer.setdefault("save_on_preemption", True)
         return
     devices, num_nodes = distributed.get("cuda_devices"), distributed.get("num_nodes", 1)
     has_workers = isinstance(devices, list) and devices and is_integer(num_nodes) and num_nodes > 0

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, Union
 
@@ -127,9 +126,7 @@ def _has_something(directory: Path) -> bool:
     return is_training and (is_finished or is_replaced or bool(found))
 
 
-def accept_changes(
-    params: Params, serialization_dir: Union[str, os.PathLike], is_elastic: bool = False
-) -> None:
+def accept_changes(params: Params, serialization_dir: Union[str, os.PathLike]) -> None:
     """
     Makes `allennlp train --recover` continue if `params` divides the work in another way than the
     training in `serialization_dir` did: the recorded config becomes `params`, which AllenNLP
@@ -140,9 +137,6 @@ def accept_changes(
     params : `Params`, required.
         The whole config of a "deepspeed" trainer. It is not changed.
     serialization_dir : `Union[str, os.PathLike]`, required.
-    is_elastic : `bool`, optional (default = `False`)
-        Whether `params` was made for the nodes that are there now, so that the user has changed
-        nothing. The console doesn't show the changes then.
 
     # Raises
 
@@ -164,9 +158,8 @@ def accept_changes(
             + ". Write it as it was, or train into another directory."
         )
     if differing:
-        tell = logger.info if is_elastic else partial(announce, logger)
         changes = _changes(params, recorded, differing)
-        tell("Continues with another config, which %s has now: %s", path, changes)
+        announce(logger, "Continues with another config, which %s has now: %s", path, changes)
         _replace_config(path, params)
 
 

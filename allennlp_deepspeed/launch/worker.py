@@ -4,10 +4,10 @@ command, whose parent process prepares what its workers read: here the first wor
 serialization directory does.
 """
 
+import inspect
 import logging
 import os
 import random
-import re
 import signal
 import socket
 import sys
@@ -22,9 +22,12 @@ from unittest import mock
 import numpy
 import torch.distributed as dist
 from allennlp.commands import train as train_command
+from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.plugins import import_plugins
 from allennlp.common.util import import_module_and_submodules
+from allennlp.data import Vocabulary
+from allennlp.training import util as training_util
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from tqdm import tqdm
 
@@ -58,10 +61,6 @@ from allennlp_deepspeed.versions import differences
 
 logger = logging.getLogger(__name__)
 
-_SET_BY_ELASTIC = re.compile(
-    "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-)
-
 # To the store in which the nodes meet.
 _TIME_TO_CONNECT = timedelta(seconds=60)
 
@@ -82,7 +81,7 @@ def run(
         Of this node among those that are there.
     node : `Node`, required.
     environment : `Dict[str, str]`, required.
-        The variables of the agent, to which torch.distributed.elastic adds its own.
+        The variables of the agent.
     arguments : `Dict[str, Any]`, required.
         Those of AllenNLP's `train_model`.
     settings : `Optional[ConsoleSettings]`, required.
@@ -95,39 +94,30 @@ def run(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # The agent sends SIGTERM then.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    os.environ.update({k: v for k, v in environment.items() if not _SET_BY_ELASTIC.match(k)})
+    launched = _launched(node, node_rank)
+    os.environ.update({k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC")})
+    begin(launched)
     # Bars' default is a semaphore of the system's, which a worker that is killed leaves.
     tqdm.set_lock(threading.RLock())
     # A forked process has the random states of the one that it is forked from.
     random.seed()
     numpy.random.seed()
-    launched = _launched(node, node_rank)
-    begin(launched)
     try:
         with ExitStack() as stack:
             stack.enter_context(
                 shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0))
             )
             store = _store_of_training(node) if node.num_nodes > 1 else None
-            if node.min_nodes is not None:
-                _resize(arguments, launched)
-                # Whether the command of a node that joins has the flag doesn't matter.
-                if store is not None and is_made(store, leader=0):
-                    arguments["recover"] = False
-                stack.enter_context(_archives_at_end())
+            # Whether the command of a node that joins has the flag doesn't matter.
+            if node.min_nodes is not None and store is not None and is_made(store, leader=0):
+                arguments["recover"] = False
             if settings is not None:
                 disable_progress_bars_of_transformers()
             import_plugins()
             for package in arguments.get("include_package") or []:
                 import_module_and_submodules(package)
             train_model = train_command.train_model.__wrapped__  # type: ignore[attr-defined]
-            train(
-                train_model,
-                arguments,
-                None if launched.world_size == 1 else launched,
-                store,
-                is_elastic=node.min_nodes is not None,
-            )
+            train(train_model, arguments, launched, store)
     except BaseException as error:
         worker_failure.report(error)
         sys.exit(1)
@@ -144,7 +134,6 @@ def train(
     arguments: Dict[str, Any],
     launched: Optional[Launched],
     store: Optional[dist.Store] = None,
-    is_elastic: bool = False,
 ) -> Any:
     """
     Trains with a config that has been checked, in this process.
@@ -159,8 +148,6 @@ def train(
         Which of several workers this process is. `None` if it is the only one.
     store : `dist.Store`, optional (default = `None`)
         One that outlives the workers, if that of the process group may be lost with a node.
-    is_elastic : `bool`, optional (default = `False`)
-        Whether the config was made for the nodes that are there now.
     """
     params = arguments["params"]
     config = params.as_dict(quiet=True)
@@ -177,7 +164,7 @@ def train(
                 if directory is not None:
                     directory.remove_left()
         is_ours = stack.enter_context(made_once(store, lock))
-        _continue_or_begin(arguments, is_leader, is_ours, is_elastic)
+        _continue_or_begin(arguments, is_leader, is_ours)
         shows = launched is None or launched.rank == 0
         stack.enter_context(first_and_last_lines(arguments, shows))
         if launched is not None and directory is not None:
@@ -188,9 +175,13 @@ def train(
             spawning = stack.enter_context(ExitStack())
             become_worker = partial(_become_worker, spawning, launched, directory)
             spawning.enter_context(as_one_process())
-            stack.enter_context(
-                mock.patch.object(train_command, "mp", SimpleNamespace(spawn=become_worker))
-            )
+            vocabulary = training_util.make_vocab_from_params
+            vocabulary = partial(_make_vocabulary, vocabulary, launched.world_size)
+            for module, name, value in (
+                (train_command, "mp", SimpleNamespace(spawn=become_worker)),
+                (training_util, "make_vocab_from_params", vocabulary),
+            ):
+                stack.enter_context(mock.patch.object(module, name, value))
             stack.enter_context(directory.prepared_by_leader())
         try:
             result = train_model(**arguments)
@@ -225,36 +216,12 @@ def _store_of_training(node: Node) -> dist.Store:
     return dist.PrefixStore("allennlp_deepspeed", store)
 
 
-def _resize(arguments: Dict[str, Any], launched: Launched) -> None:
-    """Has the config be that of the nodes that are there."""
-    params = arguments["params"]
-    distributed = params.params["distributed"]
-    distributed["num_nodes"] = launched.num_nodes
-    arguments["node_rank"] = launched.node_rank
-    if launched.world_size == 1:
-        params.params["trainer"]["cuda_device"] = distributed["cuda_devices"][0]
-        del params.params["distributed"]
-    fill_batch_size(params.params, launched.world_size)
-    # For those who join, who stop the training.
-    checkpointer = params.params["trainer"].setdefault("checkpointer", {"type": "deepspeed"})
-    if isinstance(checkpointer, dict):
-        checkpointer["save_on_preemption"] = True
-
-
-@contextmanager
-def _archives_at_end() -> Iterator[None]:
-    """
-    Context manager in which AllenNLP archives no model when a training is interrupted, which goes
-    on as soon as a node has joined or left.
-    """
-    archive_model = train_command.archive_model
-
-    def archive_at_end(*args: Any, **kwargs: Any) -> None:
-        if not isinstance(sys.exc_info()[1], TrainingInterrupted):
-            archive_model(*args, **kwargs)
-
-    with mock.patch.object(train_command, "archive_model", archive_at_end):
-        yield
+def _make_vocabulary(
+    make: Callable[..., Vocabulary], world_size: int, params: Params, *args: Any, **kwargs: Any
+) -> Vocabulary:
+    """Reads the data for the vocabulary. Batches of elastic nodes have the size of those there."""
+    fill_batch_size(params.params, world_size)
+    return make(params, *args, **kwargs)
 
 
 def _meet(
@@ -305,9 +272,7 @@ def _compare(own: Dict[str, Any]) -> None:
         )
 
 
-def _continue_or_begin(
-    arguments: Dict[str, Any], is_leader: bool, is_ours: bool, is_elastic: bool
-) -> None:
+def _continue_or_begin(arguments: Dict[str, Any], is_leader: bool, is_ours: bool) -> None:
     """Decides whether the training is continued, and prepares its directory for that."""
     params, path = arguments["params"], arguments["serialization_dir"]
     is_asked_for = resumption.is_asked_for(params.as_dict(quiet=True))
@@ -326,7 +291,7 @@ def _continue_or_begin(
         arguments.update(recover=continues, force=False)
     with _agreed_problems():
         if is_leader and arguments.get("recover"):
-            resumption.accept_changes(params, path, is_elastic)
+            resumption.accept_changes(params, path)
 
 
 @contextmanager
@@ -363,8 +328,13 @@ def _become_worker(
     spawning.close()
     # The process group is there.
     there = SimpleNamespace(init_process_group=_do_nothing, barrier=dist.barrier)
+    # The nodes that are there, of which the config of elastic nodes may have more.
+    own = dict(zip(inspect.getfullargspec(train_worker).args[1:], args, strict=False))
+    own.update(node_rank=launched.node_rank, world_size=launched.world_size)
+    fill_batch_size(own["params"].params, launched.world_size)
+    own["params"]["trainer"]["cuda_device"] = own["distributed_device_ids"][launched.local_rank]
     with mock.patch.object(train_command, "dist", there), directory.logging_by_rank():
-        train_worker(launched.local_rank, *args)
+        train_worker(launched.local_rank, **own)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """With `min_nodes` a training goes on without a node that is lost, and takes one in that joins."""
 
+import json
 import re
 import shutil
 import signal
@@ -149,8 +150,6 @@ def test_a_node_that_comes_back_is_taken_in_and_no_step_is_trained_twice(
     second.wait_until_it_prints("step 3 of epoch 1", TIME_LIMIT)
     again = start(hosts, config, tmp_path, 0)
     second.wait_until_it_prints("Node 0 (host-0) has joined", TIME_LIMIT)
-    # AllenNLP makes one of each training that is interrupted after its first epoch.
-    assert not Result(tmp_path / "out").archive.exists()
     _, remaining, back = wait([first, second, again])
     for run in (remaining, back):
         run.check()
@@ -160,7 +159,10 @@ def test_a_node_that_comes_back_is_taken_in_and_no_step_is_trained_twice(
     assert len(steps) == len(set(steps)) and len(steps) > 20
     expected = experiments.run(experiment(2, {"cuda_devices": [-1, -1]}, plain))
     assert_same_weights(Result(tmp_path / "out").weights(), expected.weights())
-
+    # No world size is in the config.
+    recorded = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert recorded["distributed"] == config["distributed"]
+    assert "batch_size" not in recorded["data_loader"]
     # The store is for one training.
     [late] = wait([start(hosts, config, tmp_path, 0)])
     assert "has to be started again" in message(late)
