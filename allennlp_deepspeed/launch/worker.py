@@ -31,6 +31,7 @@ from allennlp.training import util as training_util
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from tqdm import tqdm
 
+from allennlp_deepspeed.announcements import silenced
 from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.engine import agreement, worker_failure
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
@@ -108,6 +109,9 @@ def run(
                 shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0))
             )
             store = _store_of_training(node) if node.num_nodes > 1 else None
+            if node.min_nodes is not None:
+                # The agent says why it stops its workers: a node joins, or one is told to end.
+                stack.enter_context(silenced("allennlp_deepspeed.engine.interruption"))
             # Whether the command of a node that joins has the flag doesn't matter.
             if node.min_nodes is not None and store is not None and is_made(store, leader=0):
                 arguments["recover"] = False

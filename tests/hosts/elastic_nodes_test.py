@@ -153,6 +153,7 @@ def test_a_node_that_comes_back_is_taken_in_and_no_step_is_trained_twice(
     _, remaining, back = wait([first, second, again])
     for run in (remaining, back):
         run.check()
+    assert "SIGTERM" not in remaining.output
     text = "Node 0 (host-0) has joined. Training with 2 workers on 2 of up to 2 nodes."
     alone, together = remaining.output.partition("is lost")[2].split(text)
     steps = re.findall(r"^step \d+ of epoch \d+$", alone + together, re.MULTILINE)
