@@ -107,15 +107,6 @@ def test_a_rank_that_is_killed_ends_all_with_their_data_loaders(tmp_path: Path):
     assert re.search("Rank 1 on .* was ended by SIGKILL from outside: most often", message)
 
 
-def test_the_log_has_the_traceback_of_a_spawned_rank_that_fails(tmp_path: Path):
-    # As a user's workers are. Most of the time is for imports.
-    config = tagger(3, callback("fail", point="step 2 of epoch 0", rank=1))
-    message = fails(config, tmp_path, time_limit=120, command=subprocess_allennlp)
-    assert f"{MESSAGE} in step 2" in message
-    log = (tmp_path / "out" / "out_worker1.log").read_text()
-    assert f"{MESSAGE} in step 2" in log and "in _train_step" in log
-
-
 TRAINING = "step 3 of epoch 1"
 VALIDATION = "validation batch 2 of epoch 1"
 NO_EPOCH = "step 3 of epoch 0"
@@ -181,14 +172,6 @@ def test_a_second_signal_ends_a_worker_that_is_stuck(tmp_path: Path):
     run = train(config, tmp_path)
     assert run.returncode == 1, run.output[-6000:]
     assert "SIGTERM: waiting for" in run.output and "Traceback" not in run.output
-
-
-def test_there_is_no_archive_before_the_first_epoch_is_over(tmp_path: Path):
-    signal = callback("send_signal", point=NO_EPOCH, signal_name="SIGTERM", to="parent")
-    run = train(tagger(3, signal), tmp_path)
-    assert run.returncode != 0
-    assert "no best model has been saved. No model archive created." in run.output
-    assert not Result(tmp_path / "out").archive.exists()
 
 
 @pytest.mark.parametrize("signal_name, point", [("SIGTERM", TRAINING), ("SIGINT", VALIDATION)])

@@ -57,6 +57,8 @@ def test_a_failure_where_children_are_ignored_is_told(tmp_path: Path) -> None:
     )
     assert run.returncode == 1 and not run.processes
     assert f"{MESSAGE} in step 2" in run.output[run.output.rindex("\nRank 1 on ") :]
+    log = (tmp_path / "out" / "out_worker1.log").read_text()
+    assert f"{MESSAGE} in step 2" in log and "in _train_step" in log
 
 
 def test_closed_outputs_are_no_reason_not_to_train(

@@ -4,8 +4,6 @@ import signal
 from pathlib import Path
 from typing import Any, List
 
-import pytest
-
 from tests.hosts.faults_test import listen
 from tests.support.command import Command, Run, wait_for_all
 from tests.support.experiment import Config, deepspeed, load_config
@@ -44,18 +42,12 @@ def test_nodes_that_do_not_come_are_missed(two_hosts: Hosts, tmp_path: Path):
     assert expected in message(run)
 
 
-@pytest.mark.parametrize(
-    "address, reason",
-    [("10.77.0.1", "Connection refused"), ("10.77.0.99", "No route to host")],
-)
-def test_an_address_where_nobody_answers_is_named(
-    two_hosts: Hosts, tmp_path: Path, address: str, reason: str
-):
-    config = experiment(two_hosts, primary_address=address)
-    [run] = wait_for_all(start(two_hosts, tmp_path, config, ranks=[1]), 60)
-    assert f"Node 1 (host-1) has found nothing at {address}:{PORT} for 6 s" in message(run)
-    assert reason in message(run)
-    assert f"Node 1 waits for node 0 or a store at {address}:{PORT}" in run.output
+def test_an_address_where_nobody_answers_is_named(two_hosts: Hosts, tmp_path: Path):
+    [run] = wait_for_all(start(two_hosts, tmp_path, experiment(two_hosts), ranks=[1]), 60)
+    where = f"at 10.77.0.1:{PORT}"
+    assert f"Node 1 (host-1) has found nothing {where} for 6 s" in message(run)
+    assert "Connection refused" in message(run)
+    assert f"Node 1 waits for node 0 or a store {where}" in run.output
 
 
 def test_a_port_that_is_in_use_is_named(two_hosts: Hosts, tmp_path: Path):
