@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Callable, List, Optional
 
 import torch.distributed as dist
-from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 
@@ -46,10 +45,6 @@ _CONNECTION_LOST = (
 
 
 _TIMED_OUT = "(?i)timed? ?out"
-
-
-class ConstructionFailure(ConfigurationError):
-    """Error of a worker that could not construct a section of the config."""
 
 
 class PeerFailed(RuntimeError):
@@ -101,14 +96,6 @@ class Failure:
         return self.is_agreed or self.explanation is not None
 
     @property
-    def is_of_others(self) -> bool:
-        """
-        Returns whether other nodes have been signaled, have failed, or don't respond, for no reason
-        in the config.
-        """
-        return self.is_agreed or (self.is_consequence and self.explanation is None)
-
-    @property
     def is_timeout(self) -> bool:
         """Whether a rank has waited for another one in a collective for too long."""
         return self.is_consequence and re.search(_TIMED_OUT, self.message) is not None
@@ -121,12 +108,12 @@ class Failure:
         return f"Rank {self.rank} on {self.host} failed: {self.message.splitlines()[0]}"
 
     def __str__(self) -> str:
-        if self.is_agreed or self.explanation is not None:
-            return self.explanation or self.message
-        lines = [f"Rank {self.rank} on {self.host} failed:", "", self.traceback.rstrip()]
-        if self.log_file is not None:
-            lines += ["", f"(The full traceback is in {self.log_file}.)"]
-        return "\n".join(lines)
+        if self.is_agreed:
+            return self.message
+        where = f"\n(The traceback is in {self.log_file}.)" if self.log_file else ""
+        if self.explanation is not None:
+            return self.explanation + where
+        return f"Rank {self.rank} on {self.host} failed:\n\n{self.traceback.rstrip()}\n{where}"
 
 
 _explanation: Optional[Callable[[BaseException], Optional[str]]] = None

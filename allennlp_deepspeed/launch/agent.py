@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from allennlp_deepspeed.announcements import silenced
 from allennlp_deepspeed.engine import module_calls, worker_failure
-from allennlp_deepspeed.engine.worker_failure import ConstructionFailure, Failure
+from allennlp_deepspeed.engine.worker_failure import Failure
 from allennlp_deepspeed_import_hook import fork_server
 
 logger = logging.getLogger(__name__)
@@ -176,10 +176,8 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
 
     `WorkerFailed`
         If one fails, and all restarts are used up.
-    `ConstructionFailure`
-        If the config is to blame.
     `ConfigurationError`
-        If the nodes don't find each other.
+        If the config is to blame, or the nodes don't find each other.
     `SigTermReceived`, `KeyboardInterrupt`
         If this process or a worker had the signal.
     """
@@ -387,20 +385,11 @@ class _Agent(LocalElasticAgent):
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
                 logger.warning(
-                    f"{self.last_failure}\nRestarting all workers, which continue from the newest "
-                    f"checkpoint{self._waiting()}. Restarts left after this one: "
-                    f"{self._remaining_restarts - 1}"
+                    f"{self.last_failure}\nRestarting the workers of all nodes, which continue "
+                    "from the newest checkpoint. If a node is lost, run its command again. "
+                    f"Restarts left after this one: {self._remaining_restarts - 1}"
                 )
         return result
-
-    def _waiting(self) -> str:
-        node = self._node
-        if node.num_nodes == 1 or node.min_nodes is not None:
-            return ""
-        return (
-            f" when all {node.num_nodes} nodes are there: run the command of one that is lost "
-            f"again, within {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout')"
-        )
 
     def _num_changes(self, num_nodes_waiting: Callable[[], int]) -> int:
         """
@@ -446,10 +435,9 @@ class _Agent(LocalElasticAgent):
             return WorkerFailed(message + self._about_modules(failed.exitcode == -signal.SIGABRT))
         if failure.is_agreed:
             return SigTermReceived(failure.message)
-        if failure.explanation is None:
-            return WorkerFailed(str(failure) + self._about_modules(failure.is_timeout))
-        where = f"\n(The traceback is in {failure.log_file}.)" if failure.log_file else ""
-        return ConstructionFailure(failure.explanation + where)
+        if failure.explanation is not None:
+            return ConfigurationError(str(failure))
+        return WorkerFailed(str(failure) + self._about_modules(failure.is_timeout))
 
     def _about_modules(self, may_differ: bool) -> str:
         """What modules have to do with a collective that ranks didn't enter alike."""
@@ -476,11 +464,11 @@ def _changes(before: List[Member], now: List[Member]) -> List[str]:
 
 
 def _is_of_others(failed: ProcessFailure, failure: Optional[Failure]) -> bool:
-    """Whether other nodes may be the reason."""
+    """Whether other nodes may be the reason: they left, have failed or don't answer."""
     if failure is None:
         # So NCCL ends a process that has lost its connection.
         return failed.exitcode == -signal.SIGABRT
-    return failure.is_of_others
+    return failure.is_agreed or (failure.is_consequence and failure.explanation is None)
 
 
 def _limit_time_to_end(context: Any) -> None:

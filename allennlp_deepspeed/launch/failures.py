@@ -7,30 +7,19 @@ import functools
 import json
 import logging
 import sys
-import time
 import traceback
-from contextlib import suppress
 from typing import Any, List, Optional
 
 from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
-from allennlp.common.util import SigTermReceived
 from allennlp.data import DatasetReader
 
-from allennlp_deepspeed.engine.worker_failure import ConstructionFailure
 from allennlp_deepspeed.launch.agent import WorkerFailed
 
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_explanation_for_command"
-
-# Of an error that each process of a launcher on this machine has.
-_SAID_BY_FIRST = "_said_by_first_process"
-_SECONDS_FOR_FIRST = 10
-
-# Of workers, whose log files they name.
-_SAY_WHERE = (ConstructionFailure, WorkerFailed)
 
 # Of data. Another error of the file system may be gone when workers are restarted.
 _WRONG_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -53,14 +42,9 @@ def install() -> None:
             if message is None or not _is_called_by_command():
                 raise
             files = log_to_files(error)
-            with suppress(SigTermReceived):
-                if getattr(error, _SAID_BY_FIRST, False):
-                    # A launcher ends all of its processes with the one that ends first. If there
-                    # is none, this process alone has the error.
-                    time.sleep(_SECONDS_FOR_FIRST)
-                print(f"\n{message}", file=sys.stderr)
-                if files and not isinstance(error, _SAY_WHERE):
-                    print(f"(The traceback is in {files[0]}.)", file=sys.stderr)
+            print(f"\n{message}", file=sys.stderr)
+            if files and "(The traceback is in " not in message:
+                print(f"(The traceback is in {files[0]}.)", file=sys.stderr)
             sys.exit(1)
 
     explaining.ends_with_explanation = True  # type: ignore[attr-defined]
@@ -138,11 +122,6 @@ def _is_of_reading(error: BaseException) -> bool:
 def explain_as(error: BaseException, message: str) -> None:
     """Has the command end with a message instead of the traceback."""
     setattr(error, _ATTRIBUTE, message)
-
-
-def leave_to_first(error: BaseException) -> None:
-    """Has the first process that a launcher has started on this machine say it, and only that."""
-    setattr(error, _SAID_BY_FIRST, True)
 
 
 def check_type(params: Params) -> None:
