@@ -14,10 +14,12 @@ import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
+_OF_TORCH = "RANK and WORLD_SIZE"
+
 # Rank, local rank, world size and processes on the node, as each launcher writes them. The
 # innermost first: torchrun and DeepSpeed's launcher may be started by srun or mpirun.
 _VARIABLES = {
-    "RANK and WORLD_SIZE": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    _OF_TORCH: ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -104,7 +106,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Optional[Launched]:
     environ = {"LOCAL_WORLD_SIZE": environ.get("LOCAL_SIZE", ""), **environ}
     for launcher, names in _VARIABLES.items():
         if all(environ.get(name) for name in names):
-            launched = _read(environ, launcher)
+            launched = read(environ, launcher)
             return launched if launched.world_size > 1 else None
     if environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigurationError(
@@ -117,7 +119,19 @@ def detect(environ: Mapping[str, str] = os.environ) -> Optional[Launched]:
     return None
 
 
-def _read(environ: Mapping[str, str], launcher: str) -> Launched:
+def read(environ: Mapping[str, str], launcher: str = _OF_TORCH) -> Launched:
+    """
+    # Parameters
+
+    environ : `Mapping[str, str]`, required.
+    launcher : `str`, optional (default = PyTorch's own)
+        Whose variables to read.
+
+    # Raises
+
+    `ConfigurationError`
+        If they can't be understood.
+    """
     rank, local_rank, size, local_size = (_integer(environ, name) for name in _VARIABLES[launcher])
     is_possible = 0 <= rank < size and local_size > 0 and size % local_size == 0
     if not is_possible or rank % local_size != local_rank:

@@ -39,6 +39,7 @@ from allennlp_deepspeed.engine.one_process import as_one_process
 from allennlp_deepspeed.engine.sequence_groups import read_by_groups
 from allennlp_deepspeed.launch import (
     failures,
+    launcher,
     node_comparison,
     nodes,
     process_group,
@@ -200,18 +201,8 @@ def train(
 
 def _launched(node: Node, node_rank: int) -> Launched:
     """Which worker this process is. Elastic doesn't know `--node-rank`."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    rank = node_rank * node.num_workers + local_rank
-    return Launched(
-        launcher="the agent",
-        rank=rank,
-        local_rank=local_rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        local_world_size=node.num_workers,
-        address=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        has_store=True,
-    )
+    rank = node_rank * node.num_workers + int(os.environ["LOCAL_RANK"])
+    return launcher.read({**os.environ, "RANK": str(rank)})
 
 
 def _store_of_training(node: Node) -> dist.Store:

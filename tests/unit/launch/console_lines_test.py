@@ -85,17 +85,6 @@ def test_an_interrupted_training_says_how_to_continue(
     )
 
 
-def test_elastic_nodes_without_a_checkpoint_are_not_told_to_remove_what_others_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["/bin/allennlp", "train"])
-    given = arguments(tmp_path)
-    given["params"]["distributed"] = {"num_nodes": 2, "min_nodes": 1}
-    with pytest.raises(SystemExit), ends_with_how_to_continue(given):
-        raise KeyboardInterrupt
-    assert "has no checkpoint: start it as before if other nodes" in capsys.readouterr().out
-
-
 def test_what_cannot_be_said_leaves_the_end_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
