@@ -503,17 +503,21 @@ def _rendezvous(node: Node) -> RendezvousHandler:
             f"{_ABOUT_ADDRESS}"
         ) from error
     if node.num_nodes > 1:
-        for name in ("num_nodes_waiting", "is_closed"):
-            setattr(handler, name, functools.partial(_answered_in_time, getattr(handler, name)))
+        # Without the store the training has ended, of which workers may say more.
+        for name, default in (("num_nodes_waiting", 0), ("is_closed", True)):
+            ask = functools.partial(_answered_in_time, getattr(handler, name), default)
+            setattr(handler, name, ask)
     return handler
 
 
-def _answered_in_time(ask: Callable[[], T]) -> T:
+def _answered_in_time(ask: Callable[[], T], default: T) -> T:
     """Ends this process, and the workers with it, if the store doesn't answer."""
     # In a thread of C's: what waits for the store holds up the interpreter's main thread.
     faulthandler.dump_traceback_later(_SECONDS_WITHOUT_ANSWER, exit=True)
     try:
         return ask()
+    except RendezvousConnectionError:
+        return default
     finally:
         faulthandler.cancel_dump_traceback_later()
 
