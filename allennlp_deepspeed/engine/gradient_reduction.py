@@ -130,8 +130,8 @@ class GradientReducer:
 
     def reduce_all(self) -> None:
         """
-        Reduces all gradients, where `reduces_all_at_once`. Where the optimizer is a plain one, a
-        parameter that no rank has used keeps none, and isn't updated.
+        Reduces all gradients if `reduces_all_at_once`. If DeepSpeed doesn't wrap the optimizer, a
+        parameter that no rank has used has no gradient, and isn't updated.
         """
         if self._has_own_buffers or self._optimizer is not self._engine.basic_optimizer:
             self._engine.allreduce_gradients()
@@ -139,7 +139,7 @@ class GradientReducer:
         if not self._engine.is_gradient_accumulation_boundary():
             return
         is_used = [parameter.grad is not None for parameter in self.parameters]
-        # In the same bucket as gradients, so that there is no other collective.
+        # In the same bucket as the gradients, so that there is no further collective.
         used = torch.tensor(is_used, dtype=torch.float32, device=self._engine.device)
         gradients = internals.gradients_for_reduction(self._engine)
         self._engine.buffered_allreduce_fallback(grads=[*gradients, used])

@@ -259,7 +259,10 @@ def divide_reported_norm(optimizer: Any, divisor: float) -> None:
 
 
 def gradients_for_reduction(engine: DeepSpeedEngine) -> List[torch.Tensor]:
-    """All gradients of a plain optimizer's parameters, of which those that lack one get zeros."""
+    """
+    Returns all gradients of the parameters of an unwrapped optimizer, with zeros for those that
+    have none.
+    """
     gradients, _ = _read(engine, "_get_gradients_for_reduction")()
     return gradients
 

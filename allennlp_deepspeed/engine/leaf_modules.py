@@ -1,5 +1,6 @@
 """
-Modules that ranks call unequally often, because of the lengths of their sequences for example.
+Declares modules whose submodules ranks call unequally often, for example because of the lengths of
+their sequences, as leaf modules of ZeRO stage 3.
 """
 
 import logging
@@ -13,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 _GENERATION = "allennlp_models.generation"
 
-# Each calls modules of its own once a time step, of a batch or of a beam search, or only for some
-# of the batches, and is itself called once for each batch.
+# Each is called once for each batch, and calls its submodules once for each time step of a batch or
+# of a beam search, or only for some batches.
 _CLASSES = {
     "allennlp.models.multitask.MultiTaskModel",
     "allennlp.modules.augmented_lstm.AugmentedLstm",
@@ -29,16 +30,17 @@ _CLASSES = {
 
 def declare(model: torch.nn.Module, section: Dict[str, Any]) -> None:
     """
-    Has ZeRO stage 3 gather the parameters of each such module of AllenNLP's, and of its library of
-    models, at once. Otherwise a rank would gather those of a module inside it more often than
-    others, for which it would wait, or take other parameters for them.
+    Makes ZeRO stage 3 gather the parameters of each such module of AllenNLP, and of its model
+    library, together. Without this, a rank would gather parameters of a submodule more often than
+    others and wait for them, or mismatch them with other parameters.
 
     # Parameters
 
     model : `torch.nn.Module`, required.
-        That several ranks are about to shard.
+        A model that several ranks are about to shard.
     section : `Dict[str, Any]`, required.
-        DeepSpeed's "zero_optimization". With "leaf_module": {"classes": []} none is declared.
+        DeepSpeed's section "zero_optimization". With "leaf_module": {"classes": []} no module is
+        declared.
     """
     if section.get("leaf_module", {}).get("classes") == []:
         return

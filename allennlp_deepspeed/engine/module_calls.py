@@ -1,8 +1,8 @@
 """
-Which module each rank was about to call when one of them was ended at ZeRO stage 3.
+Records the module that each rank was about to call when a rank crashed at ZeRO stage 3.
 
-Each rank notes it in a file that outlives its process, because a collective in which tensors of
-different sizes meet ends the process without an exception.
+Each rank writes it to a file that outlives its process, because a collective with tensors of
+different sizes ends the process without an exception.
 """
 
 import itertools
@@ -28,8 +28,8 @@ _INTEGER = 8  # bytes
 @contextmanager
 def noted(model: torch.nn.Module) -> Iterator[None]:
     """
-    Within it each call of a module that ZeRO stage 3 gathers by itself is noted, if an agent has
-    started this process.
+    Context manager that records each call of a module that ZeRO stage 3 gathers by itself, if an
+    agent has started this process.
 
     # Parameters
 
@@ -59,7 +59,7 @@ def _note(memory: mmap.mmap, numbers: Iterator[int], line: bytes, *_: Any) -> No
 def _lines(
     module: torch.nn.Module, names: List[str], classes: List[str]
 ) -> Iterator[Tuple[torch.nn.Module, bytes]]:
-    """The modules, with their names and classes from the model on."""
+    """Yields the modules, with their names and classes from the model on."""
     classes = [*classes, type(module).__name__]
     line = json.dumps([names, classes]).encode()[: _SIZE - _INTEGER - 1] + b"\n"
     yield module, line
@@ -70,21 +70,24 @@ def _lines(
 
 def advice(error_files: Dict[int, str]) -> Optional[str]:
     """
+    Explains a crash after which ranks were about to call different modules.
+
     # Parameters
 
     error_files : `Dict[int, str]`, required.
-        Of the workers of this node, by local rank.
+        The error files of this node's workers, by local rank.
 
     # Returns
 
     `Optional[str]`
-        What to write, if ranks were about to call different modules.
+        The change to make to the config, or `None` if ranks were about to call the same module.
     """
     calls = {rank: call for rank, path in error_files.items() if (call := _read(Path(path)))}
     if len({(number, *names) for number, names, _ in calls.values()}) < 2:
         return None
     _, names, classes = next(iter(calls.values()))
-    # One that was called by all was called unequally often in what contains it.
+    # A module that all ranks were about to call was called unequally often by the module that
+    # contains it.
     common = os.path.commonprefix([names[:-1], *(names for _, names, _ in calls.values())])
     where = ", ".join(
         f"'{'.'.join(names)}' (call {number}) on local rank {rank}"
@@ -99,7 +102,7 @@ def advice(error_files: Dict[int, str]) -> Optional[str]:
 
 
 def _read(error_file: Path) -> Any:
-    """The number, names and classes of the last call, `None` if there is none."""
+    """Returns the number, names and classes of the last call, or `None` if there is none."""
     try:
         content = error_file.with_name(_NAME).read_bytes()
         line, _, _ = content[_INTEGER:].partition(b"\n")

@@ -27,7 +27,7 @@ class WeightWatch:
     Changes through `.data` aren't counted either. So this rank's shards of the weights are also
     compared with the tensors that the optimizer updates: in the first step of an epoch, in each
     step that follows a reading of the losses, after an epoch, and before any other code writes or
-    saves the weights. A change through `.data` in any other step goes unnoticed.
+    saves the weights. A change through `.data` in any other step is not detected.
 
     # Parameters
 

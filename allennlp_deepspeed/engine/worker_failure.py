@@ -97,7 +97,7 @@ class Failure:
 
     @property
     def is_timeout(self) -> bool:
-        """Whether a rank has waited for another one in a collective for too long."""
+        """Returns whether a collective has timed out waiting for another rank."""
         return self.is_consequence and re.search(_TIMED_OUT, self.message) is not None
 
     @property
@@ -181,7 +181,7 @@ def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure
 
 
 def has_error_file() -> bool:
-    """Whether whoever has started this process reads its failure from a file."""
+    """Returns whether the parent process reads this process's failure from a file."""
     return bool(os.environ.get(ERROR_FILE))
 
 
@@ -254,7 +254,10 @@ def _about_consequence(error: BaseException) -> str:
 
 
 def _write(failure: Failure) -> None:
-    """In the format of `torch.distributed.elastic.multiprocessing.errors.record`."""
+    """
+    Writes the error file in the format of
+    `torch.distributed.elastic.multiprocessing.errors.record`.
+    """
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
