@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Iterator, List, Tuple
+from typing import Iterator, Tuple
 
 import pytest
 from allennlp.common import Tqdm
@@ -93,6 +93,7 @@ def test_afterwards_logging_is_as_allennlp_leaves_it(
     with shown_on_console(PLAIN):
         common_logging.prepare_global_logging(str(tmp_path))
     assert consoles.current() is None
+    assert not any(isinstance(h, ConsoleHandler) for h in logging.getLogger().handlers)
     capsys.readouterr()
     logger.info("of interest again")
     assert "some.library - of interest again" in capsys.readouterr().out
@@ -209,19 +210,6 @@ def test_a_table_has_the_change_against_the_best() -> None:
         ["accuracy", "0.5", "0.625", "0.75", "-0.125"],
         ["loss", "1.5", "1.25", "+0.25"],
     ]
-
-
-def handlers_for_console() -> List[Any]:
-    return [h for h in logging.getLogger().handlers if isinstance(h, ConsoleHandler)]
-
-
-def test_trainings_in_one_process_leave_no_handlers(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        with shown_on_console(PLAIN):
-            common_logging.prepare_global_logging(str(tmp_path / name))
-            assert len(handlers_for_console()) == 1
-        assert handlers_for_console() == []
 
 
 def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
