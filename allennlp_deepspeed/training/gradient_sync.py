@@ -1,5 +1,7 @@
 """Schedules gradient reduction across ranks."""
 
+import logging
+import zlib
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional
@@ -10,10 +12,11 @@ from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_accelerator
+from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.engine.gradient_reduction import GradientAccumulators, GradientReducer
 from allennlp_deepspeed.engine.phases import BACKWARD, during
 from allennlp_deepspeed.engine.shards import whole_shape
-from allennlp_deepspeed.training import average_over_ranks
+from allennlp_deepspeed.training import average_over_ranks, gradient_memory
 from allennlp_deepspeed.training.average_over_ranks import GradientAverage
 from allennlp_deepspeed.training.reduction_schedule import (
     AUTO,
@@ -21,6 +24,8 @@ from allennlp_deepspeed.training.reduction_schedule import (
     STEP,
     ReductionSchedule,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class GradientSynchronizer:
@@ -41,7 +46,10 @@ class GradientSynchronizer:
     Reduction during the pass is correct only if every rank has gradients for the same parameters.
     If that isn't certain, the reduction is deferred until the backward passes are done; gradients
     that a rank lacks are zeros, and then all are reduced. At stage 0, and at stage 1 without
-    `overlap_comm`, this costs nothing and is always done.
+    `overlap_comm`, this costs nothing and is always done. At
+    stages 1 and 2 it is also done in the first step, if there is memory for an unsharded gradient.
+    Then the ranks compare which parameters they have used, and if these differ, it is done in all
+    steps.
 
     With an offloaded optimizer, DeepSpeed steps with the gradients that the last micro-batch has
     reduced, and for other parameters with those left from the previous step. So the last
@@ -96,6 +104,8 @@ class GradientSynchronizer:
             or average_each_pass
             or (find_unused_parameters and dist.get_world_size() > 1)
         )
+        # Checksum of the parameters used in the first step, until the ranks have compared it.
+        self._used: Optional[int] = None
         # `None` if gradients have DeepSpeed's `grad_accum_dtype`, in which DeepSpeed accumulates
         # them.
         self._accumulators: Optional[GradientAccumulators] = None
@@ -107,6 +117,8 @@ class GradientSynchronizer:
         num_elements = sum(whole_shape(p).numel() for p in self._parameters)
         self.schedule = ReductionSchedule(mode, num_elements, num_micro_batches)
         """Whether gradients are reduced once a step or with each micro-batch."""
+        if not self._waits_for_all and stage < 3 and dist.get_world_size() > 1:
+            self._look_in_first_step(num_elements * self._reducer.accumulation_dtype.itemsize)
         self._ordered = OrderedReduction(self._reducer)
         self._average = GradientAverage(self._parameters)
         # Whether the micro-batch is the last of the step, and whether it reduces.
@@ -122,7 +134,7 @@ class GradientSynchronizer:
 
     def _add_hooks(self) -> None:
         for i, parameter in enumerate(self._parameters):
-            if not self._waits_for_all:
+            if not self._waits_for_all or self._used is not None:
                 self._add_hook(parameter, partial(self._ordered.gradient_ready, i))
             elif self._average_each_pass and dist.get_world_size() > 1:
                 self._add_hook(parameter, self._average_after_pass)
@@ -140,9 +152,31 @@ class GradientSynchronizer:
             self._hooks.pop().remove()
 
     def finish_step(self) -> None:
-        """Decides on the schedule after the first step. Every rank must call it."""
+        """
+        Decides after the first step whether all steps wait for all gradients, and on the schedule.
+        Every rank must call it.
+        """
+        if self._used is not None:
+            self._compare_used()
         if not self.schedule.is_known:
             self.schedule.find(self._reducer.accumulation_dtype)
+
+    def _look_in_first_step(self, num_bytes: int) -> None:
+        device = get_accelerator().current_device_name()
+        if num_bytes <= gradient_memory.least_left_free(device) // 4:
+            self._waits_for_all, self._used = True, 0
+
+    def _compare_used(self) -> None:
+        used, self._used = float(self._used or 0), None
+        device = torch.device(get_accelerator().current_device_name())
+        largest, negative = agreement.highest([used, -used], device, torch.float64)
+        self._waits_for_all = largest != -negative
+        if self._waits_for_all and dist.get_rank() == 0:
+            logger.warning(
+                "The workers have used different parameters in the first step. From here on "
+                "gradients are reduced when a backward pass is done, as with "
+                '"ddp_accelerator": {"type": "torch", "find_unused_parameters": true}.'
+            )
 
     def start_step(self) -> None:
         """Starts an optimizer step. Every rank must call it before the step's micro-batches."""
@@ -220,7 +254,9 @@ class GradientSynchronizer:
             self._accumulators.move_to_gradients()
         is_reduced = set(self._reducer.reduced)
         needs_all = self._waits_for_all or (self._reducer.is_offloaded and self._is_last)
-        has_gradient = map(self._reducer.has_gradient, self._parameters)
+        has_gradient = list(map(self._reducer.has_gradient, self._parameters))
+        if self._used is not None:
+            self._used = zlib.crc32(bytes(has_gradient), self._used)
         self._has_gradients |= bool(is_reduced) or needs_all or any(has_gradient)
         if self._is_last and not self._has_gradients:
             self._check_is_alone()

@@ -26,13 +26,11 @@ def train(config: Dict[str, Any], directory: Path) -> Run:
     )
 
 
-@pytest.mark.parametrize("stage, rank", [(2, 1), (3, 0)])
-def test_a_worker_without_any_gradient_is_one_message(tmp_path: Path, stage: int, rank: int):
-    model = {"model.type": "independent_tagger", "model.rank": rank}
-    config = load_config("tagger", WORKERS, model)
-    run = train(deepspeed(config, stage), tmp_path)
+def test_a_worker_without_any_gradient_is_one_message(tmp_path: Path):
+    model = {"model.type": "independent_tagger", "model.rank": 0}
+    run = train(deepspeed(load_config("tagger", WORKERS, model), 3), tmp_path)
     assert run.returncode != 0
-    assert f"On rank {rank} the loss depends on no parameter that is trained" in run.output
+    assert "On rank 0 the loss depends on no parameter that is trained" in run.output
     assert "SIGABRT" not in run.output
 
 
@@ -96,20 +94,4 @@ def test_sparse_gradients_are_refused(tmp_path: Path):
         "trainer.optimizer": {"type": "sgd", "lr": 0.1},
     }
     message = refusal(deepspeed(load_config("classifier", sparse), 2), tmp_path)
-    assert 'token_embedder_tokens\' has "sparse": true' in message
-
-
-def test_workers_that_use_different_parameters_are_noticed(tmp_path: Path):
-    # The two embeddings have one size, so that DeepSpeed would sum them up without complaint.
-    config = load_config(
-        "classifier",
-        WORKERS,
-        {
-            "model": {"type": "either_of_two_embedders", "embedding_dim": 8},
-            "trainer.num_gradient_accumulation_steps": 4,
-        },
-    )
-    run = train(deepspeed(config, 2), tmp_path)
-    assert run.returncode != 0
-    assert "the workers used different parameters" in run.output
-    assert '"find_unused_parameters": true' in run.output
+    assert "'model.text_field_embedder.token_embedders.tokens.sparse' is true" in message

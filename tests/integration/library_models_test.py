@@ -80,18 +80,35 @@ def test_a_head_that_no_rank_uses_is_left_alone_at_stage_0(world_size: int) -> N
     assert_same_weights(train(TwoHeads, 0, world_size), expected, tolerance=1e-6)
 
 
-def test_a_head_that_only_one_rank_uses_is_trained_at_stage_0() -> None:
-    def others(rank: int) -> List[Batch]:
-        return [
-            {**b, "head": ["first", "second"][(i + rank) % 2]} for i, b in enumerate(batches(rank))
-        ]
+def others(rank: int) -> List[Batch]:
+    """In each of which the ranks use different heads."""
+    heads = ["first", "second"]
+    return [{**b, "head": heads[(i + rank) % 2]} for i, b in enumerate(batches(rank))]
 
+
+@pytest.mark.parametrize("stage, zero", [(0, {}), (1, {"overlap_comm": True}), (2, {})])
+def test_heads_that_only_one_rank_uses_are_found_in_the_first_step(stage: int, zero: Any) -> None:
     def of_both(rank: int) -> List[Batch]:
         return [batch for pair in zip(others(0), others(1)) for batch in pair]
 
     expected = Side(TwoHeads, of_both, optimizer=adam, num_gradient_accumulation_steps=2).train()
-    actual = Side(TwoHeads, others, 0, 2, optimizer=adam).train()
+    actual = Side(TwoHeads, others, stage, 2, optimizer=adam, zero=zero).train()
     assert_same_weights(actual, expected, tolerance=1e-6)
+
+
+def test_heads_that_only_one_rank_uses_later_are_noticed() -> None:
+    """They have one size, so that DeepSpeed would sum up the gradients of both."""
+
+    def later(rank: int) -> List[Batch]:
+        return [batches(rank)[1], *others(rank)]
+
+    def error(trainer: Any) -> str:
+        with pytest.raises(RuntimeError) as raised:
+            trainer.train()
+        return str(raised.value)
+
+    for message in Side(TwoHeads, later, 2, 2, log_every_num_steps=1).on_all_ranks(error):
+        assert "find_unused_parameters" in message
 
 
 def test_an_lstm_of_cells_trains_on_sequences_of_other_lengths_at_stage_3() -> None:
