@@ -10,6 +10,7 @@ from allennlp.common import Params
 from allennlp.data.data_loaders import MultiProcessDataLoader
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from allennlp_deepspeed.language_modeling import CausalLM, CausalLMReader
 from allennlp_deepspeed.launch.config_check import check
 from tests.support.command import REPOSITORY
 from tests.support.experiment import TWO_WORKERS, load_config
@@ -46,6 +47,8 @@ def test_our_keys_are_keys() -> None:
         "trainer": {*arguments_of(DeepSpeedTrainer.from_partial_objects), "deepspeed_config"},
         "data_loader": {*arguments_of(MultiProcessDataLoader.__init__), "batches_per_epoch"},
         "validation_data_loader": {"batch_size"},
+        "dataset_reader": set(arguments_of(CausalLMReader.__init__)),
+        "model": set(arguments_of(CausalLM.__init__)),
         "trainer.checkpointer": set(arguments_of(DeepSpeedCheckpointer.__init__)),
     }
     named = re.findall(r"`(trainer\.checkpointer|\w+)\.(\w+)`", FAIRSCALE + OTHERS)
