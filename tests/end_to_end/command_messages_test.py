@@ -52,8 +52,9 @@ def test_commands_without_what_they_work_on(tmp_path: Path) -> None:
         assert_ends_with_line(run, text)
 
 
-@pytest.mark.parametrize("path", ["logs/[bold]", "logs/[/b]"])
-def test_markup_of_rich_is_text(path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("markup", ["[bold]", "[/b]"])
+def test_markup_of_rich_is_text(markup: str, tmp_path: Path) -> None:
+    path = f"logs/{markup}"
     zero = {
         "stage": 3,
         "offload_param": {"device": "nvme", "nvme_path": path},
@@ -61,13 +62,19 @@ def test_markup_of_rich_is_text(path: str, tmp_path: Path) -> None:
     }
     sections = {"zero_optimization": zero, "csv_monitor": {"enabled": True, "output_path": path}}
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(classifier({"trainer.deepspeed_config": sections})))
+    embedder = {"type": "embedding", "embedding_dim": 12}
+    named = {
+        "dataset_reader.token_indexers": {markup: {"type": "single_id"}},
+        "model.text_field_embedder.token_embedders": {markup: embedder},
+        "trainer.deepspeed_config": sections,
+    }
+    config.write_text(json.dumps(classifier(named)))
     shown = allennlp("deepspeed", "check", config, include_packages=NAMES).check().output
     assert shown.count(f'"{path}"') == 3
     advice = allennlp(
         *("deepspeed", "estimate", config, "--gpu-memory", "80GB"), include_packages=NAMES
     )
-    advice.check()
+    assert f"token_embedder_{markup}.weight" in advice.check().output
     changed = classifier({"trainer.deepspeed_config": path})
     config.write_text(json.dumps(changed))
     assert_ends_with_line(
