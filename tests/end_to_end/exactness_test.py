@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tests.support.command import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "exactness.md"
+TESTS = REPOSITORY / "tests" / "exactness.md"
 NOT_SHOWN = "not shown"
 
 COLLECT = """
@@ -35,9 +37,9 @@ class Shown(NamedTuple):
     tests: List[str]
 
 
-def _rows(heading: str) -> List[List[str]]:
-    """Of the table with this in its first row."""
-    _, _, rest = PAGE.read_text().partition(f"\n{heading}\n")
+def _rows(page: Path, heading: str) -> List[List[str]]:
+    """Returns the rows of a page's table with this heading."""
+    _, _, rest = page.read_text().partition(f"\n{heading}\n")
     table, _, _ = rest.partition("\n\n")
     return [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]
@@ -48,7 +50,7 @@ def _cells() -> Dict[Tuple[str, int], str]:
     """What the table says of each feature and stage."""
     return {
         (feature, stage): cell
-        for feature, *cells in _rows("| Feature | Stage 0 | Stage 1 | Stage 2 | Stage 3 |")
+        for feature, *cells in _rows(PAGE, "| Feature | Stage 0 | Stage 1 | Stage 2 | Stage 3 |")
         if not feature.startswith("**")
         for stage, cell in enumerate(cells)
     }
@@ -61,7 +63,7 @@ def _shown() -> List[Shown]:
             set(map(int, stages.split(", "))),
             [f"tests/{test}" for name in re.findall("`(.*?)`", names) for test in _expanded(name)],
         )
-        for feature, stages, names in _rows("| Feature | Stages | Tests |")
+        for feature, stages, names in _rows(TESTS, "| Feature | Stages | Tests |")
     ]
 
 
