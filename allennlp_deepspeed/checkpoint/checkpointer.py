@@ -270,6 +270,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             )
         self._commits.wait()
         trainer.save_best_weights()
+        trainer.all_reduce_metrics()
         trainer_state = trainer.get_checkpoint_state().trainer_state
         progress = trainer_state["progress"]
         point = PointInTime(progress["epochs_completed"], progress["batches_in_epoch_completed"])

@@ -14,6 +14,7 @@ import torch
 from allennlp.training.metrics import Metric
 
 from allennlp_deepspeed.deepspeed_api import get_accelerator
+from allennlp_deepspeed.distributed_metrics import summed_attributes
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,10 @@ State = Dict[str, Any]
 def module_states(model: torch.nn.Module) -> Dict[str, State]:
     """
     Returns the numbers and tensors in the attributes of each module, and the full state of its
-    metrics, including tensors and metrics in lists, tuples and dictionaries. Other attributes are
-    assumed to be constant: a model that changes one during training has to declare it with
-    PyTorch's `get_extra_state` and `set_extra_state`.
+    metrics, including tensors and metrics in lists, tuples and dictionaries, and the
+    `summed_attributes` of other objects in metrics. Other attributes are assumed to be constant: a
+    model that changes one during training has to declare it with PyTorch's `get_extra_state` and
+    `set_extra_state`.
 
     # Returns
 
@@ -123,7 +125,16 @@ def _encode(value: Any, within_metric: bool) -> Optional[State]:
         return _encode_items(type(value).__name__, dict(enumerate(value)), within_metric)
     if isinstance(value, dict) and all(map(_is_plain, value)):
         return _encode_items("dict", value, within_metric)
+    if within_metric and hasattr(value, "__dict__"):
+        return _encode_counts(value)
     return None
+
+
+def _encode_counts(value: Any) -> Optional[State]:
+    """Encodes what an object in a metric, such as a scorer, declares that calls add to."""
+    names = summed_attributes(value)
+    counts = {name: _encode(getattr(value, name), within_metric=True) for name in names}
+    return {"metric": {k: v for k, v in counts.items() if v is not None}} if names else None
 
 
 def _is_plain(value: Any) -> bool:
@@ -203,7 +214,7 @@ def _decode(encoded: State, current: Any) -> Any:
     if kind == "device_value":
         return saved.to(get_accelerator().current_device_name())
     if kind == "metric":
-        if isinstance(current, Metric):
+        if hasattr(current, "__dict__"):
             _load_attributes(current, saved)
         else:
             logger.warning(

@@ -84,6 +84,9 @@ class Training(Protocol):
         rank.
         """
 
+    def all_reduce_metrics(self) -> None:
+        """Sums the counts of metrics over the ranks. To be called by every rank."""
+
     def instances_per_step(self) -> int:
         """Returns the number of instances per optimizer step, over all ranks."""
 

@@ -24,7 +24,6 @@ from allennlp.nn.parallel import DdpAccelerator, TorchDdpAccelerator
 from allennlp.training.optimizers import Optimizer
 from allennlp.training.scheduler import Scheduler
 
-from allennlp_deepspeed import distributed_metrics
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.config.deepspeed_config import (
@@ -104,8 +103,6 @@ def construct(
     `Arguments`
         The arguments of AllenNLP's trainer, all constructed. The engine is its `ddp_wrapped_model`.
     """
-    # The model's, whose module may have been imported after this package.
-    distributed_metrics.apply()
     _check_schedule(arguments["learning_rate_scheduler"])
     _check_global_batch(arguments, data_loader)
     find_unused_parameters = _find_unused_parameters(arguments["ddp_accelerator"])

@@ -13,6 +13,7 @@ from allennlp.models.model import Model
 from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
+from allennlp_deepspeed.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.engine import agreement
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.reports.step_figures import Reading, StepFigures, num_instances
@@ -178,6 +179,8 @@ class Readings:
     # Parameters
 
     model : `Model`, required.
+    distributed_metrics : `DistributedMetrics`, required.
+        Those of the model.
     progress : `Progress`, required.
     num_steps : `int`, optional (default = `None`)
         The number of optimizer steps from one reading to the next. `None` means about the number
@@ -194,6 +197,7 @@ class Readings:
     def __init__(
         self,
         model: Model,
+        distributed_metrics: DistributedMetrics,
         progress: Progress,
         num_steps: Optional[int],
         metrics_are_read: bool,
@@ -201,6 +205,7 @@ class Readings:
         report: Optional[RunReport] = None,
     ) -> None:
         self._model = model
+        self._distributed_metrics = distributed_metrics
         self._progress = progress
         self.metrics_are_read = metrics_are_read
         self._losses_are_shares = are_parts or averages_over_tokens(model)
@@ -314,6 +319,7 @@ class Readings:
         if self._progress.is_replaying_epoch:
             return self._memory
         losses = self.losses.read()
+        self._distributed_metrics.all_reduce()
         metrics = training_util.get_metrics(
             self._model,
             dist_reduce_sum(losses.train_loss),
@@ -360,6 +366,7 @@ class Readings:
         before = {}
         if self._read_after < 0 and not (self.metrics_are_read or self.pace.is_each_step):
             before = _numbers_in(self._model)
+        self._distributed_metrics.all_reduce()
         self._read_after = num_steps
         self._metrics_read = dict(self._model.get_metrics(reset=False))
         if before and before != (after := _numbers_in(self._model)):
@@ -368,7 +375,8 @@ class Readings:
 
     def _metrics_so_far(self) -> Dict[str, Any]:
         model: Any = self._model
-        if self._read_after == self._progress.total_batches_completed:
+        is_up_to_date = self._read_after == self._progress.total_batches_completed
+        if is_up_to_date or self._distributed_metrics.are_deferred:
             model = SimpleNamespace(get_metrics=lambda reset: dict(self._metrics_read))
         return training_util.get_metrics(
             model, *self.losses.read(), num_batches=self._progress.batches_in_epoch_completed

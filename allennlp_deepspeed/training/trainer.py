@@ -51,7 +51,8 @@ from allennlp_deepspeed.checkpoint.trainer_protocol import (
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import loss_scaling, phases, worker_failure
+from allennlp_deepspeed.distributed_metrics import DistributedMetrics
+from allennlp_deepspeed.engine import agreement, loss_scaling, phases, worker_failure
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.engine.interruption import (
@@ -226,6 +227,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         arguments = checked(locals())
         check_trainer(DeepSpeedTrainer, type(self))
         self._extensions = StepExtensions(find_extensions(arguments), arguments)
+        # Before metrics are left out of what is compiled.
+        self._distributed_metrics = DistributedMetrics(model)
         constructed = construct(model, optimizer, data_loader, arguments, self._extensions.wrap)
         wrapped_model = constructed["ddp_wrapped_model"]
         with destroyed_on_failure(wrapped_model):
@@ -247,6 +250,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._interruption = TrainingInterruption(is_worker)
             self._readings = Readings(
                 model,
+                self._distributed_metrics,
                 self._progress,
                 num_steps=log_every_num_steps,
                 metrics_are_read=any(map(may_read_metrics, self._callbacks)),
@@ -344,7 +348,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._callbacks,
             [self.data_loader, self._validation_data_loader],
             forward=self._go_forward,
-            batch_outputs=super().batch_outputs,
+            batch_outputs=self._batch_outputs_in_step,
             prepare=self._prepare_batch,
         )
 
@@ -462,6 +466,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         logger.info("Epoch %d/%d", epoch, self._num_epochs - 1)
         callback_kinds.check_added(self._callbacks, self._prepared_callbacks)
         self._readings.start_epoch()
+        self._distributed_metrics.find()
+        # Callbacks may have been added, on some ranks only.
+        self._readings.metrics_are_read = agreement.any_of(
+            any(map(may_read_metrics, self._callbacks)), self.cuda_device
+        )
         self._pytorch_model.train()
 
         logger.info("Training")
@@ -556,13 +565,20 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if for_training:
             self._progress.num_forward_passes += torch.is_grad_enabled()
             return super().batch_outputs(batch, for_training)
-        outputs = super().batch_outputs(batch, for_training)
+        with self._distributed_metrics.deferred():
+            outputs = super().batch_outputs(batch, for_training)
+        self._distributed_metrics.all_reduce()
         self._loss_of_validation.add(outputs)
         return outputs
 
     def _go_forward(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
         # Looked up in each micro-batch, because a callback may have replaced it.
-        return self.batch_outputs(batch, for_training=True)
+        with self._distributed_metrics.deferred():
+            return self.batch_outputs(batch, for_training=True)
+
+    def _batch_outputs_in_step(self, batch: TensorDict, for_training: bool) -> Dict[str, Any]:
+        with self._distributed_metrics.deferred():
+            return super().batch_outputs(batch, for_training)
 
     def _prepare_batch(self, batch: TensorDict) -> TensorDict:
         """Broadcasts the buffers of rank 0, and moves the batch to the device."""
@@ -599,6 +615,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
         self._replay.start_validation()
+        self._distributed_metrics.find()
         self._buffers.look()
         self._loss_of_validation.start()
         try:
@@ -789,6 +806,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             return
         with self._moving_average.assigned() if self._moving_average else nullcontext():
             self._save_model_state(self.best_weights.path)
+
+    def all_reduce_metrics(self) -> None:
+        """Sums the counts of metrics over the ranks. To be called by every rank."""
+        self._distributed_metrics.all_reduce()
 
     @overrides
     def _save_model_state(self, path: str) -> None:

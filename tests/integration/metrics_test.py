@@ -1,17 +1,28 @@
 """
 Every metric of `allennlp.training.metrics` and `allennlp.fairness` is that of all workers'
-instances, whatever the sizes of their batches.
+instances, whatever the sizes and, in a training, the numbers of their batches.
 """
 
+import logging
 from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.fairness import bias_metrics, fairness_metrics  # noqa: F401
-from allennlp.training.metrics import Metric
+from allennlp.nn.util import dist_reduce, dist_reduce_sum
+from allennlp.training.metrics import (
+    CategoricalAccuracy,
+    Metric,
+    PearsonCorrelation,
+    SpanBasedF1Measure,
+)
 
 from allennlp_deepspeed import distributed_metrics
+from allennlp_deepspeed.contrastive.in_batch_accuracy import InBatchAccuracy
+from allennlp_deepspeed.distributed_metrics import DistributedMetrics
 from tests.support.workers import run_workers
 
 # Which a trainer does when it is constructed, because a model may have imported the latter by then.
@@ -113,6 +124,8 @@ METRICS: Dict[str, Tuple[Dict[str, Any], Generate]] = {
     "sufficiency": ({**LABELS, "dist_metric": "wasserstein"}, labels),
     "unigram_recall": ({}, lambda g, n: (integers(g, 5, n, 3, 4), integers(g, 5, n, 4))),
 }
+# Means of what they have of each batch.
+OF_BATCHES = ("average", "entropy", "perplexity")
 # Needs a C program, which AllenNLP builds from sources that aren't in its wheel.
 NOT_HERE = {"evalb"}
 
@@ -185,14 +198,247 @@ def measured_by(rank: int) -> Dict[str, List[Dict[str, float]]]:
     return found
 
 
+class Measured(torch.nn.Module):
+    """Has a metric, as a model has."""
+
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.metrics = {"of": [metric]}
+
+
+def measured_in_training_by(rank: int) -> Dict[str, List[Dict[str, float]]]:
+    """With more calls on a rank than on the other, which in the first step makes none at first."""
+    found: Dict[str, List[Dict[str, float]]] = {}
+    for name in METRICS:
+        metric, (first, second), found[name] = construct(name), inputs(name), []
+        metrics = DistributedMetrics(Measured(metric))
+        metrics.find()
+        calls = [
+            [halves(name, first[0]), []],
+            [[], [first[1]]],
+            [halves(name, second[0]), [second[1]]],
+            [[first[0]], halves(name, first[1])],
+        ]
+        for step, of_ranks in enumerate(calls):
+            if step == 3:
+                metric.get_metric(reset=True)
+            with metrics.deferred():
+                for batch in of_ranks[rank]:
+                    metric(*batch)
+            metrics.all_reduce()
+            if step > 0:
+                # A rank may ask alone, and often.
+                found[name] += [flat(metric.get_metric()) for _ in range(1 + rank)][-1:]
+    return found
+
+
+def halves(name: str, batch: Inputs) -> List[Inputs]:
+    """A batch in two, except for metrics of batches."""
+    if name in OF_BATCHES:
+        return [batch]
+    size = len(batch[0]) // 2
+    return [tuple(value[part] for value in batch) for part in (slice(size), slice(size, None))]
+
+
 @pytest.fixture(scope="module")
 def by_two_workers() -> List[Dict[str, List[Dict[str, float]]]]:
-    return run_workers(2, measured_by)
+    return run_workers(2, lambda rank: [measured_by(rank), measured_in_training_by(rank)])
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_two_workers_measure_what_one_does(by_two_workers: Any, name: str) -> None:
+@pytest.mark.parametrize("in_training", [False, True])
+def test_two_workers_measure_what_one_does(
+    by_two_workers: Any, name: str, in_training: bool
+) -> None:
     expected = measured_alone(name)
     for measured in by_two_workers:
-        for actual, wanted in zip(measured[name], expected, strict=True):
+        for actual, wanted in zip(measured[in_training][name], expected, strict=True):
             assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+class Sums(Metric):
+    """Adds to all of its attributes."""
+
+    summed_attributes: Any = ("total",)
+
+    def __init__(self) -> None:
+        self.text, self.growing, self.total = "a", [1], 0
+        self.scorer, self.accuracy = Measured(None), Lenient()
+
+    def __call__(self) -> None:  # type: ignore[override]
+        self.growing.append(1)
+        self.total += dist_reduce_sum(1)
+
+    def get_metric(self, reset: bool = False) -> int:
+        return self.total
+
+    def reset(self) -> None:
+        self.total = 0
+
+
+class OfText(Sums):
+    summed_attributes = ("text",)
+
+
+class Growing(Sums):
+    summed_attributes = ("growing",)
+
+
+class OfObjects(Sums):
+    summed_attributes = ("scorer",)
+
+
+class Absent(Sums):
+    summed_attributes = ("absent",)
+
+
+class OfOneName(Sums):
+    summed_attributes = "total"
+
+
+class Resetting(Sums):
+    def __call__(self) -> None:  # type: ignore[override]
+        self.reset()
+
+
+class Highest(Sums):
+    def __call__(self) -> None:  # type: ignore[override]
+        self.total += dist_reduce(1, dist.ReduceOp.MAX)
+
+
+class Outer(Sums):
+    """Has a metric that isn't summed later."""
+
+
+def refused_by(rank: int) -> List[str]:
+    messages = []
+    for metric_class in REFUSED:
+        metric = metric_class()
+        if metric_class is not Outer:
+            del metric.accuracy
+        with pytest.raises(ConfigurationError) as error:
+            metrics = DistributedMetrics(Measured(metric))
+            metrics.find()
+            with metrics.deferred():
+                metric()
+            metrics.all_reduce()
+        messages.append(str(error.value))
+    return messages
+
+
+# What the messages have to name.
+REFUSED = {
+    OfText: ["OfText.text"],
+    Growing: ["list"],
+    OfObjects: ["OfObjects.scorer"],
+    Absent: ["Absent", "'absent'"],
+    OfOneName: ["OfOneName", "('total',)"],
+    Resetting: ["Resetting", "reset"],
+    Highest: ["MAX"],
+    Outer: ["Outer.accuracy", "Lenient"],
+}
+
+
+def test_attributes_that_are_no_sums_are_refused() -> None:
+    for messages in run_workers(2, refused_by):
+        for words, message in zip(REFUSED.values(), messages, strict=True):
+            assert all(word in message for word in words)
+
+
+class Lenient(CategoricalAccuracy):
+    """Counts more than its base, which it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares: List[float] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        super().__call__(*args, **kwargs)
+        self.shares.append(self.total_count)
+
+
+class Weighing(CategoricalAccuracy):
+    """Declares what it adds to besides."""
+
+    summed_attributes = ("weight",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        super().__call__(*args, **kwargs)
+        self.weight += 1
+
+
+class OfTags(SpanBasedF1Measure):
+    """Counts by itself."""
+
+    def __call__(self, tag: str) -> None:  # type: ignore[override]
+        self._true_positives[tag] += 1
+
+
+def counted_by(rank: int) -> Dict[str, Any]:
+    logits, right = torch.eye(3), torch.arange(3)
+    metric, lenient, weighing, tags = (
+        CategoricalAccuracy(),
+        Lenient(),
+        Weighing(),
+        OfTags(Vocabulary()),
+    )
+    model = Measured(metric)
+    model.others = [lenient, weighing, tags]
+    metrics = DistributedMetrics(model)
+    metrics.find()
+    for _ in range(2):
+        # As a model may, instead of calling `reset`.
+        metric.total_count = 0
+        with metrics.deferred():
+            metric(logits, right)
+            lenient(logits, right)
+            for _ in range(rank):
+                weighing(logits, right)
+                tags(f"of rank {rank}")
+        metrics.all_reduce()
+    found = {"set": metric.total_count, "read": lenient.shares}
+    found["extended"] = [weighing.weight, weighing.total_count, weighing.get_metric()]
+    found["own"] = dict(tags._true_positives)
+    with metrics.deferred():
+        metric(logits, right)
+    if rank == 0:
+        metric.get_metric(reset=True)
+    metrics.all_reduce()
+    return {**found, "reset": metric.total_count}
+
+
+def test_what_else_is_done_with_a_metric_stays() -> None:
+    by_0, by_1 = run_workers(2, counted_by)
+    for found in (by_0, by_1):
+        assert found["set"] == 6
+        assert found["read"] == [6, 12]
+        assert found["extended"] == [2, 6, 1.0]
+        assert found["own"] == {"of rank 1": 2}
+    # As after each call of AllenNLP's, but for what wasn't summed yet on the rank that was reset.
+    assert by_0["reset"] == 3
+    assert by_1["reset"] == 9
+
+
+class Undeclared(Sums):
+    summed_attributes = None
+
+
+def announced_by(rank: int) -> List[str]:
+    messages: List[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore
+    logger = logging.getLogger("allennlp_deepspeed.distributed_metrics")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for metric in (Undeclared(), Undeclared(), PearsonCorrelation(), InBatchAccuracy()):
+        DistributedMetrics(Measured(metric)).find()
+    return messages
+
+
+def test_that_a_metric_communicates_in_each_call_is_logged_once() -> None:
+    for (message,) in run_workers(2, announced_by):
+        assert "Undeclared" in message and "summed_attributes" in message

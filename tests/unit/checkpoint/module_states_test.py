@@ -41,6 +41,18 @@ def number(generator: torch.Generator) -> Batch:
     return (int(torch.randint(100, (), generator=generator)),)
 
 
+class Scorer:
+    """A plain object with sums."""
+
+    summed_attributes = ("total", "weight")
+
+    def __init__(self) -> None:
+        self.total, self.weight, self.function = 0, torch.zeros(1), len
+
+    def __repr__(self) -> str:
+        return f"{self.total} {self.weight}"
+
+
 @Metric.register("keeps_everything")
 class KeepsEverything(Metric):
     """Has attributes of every type that a metric keeps its sums in."""
@@ -56,6 +68,7 @@ class KeepsEverything(Metric):
         self.scalar = np.float64(0)
         self.inner = CategoricalAccuracy()
         self.by_label = {"x": CategoricalAccuracy(), "y": CategoricalAccuracy()}
+        self.scorers = [Scorer(), Scorer()]
         self.function = len  # neither saved nor touched
 
     def __call__(self, number: int) -> None:  # type: ignore[override]
@@ -68,6 +81,8 @@ class KeepsEverything(Metric):
         self.window.append(number)
         self.array += number
         self.scalar = self.scalar + np.float64(0.1)
+        self.scorers[0].total += number
+        self.scorers[1].weight += number
         for metric in (self.inner, *self.by_label.values()):
             metric(torch.eye(2), torch.tensor([number % 2, 1]))
 
