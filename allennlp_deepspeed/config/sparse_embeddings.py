@@ -38,7 +38,7 @@ def check_sparse_embeddings(model: Any, resolved: ResolvedConfig) -> None:
 def _has_embedding(section: Dict[str, Any], key: str) -> bool:
     """AllenNLP's `Embedding`, or a language model whose softmax is sampled."""
     if key == "sparse":
-        return section.get("type") == "embedding" or "embedding_dim" in section
+        return section.get("type", "embedding") == "embedding" and "embedding_dim" in section
     return section.get("num_samples") is not None
 
 

@@ -3,8 +3,14 @@ from array import array
 from typing import Any, Dict, List
 
 import torch
+import torch.distributed as dist
 
-from allennlp_deepspeed.deepspeed_api import BF16_Optimizer, DeepSpeedEngine, z3_leaf_parameter
+from allennlp_deepspeed.deepspeed_api import (
+    BF16_Optimizer,
+    DeepSpeedEngine,
+    FusedAdam,
+    z3_leaf_parameter,
+)
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import Shards, whole_shape
@@ -54,6 +60,15 @@ class GradientReducer:
         self.parameters = sorted(self._group_indices, key=lambda p: -places.get(p, -1))
         self.reduced = array("I")
         self._checksum = 0
+        # DeepSpeed's Adam has one step count for all parameters of a group, the last one's.
+        self._passes_over_unused = (
+            engine.optimizer is engine.basic_optimizer
+            and not isinstance(engine.basic_optimizer, FusedAdam)
+            and not engine.has_moe_layers
+        )
+        # Of the last step: whether this rank has used each parameter, and the same on the device.
+        self._is_used: List[bool] = []
+        self._used = torch.empty(0)
         internals.disable_gradient_hooks(engine, not self.reduces_all_at_once)
 
     def _find_group_indices(self) -> Dict[torch.nn.Parameter, int]:
@@ -130,21 +145,28 @@ class GradientReducer:
 
     def reduce_all(self) -> None:
         """
-        Reduces all gradients if `reduces_all_at_once`. If DeepSpeed doesn't wrap the optimizer, a
-        parameter that no rank has used has no gradient, and isn't updated.
+        Reduces all gradients if `reduces_all_at_once`. If the optimizer is a plain one, a parameter
+        that no rank has used has no gradient. With several ranks this waits for the device if this
+        one hasn't used all.
         """
-        if self._has_own_buffers or self._optimizer is not self._engine.basic_optimizer:
+        if not self._passes_over_unused:
             self._engine.allreduce_gradients()
             return
         if not self._engine.is_gradient_accumulation_boundary():
             return
         is_used = [parameter.grad is not None for parameter in self.parameters]
-        # In the same bucket as the gradients, so that there is no further collective.
-        used = torch.tensor(is_used, dtype=torch.float32, device=self._engine.device)
+        if is_used != self._is_used:
+            self._is_used = is_used
+            self._used = torch.tensor(is_used, dtype=torch.float32, device=self._engine.device)
         gradients = internals.gradients_for_reduction(self._engine)
+        # In the same bucket as the gradients, so that there is no further collective.
+        used = self._used.clone()
         self._engine.buffered_allreduce_fallback(grads=[*gradients, used])
         if not all(is_used):
-            for parameter, is_used_anywhere in zip(self.parameters, used.tolist()):
+            is_alone = dist.get_world_size() == 1
+            for parameter, is_used_anywhere in zip(
+                self.parameters, is_used if is_alone else used.tolist()
+            ):
                 if not is_used_anywhere:
                     parameter.grad = None
 

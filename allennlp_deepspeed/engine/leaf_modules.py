@@ -19,7 +19,7 @@ _GENERATION = "allennlp_models.generation"
 _CLASSES = {
     "allennlp.models.multitask.MultiTaskModel",
     "allennlp.modules.augmented_lstm.AugmentedLstm",
-    "allennlp.modules.lstm_cell_with_projection.LstmCellWithProjection",
+    "allennlp.modules.elmo_lstm.ElmoLstm",
     f"{_GENERATION}.models.bart.Bart",
     f"{_GENERATION}.models.copynet_seq2seq.CopyNetSeq2Seq",
     f"{_GENERATION}.models.simple_seq2seq.SimpleSeq2Seq",
@@ -39,10 +39,9 @@ def declare(model: torch.nn.Module, section: Dict[str, Any]) -> None:
     model : `torch.nn.Module`, required.
         A model that several ranks are about to shard.
     section : `Dict[str, Any]`, required.
-        DeepSpeed's section "zero_optimization". With "leaf_module": {"classes": []} no module is
-        declared.
+        DeepSpeed's section "zero_optimization". If its "leaf_module" has "classes", these are all.
     """
-    if section.get("leaf_module", {}).get("classes") == []:
+    if "classes" in (section.get("leaf_module") or {}):
         return
     found: List[str] = []
     for module in model.modules():
@@ -52,8 +51,9 @@ def declare(model: torch.nn.Module, section: Dict[str, Any]) -> None:
     if found:
         logger.info(
             "Gathered as one at ZeRO stage 3, because ranks may call the modules inside them "
-            "unequally often: %s. With deepspeed_config.zero_optimization.leaf_module "
-            '{"classes": []} they aren\'t.',
+            "unequally often: %s. The gradient of the whole model is accumulated unsharded for "
+            "that. Other classes in deepspeed_config.zero_optimization.leaf_module, as in "
+            '{"classes": []}, take their place.',
             ", ".join(sorted(set(found))),
         )
 

@@ -5,11 +5,10 @@ Each rank writes it to a file that outlives its process, because a collective wi
 different sizes ends the process without an exception.
 """
 
-import itertools
 import json
 import mmap
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
@@ -19,10 +18,16 @@ import torch
 from allennlp_deepspeed.deepspeed_api import z3_leaf_module
 from allennlp_deepspeed.engine.worker_failure import ERROR_FILE
 
-# Next to each worker's error file.
-_NAME = "module"
+# Added to the name of each worker's error file.
+_SUFFIX = ".module"
 _SIZE = 4096
 _INTEGER = 8  # bytes
+
+# A file, and how many forward passes of the model and calls of modules in the last one there were.
+# Not in the hooks, which are copied with their modules.
+_memory: Optional[mmap.mmap] = None
+_num_passes = 0
+_num_calls = 0
 
 
 @contextmanager
@@ -35,25 +40,34 @@ def noted(model: torch.nn.Module) -> Iterator[None]:
 
     model : `torch.nn.Module`, required.
     """
+    global _memory
     error_file = os.environ.get(ERROR_FILE)
-    if not error_file:
+    _memory = _map(f"{error_file}{_SUFFIX}") if error_file else None
+    if _memory is None:
         yield
         return
     with ExitStack() as stack:
-        path = Path(error_file).with_name(_NAME)
-        file = stack.enter_context(path.open("w+b"))
-        file.truncate(_SIZE)
-        memory = stack.enter_context(mmap.mmap(file.fileno(), _SIZE))
-        numbers = itertools.count(1)
         for module, line in _lines(model, [], []):
-            hook = partial(_note, memory, numbers, line)
+            hook = partial(_note, line, module is model)
             handle = module.register_forward_pre_hook(hook, prepend=True)
             stack.callback(handle.remove)
         yield
 
 
-def _note(memory: mmap.mmap, numbers: Iterator[int], line: bytes, *_: Any) -> None:
-    memory[: _INTEGER + len(line)] = next(numbers).to_bytes(_INTEGER, "little") + line
+def _map(path: str) -> Optional[mmap.mmap]:
+    with suppress(OSError), open(path, "w+b") as file:
+        file.truncate(_SIZE)
+        return mmap.mmap(file.fileno(), _SIZE)
+    return None
+
+
+def _note(line: bytes, is_model: bool, *_: Any) -> None:
+    global _num_passes, _num_calls
+    _num_calls = 0 if is_model else _num_calls + 1
+    _num_passes += is_model
+    numbers = _num_passes.to_bytes(_INTEGER, "little") + _num_calls.to_bytes(_INTEGER, "little")
+    if _memory is not None:
+        _memory[: len(numbers) + len(line)] = numbers + line
 
 
 def _lines(
@@ -61,7 +75,7 @@ def _lines(
 ) -> Iterator[Tuple[torch.nn.Module, bytes]]:
     """Yields the modules, with their names and classes from the model on."""
     classes = [*classes, type(module).__name__]
-    line = json.dumps([names, classes]).encode()[: _SIZE - _INTEGER - 1] + b"\n"
+    line = json.dumps([names, classes]).encode()[: _SIZE - 2 * _INTEGER - 1] + b"\n"
     yield module, line
     if not z3_leaf_module(module):
         for name, child in module.named_children():
@@ -83,15 +97,18 @@ def advice(error_files: Dict[int, str]) -> Optional[str]:
         The change to make to the config, or `None` if ranks were about to call the same module.
     """
     calls = {rank: call for rank, path in error_files.items() if (call := _read(Path(path)))}
-    if len({(number, *names) for number, names, _ in calls.values()}) < 2:
+    names_of_ranks = [names for _, _, names, _ in calls.values()]
+    is_same_pass = len({num_passes for num_passes, *_ in calls.values()}) == 1
+    numbers = {num_calls for _, num_calls, *_ in calls.values()}
+    if len(set(map(tuple, names_of_ranks))) < 2 and not (is_same_pass and len(numbers) > 1):
         return None
-    _, names, classes = next(iter(calls.values()))
+    _, _, names, classes = next(iter(calls.values()))
     # A module that all ranks were about to call was called unequally often by the module that
     # contains it.
-    common = os.path.commonprefix([names[:-1], *(names for _, names, _ in calls.values())])
+    common = os.path.commonprefix([names[:-1], *names_of_ranks])
     where = ", ".join(
-        f"'{'.'.join(names)}' (call {number}) on local rank {rank}"
-        for rank, (number, names, _) in calls.items()
+        f"'{'.'.join(names)}' (call {num_calls} of forward pass {num_passes}) on local rank {rank}"
+        for rank, (num_passes, num_calls, names, _) in calls.items()
     )
     return (
         f"The modules that were called last differ: {where}. If workers may call modules unequally "
@@ -102,10 +119,11 @@ def advice(error_files: Dict[int, str]) -> Optional[str]:
 
 
 def _read(error_file: Path) -> Any:
-    """Returns the number, names and classes of the last call, or `None` if there is none."""
+    """Returns the numbers, names and classes of the last call, or `None` if there is none."""
     try:
-        content = error_file.with_name(_NAME).read_bytes()
-        line, _, _ = content[_INTEGER:].partition(b"\n")
-        return [int.from_bytes(content[:_INTEGER], "little"), *json.loads(line)]
+        content = Path(f"{error_file}{_SUFFIX}").read_bytes()
+        parts = (content[:_INTEGER], content[_INTEGER : 2 * _INTEGER])
+        line, _, _ = content[2 * _INTEGER :].partition(b"\n")
+        return [*(int.from_bytes(part, "little") for part in parts), *json.loads(line)]
     except (OSError, ValueError):
         return None

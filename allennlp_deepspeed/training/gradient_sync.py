@@ -106,6 +106,7 @@ class GradientSynchronizer:
         )
         # Checksum of the parameters used in the first step, until the ranks have compared it.
         self._used: Optional[int] = None
+        self._ranks_differ = False
         # `None` if gradients have DeepSpeed's `grad_accum_dtype`, in which DeepSpeed accumulates
         # them.
         self._accumulators: Optional[GradientAccumulators] = None
@@ -161,6 +162,20 @@ class GradientSynchronizer:
         if not self.schedule.is_known:
             self.schedule.find(self._reducer.accumulation_dtype)
 
+    def state_dict(self) -> Dict[str, Any]:
+        """Returns the schedule's state, and whether ranks used different parameters in a step."""
+        return {"schedule": self.schedule.state_dict(), "ranks_differ": self._ranks_differ}
+
+    def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
+        """Restores what the first step of the interrupted run has decided."""
+        if state is None or "ranks_differ" not in state:
+            # Of a checkpoint from before the ranks compared this.
+            self.schedule.load_state_dict(state)
+            return
+        self.schedule.load_state_dict(state["schedule"])
+        if state["ranks_differ"] and self._used is not None:
+            self._used, self._ranks_differ = None, True
+
     def _look_in_first_step(self, num_bytes: int) -> None:
         device = get_accelerator().current_device_name()
         if num_bytes <= gradient_memory.least_left_free(device) // 4:
@@ -170,8 +185,8 @@ class GradientSynchronizer:
         used, self._used = float(self._used or 0), None
         device = torch.device(get_accelerator().current_device_name())
         largest, negative = agreement.highest([used, -used], device, torch.float64)
-        self._waits_for_all = largest != -negative
-        if self._waits_for_all and dist.get_rank() == 0:
+        self._waits_for_all = self._ranks_differ = largest != -negative
+        if self._ranks_differ and dist.get_rank() == 0:
             logger.warning(
                 "The workers have used different parameters in the first step. From here on "
                 "gradients are reduced when a backward pass is done, as with "

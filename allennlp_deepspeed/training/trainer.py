@@ -722,7 +722,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             # The scaler of autocast at stage 0, which DeepSpeed doesn't save.
             "gradient_scaler": loss_scaling.grad_scaler(self.engine),
             "best_weights": self.best_weights,
-            "gradient_synchronization": self._gradients.schedule,
+            "gradient_synchronization": self._gradients,
             "reshard_after_micro_batch": self._gradient_step.reshard_after_micro_batch,
             **self._extensions.parts(),
             "replay": self._replay,

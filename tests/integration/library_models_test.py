@@ -10,11 +10,13 @@ import torch
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.modules.augmented_lstm import AugmentedLstm
+from allennlp.modules.elmo_lstm import ElmoLstm
+from deepspeed.ops.adam import FusedAdam
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Batch, Side
+from tests.support.side_by_side import Batch, Side, numbers
 
 DIM = 3
 NUM_BATCHES = 3
@@ -41,6 +43,20 @@ class Lengths(Model):
     def forward(self, inputs: torch.Tensor, head: str) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         packed = pack_padded_sequence(inputs, [inputs.size(1)] * len(inputs), batch_first=True)
         hidden, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return {"loss": self.output(hidden).square().mean()}
+
+
+class Elmo(Model):
+    """Its layers add to what those before return."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.lstm = ElmoLstm(DIM, DIM, cell_size=4, num_layers=2, requires_grad=True)
+        self.output = nn.Linear(2 * DIM, 1)
+
+    def forward(self, inputs: torch.Tensor, head: str) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        self.lstm.reset_states()
+        hidden = self.lstm(inputs, torch.ones(inputs.shape[:2], dtype=torch.bool))
         return {"loss": self.output(hidden).square().mean()}
 
 
@@ -96,11 +112,34 @@ def test_heads_that_only_one_rank_uses_are_found_in_the_first_step(stage: int, z
     assert_same_weights(actual, expected, tolerance=1e-6)
 
 
+def later(rank: int) -> List[Batch]:
+    """In all but the first of which the ranks use different heads."""
+    return [batches(rank)[1], *others(rank)]
+
+
+def test_what_the_first_step_finds_is_known_after_an_interruption() -> None:
+    def find(trainer: Any) -> Any:
+        trainer.train()
+        return trainer.parts()["gradient_synchronization"].state_dict()
+
+    state, _ = Side(TwoHeads, others, 2, 2).on_all_ranks(find)
+
+    def go_on(trainer: Any) -> Any:
+        trainer.parts()["gradient_synchronization"].load_state_dict(state)
+        trainer.train()
+        return numbers(trainer)
+
+    def of_both(rank: int) -> List[Batch]:
+        return [batch for pair in zip(later(0), later(1)) for batch in pair]
+
+    actual, _ = Side(TwoHeads, later, 2, 2).on_all_ranks(go_on)
+    expected = Side(TwoHeads, of_both, num_gradient_accumulation_steps=2).train()
+    actual = {name: torch.tensor(array) for name, array in actual.items()}
+    assert_same_weights(actual, expected, tolerance=1e-6)
+
+
 def test_heads_that_only_one_rank_uses_later_are_noticed() -> None:
     """They have one size, so that DeepSpeed would sum up the gradients of both."""
-
-    def later(rank: int) -> List[Batch]:
-        return [batches(rank)[1], *others(rank)]
 
     def error(trainer: Any) -> str:
         with pytest.raises(RuntimeError) as raised:
@@ -111,6 +150,23 @@ def test_heads_that_only_one_rank_uses_later_are_noticed() -> None:
         assert "find_unused_parameters" in message
 
 
-def test_an_lstm_of_cells_trains_on_sequences_of_other_lengths_at_stage_3() -> None:
-    expected = train(Lengths, None, 2)
-    assert_same_weights(train(Lengths, 3, 2), expected, tolerance=1e-6)
+@pytest.mark.parametrize("model", [Lengths, Elmo])
+def test_an_lstm_of_cells_trains_on_sequences_of_other_lengths_at_stage_3(model: Any) -> None:
+    assert_same_weights(train(model, 3, 2), train(model, None, 2), tolerance=1e-6)
+
+
+def test_a_fused_optimizer_is_given_gradients_of_zero() -> None:
+    """Its parameters share one step count."""
+
+    def fused(parameters: Any) -> torch.optim.Optimizer:
+        return FusedAdam(parameters, lr=0.1, adam_w_mode=False)
+
+    class Zeros(TwoHeads):
+        def forward(self, **batch: Any) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+            outputs = super().forward(**batch)
+            unused = sum(p.sum() for p in self.heads.parameters())
+            return {"loss": outputs["loss"] + 0.0 * unused}
+
+    expected = Side(Zeros, batches, optimizer=adam).train()
+    actual = Side(TwoHeads, batches, 0, optimizer=fused).train()
+    assert_same_weights(actual, expected, tolerance=1e-5)
