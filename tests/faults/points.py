@@ -25,6 +25,7 @@ from allennlp_deepspeed.checkpoint.background_commit import BackgroundCommit
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.training.backward_and_update import GradientStep
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
 from allennlp_deepspeed.training.fast_forward import Replay
@@ -176,7 +177,7 @@ def install(points: FaultPoints) -> None:
     before(FileCheckpointEngine, "load", "load")
     before(Replay, "skip_step", "catching_up")
     before(DeepSpeedTrainer, "batch_outputs", "forward")
-    before(DeepSpeedTrainer, "_call_on_backward", "backward")
+    before(DeepSpeedEngine, "backward", "backward")
     before(GradientStep, "step", "step")
     before(DeepSpeedTrainer, "_call_on_batch", "after_step")
     before(EpochMetricsCallback, "on_epoch", "on_epoch")
