@@ -151,6 +151,8 @@ class Member(NamedTuple):
     agent : `str`
         Another for each process.
     remaining_restarts : `int`
+    training : `Optional[str]`
+        The same at each start of a training, and `None` before the first one.
     """
 
     rank: int
@@ -158,6 +160,7 @@ class Member(NamedTuple):
     host: str
     agent: str
     remaining_restarts: int
+    training: Optional[str]
 
 
 def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
@@ -168,7 +171,8 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
 
     node : `Node`, required.
     function : `Callable[..., Any]`, required.
-        Called with this node's rank among those that are there, the `Node` and `args`.
+        Called with this node's rank among those that are there, the training's id, the `Node` and
+        `args`.
     args : `Any`
         Can be pickled.
 
@@ -252,6 +256,7 @@ class _Agent(LocalElasticAgent):
         self._node = node
         self._args = args
         self._id = uuid.uuid4().hex
+        self._training: Optional[str] = None
         # Of the last start of the workers.
         self._members: List[Member] = []
         self._node_rank, self._restarts_of_start = node.rank, node.max_restarts
@@ -291,7 +296,7 @@ class _Agent(LocalElasticAgent):
         self._node_rank = self._meet(worker_group)
         self.last_failure = None
         self._seconds_to_stop = _SECONDS_TO_END
-        worker_group.spec.args = (self._node_rank, self._node, *self._args)
+        worker_group.spec.args = (self._node_rank, self._training, self._node, *self._args)
         started = super()._start_workers(worker_group)
         _limit_time_to_end(self._pcontext)
         return started
@@ -326,6 +331,7 @@ class _Agent(LocalElasticAgent):
             socket.gethostname(),
             self._id,
             self._remaining_restarts,
+            self._training,
         )
         number, count = worker_group.group_rank or 0, worker_group.group_world_size or 1
         members = _exchange(worker_group.store, own, number, count)
@@ -345,6 +351,8 @@ class _Agent(LocalElasticAgent):
         if node.min_nodes is not None:
             self._compare(members)
         self._members, self._restarts_of_start = members, self._remaining_restarts
+        trainings = [member.training for member in members if member.training is not None]
+        self._training = trainings[0] if trainings else members[0].agent
         return members.index(own)
 
     def _compare(self, members: List[Member]) -> None:

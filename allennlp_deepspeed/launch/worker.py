@@ -69,6 +69,7 @@ _TIME_TO_CONNECT = timedelta(seconds=60)
 
 def run(
     node_rank: int,
+    training: str,
     node: Node,
     environment: Dict[str, str],
     arguments: Dict[str, Any],
@@ -81,6 +82,8 @@ def run(
 
     node_rank : `int`, required.
         Of this node among those that are there.
+    training : `str`, required.
+        The same at each start of the workers, and another for each training.
     node : `Node`, required.
     environment : `Dict[str, str]`, required.
         The variables of the agent.
@@ -109,7 +112,7 @@ def run(
             stack.enter_context(
                 shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0))
             )
-            store = _store_of_training(node) if node.num_nodes > 1 else None
+            store = _store_of_training(node, training) if node.num_nodes > 1 else None
             if node.min_nodes is not None:
                 # The agent says why it stops its workers: a node joins, or one is told to end.
                 stack.enter_context(silenced("allennlp_deepspeed.engine.interruption"))
@@ -205,10 +208,10 @@ def _launched(node: Node, node_rank: int) -> Launched:
     return launcher.read({**os.environ, "RANK": str(rank)})
 
 
-def _store_of_training(node: Node) -> dist.Store:
-    """That in which the nodes meet, which outlives starts."""
+def _store_of_training(node: Node, training: str) -> dist.Store:
+    """That in which the nodes meet, which outlives starts, and with an endpoint trainings too."""
     store = dist.TCPStore(node.address, node.port, timeout=_TIME_TO_CONNECT)
-    return dist.PrefixStore("allennlp_deepspeed", store)
+    return dist.PrefixStore(f"allennlp_deepspeed/{training}", store)
 
 
 def _make_vocabulary(

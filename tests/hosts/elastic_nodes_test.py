@@ -205,3 +205,23 @@ def test_directories_that_are_not_shared_are_refused(two_hosts: Hosts, tmp_path:
     commands = [start(two_hosts, config, tmp_path / f"of_{node}", node) for node in range(2)]
     for run in wait(commands):
         assert "'distributed.min_nodes' is 1, for which the nodes have to share" in message(run)
+
+
+def test_a_store_has_nothing_of_a_training_that_was_killed_for_the_next_one(
+    store: Tuple[Hosts, str], tmp_path: Path
+):
+    hosts, endpoint = store
+    config = experiment(2, elastic(hosts, num_nodes=2, rendezvous_endpoint=endpoint))
+    commands = [start(hosts, config, tmp_path, node) for node in range(2)]
+    commands[1].wait_until_it_prints("step 1 of epoch 0", TIME_LIMIT)
+    for command in commands:
+        command.signal(signal.SIGKILL)
+    wait(commands)
+    # Of another experiment. Nothing there is to be removed.
+    other = tmp_path / "other"
+    (other / "vocabulary").mkdir(parents=True)
+    (other / "best.th").touch()
+    paths = [write_config(config, tmp_path / f"config_{node}") for node in range(2)]
+    for run in wait([hosts[node].train(paths[node], other) for node in range(2)]):
+        assert "already exists" in message(run)
+    assert (other / "best.th").exists() and (other / "vocabulary").exists()

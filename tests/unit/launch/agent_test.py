@@ -1,0 +1,103 @@
+"""Agents of several nodes on one machine, whose workers train nothing."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, Callable, List, Optional
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from allennlp_deepspeed.engine import worker_failure
+from allennlp_deepspeed.engine.interruption import TrainingInterrupted
+from allennlp_deepspeed.launch import agent, failures
+from allennlp_deepspeed.launch.agent import Node
+
+TIME_LIMIT = 60
+
+context = multiprocessing.get_context("fork")
+
+
+def train(node_rank: int, training: str, node: Node, directory: Path) -> None:
+    """Trains until there is a file `end`. On SIGTERM it leaves slowly, as one that saves."""
+    worker_failure.begin(failures.message_of, lambda error: [])
+
+    def leave(*args: Any) -> None:
+        (directory / f"leaves_{os.getpid()}").touch()
+        time.sleep(1)
+        worker_failure.report(TrainingInterrupted("SIGTERM received", signal.SIGTERM))
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, leave)
+    (directory / f"pid_{os.getpid()}").write_text(f"{node.rank} {training}")
+    while not (directory / "end").exists():
+        time.sleep(0.05)
+
+
+class Agents:
+    """Those of three nodes, at a store of this process's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.results: Any = context.SimpleQueue()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._processes: List[Any] = []
+
+    def start(self, rank: int) -> Any:
+        process = context.Process(target=self._run, args=(rank,))
+        process.start()
+        self._processes.append(process)
+        return process
+
+    def _run(self, rank: int) -> None:
+        node = Node(rank, 3, 1, "127.0.0.1", self._store.port, min_nodes=1)
+        error: Optional[BaseException] = None
+        with mock.patch.object(agent, "START_METHOD", "fork"):
+            try:
+                agent.run_workers(node, train, self.directory)
+            except BaseException as raised:
+                error = raised
+        self.results.put((rank, error and f"{type(error).__name__}: {error}"))
+
+    def started(self, rank: int) -> List[str]:
+        """The training of each start of a node's workers."""
+        words = [path.read_text().split() for path in self.directory.glob("pid_*")]
+        return [word[1] for word in words if word and word[0] == str(rank)]
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Any:
+    agents = Agents(tmp_path)
+    yield agents
+    (tmp_path / "end").touch()
+    agents.kill()
+
+
+def wait_until(is_true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + TIME_LIMIT
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_next_training_in_a_store_is_another_one(agents: Agents) -> None:
+    first = agents.start(0)
+    wait_until(lambda: agents.started(0))
+    # It says in the store that it has ended as little as after SIGTERM.
+    first.kill()
+    agents.start(1)
+    wait_until(lambda: agents.started(1))
+    [before], [after] = agents.started(0), agents.started(1)
+    assert before != after
+    # A node that joins takes part in the same one.
+    agents.start(2)
+    wait_until(lambda: agents.started(2))
+    assert [*agents.started(1), *agents.started(2)] == [after] * 3
