@@ -153,6 +153,8 @@ class Member(NamedTuple):
     remaining_restarts : `int`
     training : `Optional[str]`
         The same at each start of a training, and `None` before the first one.
+    was_stopped : `bool`
+        Whether its workers were told to leave, as those of all nodes are when one joins.
     """
 
     rank: int
@@ -161,6 +163,7 @@ class Member(NamedTuple):
     agent: str
     remaining_restarts: int
     training: Optional[str]
+    was_stopped: bool
 
 
 def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
@@ -263,6 +266,7 @@ class _Agent(LocalElasticAgent):
         self._seconds_to_stop: float = _SECONDS_TO_END
         self._last_step: Optional[int] = None
         self._closed_since: Optional[float] = None
+        self._was_stopped = False
         self.last_failure: Optional[BaseException] = None
         if node.min_nodes is not None:
             watched: Any = handler
@@ -295,6 +299,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
         self._node_rank = self._meet(worker_group)
         self.last_failure = None
+        self._was_stopped = False
         self._seconds_to_stop = _SECONDS_TO_END
         worker_group.spec.args = (self._node_rank, self._training, self._node, *self._args)
         started = super()._start_workers(worker_group)
@@ -332,6 +337,7 @@ class _Agent(LocalElasticAgent):
             self._id,
             self._remaining_restarts,
             self._training,
+            self._was_stopped,
         )
         number, count = worker_group.group_rank or 0, worker_group.group_world_size or 1
         members = _exchange(worker_group.store, own, number, count)
@@ -359,7 +365,8 @@ class _Agent(LocalElasticAgent):
         """Compares the nodes with those of the last start."""
         changed = _changes(self._members, members) if self._members else []
         is_counted = self._remaining_restarts < self._restarts_of_start
-        if self._members and not changed and not is_counted:
+        was_stopped = any(member.was_stopped for member in members)
+        if self._members and not (changed or is_counted or was_stopped):
             # All workers have lost their connection, and no node takes that for its own failure.
             reason = self.last_failure or WorkerFailed("The nodes have lost their connection.")
             if self._remaining_restarts == 0:
@@ -387,6 +394,7 @@ class _Agent(LocalElasticAgent):
             failure = worker_failure.read(failed.message)
             self.last_failure = self._describe(failed, failure)
             if self._node.min_nodes is not None and _is_of_others(failed, failure):
+                self._was_stopped |= failure is not None and failure.is_agreed
                 # Elastic takes it off again.
                 self._remaining_restarts += 1
             elif failure is not None and (failure.is_final or self._has_failed_again(failure)):
@@ -408,6 +416,7 @@ class _Agent(LocalElasticAgent):
         present = len(handler._state_holder.state.participants)
         missing = max(0, (self._worker_group.group_world_size or 1) - present)
         if waiting and not missing:
+            self._was_stopped = True
             self._seconds_to_stop = self._node.shutdown_timeout
             logger.warning("A node joins: all workers leave after the same step, and save.")
             return waiting

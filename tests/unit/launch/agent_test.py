@@ -88,6 +88,28 @@ def wait_until(is_true: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
+def test_a_node_that_joins_and_is_lost_again_ends_nothing(agents: Agents) -> None:
+    agents.start(0), agents.start(1)
+    wait_until(lambda: agents.started(0) and agents.started(1))
+    third = agents.start(2)
+    wait_until(lambda: len(list(agents.directory.glob("leaves_*"))) == 2)
+    third.kill()
+    wait_until(lambda: len(agents.started(0)) == len(agents.started(1)) == 2)
+    (agents.directory / "end").touch()
+    assert sorted(agents.results.get() for _ in range(2)) == [(0, None), (1, None)]
+    assert not agents.started(2)
+
+
+def test_a_worker_that_is_told_to_leave_is_started_again(agents: Agents) -> None:
+    agents.start(0)
+    wait_until(lambda: agents.started(0))
+    [path] = agents.directory.glob("pid_*")
+    os.kill(int(path.name.partition("_")[2]), signal.SIGTERM)
+    wait_until(lambda: len(agents.started(0)) == 2)
+    (agents.directory / "end").touch()
+    assert agents.results.get() == (0, None)
+
+
 def test_the_next_training_in_a_store_is_another_one(agents: Agents) -> None:
     first = agents.start(0)
     wait_until(lambda: agents.started(0))
