@@ -35,7 +35,7 @@ _VARIABLES = {
     ),
 }
 
-# From which a port is chosen that is the same for all processes of a Slurm step.
+# From which a port is chosen that is the same for all processes of a step of Slurm or mpirun.
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 
@@ -104,19 +104,23 @@ def detect(environ: Mapping[str, str] = os.environ) -> Optional[Launched]:
     """
     # As DeepSpeed's launcher calls it.
     environ = {"LOCAL_WORLD_SIZE": environ.get("LOCAL_SIZE", ""), **environ}
+    size = environ.get("WORLD_SIZE")
     for launcher, names in _VARIABLES.items():
         if all(environ.get(name) for name in names):
             launched = read(environ, launcher)
-            return launched if launched.world_size > 1 else None
-    if environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigurationError(
-            f"The environment has WORLD_SIZE={environ['WORLD_SIZE']}, but doesn't say which of the "
-            "processes this one is. Write RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT into the environment of each process, or start them by "
-            "torchrun, deepspeed, accelerate, srun or mpirun. Or remove WORLD_SIZE, if this is to "
-            "be the only one."
-        )
-    return None
+            if size in (None, "", str(launched.world_size)):
+                return launched if launched.world_size > 1 else None
+            break
+    else:
+        if size in (None, "", "1"):
+            return None
+    raise ConfigurationError(
+        f"The environment has WORLD_SIZE={size}, but doesn't say which of the processes this one "
+        "is. Write RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+        "into the environment of each process, or start them by torchrun, deepspeed, accelerate, "
+        "srun or mpirun. Or remove WORLD_SIZE, if a launcher says how many there are, or if this "
+        "is to be the only one."
+    )
 
 
 def read(environ: Mapping[str, str], launcher: str = _OF_TORCH) -> Launched:
@@ -147,8 +151,8 @@ def read(environ: Mapping[str, str], launcher: str = _OF_TORCH) -> Launched:
         local_rank=local_rank,
         world_size=size,
         local_world_size=local_size,
-        address=_address(environ, is_one_node=size == local_size),
-        port=_port(environ, launcher),
+        address=_address(environ, launcher, is_one_node=size == local_size),
+        port=_port(environ, launcher, is_one_node=size == local_size),
         has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -164,13 +168,13 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     return int(match[1])
 
 
-def _address(environ: Mapping[str, str], is_one_node: bool) -> str:
+def _address(environ: Mapping[str, str], launcher: str, is_one_node: bool) -> str:
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"]
     if is_one_node:
         return "127.0.0.1"
     # The first of a list such as `gpu[003-005,9],login1`.
-    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    nodes = environ.get("SLURM_STEP_NODELIST", "") if launcher == "srun" else ""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if match is None:
         raise ConfigurationError(
@@ -182,12 +186,16 @@ def _address(environ: Mapping[str, str], is_one_node: bool) -> str:
     return "".join(filter(None, match.groups()))
 
 
-def _port(environ: Mapping[str, str], launcher: str) -> int:
+def _port(environ: Mapping[str, str], launcher: str, is_one_node: bool) -> int:
     if environ.get("MASTER_PORT"):
         return _integer(environ, "MASTER_PORT")
-    if launcher != "srun":
+    if launcher == "srun":
+        step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    elif launcher != _OF_TORCH and is_one_node:
+        # What mpirun's processes on a machine have in common.
+        step = environ.get("PMIX_NAMESPACE", str(os.getppid()))
+    else:
         return 0
-    step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
     # Not `hash`, which is another in each process.
     return _FIRST_PORT + zlib.crc32(step.encode()) % _NUM_PORTS
 

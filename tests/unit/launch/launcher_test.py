@@ -59,6 +59,15 @@ SRUN = {
     "SLURM_STEP_NODELIST": "gpu[003-004],login1",
 }
 
+# Of each of two nodes.
+ONE_TASK = {
+    **SRUN,
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+
 
 @pytest.mark.parametrize(
     "environment, expected",
@@ -96,6 +105,16 @@ def test_a_port_that_all_processes_of_a_step_find() -> None:
     assert first.port == second.port and 20_000 <= first.port < 30_000
 
 
+def test_a_port_that_all_processes_of_mpirun_find_on_one_machine() -> None:
+    for environment, rank in ((OPEN_MPI, "OMPI_COMM_WORLD"), (MPICH, "PMI")):
+        local_rank = "OMPI_COMM_WORLD_LOCAL_RANK" if environment is OPEN_MPI else "MPI_LOCALRANKID"
+        ranks = [
+            detect({**environment, f"{rank}_RANK": str(i), local_rank: str(i)}) for i in range(2)
+        ]
+        [port] = {launched and launched.port for launched in ranks}
+        assert port and ranks[0] and ranks[0].address == "127.0.0.1"
+
+
 def test_another_job_has_another_port() -> None:
     jobs = [detect({**SRUN, "SLURM_JOB_ID": str(job)}) for job in range(1, 50)]
     assert len({job.port for job in jobs if job is not None}) == 49
@@ -125,6 +144,11 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "number 1 of 0 on its node"),
         ({**SRUN, "SLURM_LOCALID": "2"}, "in the order of the nodes"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "write MASTER_ADDR"),
+        # Which is srun's, and of no step of mpirun's.
+        ({**SRUN, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "write MASTER_ADDR"),
+        # A task of each node has started four processes, and LOCAL_WORLD_SIZE isn't written.
+        ({**ONE_TASK, "RANK": "6", "LOCAL_RANK": "2", "WORLD_SIZE": "8"}, "has WORLD_SIZE=8, but"),
+        ({**SRUN, "WORLD_SIZE": "1"}, "has WORLD_SIZE=1, but"),
     ],
 )
 def test_what_cannot_be_understood_is_refused(environment: Dict[str, str], message: str) -> None:
