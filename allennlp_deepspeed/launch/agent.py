@@ -208,16 +208,18 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
                 f"{node.min_nodes or 'all'} of {node.num_nodes} nodes have come to {node.where}. "
                 "Start 'allennlp train' on every node, each with its own --node-rank."
             ) from error
-        except (RendezvousClosedError, RendezvousConnectionError) as error:
+        except (RendezvousClosedError, RendezvousConnectionError, dist.DistError) as error:
             cause = None if agent is None else agent.last_failure
-            if cause is None or isinstance(error, RendezvousConnectionError):
+            if cause is None or not isinstance(error, RendezvousClosedError):
                 raise _without_others(node, cause) from error
             raise cause from error
     if agent.last_failure is not None and (result is None or result.is_failed()):
         raise agent.last_failure
     if result is None:
-        # One node more than there are in a training, which has ended.
-        raise _without_others(node, None)
+        raise WorkerFailed(
+            f"Node {node.rank} ({socket.gethostname()}) has trained nothing: the {node.num_nodes} "
+            f"nodes of the training at {node.where} were complete without it."
+        )
 
 
 def _without_others(node: Node, cause: Optional[BaseException]) -> WorkerFailed:
@@ -469,7 +471,9 @@ def _exchange(store: Any, own: Member, number: int, count: int) -> List[Member]:
     `count` of elastic. Waits for all of them.
     """
     store.set(f"node/{number}", json.dumps(own))
-    return sorted(Member(*json.loads(store.get(f"node/{i}"))) for i in range(count))
+    # At once, because node 0 may raise, and end the store, as soon as it has read them.
+    found = store.multi_get([f"node/{i}" for i in range(count)])
+    return sorted(Member(*json.loads(member)) for member in found)
 
 
 def _changes(before: List[Member], now: List[Member]) -> List[str]:
