@@ -417,6 +417,10 @@ class _Agent(LocalElasticAgent):
         handler: Any = self._rdzv_handler
         present = len(handler._state_holder.state.participants)
         missing = max(0, (self._worker_group.group_world_size or 1) - present)
+        workers: Any = self._pcontext
+        if workers._return_values or not all(q.empty() for q in workers._ret_vals.values()):
+            # Those of all nodes return together, at the end of the training.
+            return 0
         if waiting and not missing:
             self._was_stopped = True
             self._seconds_to_stop = self._node.shutdown_timeout

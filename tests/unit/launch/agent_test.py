@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Callable, List, Optional
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from allennlp.common.util import find_open_port
 
 from allennlp_deepspeed.engine import worker_failure
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
@@ -33,7 +35,8 @@ def train(node_rank: int, training: str, node: Node, directory: Path) -> None:
 
     signal.signal(signal.SIGTERM, leave)
     (directory / f"pid_{os.getpid()}").write_text(f"{node.rank} {training}")
-    while not (directory / "end").exists():
+    end = "end" if os.environ["LOCAL_RANK"] == "0" else "end_of_others"
+    while not (directory / end).exists():
         time.sleep(0.05)
 
 
@@ -42,8 +45,10 @@ class Agents:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.num_workers = 1
         self.results: Any = context.SimpleQueue()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = self._store.port
         self._processes: List[Any] = []
 
     def start(self, rank: int) -> Any:
@@ -53,7 +58,8 @@ class Agents:
         return process
 
     def _run(self, rank: int) -> None:
-        node = Node(rank, 3, 1, "127.0.0.1", self._store.port, min_nodes=1)
+        node = Node(rank, 3, self.num_workers, "127.0.0.1", self.port, min_nodes=1)
+        tempfile.tempdir = str(self.directory)
         error: Optional[BaseException] = None
         with mock.patch.object(agent, "START_METHOD", "fork"):
             try:
@@ -123,3 +129,29 @@ def test_the_next_training_in_a_store_is_another_one(agents: Agents) -> None:
     agents.start(2)
     wait_until(lambda: agents.started(2))
     assert [*agents.started(1), *agents.started(2)] == [after] * 3
+
+
+def test_a_node_that_joins_when_the_first_workers_have_returned_comes_too_late(
+    agents: Agents,
+) -> None:
+    agents.num_workers = 2
+    agents.start(0), agents.start(1)
+    wait_until(lambda: len(agents.started(0)) == len(agents.started(1)) == 2)
+    (agents.directory / "end").touch()
+    agents.start(2)
+    # Elastic looks at who has come every second.
+    time.sleep(5)
+    assert not list(agents.directory.glob("leaves_*"))
+    (agents.directory / "end_of_others").touch()
+    results = dict(agents.results.get() for _ in range(3))
+    assert results[0] is results[1] is None and "finds no training" in results[2]
+
+
+def test_a_node_that_waits_leaves_nothing_after_sighup(agents: Agents) -> None:
+    agents.port = find_open_port()
+    process = agents.start(1)
+    wait_until(lambda: list(agents.directory.glob("allennlp_deepspeed_*")))
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGHUP)
+    assert agents.results.get() == (1, "SigTermReceived: SIGHUP received")
+    assert not list(agents.directory.glob("allennlp_deepspeed_*"))
