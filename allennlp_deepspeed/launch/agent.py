@@ -402,10 +402,12 @@ class _Agent(LocalElasticAgent):
             elif failure is not None and (failure.is_final or self._has_failed_again(failure)):
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
+                waits = self._node.num_nodes > 1 and self._node.min_nodes is None
                 logger.warning(
                     f"{self.last_failure}\nRestarting the workers of all nodes, which continue "
-                    "from the newest checkpoint. If a node is lost, run its command again. "
-                    f"Restarts left after this one: {self._remaining_restarts - 1}"
+                    "from the newest checkpoint. "
+                    + ("If a node is lost, run its command again. " if waits else "")
+                    + f"Restarts left after this one: {self._remaining_restarts - 1}"
                 )
         return result
 
@@ -431,6 +433,7 @@ class _Agent(LocalElasticAgent):
     def _end_after_others(self) -> None:
         """A worker that is stuck doesn't notice when another node has ended the training."""
         if not self._rdzv_handler.is_closed():
+            self._closed_since = None
             return
         if self._closed_since is None:
             self._closed_since = time.monotonic()

@@ -58,14 +58,15 @@ def ends_with_how_to_continue(arguments: Dict[str, Any]) -> Iterator[None]:
         Those of AllenNLP's `train_model`.
     """
     config = arguments["params"].as_dict(quiet=True)
-    trainer = config.get("trainer")
+    trainer, distributed = config.get("trainer"), config.get("distributed")
+    is_elastic = isinstance(distributed, dict) and distributed.get("min_nodes") is not None
     continues_itself = isinstance(trainer, dict) and trainer.get("resume") == "auto"
     try:
         yield
     except (KeyboardInterrupt, SigTermReceived) as error:
         with suppress(OSError):
             directory = os.fspath(arguments["serialization_dir"])
-            print(_how_to_continue(directory, continues_itself), flush=True)
+            print(_how_to_continue(directory, continues_itself, is_elastic), flush=True)
         if not _is_command():
             raise
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
@@ -90,10 +91,13 @@ def _what_next(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]
     ]
 
 
-def _how_to_continue(directory: str, continues_itself: bool) -> str:
+def _how_to_continue(directory: str, continues_itself: bool, is_elastic: bool) -> str:
     found = CheckpointDirectory(directory).find()
     if not found:
-        return f"{directory} has no checkpoint: begin anew with --force, or in another directory."
+        how = "begin anew with --force, or in another directory."
+        if is_elastic:
+            how = f"start it as before if other nodes are training, or else {how}"
+        return f"{directory} has no checkpoint: {how}"
     name = os.path.basename(CheckpointDirectory(directory).path(found[0]))
     how = "start it as before"
     if not continues_itself:
