@@ -32,6 +32,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -74,8 +75,9 @@ _TIMES_OF_ELASTIC_NODES = {"keep_alive_interval": 3, "last_call_timeout": 5}
 _SECONDS_TO_ANSWER = 60
 _SECONDS_WITHOUT_ANSWER = 65.0
 
-# Between two tries to connect to the store.
+# Between two tries to connect to the store, and until a line says so.
 _RETRY_SECONDS = 0.5
+_SECONDS_BEFORE_LINE = 5.0
 
 _ABOUT_ADDRESS = (
     "'distributed.primary_address' and 'primary_port', or 'rendezvous_endpoint', have to be an "
@@ -311,7 +313,7 @@ class _Agent(LocalElasticAgent):
     @overrides(check_signature=False)
     def _shutdown(self, death_sig: Optional[signal.Signals] = None, timeout: int = 0) -> None:
         seconds = self._seconds_to_stop
-        if death_sig is not None:
+        if death_sig is not None and self._pcontext is not None:
             # Elastic names a signal only if this process had it: workers may have to save then. At
             # the second one it calls this method again.
             seconds, self._seconds_to_stop = self._node.shutdown_timeout, 0
@@ -559,8 +561,8 @@ def _wait_for_store(node: Node) -> str:
     `str`
         The address of this host on the way there.
     """
-    deadline = time.monotonic() + node.rendezvous_timeout
-    is_told = False
+    start = time.monotonic()
+    line_after = _SECONDS_BEFORE_LINE
     while True:
         try:
             with socket.create_connection((node.address, node.port), timeout=10) as connection:
@@ -568,14 +570,15 @@ def _wait_for_store(node: Node) -> str:
                 # Where this is the host of the store, its own name may be one of the loopback's.
                 return node.address if address.startswith("127.") else address
         except OSError as error:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if waited > node.rendezvous_timeout:
                 raise ConfigurationError(
                     f"Node {node.rank} ({socket.gethostname()}) has found nothing at {node.where} "
                     f"for {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout'): "
                     f"{error}. {_ABOUT_ADDRESS}"
                 ) from error
-            if not is_told:
-                is_told = True
+            if waited > line_after:
+                line_after = math.inf
                 logger.warning(f"Node {node.rank} waits for node 0 or a store at {node.where}.")
         time.sleep(_RETRY_SECONDS)
 
@@ -583,16 +586,19 @@ def _wait_for_store(node: Node) -> str:
 @contextmanager
 def _handlers_of_elastic() -> Iterator[None]:
     """
-    Context manager in which elastic sets its handlers of signals, while it has workers. What is
-    ignored stays so, as with `nohup`.
+    Context manager with elastic's handlers of signals, which it sets itself when it has workers.
+    What is ignored stays so, as with `nohup`.
     """
+    is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     handled = [n.name for n, handler in handlers.items() if handler is not signal.SIG_IGN]
     with mock.patch.dict(os.environ, {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}):
         try:
+            for name in handled if is_main else ():
+                signal.signal(signal.Signals[name], _terminate_process_handler)
             yield
         finally:
-            if threading.current_thread() is threading.main_thread():
+            if is_main:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
 
