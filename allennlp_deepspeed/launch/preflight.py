@@ -9,15 +9,12 @@ AllenNLP has no seam before that, so `install` puts itself in front of
 import functools
 import inspect
 import os
-import signal
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Callable, Dict, Optional
 
 from allennlp.commands import train as train_command
 from allennlp.common import Params
-from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
 
 from allennlp_deepspeed.announcements import wants_whole_log
@@ -36,9 +33,6 @@ from allennlp_deepspeed.launch.console_lines import ends_with_how_to_continue
 from allennlp_deepspeed.launch.launcher import Launched
 from allennlp_deepspeed.reports.console import ConsoleSettings, shown_on_console
 from allennlp_deepspeed_import_hook import process_setup
-
-# For the first of a launcher's processes on this machine to say what all of them find.
-_SECONDS_FOR_FIRST = 10
 
 __all__ = ["check", "has_deepspeed_trainer", "install", "worker_devices"]
 
@@ -103,19 +97,11 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
 def _checked(arguments: Dict[str, Any], launched: Optional[Launched]) -> Dict[str, Any]:
     """The config, with what a launcher says and what follows from other keys."""
     params = arguments["params"]
-    try:
-        if launched is not None:
-            launcher.into_config(params, launched, arguments)
-        fill_in(params)
-        check(params)
-        check_devices(params.as_dict(quiet=True))
-    except ConfigurationError:
-        if launched is not None and launched.local_rank != 0:
-            # A launcher ends all of its processes with the one that ends first. If none does, this
-            # process alone has the error.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(_SECONDS_FOR_FIRST)
-        raise
+    if launched is not None:
+        launcher.into_config(params, launched, arguments)
+    fill_in(params)
+    check(params)
+    check_devices(params.as_dict(quiet=True))
     config: Dict[str, Any] = params.as_dict(quiet=True)
     return config
 
