@@ -50,24 +50,23 @@ def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.S
         torch.cuda.set_device(cuda_device)
     # PyTorch's default is 30 minutes with gloo and 10 with NCCL, whatever the default group has.
     constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(seconds=timeout)
+    how = f"within {rendezvous_timeout:g} s ('distributed.rendezvous_timeout')"
+    advice = ""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=rendezvous_timeout)))
         store = dist.PrefixStore("allennlp_deepspeed", store)
         number = _number_of_start(store, rank, world_size, rendezvous_timeout)
         store_of_start = dist.PrefixStore(f"start_{number}", store)
         worker_failure.tell_through(store_of_start)
+        how, advice = f"by {backend}", _about_interfaces(backend)
         group_store = dist.PrefixStore("default_group", store_of_start)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
     except (dist.DistError, RuntimeError) as error:
-        variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME"
-        interfaces = ", ".join(name for _, name in socket.if_nameindex())
         raise RendezvousError(
-            f"Rank {rank} on {socket.gethostname()} can't connect to the other ranks by {backend}, "
-            f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, within "
-            f"{rendezvous_timeout:g} s ('distributed.rendezvous_timeout'): {_first_line(error)}. "
-            f"{variable} is '{os.environ.get(variable, '')}', and has to be an interface that the "
-            f"other hosts reach; this host has {interfaces}. Or another rank was killed meanwhile: "
-            "the output of the other nodes says more."
+            f"Rank {rank} on {socket.gethostname()} can't connect to the other ranks {how}, at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {_first_line(error)}. "
+            f"{advice}Another rank may have been killed meanwhile: the output of the other nodes "
+            "says more."
         ) from error
     return store
 
@@ -102,6 +101,15 @@ def _answer(store: dist.Store, number: int, world_size: int, timeout: float) -> 
         missing = [rank for rank in missing if not store.check([f"joined/{number}/{rank}"])]
         if missing and time.monotonic() > deadline:
             raise dist.DistStoreError(f"ranks {', '.join(map(str, missing))} have not come")
+
+
+def _about_interfaces(backend: str) -> str:
+    variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME"
+    interfaces = ", ".join(name for _, name in socket.if_nameindex())
+    return (
+        f"{variable} is '{os.environ.get(variable, '')}', and has to be an interface that the "
+        f"other hosts reach; this host has {interfaces}. "
+    )
 
 
 def _first_line(error: BaseException) -> str:
