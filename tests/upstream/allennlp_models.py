@@ -146,6 +146,10 @@ def _pieces_of_xlnet(folder: Path) -> None:
     _train_pieces(folder, "XLNetTokenizer", control_symbols=special_tokens)
 
 
+def _pieces_of_albert(folder: Path) -> None:
+    _train_pieces(folder, "AlbertTokenizer", control_symbols=["[CLS]", "[SEP]", "[MASK]"])
+
+
 def _pieces_of_t5(folder: Path) -> None:
     special_tokens = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
     path = _train_pieces(folder, "T5Tokenizer", **special_tokens)
@@ -197,8 +201,19 @@ def _stand_ins() -> Iterator[Any]:
                 vocab_size=500, hidden_size=768, num_attention_heads=12, intermediate_size=64
             )
         ),
-        _no_tokenizer,
+        _pieces_of_albert,
     )
+    bart = transformers.BartConfig(
+        vocab_size=600,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+    )
+    yield "sshleifer/bart-tiny-random", transformers.BartForConditionalGeneration(bart), byte_pairs
     gpt2 = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=4, vocab_size=500)
     yield "sshleifer/tiny-gpt2", transformers.GPT2LMHeadModel(gpt2), _no_tokenizer
     yield (
@@ -231,10 +246,15 @@ def _write(name: str, model: Any, write_tokenizer: Callable[[Path], None]) -> No
     write_tokenizer(snapshot)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def write_stand_ins() -> None:
+    """Fills the cache, at `HF_HUB_CACHE`."""
     torch.manual_seed(0)
     for stand_in in _stand_ins():
         _write(*stand_in)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    write_stand_ins()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,0 +1,1 @@
+"""The experiments of allennlp-models' fixtures, beside AllenNLP's own trainer."""

@@ -1,0 +1,205 @@
+"""The experiments of a checkout of allennlp-models, with stand-ins for what they would download."""
+
+import copy
+import functools
+import json
+import random
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+from unittest import mock
+
+import numpy as np
+import spacy
+import torch
+import torch.distributed as dist
+from allennlp.common import Params
+from allennlp.common import util as common_util
+from allennlp.data import DataLoader, DatasetReader, Vocabulary
+from allennlp.data.data_loaders import MultiProcessDataLoader, MultiTaskDataLoader
+from allennlp.data.data_loaders.data_loader import TensorDict
+
+# What has a trainer and isn't called an experiment, and what is called so and is to fail.
+_OTHERS = (
+    "lm/language_model/characters_token_embedder.json",
+    "structured_prediction/constituency_parser/constituency_parser.json",
+)
+_BROKEN = "broken_experiments"
+MAX_EPOCHS = 2
+
+_PAIRS = [["woman", "man"], ["girl", "boy"], ["she", "he"], ["mother", "father"], ["her", "his"]]
+
+
+def find(fixtures: Path) -> List[str]:
+    """Paths in the folder of fixtures, of all experiments."""
+    found = {*fixtures.rglob("*.jsonnet"), *fixtures.rglob("*experiment*.json")}
+    names = [str(path.relative_to(fixtures)) for path in found if _BROKEN not in path.parts]
+    return sorted([*names, *_OTHERS])
+
+
+def read(fixtures: Path, name: str, folder: Path) -> Dict[str, Any]:
+    """
+    A config in which nothing is left to be downloaded. `folder` gets the files for that. An epoch
+    or two are trained, and none ends the training early.
+    """
+    config = Params.from_file(str(fixtures / name)).as_dict(quiet=True)
+    pairs = folder / "pairs.json"
+    pairs.write_text(json.dumps(_PAIRS))
+    config = _replaced(config, str(pairs))
+    if config.get("vocabulary", {}) is None:
+        del config["vocabulary"]
+    trainer = config["trainer"]
+    trainer["num_epochs"] = min(trainer.get("num_epochs", 20), MAX_EPOCHS)
+    trainer.pop("patience", None)
+    # They look for what only stand-ins with random weights have.
+    trainer["run_confidence_checks"] = False
+    if isinstance(trainer["optimizer"], dict) and trainer["optimizer"]["type"] == "adadelta":
+        # With that of the files an update is lost in rounding.
+        trainer["optimizer"]["lr"] = 1.0
+    return config
+
+
+def _replaced(value: Any, pairs: str) -> Any:
+    if isinstance(value, dict):
+        if str(value.get("directory")).startswith("http"):
+            return None
+        return {key: _replaced(item, pairs) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, pairs) for item in value]
+    return pairs if isinstance(value, str) and value.endswith("_pairs.json") else value
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def install() -> None:
+    """
+    Has the model of each training begin with the same weights, each epoch of a data loader begin
+    with a random state of its own, and spaCy be there without its models.
+    """
+    common_util.LOADED_SPACY_MODELS.clear()
+    mock.patch.object(spacy, "load", lambda name, **kwargs: spacy.blank("en")).start()
+    from_files = Vocabulary.from_files.__func__
+
+    def seeded(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        vocabulary = from_files(cls, *args, **kwargs)
+        seed(5)
+        return vocabulary
+
+    Vocabulary.from_files = classmethod(seeded)
+    # It reads while it is constructed, and some readers choose at random.
+    MultiProcessDataLoader.__init__ = _seeded(MultiProcessDataLoader.__init__)
+    for loader in (MultiProcessDataLoader, MultiTaskDataLoader):
+        loader.__iter__ = _seeded_epochs(loader.__iter__)
+
+
+def _seeded(function: Any) -> Any:
+    @functools.wraps(function)
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        seed(3)
+        return function(*args, **kwargs)
+
+    return seeded
+
+
+def _seeded_epochs(iterate: Any) -> Any:
+    def __iter__(self: Any) -> Iterator[TensorDict]:
+        epoch = vars(self).setdefault("epoch_of_trial", 0)
+        self.epoch_of_trial += 1
+        seed(10_000 + epoch)
+        yield from iterate(self)
+
+    return __iter__
+
+
+@DataLoader.register("of_all_ranks")
+class LoaderOfAllRanks(DataLoader):
+    """The batches that several workers would have, in turn, in one process."""
+
+    def __init__(
+        self,
+        reader: DatasetReader,
+        data_path: Any,
+        world_size: int,
+        reader_params: Dict[str, Any],
+        loader_params: Dict[str, Any],
+    ) -> None:
+        self._loaders = []
+        for rank in range(world_size):
+            with _as_rank(rank, world_size):
+                own = DatasetReader.from_params(Params(copy.deepcopy(reader_params)))
+                params = Params(copy.deepcopy(loader_params))
+                self._loaders.append(
+                    DataLoader.from_params(params, reader=own, data_path=data_path)
+                )
+
+    def __len__(self) -> int:
+        return min(map(len, self._loaders)) * len(self._loaders)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        for batches in zip(*self._loaders):
+            yield from batches
+
+    def iter_instances(self) -> Iterator[Any]:
+        for loader in self._loaders:
+            yield from loader.iter_instances()
+
+    def index_with(self, vocab: Vocabulary) -> None:
+        for loader in self._loaders:
+            loader.index_with(vocab)
+
+    def set_target_device(self, device: torch.device) -> None:
+        for loader in self._loaders:
+            loader.set_target_device(device)
+
+
+@contextmanager
+def _as_rank(rank: int, world_size: int) -> Iterator[None]:
+    with (
+        mock.patch.object(common_util, "is_distributed", lambda: True),
+        mock.patch.object(dist, "get_rank", lambda: rank),
+        mock.patch.object(dist, "get_world_size", lambda: world_size),
+    ):
+        yield
+
+
+def of_all_ranks(config: Dict[str, Any], world_size: int) -> Dict[str, Any]:
+    """A config for one process, which trains what `world_size` workers would."""
+    trainer = dict(config["trainer"])
+    steps = trainer.get("num_gradient_accumulation_steps", 1)
+    trainer["num_gradient_accumulation_steps"] = steps * world_size
+    loader = {
+        "type": "of_all_ranks",
+        "world_size": world_size,
+        "reader_params": config["dataset_reader"],
+        "loader_params": config["data_loader"],
+    }
+    changed = {
+        **config,
+        "trainer": trainer,
+        "validation_data_loader": config.get("validation_data_loader", config["data_loader"]),
+        "data_loader": loader,
+    }
+    return copied(changed)
+
+
+def copied(config: Dict[str, Any]) -> Dict[str, Any]:
+    """Without sections that are one object, of which constructing takes the keys."""
+    return json.loads(json.dumps(config))
+
+
+def with_large_eps(config: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """The same with an Adam that makes no steps of rounding; `None` with another optimizer."""
+    optimizer = config["trainer"]["optimizer"]
+    section = {"type": optimizer} if isinstance(optimizer, str) else optimizer
+    if section["type"] not in ("adam", "adamw", "huggingface_adamw"):
+        return None
+    return {**config, "trainer": {**config["trainer"], "optimizer": {**section, "eps": 1e-3}}}
+
+
+def cells() -> List[Tuple[int, int]]:
+    """World size and stage of ZeRO, of what is compared."""
+    return [(1, 0), (2, 0), (2, 2), (2, 3)]

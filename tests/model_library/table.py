@@ -1,0 +1,147 @@
+"""The table of what has become of each experiment, and notes that explain it."""
+
+import re
+from typing import Any, Dict, List, NamedTuple, Optional
+
+from benchmarks.harness import report
+
+TOLERANCE = 1e-5
+
+COLUMNS = {
+    "1x0": "one process, stage 0",
+    "2x0": "two workers, stage 0",
+    "2x2": "stage 2",
+    "2x3": "stage 3",
+}
+
+
+class Note(NamedTuple):
+    """
+    # Parameters
+
+    cell : `str`
+        A regular expression for what is in the cell, and the name of the experiment before it.
+    text : `str`
+    """
+
+    cell: str
+    text: str
+
+
+NOTES = [
+    Note(
+        "with a large eps",
+        'rounding, of which Adam makes steps where a gradient is 0 or near it: with `"eps": 1e-3` '
+        f"in the optimizer, on both sides, it is less than {TOLERANCE:.0e}",
+    ),
+    Note(
+        "DIFFERS in the last digit",
+        "the last digit of weights in fp32, which is this much of updates with a small learning "
+        "rate",
+    ),
+    Note(
+        r"(generation/t5|mc/|vision/vilbert_v).* 2x[23]: DIFFERS: \d\.\de-05",
+        "no more than rounding can be: weights near 1 have a last digit in fp32 that is 2e-03 and "
+        "more of a step with a learning rate of 5e-05 and less",
+    ),
+    Note(
+        r"adversarial_experiment.*2x0: DIFFERS",
+        "its callback projects gradients, which isn't linear: with several workers their mean, as "
+        "with AllenNLP's `DistributedDataParallel`, in one process those of each micro-batch",
+    ),
+    Note(
+        r"lm/language_model/experiment\w*\.jsonnet \dx0: DIFFERS: \d\.\de-05, most in _softmax",
+        "rounding: DeepSpeed adds up sparse gradients in another order",
+    ),
+    Note(r"refused: .* has no elements", "refused: a parameter without elements, at stage 3"),
+    Note(r"refused: .*'multi'", "refused: the optimizer `multi`, at stages 1 to 3"),
+    Note(
+        r"refused: 'model\.[\w.]*sparse\w*' is true",
+        "refused: sparse gradients, at stages 1 to 3",
+    ),
+    Note(
+        r"ERROR: .*pos_tag not in acceptable choices",
+        "AllenNLP 2 has no token indexer `pos_tag`, which the file asks for",
+    ),
+    Note(
+        r"rc/(bidaf|qanet|naqanet)/.* 2x\d: FAILS: waits|coref/.* 2x\d: FAILS: ends with -6|"
+        r"srl/.* 2x\d: FAILS: .*`SrlEvalScorer`",
+        "its metric communicates once a question or a sentence, and the workers have different "
+        "numbers of them",
+    ),
+]
+
+
+def note_of(name: str, key: str, verdict: str) -> Optional[int]:
+    text = f"{name} {key}: {verdict}"
+    return next((i for i, note in enumerate(NOTES) if re.search(note.cell, text)), None)
+
+
+def is_explained(name: str, key: str, verdict: str) -> bool:
+    return bool(re.match(r"[\d.]+e", verdict)) or note_of(name, key, verdict) is not None
+
+
+def markdown(heading: Dict[str, Any], results: Dict[str, Dict[str, str]], minutes: float) -> str:
+    used: List[int] = []
+    rows = [_row(name, verdicts, used) for name, verdicts in sorted(results.items())]
+    cells = [
+        (name, key, verdicts.get(key, verdicts.get("reference", "missing")))
+        for name, verdicts in results.items()
+        for key in COLUMNS
+    ]
+    same = sum(bool(re.match(r"[\d.]+e", verdict)) for _, _, verdict in cells)
+    refused = sum(verdict.startswith("refused") for _, _, verdict in cells)
+    others = [cell for cell in cells if not is_explained(*cell)]
+    archived = [verdicts["archive"] for verdicts in results.values() if "archive" in verdicts]
+    usable = sum(not verdict.startswith("FAILS") for verdict in archived)
+    intro = (
+        f"The {len(results)} experiments of the fixtures of allennlp-models 2.10.1 (`make "
+        "upstream-models-library MODELS=path`), with the trainer's type changed, and nothing else "
+        "of what is trained. Each number is how far the weights are, after up to two epochs, from "
+        "those of AllenNLP's `gradient_descent` in one process, as a part of the update from the "
+        "first weights on, all weights taken together; `gradient_descent` accumulates over the "
+        "batches that two workers have. What is random in a micro-batch, dropout for example, is "
+        "the same on both sides, and the hub's models are small stand-ins with random weights. "
+        f"Of {len(cells)} cells {same} are the same within {TOLERANCE:.0e}, {refused} are refused "
+        f"by name, and {len(cells) - same - refused - len(others)} have a note; {len(others)} have "
+        f"none. Of {len(archived)} archives of stage 3 {usable} are evaluated, predicted with and "
+        "loaded by `from_archive`."
+    )
+    table = report.table(["experiment", *COLUMNS.values()], rows)
+    notes = "\n".join(f"{i + 1}. {NOTES[n].text}." for i, n in enumerate(used))
+    return report.document(
+        "Models of allennlp-models",
+        intro,
+        table,
+        notes,
+        f"{report.describe(heading, with_workers=False)} {minutes:.0f} minutes.",
+    )
+
+
+def _row(name: str, verdicts: Dict[str, str], used: List[int]) -> List[str]:
+    return [
+        name.partition(".json")[0],
+        *(
+            _cell(name, key, verdicts.get(key) or verdicts.get("reference", ""), used)
+            for key in COLUMNS
+        ),
+    ]
+
+
+def _cell(name: str, key: str, verdict: str, used: List[int]) -> str:
+    # The last is that of the config as it is.
+    number = re.match(r".*?([\d.]+e[-+]\d+)(?!.*[\d.]e[-+]\d)", verdict)
+    if verdict.startswith("refused"):
+        text = "refused"
+    elif number and not verdict.startswith(("FAILS", "REFERENCE", "ERROR")):
+        text = number[1] if float(number[1]) > 0 else "0"
+    else:
+        text = "can't be trained" if verdict.startswith(("REFERENCE", "ERROR")) else "fails"
+    if re.match(r"[\d.]+e", verdict):
+        return text
+    note = note_of(name, key, verdict)
+    if note is None:
+        return f"{text} (**{verdict[:80]}**)".replace("|", "/")
+    if note not in used:
+        used.append(note)
+    return f"{text} <sup>{used.index(note) + 1}</sup>"

@@ -1,0 +1,242 @@
+"""One training of an experiment, in processes of its own and under a time limit."""
+
+import copy
+import faulthandler
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Callable, ClassVar, Dict, List, NamedTuple, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+from allennlp.commands.train import TrainModel
+from allennlp.common import Params
+from allennlp.common import util as common_util
+from allennlp.common.checks import ConfigurationError
+from allennlp.data import DataLoader
+from allennlp.models import Model, archive_model, load_archive
+from allennlp.modules.encoder_base import _EncoderBase
+from allennlp.predictors import Predictor
+from allennlp.training import TrainerCallback
+from allennlp.training.util import evaluate, make_vocab_from_params
+
+from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed.launch import preflight
+from tests.model_library.experiments import seed
+
+TIME_LIMIT = 60  # seconds
+GRACE = 5
+
+Weights = Dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    """
+    # Parameters
+
+    weights : `Dict[str, np.ndarray]`, optional (default = `None`)
+        After the last epoch.
+    initial : `Dict[str, np.ndarray]`, optional (default = `None`)
+        Before the first step.
+    refusal : `str`, optional (default = `""`)
+    failure : `str`, optional (default = `""`)
+    """
+
+    weights: Optional[Weights] = None
+    initial: Optional[Weights] = None
+    refusal: str = ""
+    failure: str = ""
+
+
+def in_processes(world_size: int, work: Callable[[int], Outcome]) -> List[Outcome]:
+    """What each has returned, or how it has ended. Forked, so that nothing is imported again."""
+    context = multiprocessing.get_context("fork")
+    gc.collect()
+    receivers, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(work, rank, sender))
+        process.start()
+        sender.close()
+        receivers.append(receiver)
+        processes.append(process)
+    outcomes: List[Optional[Outcome]] = [None] * world_size
+    end = time.monotonic() + TIME_LIMIT
+    pending = dict(enumerate(receivers))
+    while pending and time.monotonic() < end:
+        for ready in wait(list(pending.values()), timeout=end - time.monotonic()):
+            rank = receivers.index(ready)
+            del pending[rank]
+            try:
+                outcomes[rank] = ready.recv()
+            except EOFError:
+                processes[rank].join()
+                outcomes[rank] = Outcome(failure=f"ends with {processes[rank].exitcode}")
+            if outcomes[rank].failure or outcomes[rank].refusal:  # type: ignore[union-attr]
+                end = min(end, time.monotonic() + GRACE)
+    for process in processes:
+        process.join(GRACE)
+        process.kill()
+        process.join()
+    return [outcome or Outcome(failure="waits for ever") for outcome in outcomes]
+
+
+def _run(work: Callable[[int], Outcome], rank: int, sender: Any) -> None:
+    gc.freeze()
+    torch.set_num_threads(1)
+    log = os.environ.get("TRIAL_LOG")
+    target = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    faulthandler.dump_traceback_later(TIME_LIMIT - 5, file=sys.__stderr__)
+    try:
+        outcome = work(rank)
+    except ConfigurationError as error:
+        traceback.print_exc()
+        outcome = Outcome(refusal=in_short(error))
+    except BaseException as error:  # of any kind
+        traceback.print_exc()
+        outcome = Outcome(failure=in_short(error))
+    sender.send(outcome)
+    sender.close()
+    os._exit(0)
+
+
+def in_short(error: BaseException) -> str:
+    text = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
+    return " ".join(str(text).split())[:400]
+
+
+@TrainerCallback.register("weights_of_trial")
+class _Weights(TrainerCallback):
+    """Takes the weights after each epoch, before the best ones come back."""
+
+    taken: ClassVar[Optional[Weights]] = None
+
+    def on_epoch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(trainer, DeepSpeedTrainer):
+            with trainer.modified_weights():
+                _Weights.taken = _arrays(trainer.model)
+        else:
+            _Weights.taken = _arrays(trainer.model)
+
+
+def _arrays(model: torch.nn.Module) -> Weights:
+    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+
+def make_vocabulary(config: Dict[str, Any], folder: Path) -> Dict[str, Any]:
+    """The config with a vocabulary that is read from files, as workers have it."""
+
+    def work(rank: int) -> Outcome:
+        params = Params(config)
+        common_util.prepare_environment(params)
+        make_vocab_from_params(params, str(folder))
+        return Outcome()
+
+    (outcome,) = in_processes(1, work)
+    if outcome.failure or outcome.refusal:
+        raise RuntimeError(outcome.failure or outcome.refusal)
+    vocabulary = {"type": "from_files", "directory": str(folder / "vocabulary")}
+    return {**config, "vocabulary": vocabulary}
+
+
+def train(config: Dict[str, Any], world_size: int, folder: Path) -> Outcome:
+    """Rank 0's weights, or what the first rank that failed says."""
+    folder.mkdir()
+
+    def work(rank: int) -> Outcome:
+        return _train(config, rank, world_size, folder)
+
+    outcomes = in_processes(world_size, work)
+    failed = [o for o in outcomes if o.failure or o.refusal]
+    # Others lose their connection to the one that has failed, or wait for it.
+    failed.sort(key=lambda o: "onnection" in o.failure or o.failure == "waits for ever")
+    return failed[0] if failed else outcomes[0]
+
+
+def _train(config: Dict[str, Any], rank: int, world_size: int, folder: Path) -> Outcome:
+    params = Params(copy.deepcopy(config))
+    trainer = params.params["trainer"]
+    trainer["callbacks"] = [*trainer.get("callbacks", []), "weights_of_trial"]
+    if config["trainer"].get("type") == "deepspeed":
+        preflight.check(params.duplicate())
+    common_util.prepare_environment(params)
+    params.pop("distributed", None)
+    if world_size > 1:
+        trainer.update(local_rank=rank, cuda_device=-1, world_size=world_size, distributed=True)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dist.barrier()
+    loop = TrainModel.from_params(params, serialization_dir=str(folder), local_rank=rank)
+    is_ours = isinstance(loop.trainer, DeepSpeedTrainer)
+    initial = None if is_ours else _arrays(loop.model)
+    own_ranks = [rank] if world_size > 1 else range(config["data_loader"].get("world_size", 1))
+    _prepare_each_forward(loop.model, own_ranks)
+    loop.trainer.train()
+    if world_size > 1:
+        dist.barrier()
+    return Outcome(weights=_Weights.taken, initial=initial)
+
+
+def use_archive(config: Dict[str, Any], vocabulary: Path, folder: Path) -> str:
+    """What becomes of the archive of a training in `folder`: empty if all is well."""
+
+    def work(rank: int) -> Outcome:
+        (folder / "config.json").write_text(json.dumps(config))
+        shutil.copytree(vocabulary, folder / "vocabulary", dirs_exist_ok=True)
+        archive_model(str(folder), weights="best.th")
+        archive = load_archive(str(folder / "model.tar.gz"))
+        loader_params = dict(config.get("validation_data_loader", config["data_loader"]))
+        loader_params.pop("shuffle", None)
+        loader = DataLoader.from_params(
+            Params(copy.deepcopy(loader_params)),
+            reader=archive.validation_dataset_reader,
+            data_path=config["validation_data_path"],
+        )
+        loader.index_with(archive.model.vocab)
+        metrics = evaluate(archive.model, loader)
+        first = next(iter(loader.iter_instances()))
+        Predictor.from_archive(archive).predict_instance(first)
+        again = Model.from_archive(str(folder / "model.tar.gz"))
+        metrics_again = evaluate(again, loader)
+        # As text, in which NaN is NaN.
+        assert metrics and str(metrics_again) == str(metrics), f"{metrics} {metrics_again}"
+        return Outcome()
+
+    (outcome,) = in_processes(1, work)
+    return outcome.failure or outcome.refusal
+
+
+def _prepare_each_forward(model: torch.nn.Module, ranks: Sequence[int]) -> None:
+    """
+    Has dropout, and what else is random, be that of the micro-batch, whichever process trains it,
+    and an encoder that goes on with the states of the batch before do so with those of its rank.
+    """
+    count = 0
+    stateful = [module for module in model.modules() if isinstance(module, _EncoderBase)]
+    states: Dict[Any, Any] = {}
+
+    def before(module: torch.nn.Module, *_: Any) -> None:
+        nonlocal count
+        if module.training and torch.is_grad_enabled():
+            rank = ranks[count % len(ranks)]
+            seed(100_000 + 10 * (count // len(ranks)) + rank)
+            count += 1
+            for encoder in stateful if len(ranks) > 1 else []:
+                encoder._states = states.get((encoder, rank))
+
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            rank = ranks[(count - 1) % len(ranks)]
+            states.update({(encoder, rank): encoder._states for encoder in stateful})
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after)
