@@ -88,6 +88,11 @@ def test_a_rank_that_raises_ends_all(tmp_path: Path, stage: int, overrides: Conf
     assert expected in message
 
 
+def test_a_failing_rank_that_waits_for_the_others_is_ended(tmp_path: Path):
+    config = tagger(2, callback("fail_and_wait", point="step 2 of epoch 0", rank=1))
+    assert f"{MESSAGE} in step 2" in fails(config, tmp_path)
+
+
 def test_a_rank_that_is_stuck_is_ended_when_another_fails(tmp_path: Path):
     config = tagger(1)
     config["trainer"]["callbacks"] = [
@@ -172,6 +177,14 @@ def test_a_second_signal_ends_a_worker_that_is_stuck(tmp_path: Path):
     run = train(config, tmp_path)
     assert run.returncode == 1, run.output[-6000:]
     assert "SIGTERM: waiting for" in run.output and "Traceback" not in run.output
+
+
+def test_there_is_no_archive_before_the_first_epoch_is_over(tmp_path: Path):
+    signal = callback("send_signal", point=NO_EPOCH, signal_name="SIGTERM", to="parent")
+    run = train(tagger(3, signal), tmp_path)
+    assert run.returncode != 0
+    assert "no best model has been saved. No model archive created." in run.output
+    assert not Result(tmp_path / "out").archive.exists()
 
 
 @pytest.mark.parametrize("signal_name, point", [("SIGTERM", TRAINING), ("SIGINT", VALIDATION)])

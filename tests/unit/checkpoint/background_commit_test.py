@@ -1,0 +1,42 @@
+"""One checkpoint in the directories of two nodes."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any, List, Tuple
+
+import pytest
+
+from allennlp_deepspeed import files
+from allennlp_deepspeed.checkpoint.background_commit import BackgroundCommit
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
+from tests.support.workers import run_workers
+from tests.unit.checkpoint.checkpoint_files_test import checkpoint_record
+
+POINT = PointInTime(1, 2)
+HOSTS = ["here", "there"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_directory_has_a_checkpoint_that_a_rank_could_not_write(tmp_path: Path, failing: int):
+    def commit(rank: int) -> Tuple[str, List[Any], List[str]]:
+        directory = CheckpointDirectory(str(tmp_path / HOSTS[rank]))
+        path = os.path.join(directory.begin(POINT), f"training_state_w{rank}.th")
+        pruned: List[str] = []
+
+        def write() -> List[str]:
+            if rank == failing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            files.write("state", path)
+            return [path]
+
+        commit = BackgroundCommit(directory, rank, [[0], [1]], HOSTS, timeout=30)
+        commit.start(POINT, checkpoint_record(POINT), write, then=lambda: pruned.append("older"))
+        with pytest.raises((OSError, RuntimeError)) as error:
+            commit.wait(timeout=30)
+        return str(error.value), directory.find(), pruned
+
+    for rank, (message, checkpoints, pruned) in enumerate(run_workers(2, commit)):
+        assert "No space left" in message
+        assert rank == failing or f"rank {failing} on {HOSTS[failing]}" in message
+        assert checkpoints == pruned == []
