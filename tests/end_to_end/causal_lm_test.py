@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from allennlp_deepspeed.language_modeling import CausalLM
 from tests.end_to_end.checkpoint_test import recover
 from tests.end_to_end.export_test import exported
+from tests.end_to_end.precision_test import FP16
 from tests.fixtures.tiny_gguf import VOCABULARY, tiny_gguf
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.command import allennlp
@@ -103,6 +104,17 @@ def test_offload_and_activation_checkpointing(experiments: Experiments, tokenize
     checkpointing = {"trainer.activation_checkpointing": [r"layers\.\d+$"]}
     zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     check(experiments, tokenizer, 3, adam, checkpointing, zero)
+
+
+def test_half_precision(experiments: Experiments, tokenizer: str) -> None:
+    adam = {"trainer.num_epochs": 3, "trainer.optimizer": {"type": "adam", "lr": 0.01}}
+    expected = experiments.run(language_model(tokenizer, ONE_BATCH, adam))
+    config = language_model(tokenizer, MICRO_BATCHES, adam)
+    actual = experiments.run(deepspeed(config, 2, **FP16))
+    # As for losses of other models in `precision_test.py`.
+    assert token_metrics(actual) == pytest.approx(token_metrics(expected), rel=0.05, abs=0.02)
+    # Of 57 tokens, of which none is more probable before training.
+    assert token_metrics(expected)["training_perplexity"] < 0.8 * 57
 
 
 def test_an_archive_needs_nothing_else(

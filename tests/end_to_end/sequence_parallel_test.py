@@ -21,6 +21,7 @@ from allennlp_deepspeed.extensions.sequence_parallelism import SequenceParalleli
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.launch.preflight import check
 from allennlp_deepspeed.training.step_extension import StepContext
+from tests.end_to_end.precision_test import BF16
 from tests.end_to_end.resize_test import assert_continues, assert_same_state, dumped, on, recover
 from tests.fixtures import components  # noqa: F401  # registers "record_steps"
 from tests.fixtures.tiny_lm import LLAMA
@@ -125,6 +126,17 @@ def test_with_offload_and_a_short_group(experiments: Experiments, tokenizer: str
     two = deepspeed(two, 3)
     two["trainer"]["deepspeed_config"]["type"] = "zero_3_offload"
     assert_same(experiments.run(two), experiments.run(one))
+
+
+def test_in_half_precision(experiments: Experiments, tokenizer: str) -> None:
+    # Both round, at other places, which further epochs would make larger.
+    short = {"trainer.num_epochs": 1, "data_loader.batch_size": 3}
+    one = language_model(tokenizer, short, ONE_PROCESS)
+    two = language_model(tokenizer, short, TWO_WORKERS, SHARED)
+    expected = experiments.run(deepspeed(one, 3, **BF16))
+    actual = experiments.run(deepspeed(two, 3, **BF16))
+    assert_same_weights(actual.weights(), expected.weights(), tolerance=0.02)
+    assert token_metrics(actual) == pytest.approx(token_metrics(expected), rel=0.01, abs=0.02)
 
 
 @pytest.mark.parametrize("stage", [1])

@@ -18,6 +18,7 @@ from allennlp.training.momentum_schedulers import InvertedTriangular
 from allennlp.training.moving_average import ExponentialMovingAverage
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from tests.fixtures import components  # noqa: F401  # registers "either_of_two_embedders"
 from tests.integration import trainer_test
 from tests.support.experiment import assert_same_weights
 
@@ -106,10 +107,10 @@ AVERAGED = {"type": "bag_of_embeddings", "embedding_dim": 12, "averaged": True}
 class Task(trainer_test.Task):
     """A model that is smooth in its weights, and its data, the same each time."""
 
-    def __init__(self) -> None:
-        super().__init__({"model.seq2vec_encoder": AVERAGED})
+    def __init__(self, lr: float = 2.0, momentum: float = 0.5, **model: Any) -> None:
+        super().__init__({"model": model} if model else {"model.seq2vec_encoder": AVERAGED})
         self.untrained = copy.deepcopy(self.model.state_dict())
-        self.optimizer = SkippingSGD(self.model.parameters(), lr=2.0, momentum=0.5)
+        self.optimizer = SkippingSGD(self.model.parameters(), lr=lr, momentum=momentum)
         self.record = RecordSteps()
 
     def train(self, *arguments: Any, **settings: Any) -> Any:
@@ -223,6 +224,17 @@ def test_losses_of_callbacks_are_scaled(tmp_path: Path, stage: int) -> None:
     expected = reference.train(tmp_path / "fp32", None)
     callbacks = [task.record, GoBackwardTwice("")]
     losses = task.train(tmp_path / "fp16", config(stage, FP16), callbacks=callbacks)
+    assert_trains_as_fp32(task, reference, losses, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_may_be_unused_in_fp16(tmp_path: Path, stage: int) -> None:
+    model = {"type": "either_of_two_embedders", "embedding_dim": 12}
+    reference, task = (Task(lr=0.1, momentum=0, **model) for _ in range(2))
+    losses = task.train(tmp_path / "fp16", config(stage, OVERFLOWING))
+    assert 0 in task.record.skipped
+    reference.optimizer.skipped = task.record.skipped
+    expected = reference.train(tmp_path / "fp32", None)
     assert_trains_as_fp32(task, reference, losses, expected)
 
 
