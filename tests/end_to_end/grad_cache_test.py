@@ -86,7 +86,7 @@ def assert_same(actual: Result, expected: Result) -> None:
     assert_same_metrics(metrics, expected_metrics)
 
 
-@pytest.mark.parametrize("num_workers, stage", [(2, 0), (2, 2), (2, 3)])
+@pytest.mark.parametrize("num_workers, stage", [(2, 0), (2, 2), (2, 3), (4, 3)])
 def test_the_weights_are_those_of_one_piece(experiments: Experiments, num_workers: int, stage: int):
     config = cached(divided(num_workers, EVERYTHING), stage, CHUNK_SIZES)
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
@@ -181,6 +181,9 @@ def test_local_negatives(experiments: Experiments):
     expected = experiments.run(divided(2, local))  # AllenNLP averages the workers' gradients
     result = experiments.run(cached(divided(2, local), 3))
     assert_same_weights(result.weights(), expected.weights())
+    of_all = experiments.run(in_one_piece({"dataset_reader.num_negatives": 2})).weights()
+    with pytest.raises(AssertionError):
+        assert_same_weights(result.weights(), of_all, tolerance=0.01)
 
 
 def test_offload_where_a_chunk_uses_only_one_encoder(experiments: Experiments):

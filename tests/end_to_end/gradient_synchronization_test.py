@@ -146,7 +146,17 @@ def test_a_callback_goes_backward_in_chunks(
     assert reduced(traffic(result)[1])[1] == expected
 
 
-@pytest.mark.parametrize("stage, mode", [(2, "step"), (3, "micro_batch")])
+def test_a_callback_goes_backward_in_chunks_of_each_micro_batch(experiments: Experiments):
+    config = chunked(3)
+    in_chunks = counted(config, 2, "micro_batch")
+    in_chunks["trainer"]["callbacks"].append("backward_in_chunks")
+    result = experiments.run(in_chunks)
+    assert_same_run(result, experiments.run(config))
+    expected = 3 * gradient_bytes(result, 2) + bytes_besides(result, 2)
+    assert reduced(traffic(result)[0])[1] == expected
+
+
+@pytest.mark.parametrize("stage, mode", [(0, "step"), (2, "step"), (3, "micro_batch")])
 def test_a_model_goes_backward_in_chunks(experiments: Experiments, stage: int, mode: str):
     in_chunks = counted(
         chunked(1, {"model": {**CHUNKED["model"], "goes_backward": True}}), stage, mode

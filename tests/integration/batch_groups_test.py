@@ -102,6 +102,17 @@ def test_batches_per_epoch_train_as_with_gradient_descent(
     assert_same_weights(line_after_batches_per_epoch(stage), line)
 
 
+def test_epochs_whose_length_is_unknown_train_as_with_gradient_descent():
+    def batches_of(rank: int) -> MultiProcessDataLoader:
+        return numbers(20 - 4 * rank, max_instances_in_memory=4)
+
+    def line_after(stage: Optional[int]) -> Dict[str, torch.Tensor]:
+        settings = {"num_gradient_accumulation_steps": 3, "grad_norm": 0.1}
+        return Side(Parabola, batches_of, stage, world_size=2, **settings).train()
+
+    assert_same_weights(line_after(stage=2), line_after(stage=None))
+
+
 @pytest.mark.parametrize("group_size, is_length_known", [(2, True), (3, False)])
 def test_an_epoch_ends_everywhere_with_the_shortest(group_size: int, is_length_known: bool):
     def work(rank: int) -> List[List[int]]:

@@ -29,6 +29,8 @@ class TwoHeads(Model):
         self.heads = nn.ModuleDict({"first": nn.Linear(DIM, 1), "second": nn.Linear(DIM, 1)})
 
     def forward(self, inputs: torch.Tensor, head: str) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        if head == "none":
+            return {"loss": torch.ones((), requires_grad=True)}
         return {"loss": self.heads[head](self.layer(inputs).tanh()).square().mean()}
 
 
@@ -102,13 +104,23 @@ def others(rank: int) -> List[Batch]:
     return [{**b, "head": heads[(i + rank) % 2]} for i, b in enumerate(batches(rank))]
 
 
-@pytest.mark.parametrize("stage, zero", [(0, {}), (1, {"overlap_comm": True}), (2, {})])
-def test_heads_that_only_one_rank_uses_are_found_in_the_first_step(stage: int, zero: Any) -> None:
+def nothing(rank: int) -> List[Batch]:
+    """For rank 1 to learn from."""
+    return [{**batch, "head": ["first", "none"][rank]} for batch in batches(rank)]
+
+
+@pytest.mark.parametrize(
+    "stage, zero, of_rank",
+    [(0, {}, others), (1, {"overlap_comm": True}, others), (2, {}, others), (2, {}, nothing)],
+)
+def test_heads_that_only_one_rank_uses_are_found_in_the_first_step(
+    stage: int, zero: Any, of_rank: Callable[[int], List[Batch]]
+) -> None:
     def of_both(rank: int) -> List[Batch]:
-        return [batch for pair in zip(others(0), others(1)) for batch in pair]
+        return [batch for pair in zip(of_rank(0), of_rank(1)) for batch in pair]
 
     expected = Side(TwoHeads, of_both, optimizer=adam, num_gradient_accumulation_steps=2).train()
-    actual = Side(TwoHeads, others, stage, 2, optimizer=adam, zero=zero).train()
+    actual = Side(TwoHeads, of_rank, stage, 2, optimizer=adam, zero=zero).train()
     assert_same_weights(actual, expected, tolerance=1e-6)
 
 
