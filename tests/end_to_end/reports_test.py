@@ -11,6 +11,7 @@ import pytest
 
 from allennlp_deepspeed import DeepSpeedTrainer
 from tests.integration.trainer_test import Task
+from tests.support.command import allennlp
 from tests.support.experiment import (
     TWO_WORKERS,
     Config,
@@ -92,6 +93,22 @@ def test_samples_are_those_of_all_micro_batches(result: Result):
     assert [int(samples) for samples, _ in rows] == [
         24, 48, 72, 84, 108, 132, 156, 168,
     ]  # fmt: skip
+
+
+def test_a_page_compares_trainings(experiments: Experiments, tmp_path: Path):
+    results = [
+        experiments.run(with_deepspeed(load_config("tagger", TWO_WORKERS, changes), 2))
+        for changes in ({}, {"trainer.optimizer.lr": 0.02})
+    ]
+    path = tmp_path / "report.html"
+    directories = [result.serialization_dir for result in results]
+    allennlp("deepspeed", "report", *directories, "--output", path).check()
+    html = path.read_text()
+    own = html[html.index("</head>") :]
+    assert own.count("<td>finished</td>") == 2
+    assert "<code>trainer.optimizer.lr</code>" in own
+    for result in results:
+        assert f"<td>{result.final_metrics()['best_validation_accuracy']:.6g}</td>" in own
 
 
 def test_deepspeeds_logger_is_as_it_was_when_the_engine_is_gone(tmp_path: Path, caplog):

@@ -7,15 +7,17 @@ from typing import Any, Callable, Dict, List
 import pytest
 import torch
 from allennlp.common import Lazy, Params
+from allennlp.common.checks import ConfigurationError
 from allennlp.training import GradientDescentTrainer, Trainer
 from allennlp.training.learning_rate_schedulers import (
     LearningRateScheduler,
     LinearWithWarmup,
     PolynomialDecay,
+    SlantedTriangular,
 )
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
-from allennlp.training.optimizers import Optimizer
+from allennlp.training.optimizers import AdamOptimizer, Optimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
@@ -165,6 +167,19 @@ def test_parts_are_constructed_as_from_a_config(tmp_path: Path, stage: int):
     assert_same_weights(actual, expected, tolerance=0)
     for name, value in actual.items():
         assert torch.equal(value, before[name]) == ("_text_field_embedder" in name)
+
+
+def test_gradual_unfreezing_by_an_object_is_refused(
+    tmp_path: Path, expect_message: Callable[[str], None]
+):
+    task = Task()
+    named = [[name, parameter] for name, parameter in task.model.named_parameters()]
+    groups = [[["embedder"], {}], [["encoder|layer"], {}]]
+    task.optimizer = AdamOptimizer(named, parameter_groups=groups)
+    schedule = SlantedTriangular(task.optimizer, num_epochs=2, gradual_unfreezing=True)
+    with pytest.raises(ConfigurationError) as error:
+        DeepSpeedTrainer(**task.arguments(tmp_path), learning_rate_scheduler=schedule)
+    expect_message(str(error.value))
 
 
 def test_without_an_optimizer_it_is_allennlps_default(tmp_path: Path):
