@@ -147,6 +147,7 @@ def test_recovery_after_patience_has_run_out_trains_no_further(
 @pytest.mark.parametrize(
     "stage, sections",
     [
+        (0, {"bf16": {"enabled": True}}),
         (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
         (
             3,

@@ -108,3 +108,22 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one(experiments: Experiments, 
     uninterrupted = experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
     assert_ends_alike(recovered, uninterrupted)
+
+
+def test_weights_with_offload_are_those_of_plain_stage_3(experiments: Experiments):
+    config = load_config("tagger", FOUR_WORKERS, {"trainer.moving_average": {"decay": 0.9}})
+    zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    actual = experiments.run(sharded(config, within=2, **zero))
+    expected = experiments.run(sharded(config, **zero))
+    assert actual.metrics() == expected.metrics()
+    assert_same_weights(actual.weights(), expected.weights(), tolerance=0)
+
+
+def test_a_checkpoint_is_continued_by_fewer_workers_than_a_node_had(
+    experiments: Experiments, tmp_path: Path
+):
+    config = sharded(load_config("tagger", CHECKPOINTS, FOUR_WORKERS), within=2)
+    uninterrupted = experiments.run(config)
+    config["distributed"] = {"cuda_devices": [-1, -1]}
+    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e2_b0")
+    assert_same_weights(recovered.weights(), uninterrupted.weights(), tolerance=0)

@@ -139,8 +139,10 @@ DEEPSPEED_OPTIMIZER: Config = {
 @pytest.mark.parametrize(
     "stage, trainer, sections, zero",
     [
+        (0, {"moving_average": {"decay": 0.9}}, BF16, {}),
         (1, {"moving_average": {"decay": 0.9}}, FP32_GRADIENTS, {}),
         (2, {"optimizer": None}, DEEPSPEED_OPTIMIZER, {}),
+        (2, {"optimizer": {"type": "sgd", "lr": 0.1, "momentum": 0.9}}, {}, OFFLOAD),
         (
             3,
             {
@@ -156,6 +158,7 @@ DEEPSPEED_OPTIMIZER: Config = {
             {},
             {"sub_group_size": 150},
         ),
+        (3, {"no_grad": ["bias_hh"]}, {}, {"stage3_param_persistence_threshold": 100}),
         (3, {"no_grad": ["token_embedder"]}, BF16, {**OFFLOAD, "offload_param": {"device": "cpu"}}),
     ],
 )

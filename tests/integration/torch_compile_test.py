@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any, Dict, List, NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ from allennlp.training.moving_average import ExponentialMovingAverage
 from torch import nn
 from torch._dynamo.utils import counters
 
+from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.contrastive import ContrastiveModel
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side, numbers
@@ -161,6 +163,25 @@ def test_numbers_are_those_without_at_stage_3(arguments: Dict[str, Any]) -> None
     expected = uncompiled(compiled(3, **arguments))
     is_rounded = "deepspeed_config" in arguments
     assert_same(compiled(3, **arguments), expected, tolerance=2e-3 if is_rounded else 1e-5)
+
+
+def with_other_weights() -> Classifier:
+    model = Classifier()
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+    return model
+
+
+def test_a_recovered_training_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    def train(num_epochs: int, name: str, model: Any = Classifier) -> Dict[str, torch.Tensor]:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        arguments = {"num_epochs": num_epochs, "checkpointer": DeepSpeedCheckpointer(directory)}
+        return compiled(2, model, torch_compile=FORWARD_GRAPHS, **arguments).train(directory)
+
+    train(1, "recovered")
+    recovered = train(2, "recovered", with_other_weights)
+    assert_same_weights(recovered, train(2, "uninterrupted"), tolerance=0)
 
 
 class Encoder(ContrastiveModel):
