@@ -31,9 +31,8 @@ from allennlp.training import util as training_util
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from tqdm import tqdm
 
-from allennlp_deepspeed.announcements import silenced
 from allennlp_deepspeed.config.global_batch import fill_batch_size
-from allennlp_deepspeed.engine import agreement, worker_failure
+from allennlp_deepspeed.engine import agreement, interruption, worker_failure
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 from allennlp_deepspeed.engine.one_process import as_one_process
 from allennlp_deepspeed.engine.sequence_groups import read_by_groups
@@ -113,12 +112,14 @@ def run(
                 shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0))
             )
             store = _store_of_training(node, training) if node.num_nodes > 1 else None
-            if node.min_nodes is not None:
+            if store is not None and node.min_nodes is not None:
                 # The agent says why it stops its workers: a node joins, or one is told to end.
-                stack.enter_context(silenced("allennlp_deepspeed.engine.interruption"))
-            # Whether the command of a node that joins has the flag doesn't matter.
-            if node.min_nodes is not None and store is not None and is_made(store, leader=0):
-                arguments["recover"] = False
+                log = interruption.logger
+                stack.enter_context(mock.patch.object(log, "warning", log.info))
+                stack.enter_context(_archives_at_end())
+                # Whether the command of a node that joins has the flag doesn't matter.
+                if is_made(store, leader=0):
+                    arguments["recover"] = False
             if settings is not None:
                 disable_progress_bars_of_transformers()
             import_plugins()
@@ -212,6 +213,22 @@ def _store_of_training(node: Node, training: str) -> dist.Store:
     """That in which the nodes meet, which outlives starts, and with an endpoint trainings too."""
     store = dist.TCPStore(node.address, node.port, timeout=_TIME_TO_CONNECT)
     return dist.PrefixStore(f"allennlp_deepspeed/{training}", store)
+
+
+@contextmanager
+def _archives_at_end() -> Iterator[None]:
+    """
+    Context manager in which AllenNLP archives no model when a training is interrupted, which goes
+    on as soon as a node has joined or left.
+    """
+    archive_model = train_command.archive_model
+
+    def archive_at_end(*args: Any, **kwargs: Any) -> None:
+        if not isinstance(sys.exc_info()[1], TrainingInterrupted):
+            archive_model(*args, **kwargs)
+
+    with mock.patch.object(train_command, "archive_model", archive_at_end):
+        yield
 
 
 def _make_vocabulary(
