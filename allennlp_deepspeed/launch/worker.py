@@ -344,12 +344,12 @@ def _become_worker(
     # The process group is there.
     there = SimpleNamespace(init_process_group=_do_nothing, barrier=dist.barrier)
     # The nodes that are there, of which the config of elastic nodes may have more.
-    own = dict(zip(inspect.getfullargspec(train_worker).args[1:], args, strict=False))
+    own = inspect.signature(train_worker).bind(launched.local_rank, *args).arguments
     own.update(node_rank=launched.node_rank, world_size=launched.world_size)
     fill_batch_size(own["params"].params, launched.world_size)
     own["params"]["trainer"]["cuda_device"] = own["distributed_device_ids"][launched.local_rank]
     with mock.patch.object(train_command, "dist", there), directory.logging_by_rank():
-        train_worker(launched.local_rank, **own)
+        train_worker(**own)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
