@@ -148,7 +148,7 @@ def test_a_node_that_comes_back_is_taken_in_and_no_step_is_trained_twice(
     first.signal(signal.SIGKILL)
     second.wait_until_it_prints("Node 0 (host-0) is lost. Training with 1 workers", TIME_LIMIT)
     second.wait_until_it_prints("step 3 of epoch 1", TIME_LIMIT)
-    again = start(hosts, config, tmp_path, 0)
+    again = start(hosts, config, tmp_path, 0, "--force")
     second.wait_until_it_prints("Node 0 (host-0) has joined", TIME_LIMIT)
     # It is written when the training has ended.
     assert not (tmp_path / "out" / "model.tar.gz").exists()
