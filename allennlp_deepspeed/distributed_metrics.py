@@ -27,7 +27,7 @@ from allennlp.training.metrics import Metric
 from torch.distributed import ReduceOp
 
 from allennlp_deepspeed.deepspeed_api import get_accelerator
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class DistributedMetrics:
         apply()
         self._model = model
         self._metrics: Dict[str, Metric] = {}
-        if agreement.world_size() > 1:
+        if collectives.world_size() > 1:
             # Before `torch.compile` leaves out their calls.
             for metric in _named_metrics(model).values():
                 _may_wait(metric)
@@ -78,10 +78,10 @@ class DistributedMetrics:
         `RuntimeError`
             If the ranks have different metrics.
         """
-        if agreement.world_size() == 1:
+        if collectives.world_size() == 1:
             return
         found = {name: m for name, m in _named_metrics(self._model).items() if _may_wait(m)}
-        of_ranks = agreement.of_all(sorted(found))
+        of_ranks = collectives.all_gather_object(sorted(found))
         if any(names != of_ranks[0] for names in of_ranks):
             differing = set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks)
             raise RuntimeError(f"Only some workers have the metrics {sorted(differing)}.")
@@ -109,7 +109,7 @@ class DistributedMetrics:
         if not self._metrics:
             return
         own = {name: _plain(vars(metric)[_UNREDUCED]) for name, metric in self._metrics.items()}
-        of_ranks = agreement.of_all(own)
+        of_ranks = collectives.all_gather_object(own)
         for name, metric in self._metrics.items():
             vars(metric)[_UNREDUCED] = {}
             _add_counts(metric, [counts[name] for counts in of_ranks])
@@ -264,7 +264,7 @@ def _count_locally(metric_class: Any) -> None:
         if is_deferred:
             vars(self)[_UNREDUCED] = counts
         else:
-            _add_counts(self, agreement.of_all(_plain(counts)))
+            _add_counts(self, collectives.all_gather_object(_plain(counts)))
         return result
 
     count.counts_locally = True  # type: ignore[attr-defined]

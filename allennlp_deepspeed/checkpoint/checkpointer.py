@@ -44,7 +44,7 @@ from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import agreement, internals, phases
+from allennlp_deepspeed.engine import collectives, internals, phases
 from allennlp_deepspeed.engine.offloaded_optimizers import adapt_loaded_states
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         if self._commits is not None:
             self._commits.raise_error()
         if num_batches_in_epoch_completed == 0 and self._save_every_num_seconds is not None:
-            self.is_time |= agreement.of_rank_0(self.is_time_to_save())
+            self.is_time |= collectives.broadcast_object(self.is_time_to_save())
         point = (num_epochs_completed, num_batches_in_epoch_completed)
         is_due = self.is_time or self.is_step_to_save(*point)
         if is_due:
@@ -266,7 +266,7 @@ class DeepSpeedCheckpointer(Checkpointer):
                 dist.get_rank(),
                 directories.groups,
                 directories.hosts,
-                agreement.timeout(trainer.engine.device),
+                collectives.timeout(trainer.engine.device),
             )
         self._commits.wait()
         trainer.save_best_weights()
@@ -348,7 +348,7 @@ class DeepSpeedCheckpointer(Checkpointer):
                 "torch": torch.__version__,
             },
             frozen=frozen,
-            id=agreement.of_rank_0(uuid.uuid4().hex),
+            id=collectives.broadcast_object(uuid.uuid4().hex),
             vocabulary=self._vocabulary(),
         )
 
@@ -366,7 +366,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         called on every rank, because each may see another directory.
         """
         problem = vocabulary_files.difference(self._serialization_dir, record.vocabulary, path)
-        problems = list(dict.fromkeys(p for p in agreement.of_all(problem) if p is not None))
+        problems = list(
+            dict.fromkeys(p for p in collectives.all_gather_object(problem) if p is not None)
+        )
         if problems:
             raise CheckpointError("\n".join(problems))
 

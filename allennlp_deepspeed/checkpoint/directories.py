@@ -5,7 +5,7 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.checkpoint import shared_directory
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 
 
 class Directories(NamedTuple):
@@ -40,18 +40,18 @@ class Directories(NamedTuple):
         `ConfigurationError`
             On every rank, if any rank can't write to its directory.
         """
-        hosts = agreement.of_all(socket.gethostname())
+        hosts = collectives.all_gather_object(socket.gethostname())
         if len(hosts) == 1 or serialization_dir is None:
             return cls([list(range(len(hosts)))], hosts)
-        rank, key = _rank(), agreement.of_rank_0(shared_directory.new_key())
+        rank, key = _rank(), collectives.broadcast_object(shared_directory.new_key())
         problem = None
         try:
             shared_directory.put(serialization_dir, key, rank)
         except OSError as error:
             problem = f"rank {rank} on {hosts[rank]} can't write to {serialization_dir}: {error}"
-        problems = [p for p in agreement.of_all(problem) if p is not None]
+        problems = [p for p in collectives.all_gather_object(problem) if p is not None]
         seen = [] if problem else shared_directory.seen(serialization_dir, key)
-        found = cls(shared_directory.groups(agreement.of_all(seen)), hosts)
+        found = cls(shared_directory.groups(collectives.all_gather_object(seen)), hosts)
         if problem is None:
             shared_directory.remove(serialization_dir, key, rank)
         if problems:

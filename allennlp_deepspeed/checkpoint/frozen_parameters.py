@@ -16,7 +16,7 @@ from allennlp.models.archival import CONFIG_NAME
 
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, FrozenRecord
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, zero
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 
 
 def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
@@ -35,7 +35,7 @@ def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
             with zero.GatheredParameters([parameter]):
                 if dist.get_rank() == 0:
                     records[name] = FrozenRecord.of(parameter.data)
-    return agreement.of_rank_0(records)
+    return collectives.broadcast_object(records)
 
 
 def frozen_names(model: torch.nn.Module) -> Set[str]:

@@ -15,7 +15,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirecto
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, Training
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.shards import whole_shape
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,9 @@ def _complete_commits(checkpoints: CheckpointDirectory, directories: Directories
     if directories.are_one:
         return
     committed = [_id(checkpoints.path(point)) for point in checkpoints.find()]
-    of_all = {id_ for ids in agreement.of_all(committed) for id_ in ids if id_ is not None}
+    of_all = {
+        id_ for ids in collectives.all_gather_object(committed) for id_ in ids if id_ is not None
+    }
     if directories.is_first_here:
         for point in checkpoints.find_unfinished():
             path = checkpoints.unfinished_path(point)
@@ -117,7 +119,9 @@ def _points_of_all(checkpoints: CheckpointDirectory, directories: Directories) -
     """
     everyones = [
         {PointInTime(*point): id_ for point, id_ in own}
-        for own in agreement.of_all([(p, _id(checkpoints.path(p))) for p in checkpoints.find()])
+        for own in collectives.all_gather_object(
+            [(p, _id(checkpoints.path(p))) for p in checkpoints.find()]
+        )
     ]
     every = sorted({point for own in everyones for point in own})
     # Parts with another ID are of a training that was not continued. A damaged record has no ID
@@ -171,7 +175,9 @@ def _inspect(
         problems = record.problems(path, here.index(dist.get_rank()), len(here))
     except CheckpointError as error:
         problems = [str(error).rstrip(".")]
-    found = {problem for problems in agreement.of_all(problems) for problem in problems}
+    found = {
+        problem for problems in collectives.all_gather_object(problems) for problem in problems
+    }
     return record, "; ".join(sorted(found)) + "." if found else None
 
 
@@ -195,7 +201,9 @@ def _check_ranks(path: str, record: CommitRecord, directories: Directories) -> N
             f"{path} has {record.description()}, of {record.world_size}, where "
             f"{directories.names(here)} of {world_size} are to continue"
         )
-    problems = list(dict.fromkeys(p for p in agreement.of_all(problem) if p is not None))
+    problems = list(
+        dict.fromkeys(p for p in collectives.all_gather_object(problem) if p is not None)
+    )
     if problems:
         raise CheckpointError(f"{'; '.join(problems)}. {_ADVICE}")
 

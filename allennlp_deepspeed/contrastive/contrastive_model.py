@@ -10,7 +10,7 @@ from allennlp.nn import RegularizerApplicator
 from overrides import overrides
 
 from allennlp_deepspeed.contrastive.gathering import gather_examples, sum_over_ranks
-from allennlp_deepspeed.engine.agreement import world_size
+from allennlp_deepspeed.engine.collectives import world_size
 
 
 class ContrastiveModel(Model):

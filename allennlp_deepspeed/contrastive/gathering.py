@@ -6,7 +6,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.engine.agreement import numbers_of_all, world_size
+from allennlp_deepspeed.engine.collectives import all_gather_integers, world_size
 
 _ALIGNMENT = 8  # bytes, the size of the largest element that a tensor can have
 
@@ -86,7 +86,7 @@ def sum_over_ranks(part: torch.Tensor) -> torch.Tensor:
 def _gather_shapes(tensors: List[torch.Tensor]) -> List[List[Tuple[int, ...]]]:
     """Returns for each rank the shape of each tensor."""
     sizes = [size for tensor in tensors for size in tensor.shape]
-    everyones = numbers_of_all(sizes, tensors[0].device)
+    everyones = all_gather_integers(sizes, tensors[0].device)
     shapes = []
     for numbers in map(iter, everyones):
         shapes.append([tuple(next(numbers) for _ in tensor.shape) for tensor in tensors])

@@ -8,7 +8,7 @@ from allennlp.common.util import is_distributed
 from allennlp.training.metrics import Metric
 from overrides import overrides
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 
 # Documents are ranked in blocks of this number of pairs by this number of documents: 2**24 scores.
 BLOCK_SIZE = 2**12
@@ -276,7 +276,7 @@ def _gather(seen: List[Rows]) -> Rows:
     rank, device = dist.get_rank(), _device_of_group()
     shape = seen[0][0].shape if seen else (0, 0)
     num_rows = sum(len(rows[0]) for rows in seen)
-    counts, dims = zip(*agreement.numbers_of_all([num_rows, shape[1]], device))
+    counts, dims = zip(*collectives.all_gather_integers([num_rows, shape[1]], device))
     gathered = []
     for tensor in _concatenate(seen, dim=max(dims)):
         # One rank after the other, since counts differ and one part at a time has to fit on the

@@ -4,7 +4,7 @@ from typing import List
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 
 _BUCKET_SIZE = 250 * 1024 * 1024  # bytes, as in DistributedDataParallel
 
@@ -40,7 +40,7 @@ class BufferBroadcast:
         """
         if self._has_found or dist.get_world_size() == 1:
             return
-        self._has_found = agreement.any_of(bool(_buffers(self._model)), self._device)
+        self._has_found = collectives.all_reduce_any(bool(_buffers(self._model)), self._device)
 
     @torch.no_grad()
     def broadcast(self) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from allennlp.common.util import SigTermReceived
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class TrainingInterruption:
         device : `torch.device`, required.
             The device that the process group communicates on.
         """
-        return agreement.highest(self.signal_number, device)
+        return collectives.all_reduce_max(self.signal_number, device)
 
 
 def interrupted(signal_number: int, where: str) -> BaseException:

@@ -5,7 +5,7 @@ from typing import Any, List, NoReturn, Optional, Tuple
 import torch
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_comm_dtype
-from allennlp_deepspeed.engine import agreement, internals
+from allennlp_deepspeed.engine import collectives, internals
 from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import Fragment, Shards
 
@@ -142,7 +142,7 @@ class WeightWatch:
             On every rank, if any has detected a change.
         """
         self._compare(over_the_bus=True)
-        if agreement.any_of(self.has_found(), self._device):
+        if collectives.all_reduce_any(self.has_found(), self._device):
             self.raise_error()
 
     def _versions_of(self, parameter: Any) -> Tuple[int, int]:

@@ -22,7 +22,7 @@ from allennlp_deepspeed.deepspeed_api import (
     safe_set_local_fp32_param,
     zero,
 )
-from allennlp_deepspeed.engine import agreement, internals
+from allennlp_deepspeed.engine import collectives, internals
 from allennlp_deepspeed.engine.released_parameters import (
     access_allowed,
     allow_access,
@@ -94,7 +94,7 @@ def load_full_state_dict(engine: DeepSpeedEngine, state_dict: Optional[StateDict
         others = _like(state_dict)
         others.update((key, value) for key, value in state_dict.items() if key not in set(names))
     # Pickled, because it may be of any type, and no backend broadcasts all dtypes of tensors.
-    engine.module.load_state_dict(agreement.of_rank_0(others), strict=False)
+    engine.module.load_state_dict(collectives.broadcast_object(others), strict=False)
 
 
 def _like(state_dict: Any) -> StateDict:

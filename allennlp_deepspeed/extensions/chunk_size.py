@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import Shards
@@ -60,10 +60,10 @@ def find_chunk_size(
     `int`
         The number of examples of a chunk.
     """
-    most = _highest(batch_size, engine)
+    most = _all_reduce_max(batch_size, engine)
     if left is None:
         left = left_for_activations(engine)
-    size, (needed, result) = 1, _highest(_bytes_of(encode, 1, engine), engine)
+    size, (needed, result) = 1, _all_reduce_max(_bytes_of(encode, 1, engine), engine)
     needed_by_one = needed
     if keeps_results:
         left -= most * result
@@ -73,7 +73,7 @@ def find_chunk_size(
     slope = 0
     while size < most and needed + size * slope <= budget:
         size *= 2
-        before, (needed, _) = needed, _highest(_bytes_of(encode, size, engine), engine)
+        before, (needed, _) = needed, _all_reduce_max(_bytes_of(encode, size, engine), engine)
         slope = max(1, (needed - before) // (size // 2))
     fitting = size + (budget - needed) // slope if slope else size
     fitting = min(most, max(1, fitting))
@@ -106,7 +106,7 @@ def left_for_activations(engine: DeepSpeedEngine) -> int:
     gradient = gradient_memory.of_whole_gradient(
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
-    taken = 2 * gradient + _highest(_states_to_come(engine), engine)
+    taken = 2 * gradient + _all_reduce_max(_states_to_come(engine), engine)
     return gradient_memory.least_left_free(engine.device) - taken
 
 
@@ -154,5 +154,5 @@ def _bytes_of(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) 
     return [sum(storage.nbytes() for storage in storages.values()), sum(of_results.values())]
 
 
-def _highest(value: Numbers, engine: DeepSpeedEngine) -> Numbers:
-    return agreement.highest(value, engine.device, torch.int64)
+def _all_reduce_max(value: Numbers, engine: DeepSpeedEngine) -> Numbers:
+    return collectives.all_reduce_max(value, engine.device, torch.int64)

@@ -21,7 +21,7 @@ from allennlp_deepspeed.checkpoint.module_states import (
     load_module_states,
     module_states,
 )
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.phases import HOST_WAITS, during
 from allennlp_deepspeed.engine.random_states import random_states, set_random_states
 from allennlp_deepspeed.extensions.chunk_size import find_chunk_size, left_for_activations
@@ -132,7 +132,9 @@ class MicroBatches(StepExtension):
         if self._left is None:
             self._left = left_for_activations(self._engine)
         num_instances = num_examples(batch)
-        most, length = agreement.highest([num_instances, _length(batch)], self._engine.device)
+        most, length = collectives.all_reduce_max(
+            [num_instances, _length(batch)], self._engine.device
+        )
         size = self._size(most, length)
         if size is None:
             size = self._find(batch, most, length)

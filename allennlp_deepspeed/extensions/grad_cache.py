@@ -13,7 +13,7 @@ from overrides import overrides
 from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.gathered_parameters import Passes
 from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, during, phase
 from allennlp_deepspeed.engine.random_states import (
@@ -382,7 +382,9 @@ class Chunker:
         batch_size = num_examples(batch)
         if self._chunk_size == AUTO:
             self._chunk_size = self._found_chunk_size = self._find_chunk_size(inputs, batch_size)
-        most = max(size for (size,) in agreement.numbers_of_all([batch_size], self._engine.device))
+        most = max(
+            size for (size,) in collectives.all_gather_integers([batch_size], self._engine.device)
+        )
         return [
             chunk
             for of_group, chunk_size in self._groups(inputs)

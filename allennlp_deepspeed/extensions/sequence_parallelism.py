@@ -7,7 +7,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
 from overrides import overrides
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.sequence_groups import SequenceGroup, check_model
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.extensions.ulysses import UlyssesAttention
@@ -61,7 +61,7 @@ class SequenceParallelism(StepExtension):
         `RuntimeError`
             On every rank, if the ranks of a group had different batches.
         """
-        checksums = agreement.numbers_of_all([int(self._checksum)], device)
+        checksums = collectives.all_gather_integers([int(self._checksum)], device)
         for first in range(0, len(checksums), self._size):
             group = checksums[first : first + self._size]
             if any(checksum != group[0] for checksum in group):

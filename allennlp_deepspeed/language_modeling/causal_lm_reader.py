@@ -9,7 +9,7 @@ from allennlp.data.fields import TensorField
 from overrides import overrides
 from torch.utils.data import get_worker_info
 
-from allennlp_deepspeed.engine.agreement import world_size
+from allennlp_deepspeed.engine.collectives import world_size
 from allennlp_deepspeed.language_modeling import packing, pretrained
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
 from allennlp_deepspeed.language_modeling.conversations import (

@@ -6,7 +6,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.metrics import Metric
 from overrides import overrides
 
-from allennlp_deepspeed.engine.agreement import world_size
+from allennlp_deepspeed.engine.collectives import world_size
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import TokenLosses
 
 

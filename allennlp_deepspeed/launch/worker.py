@@ -32,7 +32,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from tqdm import tqdm
 
 from allennlp_deepspeed.config.global_batch import fill_batch_size
-from allennlp_deepspeed.engine import agreement, interruption, worker_failure
+from allennlp_deepspeed.engine import collectives, interruption, worker_failure
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 from allennlp_deepspeed.engine.one_process import as_one_process
 from allennlp_deepspeed.engine.sequence_groups import read_by_groups
@@ -279,7 +279,9 @@ def _compare(own: Dict[str, Any]) -> None:
     `ConfigurationError`
         On every rank, if what has to be the same differs.
     """
-    everyones = agreement.of_all((f"rank {dist.get_rank()} ({socket.gethostname()})", own))
+    everyones = collectives.all_gather_object(
+        (f"rank {dist.get_rank()} ({socket.gethostname()})", own)
+    )
     lines = differences(everyones)
     if lines:
         raise ConfigurationError(
@@ -298,7 +300,7 @@ def _continue_or_begin(arguments: Dict[str, Any], is_leader: bool, is_ours: bool
         if looks:
             force = bool(arguments.get("force")) and not is_ours
             continues = resumption.has_training(path, force)
-    continues = any(agreement.of_all(continues))
+    continues = any(collectives.all_gather_object(continues))
     with _agreed_problems():
         if looks and not continues:
             resumption.begin_anew(path, is_ours)
@@ -322,9 +324,9 @@ def _agreed_problems() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        agreement.of_all(f"{type(error).__name__}: {error}")
+        collectives.all_gather_object(f"{type(error).__name__}: {error}")
         raise
-    problems = [problem for problem in agreement.of_all(None) if problem is not None]
+    problems = [problem for problem in collectives.all_gather_object(None) if problem is not None]
     if problems:
         raise worker_failure.PeerFailed(problems[0])
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.gradient_reduction import set_zero_gradient
 from allennlp_deepspeed.training.reduction_schedule import MICRO_BATCH
 
@@ -41,7 +41,9 @@ class GradientAverage:
         """
         self._is_queued = False
         device = next(p.grad.device for p in self._parameters if p.grad is not None)
-        used = agreement.highest([int(p.grad is not None) for p in self._parameters], device)
+        used = collectives.all_reduce_max(
+            [int(p.grad is not None) for p in self._parameters], device
+        )
         gradients: List[torch.Tensor] = []
         for parameter, is_used in zip(self._parameters, used):
             if is_used:
@@ -50,7 +52,7 @@ class GradientAverage:
                 gradients.append(parameter.grad)  # type: ignore[arg-type]
         flat = torch._utils._flatten_dense_tensors(gradients)
         dist.all_reduce(flat)
-        flat.div_(agreement.world_size())
+        flat.div_(collectives.world_size())
         for gradient, average in zip(
             gradients, torch._utils._unflatten_dense_tensors(flat, gradients)
         ):

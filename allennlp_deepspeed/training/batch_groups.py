@@ -17,7 +17,7 @@ from allennlp.data.data_loaders import (
 )
 
 from allennlp_deepspeed.config.settings import fixed_size
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.phases import DATA, phase
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class BatchGroups:
 
     def _agree(self, value: int) -> int:
         """Returns the minimum over all ranks."""
-        return agreement.lowest(value, self._device)
+        return collectives.all_reduce_min(value, self._device)
 
 
 def _next(groups: Iterator[List[TensorDict]]) -> List[TensorDict]:
@@ -188,7 +188,7 @@ def num_batches(data_loader: DataLoader) -> Optional[int]:
     Returns the number of micro-batches of rank 0's epoch, or `None` if it isn't known. Schedules
     use it, so that they are the same on all ranks. Every rank must call it.
     """
-    return agreement.of_rank_0(_length(data_loader))
+    return collectives.broadcast_object(_length(data_loader))
 
 
 def micro_batch_size(data_loader: DataLoader) -> Optional[int]:

@@ -9,7 +9,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader, Vocabulary
 from allennlp.data.data_loaders import DataLoader, MultiProcessDataLoader
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.versions import differences, versions
 
 
@@ -48,7 +48,7 @@ def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[Dat
         On every rank, if they differ. The message has the values of each rank.
     """
     counts = {name: _num_divided_instances(loader) for name, loader in loaders.items()}
-    if agreement.world_size() == 1:
+    if collectives.world_size() == 1:
         _check_not_empty([counts])
         return
     own = _Setup(socket.gethostname(), {**_namespaces(vocab), **versions()}, counts)
@@ -56,7 +56,7 @@ def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[Dat
         if type(loader) is MultiProcessDataLoader and _divides_for_us(loader.reader):
             size = _file_size(loader.data_path)
             own.values[f"{name}, size of the file"] = size
-    everyones = agreement.of_all(own)
+    everyones = collectives.all_gather_object(own)
     _check_not_empty([setup.counts for setup in everyones])
     names = [f"rank {rank} ({setup.host})" for rank, setup in enumerate(everyones)]
     lines = differences([(name, setup.values) for name, setup in zip(names, everyones)])

@@ -4,7 +4,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 
 
 @runtime_checkable
@@ -60,7 +60,7 @@ class EvenBatches:
         while True:
             batch = next(batches, None)
             last = last if batch is None else batch
-            num_with_batch, num_without_any = agreement.total(
+            num_with_batch, num_without_any = collectives.all_reduce_sum(
                 [int(batch is not None), int(last is None)], self._device
             )
             if num_with_batch == 0:

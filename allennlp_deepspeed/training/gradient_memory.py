@@ -7,7 +7,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.engine.worker_device import available_memory, workers_per_node
 
@@ -23,7 +23,7 @@ def least_left_free(device: torch.device) -> int:
     GPU's memory or its share of the node's. Every rank must call it, and all get the same result.
     """
     device = torch.device(device)
-    return agreement.lowest(left_free(device), device, torch.int64)
+    return collectives.all_reduce_min(left_free(device), device, torch.int64)
 
 
 def left_free(device: torch.device) -> int:

@@ -12,7 +12,7 @@ from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_accelerator
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.gradient_reduction import GradientAccumulators, GradientReducer
 from allennlp_deepspeed.engine.phases import BACKWARD, during
 from allennlp_deepspeed.engine.shards import whole_shape
@@ -184,7 +184,7 @@ class GradientSynchronizer:
     def _compare_used(self) -> None:
         used, self._used = float(self._used or 0), None
         device = torch.device(get_accelerator().current_device_name())
-        largest, negative = agreement.highest([used, -used], device, torch.float64)
+        largest, negative = collectives.all_reduce_max([used, -used], device, torch.float64)
         self._waits_for_all = self._ranks_differ = largest != -negative
         if self._ranks_differ and dist.get_rank() == 0:
             logger.warning(

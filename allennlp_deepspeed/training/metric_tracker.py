@@ -3,7 +3,7 @@ from typing import Dict
 from allennlp.training.metric_tracker import MetricTracker
 from overrides import overrides
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 
 
 class AgreedMetricTracker(MetricTracker):
@@ -16,4 +16,4 @@ class AgreedMetricTracker(MetricTracker):
     @overrides
     def combined_score(self, metrics: Dict[str, float]) -> float:
         """Returns the score of rank 0. Every rank must call it."""
-        return agreement.of_rank_0(super().combined_score(metrics))
+        return collectives.broadcast_object(super().combined_score(metrics))

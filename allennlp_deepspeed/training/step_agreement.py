@@ -2,7 +2,7 @@ from typing import NamedTuple
 
 import torch
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 
 
 class StepAgreement(NamedTuple):
@@ -57,7 +57,7 @@ def agree_on_steps(
     """
     # One maximum over the ranks: those of the checksum and of its negative are the maximum and the
     # minimum.
-    since_nan, largest, smallest, signal_, is_time, weights, seconds = agreement.highest(
+    since_nan, largest, smallest, signal_, is_time, weights, seconds = collectives.all_reduce_max(
         [
             float(steps_since_nan),
             float(used_parameters_checksum),

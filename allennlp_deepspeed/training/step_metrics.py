@@ -14,7 +14,7 @@ from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 
 from allennlp_deepspeed.distributed_metrics import DistributedMetrics
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.reports.step_figures import Reading, StepFigures, num_instances
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
@@ -351,7 +351,7 @@ class Readings:
         sums = dist_reduce_sum(
             torch.tensor([loss, *(metrics[name] for name in names)], dtype=torch.float64)
         )
-        mean, *others = (sums / agreement.world_size()).tolist()
+        mean, *others = (sums / collectives.world_size()).tolist()
         metrics.update(zip(names, others))
         return mean
 

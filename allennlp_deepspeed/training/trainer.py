@@ -52,7 +52,7 @@ from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.distributed_metrics import DistributedMetrics
-from allennlp_deepspeed.engine import agreement, loss_scaling, phases, worker_failure
+from allennlp_deepspeed.engine import collectives, loss_scaling, phases, worker_failure
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.engine.interruption import (
@@ -468,7 +468,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._readings.start_epoch()
         self._distributed_metrics.find()
         # Callbacks may have been added, on some ranks only.
-        self._readings.metrics_are_read = agreement.any_of(
+        self._readings.metrics_are_read = collectives.all_reduce_any(
             any(map(may_read_metrics, self._callbacks)), self.cuda_device
         )
         self._pytorch_model.train()

@@ -4,7 +4,7 @@ import torch
 from allennlp.common import Tqdm
 from allennlp.data.data_loaders import MultiProcessDataLoader
 
-from allennlp_deepspeed.engine import agreement
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.random_states import (
     random_states,
     set_random_states,
@@ -73,10 +73,10 @@ class ValidationHistory:
             batches = Tqdm.tqdm(batches, desc="reading validation data again")
         for _ in batches:
             # The same ranks stop at the same batch as in AllenNLP's loop.
-            if agreement.any_of(False, self._device):
+            if collectives.all_reduce_any(False, self._device):
                 return
             self._leave_if_interrupted("before it has caught up with the checkpoint")
-        agreement.any_of(True, self._device)
+        collectives.all_reduce_any(True, self._device)
 
     def state_dict(self) -> Dict[str, Any]:
         return {"epochs": list(self._epochs), "starts": list(self._starts)}

@@ -35,7 +35,7 @@ def timeout(device: torch.device) -> float:
 
 
 # The default is int32, which every backend's reductions support, unlike bool.
-def highest(
+def all_reduce_max(
     value: Numbers,
     device: torch.device,
     dtype: torch.dtype = torch.int32,
@@ -56,20 +56,24 @@ def highest(
 
     `Union[int, float, List[int], List[float]]`
     """
-    return _reduce(value, device, dtype, dist.ReduceOp.MAX)
+    return _all_reduce(value, device, dtype, dist.ReduceOp.MAX)
 
 
-def lowest(value: Numbers, device: torch.device, dtype: torch.dtype = torch.int32) -> Numbers:
-    """Returns the minimum over all ranks. Parameters are those of `highest`."""
-    return _reduce(value, device, dtype, dist.ReduceOp.MIN)
+def all_reduce_min(
+    value: Numbers, device: torch.device, dtype: torch.dtype = torch.int32
+) -> Numbers:
+    """Returns the minimum over all ranks. Parameters are those of `all_reduce_max`."""
+    return _all_reduce(value, device, dtype, dist.ReduceOp.MIN)
 
 
-def total(value: Numbers, device: torch.device, dtype: torch.dtype = torch.int32) -> Numbers:
-    """Returns the sum over all ranks. Parameters are those of `highest`."""
-    return _reduce(value, device, dtype, dist.ReduceOp.SUM)
+def all_reduce_sum(
+    value: Numbers, device: torch.device, dtype: torch.dtype = torch.int32
+) -> Numbers:
+    """Returns the sum over all ranks. Parameters are those of `all_reduce_max`."""
+    return _all_reduce(value, device, dtype, dist.ReduceOp.SUM)
 
 
-def any_of(value: bool, device: torch.device) -> bool:
+def all_reduce_any(value: bool, device: torch.device) -> bool:
     """
     Returns whether the value is true on any rank, with one all-reduce. Every rank must call it.
 
@@ -79,10 +83,10 @@ def any_of(value: bool, device: torch.device) -> bool:
     device : `torch.device`
         The device that the process group communicates on.
     """
-    return bool(highest(int(value), device))
+    return bool(all_reduce_max(int(value), device))
 
 
-def numbers_of_all(numbers: Sequence[int], device: torch.device) -> List[List[int]]:
+def all_gather_integers(numbers: Sequence[int], device: torch.device) -> List[List[int]]:
     """
     Gathers integers of all ranks with one all-gather. Every rank must call it.
 
@@ -101,12 +105,12 @@ def numbers_of_all(numbers: Sequence[int], device: torch.device) -> List[List[in
     if world_size() == 1:
         return [list(numbers)]
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    everyones = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(everyones, own)
-    return torch.stack(everyones).tolist()
+    gathered = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(gathered, own)
+    return torch.stack(gathered).tolist()
 
 
-def of_rank_0(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """
     Returns the value of rank 0, with one broadcast of its length and one of its contents. Every
     rank must call it.
@@ -116,20 +120,13 @@ def of_rank_0(value: T) -> T:
     value : `T`
         Anything that can be pickled. The values of other ranks are ignored.
     """
-    return of_rank(0, value)
-
-
-def of_rank(rank: int, value: T) -> T:
-    """
-    Returns the value of the rank `rank`, which must be the same on all ranks. See `of_rank_0`.
-    """
     values = [value]
     if world_size() > 1:
-        dist.broadcast_object_list(values, src=rank)
+        dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
-def of_all(value: T) -> List[T]:
+def all_gather_object(value: T) -> List[T]:
     """
     Returns the values of all ranks, by rank, with one all-gather of their lengths and one of their
     contents. Every rank must call it.
@@ -145,10 +142,12 @@ def of_all(value: T) -> List[T]:
     return values
 
 
-def _reduce(value: Numbers, device: torch.device, dtype: torch.dtype, operation: Any) -> Numbers:
+def _all_reduce(
+    value: Numbers, device: torch.device, dtype: torch.dtype, operation: Any
+) -> Numbers:
     if world_size() == 1:
         return value
     tensor = torch.tensor(value, dtype=dtype, device=device)
     dist.all_reduce(tensor, op=operation)
-    agreed: Any = tensor.tolist()
-    return agreed
+    reduced: Any = tensor.tolist()
+    return reduced
