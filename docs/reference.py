@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Dict, List
 
 from pydantic import TypeAdapter
 
@@ -15,49 +15,44 @@ from allennlp_deepspeed.config.keys import Key
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, DISTRIBUTED_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.language_modeling import CausalLM, CausalLMPredictor, CausalLMReader
 
-Columns = Dict[str, Callable[[str, Key], str]]
-
 PATH = Path(__file__).with_suffix(".md")
 
-_HEAD = """# Keys
+_HEAD = """# Reference
 
-Written by `make reference` from `allennlp_deepspeed/config/own_keys.py`, and those of
-[language models](#language-models) from the docstrings of their classes. An unknown key of
-`trainer`, `checkpointer`, `distributed` or `deepspeed_config` is refused before data are read, with
-the nearest known one; one of AllenNLP's other sections when that object is constructed, after the
-data are read. [configuration.md](configuration.md) has the presets, and which of DeepSpeed's keys
-these fill.
+This page answers what each key of `trainer`, `trainer.checkpointer` and `distributed` means, and
+each key of [language models](#language-models). [configuration.md](configuration.md) has the
+presets, and says which AllenNLP key fills which DeepSpeed key. `make reference` writes this page.
 
 ## `trainer`
 
-With `"type": "deepspeed"`. These are new, or mean more than in AllenNLP; every other key of its
-[trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/) means the same.
-Where it says "yes", or names keys in it, the value may be another with `--recover`; that goes for
-`distributed`, `trainer.cuda_device`, `trainer.num_epochs` and the batch size of a data loader, too.
-A schedule that is computed from the number of epochs goes on as one of the new number.
+Keys with `"type": "deepspeed"` that are new, or mean more than in AllenNLP. Every other key of
+AllenNLP's [trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/) means
+the same. `--recover` accepts another value where a key says so, and for `distributed`,
+`trainer.cuda_device`, `trainer.num_epochs` and the batch sizes of data loaders. A schedule that
+depends on the number of epochs follows the new number.
 """
 
 _CHECKPOINTER = """
 ## `trainer.checkpointer`
 
-Its `"type"` is `"deepspeed"`, if nothing else is said. All may be others with `--recover`.
+Its `"type"` is `"deepspeed"`, the default. All values may change with `--recover`.
 """
 
 
 _DISTRIBUTED = """
 ## `distributed`
 
-With the `deepspeed` trainer. Beside AllenNLP's `cuda_devices`, `num_nodes`, `primary_address`,
-`primary_port` and `ddp_accelerator`; any other key is refused. All may be others with `--recover`.
-[several_machines.md](several_machines.md) says what each failure prints.
+Keys in addition to AllenNLP's `cuda_devices`, `num_nodes`, `primary_address`, `primary_port` and
+`ddp_accelerator`. All values may change with `--recover`.
+[several_machines.md](several_machines.md#when-something-goes-wrong) has the messages.
 """
 
 
 _LANGUAGE_MODELS = """
 ## Language models
 
-Of the type `"causal_lm"`: the model, the reader, and the predictor, of which `allennlp predict`
-takes the keys as `--predictor-args`.
+Keys of the model, the reader and the predictor `"causal_lm"`. `allennlp predict` takes those of the
+predictor as `--predictor-args`.
 """
 
 # What AllenNLP passes in.
@@ -66,20 +61,13 @@ _PASSED_IN = ("vocab", "model", "dataset_reader")
 
 def reference() -> str:
     """The text of `reference.md`."""
-    columns: Columns = {
-        "Key": lambda name, key: f"`{name}`",
-        "Type": lambda name, key: _type(key.type),
-        "Default": lambda name, key: f"`{json.dumps(key.default)}`",
-    }
-    changes: Columns = {"May change": lambda name, key: _changes(key)}
-    meaning: Columns = {"Meaning": lambda name, key: key.doc}
     return (
         _HEAD
-        + _table(TRAINER_KEYS, {**columns, **changes, **meaning})
+        + "".join(_section(name, key) for name, key in TRAINER_KEYS.items())
         + _CHECKPOINTER
-        + _table(CHECKPOINTER_KEYS, {**columns, **meaning})
+        + "".join(_section(name, key) for name, key in CHECKPOINTER_KEYS.items())
         + _DISTRIBUTED
-        + _table(DISTRIBUTED_KEYS, {**columns, **meaning})
+        + "".join(_section(name, key) for name, key in DISTRIBUTED_KEYS.items())
         + _LANGUAGE_MODELS
         + _documented("model", CausalLM)
         + _documented("dataset_reader", CausalLMReader)
@@ -87,28 +75,27 @@ def reference() -> str:
     )
 
 
+def _section(name: str, key: Key) -> str:
+    """A heading and a paragraph."""
+    facts = [_type(key.type), f"default `{json.dumps(key.default)}`", *_changes(key)]
+    return f"\n### `{name}`\n({'; '.join(facts)}) {key.doc}\n"
+
+
 def _documented(name: str, registered: type) -> str:
-    """A table of the constructor's parameters that a config file has, from its class docstring."""
+    """A list of the constructor's parameters that a config file has, from its class docstring."""
     section = inspect.getdoc(registered).split("# Parameters")[1].split("# Raises")[0]  # type: ignore
     entries = re.findall(r"^(\w+) : `(.+?)`, (.+)\n((?:    .*\n?)*)", section, re.MULTILINE)
-    rows = [
-        [f"`{key}`", f"`{type_}`", *_default(default), " ".join(doc.split())]
+    lines = [
+        f"- **`{key}`** (`{type_}`; {_default(default)}) {' '.join(doc.split())}\n"
         for key, type_, default, doc in entries
         if key not in _PASSED_IN
     ]
-    head = [["Key", "Type", "Default", "Meaning"], ["---"] * 4]
-    return "\n".join(["", f"### `{name}`", "", *(f"| {' | '.join(r)} |" for r in head + rows), ""])
+    return "".join([f"\n### `{name}`\n\n", *lines])
 
 
-def _default(text: str) -> List[str]:
-    return re.findall(r"\(default = (`.+`)\)", text) or ["required"]
-
-
-def _table(keys: Dict[str, Key], columns: Columns) -> str:
-    rows = [list(columns), ["---"] * len(columns)]
-    for name, key in keys.items():
-        rows.append([column(name, key) for column in columns.values()])
-    return "\n".join(["", *(f"| {' | '.join(row)} |" for row in rows), ""])
+def _default(text: str) -> str:
+    found = re.search(r"\(default = (`.+`)\)", text)
+    return f"default {found[1]}" if found else "required"
 
 
 def _type(type_: Any) -> str:
@@ -135,10 +122,13 @@ _NAMES = {
 }
 
 
-def _changes(key: Key) -> str:
-    if isinstance(key.may_change, bool):
-        return "yes" if key.may_change else "no"
-    return ", ".join(f"`{name}`" for name in key.may_change)
+def _changes(key: Key) -> List[str]:
+    if key.may_change is False:
+        return []
+    if key.may_change is True:
+        return ["may change with `--recover`"]
+    names = ", ".join(f"`{name}`" for name in key.may_change)
+    return [f"with `--recover` only {names} may change"]
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ TRAINER_KEYS: Dict[str, Key] = {
     "deepspeed_config": Key(
         OBJECT,
         default="zero_2",
-        doc="A preset's name, a preset with changes, or "
-        "[DeepSpeed's schema](https://www.deepspeed.ai/docs/config-json) as it is.",
+        doc="A [preset's name](configuration.md#presets), a preset with changes, or "
+        "[DeepSpeed's schema](https://www.deepspeed.ai/docs/config-json).",
         may_change=(
             "activation_checkpointing",
             "gradient_accumulation_steps",
@@ -53,39 +53,39 @@ TRAINER_KEYS: Dict[str, Key] = {
     "optimizer": Key(
         OBJECT,
         default=None,
-        doc='As in AllenNLP, whose `"adam"` it is if neither this nor `deepspeed_config` says '
-        'anything. Not given if the latter has an `"optimizer"` section. With offload, '
-        "DeepSpeed's optimizer for the CPU takes its place where there is one.",
+        doc="As in AllenNLP; `adam` if unset here and in `deepspeed_config`. Must be unset "
+        "if `deepspeed_config` has an `optimizer` section. With offload, DeepSpeed's "
+        "[CPU optimizer](large_models.md#optimizer) replaces it where there is one.",
     ),
     "num_gradient_accumulation_steps": Key(
         Union[PositiveInt, Literal["auto"], None],
         default=None,
-        doc="Micro-batches in an optimizer step. `null` takes DeepSpeed's "
-        "`gradient_accumulation_steps`, which is 1 if it isn't set either. "
-        '`"auto"` needs a `global_batch_size`.',
+        doc="The number of micro-batches in an optimizer step. `null` takes DeepSpeed's "
+        '`gradient_accumulation_steps`, or 1 if that is unset too. `"auto"` needs a '
+        "`global_batch_size`.",
         advice='must be an integer, at least 1, or "auto"',
         may_change=True,
     ),
     "global_batch_size": Key(
         Optional[PositiveInt],
         default=None,
-        doc='With `"num_gradient_accumulation_steps": "auto"`: the instances of an optimizer step, '
-        "of all workers. The first step finds the largest micro-batch that fits into memory, and "
-        "the rest is accumulation, with the numbers of one batch of this size. For models that say "
-        "over how many instances or tokens their loss is a mean "
-        "([global batches](global_batch.md)).",
+        doc="The number of instances in an optimizer step, over all workers. Needs "
+        '`"num_gradient_accumulation_steps": "auto"`: the first step finds the largest '
+        "micro-batch that fits into memory ([automatic micro-batch "
+        "size](global_batch.md)).",
         advice="must be an integer, at least 1",
         may_change=True,
     ),
     "gradient_synchronization": Key(
         Literal["auto", "step", "micro_batch"],
         default="auto",
-        doc="When gradients are reduced across the workers, with several micro-batches in a step; "
-        'the numbers are the same. `"step"`: once an optimizer step, at every ZeRO stage; each '
-        'worker accumulates an unsharded gradient until then. `"micro_batch"`, for stages 2 and '
-        "3: with each micro-batch, which leaves a shard of the gradient on each worker, and "
-        'multiplies the traffic. `"auto"` is `"step"` if an unsharded gradient fits into half of '
-        'the memory that the first step has left free on every worker, else `"micro_batch"`.',
+        doc="When gradients are reduced, with several micro-batches in a step. The numbers "
+        'are the same. `"step"` reduces once per optimizer step; each worker '
+        'accumulates an unsharded gradient until then. `"micro_batch"`, at stages 2 and'
+        ' 3, reduces in each backward pass: less memory, more traffic. `"auto"` is '
+        '`"step"` if an unsharded gradient fits into half of the memory that is free on'
+        " every worker after the first step "
+        "([communication](communication.md#when-gradients-are-reduced)).",
         advice='must be "auto", "step" (formerly "boundary") or "micro_batch"; shares and regular '
         "expressions are no longer possible",
         may_change=True,
@@ -93,29 +93,30 @@ TRAINER_KEYS: Dict[str, Key] = {
     "grad_cache": Key(
         Optional[GradCacheSettings],
         default=None,
-        doc="Trains a [contrastive model](contrastive.md) on batches whose activations don't fit "
-        'into memory, with the gradient of the whole batch: `{"chunk_size": 32}` encodes as many '
-        "examples at a time, on each worker. A number for each argument of `encode`, as "
-        '`{"query": 64, "document": 16}`, or `"auto"`, the largest that fits.',
+        doc="Gradient caching for a [contrastive model](contrastive.md): the gradient of "
+        'the full batch, if its activations don\'t fit into memory. `{"chunk_size": 32}`'
+        " encodes 32 examples at a time on each worker. `chunk_size` may also be a "
+        'number for each argument of `encode`, such as `{"query": 64, "document": 16}`,'
+        ' or `"auto"`, the largest that fits.',
         advice='must be an object, such as {"chunk_size": 32}',
         may_change=True,
     ),
     "resume": Key(
         Optional[Literal["auto"]],
         default=None,
-        doc='`"auto"`: the same command starts the training, or continues it if the serialization '
-        "directory has a checkpoint of it, with `--recover` or without. For queues that start a "
-        "job again, and for torchrun's `--max-restarts`.",
+        doc='`"auto"` starts a training, or resumes it if the serialization directory has a'
+        " checkpoint of it, with `--recover` or without. For job queues that start the "
+        "same command again, and for torchrun's `--max-restarts`.",
         advice='must be "auto" or null',
         may_change=True,
     ),
     "log_every_num_steps": Key(
         Optional[PositiveInt],
         default=None,
-        doc="After how many optimizer steps the host waits for the device to read the losses. At "
-        "these steps the progress bar is updated, the workers tell each other of a signal or a "
-        "NaN, which ends training, and `save_every_num_seconds` is asked. `null` for about once a "
-        "second. The metrics of an epoch are the same with any number.",
+        doc="The number of optimizer steps after which the host waits for the device and "
+        "reads the losses. At the same time the progress bar is updated, the workers "
+        "agree on signals and NaN, and `save_every_num_seconds` is checked. `null` "
+        "means about once a second. The metrics of an epoch don't depend on it.",
         advice="write a number of optimizer steps, at least 1, or leave it out for about once a "
         "second.",
         may_change=True,
@@ -123,64 +124,65 @@ TRAINER_KEYS: Dict[str, Key] = {
     "grad_norm": Key(
         Union[bool, NonNegativeFloat, None],
         default=None,
-        doc="A number is DeepSpeed's `gradient_clipping`. A number or `true` has `batch_grad_norm` "
-        "reported to callbacks, the norm of the whole gradient over all workers before clipping.",
+        doc="A number is DeepSpeed's `gradient_clipping`: gradients are clipped to this "
+        "norm. With a number or `true`, callbacks get `batch_grad_norm`, the norm of "
+        "the gradient over all workers before clipping.",
         advice="must be a number above 0 to clip to, true to report the norm without clipping, or "
         "false",
     ),
     "grad_clipping": Key(
         Optional[NonNegativeFloat],
         default=None,
-        doc="Applied after the norm has been clipped, to each element of the gradient that the "
-        "optimizer steps with.",
+        doc="Clips each element of the gradient to this absolute value, after clipping by norm.",
     ),
     "use_amp": Key(
         Optional[bool],
         default=None,
-        doc="Computes in bf16 where the device can, else in fp16, unless `deepspeed_config` "
-        "already names a precision. On CPU too. `null` leaves it to `deepspeed_config`; "
-        "`false` is fp32.",
+        doc="`true` computes in bf16 if the device can, else in fp16, unless "
+        "`deepspeed_config` sets a [precision](configuration.md#what-fills-what). On "
+        "CPUs too. `null` leaves it to `deepspeed_config`. `false` is fp32.",
         advice="must be true, false or null",
     ),
     "grad_scaling": Key(
         bool,
         default=True,
-        doc="`false` trains in fp16 with a loss scale of 1.",
+        doc="`false` trains in fp16 with a constant loss scale of 1.",
         advice="must be true or false",
     ),
     "moving_average": Key(
         OBJECT,
         default=None,
-        doc="Kept on the fp32 weights, each worker on its shard.",
+        doc="As in AllenNLP, of the fp32 weights. Each worker averages its shard.",
     ),
     "reshard_after_micro_batch": Key(
         Union[bool, Literal["auto"]],
         default="auto",
-        doc="At ZeRO stage 3, with several micro-batches in a step: whether parameters are sharded "
-        "again after each micro-batch, and gathered for the next. `false` leaves them gathered on "
-        "each worker until the step ends, as FSDP2's `set_reshard_after_backward(False)`; the "
-        'numbers are the same. `"auto"` is `false` if all parameters fit into half of the memory '
-        "that the first two steps have left free on every worker, else `true`.",
+        doc="At ZeRO stage 3 with several micro-batches in a step: whether parameters are "
+        "resharded after each micro-batch. `false` leaves them gathered on each worker "
+        "until the step ends, as FSDP2's `set_reshard_after_backward(False)`. The "
+        'numbers are the same. `"auto"` is `false` if all parameters fit into half of '
+        "the memory that is free on every worker after the first two steps "
+        "([communication](communication.md#gathering-parameters-reshard_after_micro_batch)).",
         advice='must be true, false or "auto"',
         may_change=True,
     ),
     "sequence_parallel_size": Key(
         PositiveInt,
         default=1,
-        doc="How many neighbouring workers share each sequence, of which each holds a part "
-        "([Ulysses](https://arxiv.org/abs/2309.14509)). They read the same data, and count as one "
-        'worker wherever instances are counted. For models with causal attention, `"causal_lm"` '
-        "([long sequences](long_sequences.md)).",
+        doc="The number of neighbouring workers that share each sequence "
+        "([Ulysses](https://arxiv.org/abs/2309.14509)). They read the same data, and "
+        'count as one worker in batch sizes. For `"causal_lm"` ([long '
+        "sequences](long_sequences.md)).",
         advice="must be an integer, at least 1",
         may_change=True,
     ),
     "sequence_tiling": Key(
         Optional[SequenceTiling],
         default=None,
-        doc='`{"modules": ["mlp$"], "num_tiles": 8}`: the modules whose names match one of the '
-        "regular expressions compute so many parts of a sequence one after the other, and again "
-        "in the backward pass. For modules that compute each position by itself, as feed-forward "
-        "layers do ([long sequences](long_sequences.md)).",
+        doc='With `{"modules": ["mlp$"], "num_tiles": 8}`, modules whose names match a '
+        "regular expression compute a sequence in 8 parts, one after the other, and "
+        "recompute them in the backward pass. For modules that compute each position by"
+        " itself, such as feed-forward layers ([long sequences](long_sequences.md)).",
         advice='must have "modules", regular expressions for the names of modules, such as '
         '["mlp$"], and "num_tiles", a number',
         may_change=True,
@@ -188,9 +190,10 @@ TRAINER_KEYS: Dict[str, Key] = {
     "activation_checkpointing": Key(
         Optional[_Patterns],
         default=None,
-        doc='Regular expressions for names of modules, such as `["transformer_model.encoder.layer"'
-        "]`. Of these only the inputs are kept, and the rest is computed again in the backward "
-        "pass.",
+        doc="Regular expressions for names of modules, such as "
+        '`["transformer_model.encoder.layer"]`. Only the inputs of these modules are '
+        "stored; the backward pass recomputes the rest "
+        "([activations](large_models.md#activations)).",
         advice="must be a list of regular expressions for the names of modules, such as "
         '["transformer_model.encoder.layer"].',
         check=partial(_check_patterns, "activation_checkpointing"),
@@ -199,11 +202,11 @@ TRAINER_KEYS: Dict[str, Key] = {
     "torch_compile": Key(
         Union[bool, TorchCompile, None],
         default=None,
-        doc="`true`, or arguments of [`torch.compile`](https://docs.pytorch.org/docs/stable/"
-        "generated/torch.compile.html): `backend`, `mode`, `dynamic`, `fullgraph`, `options`, "
-        "`recompile_limit`. Compiles the model's forward pass, and what follows from it for the "
-        "backward pass; at ZeRO stage 3 each module that `zero_optimization.leaf_module` names. "
-        "[What stays outside](compile.md).",
+        doc="`true`, or arguments of "
+        "[`torch.compile`](https://docs.pytorch.org/docs/stable/generated/torch.compile.html):"
+        " `backend`, `mode`, `dynamic`, `fullgraph`, `options`, `recompile_limit`. "
+        "Compiles forward and backward pass of the model; at stage 3 of each module "
+        "that `zero_optimization.leaf_module` names ([compiled models](compile.md)).",
         advice="must be true, or an object with arguments of `torch.compile`, such as "
         '{"mode": "max-autotune", "dynamic": true}',
         may_change=True,
@@ -219,54 +222,56 @@ TRAINER_KEYS: Dict[str, Key] = {
 
 CHECKPOINTER_KEYS: Dict[str, Key] = {
     "save_completed_epochs": Key(
-        bool, default=True, doc="Whether to save a checkpoint at the end of each epoch."
+        bool, default=True, doc="Saves a checkpoint at the end of each epoch."
     ),
     "save_every_num_batches": Key(
         Optional[PositiveInt],
         default=None,
-        doc="Saves a checkpoint after so many optimizer steps.",
+        doc="Saves a checkpoint after this number of optimizer steps.",
     ),
     "save_every_num_seconds": Key(
         Optional[NonNegativeFloat],
         default=None,
-        doc="Saves a checkpoint after so many seconds by the clock of rank 0, which decides for "
-        "all workers when they read the losses.",
+        doc="Saves a checkpoint after this time, by the clock of rank 0. It is checked when"
+        " the losses are read.",
     ),
     "keep_most_recent_by_count": Key(
         Optional[NonNegativeInt],
         default=2,
-        doc="How many checkpoints to keep. `null` here and for the next keeps all.",
+        doc="The number of newest checkpoints to keep. `null` here and for "
+        "`keep_most_recent_by_age` keeps all.",
     ),
     "keep_most_recent_by_age": Key(
         Optional[NonNegativeFloat],
         default=None,
-        doc="Keeps those younger than so many seconds as well.",
+        doc="Also keeps checkpoints that are younger than this number of seconds.",
     ),
     "save_on_preemption": Key(
         bool,
         default=False,
-        doc="Whether a training that ends because of a SIGTERM first saves a checkpoint, after the "
-        "optimizer step that it is in. Not on Ctrl-C.",
+        doc="On SIGTERM, saves a checkpoint after the current optimizer step, before "
+        "training ends. Not on Ctrl-C.",
     ),
     "async_save": Key(
         bool,
         default=False,
-        doc="Whether training waits only for a copy in CPU memory, from which the files are "
-        "written while it goes on. It needs the memory for what a worker saves, once more.",
+        doc="Training waits only for a copy in CPU memory; the files are written from it "
+        "while training continues. It needs the memory of what a worker saves once "
+        "more.",
     ),
     "exclude_frozen_parameters": Key(
         bool,
         default=False,
-        doc="Whether parameters that aren't trained are left out of checkpoints, which then hold "
-        "as little as LoRA's adapters. Recovery takes them from the model as it is constructed "
-        "again, and refuses to continue unless they are the same to the last bit.",
+        doc="Leaves frozen parameters out of checkpoints, which become small with LoRA. A "
+        "resumed run takes them from the newly constructed model, and is refused unless"
+        " they are bitwise the same.",
     ),
     "on_corrupt": Key(
         Literal["error", "previous"],
         default="error",
-        doc="What recovery does if a file of the newest checkpoint is missing or damaged: "
-        '`"error"`, or `"previous"` to rename it to `....corrupt` and continue from the newest '
-        "that is intact.",
+        doc='If a file of the newest checkpoint is missing or damaged: `"error"`, or '
+        '`"previous"` to rename the checkpoint to `....corrupt` and resume from the '
+        "newest intact one.",
     ),
 }
 """The keys under "checkpointer", except its "type"."""
@@ -275,45 +280,45 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
     "timeout": Key(
         _Seconds,
         default=600,
-        doc="How long a collective waits for ranks that don't enter it, in seconds, of gloo's and "
-        "NCCL's process groups alike. Then the training ends.",
+        doc="The number of seconds that a collective, of gloo or NCCL, waits for the other "
+        "ranks. After it the training ends.",
         advice="must be a number of seconds above 0",
     ),
     "rendezvous_timeout": Key(
         _Seconds,
         default=300,
-        doc="How long the start waits for nodes that haven't come, in seconds.",
+        doc="The number of seconds that the start waits for missing nodes.",
         advice="must be a number of seconds above 0",
     ),
     "shutdown_timeout": Key(
         _Seconds,
         default=120,
-        doc="How long workers have to leave after SIGTERM or Ctrl-C, in seconds, saving a "
-        "checkpoint included. Then they are killed.",
+        doc="The number of seconds that workers have to leave after SIGTERM or Ctrl-C, "
+        "including a checkpoint. After it they are killed.",
         advice="must be a number of seconds above 0",
     ),
     "max_restarts": Key(
         Annotated[int, Field(ge=0)],
         default=0,
-        doc="How often all workers are restarted when one of them fails, to continue from the "
-        "newest checkpoint. What the config is to blame for, and a step that fails twice, ends "
-        "the training.",
+        doc="How often all workers are restarted from the newest checkpoint when one of "
+        "them fails. An error in the config, and a step that fails twice, end the "
+        "training ([restarts](several_machines.md#restarts)).",
         advice="must be a whole number from 0 on",
     ),
     "min_nodes": Key(
         Optional[PositiveInt],
         default=None,
-        doc="Trains on any number of nodes from this one to `num_nodes`: a node that is lost is "
-        "taken out, and one that joins is taken in ([elastic nodes](several_machines.md"
-        "#elastic-nodes)). Needs a `global_batch_size` and a shared serialization directory. If "
-        "unset, all nodes have to be there.",
+        doc="Trains on `min_nodes` to `num_nodes` nodes: a lost node is removed, a joining "
+        "one is added ([elastic nodes](several_machines.md#elastic-nodes)). Needs a "
+        "`global_batch_size` and a shared serialization directory. If unset, all nodes "
+        "must be there.",
         advice="must be an integer, at least 1",
     ),
     "rendezvous_endpoint": Key(
         Optional[Annotated[str, Field(pattern=r"^[^:/]+:\d+$")]],
         default=None,
-        doc="`host:port` of a store in which the nodes meet, as torchrun's `--rdzv-endpoint`, "
-        "instead of one on node 0 at `primary_address` and `primary_port`.",
+        doc="`host:port` of a store where the nodes meet, as torchrun's `--rdzv-endpoint`. "
+        "If unset, the store is on node 0, at `primary_address` and `primary_port`.",
         advice='must be "host:port"',
     ),
 }
