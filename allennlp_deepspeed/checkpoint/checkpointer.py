@@ -40,7 +40,7 @@ from allennlp_deepspeed.checkpoint.selection import (
     refuse_allennlp_checkpoints,
 )
 from allennlp_deepspeed.checkpoint.trainer_protocol import Training, overridden
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
@@ -118,9 +118,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         on_corrupt: Literal["error", "previous"] = "error",
     ) -> None:
         self.keys = {name: value for name, value in locals().items() if name in CHECKPOINTER_KEYS}
-        findings = Findings()
-        check_values("trainer.checkpointer", CHECKPOINTER_KEYS, self.keys, findings)
-        findings.raise_any()
+        errors = ConfigErrors()
+        check_values("trainer.checkpointer", CHECKPOINTER_KEYS, self.keys, errors)
+        errors.raise_any()
         _check_overridden(type(self))
         super().__init__(
             serialization_dir,

@@ -8,7 +8,7 @@ from typing import Any, Dict, Union
 
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.open_values import said
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import TrainerSettings
@@ -22,37 +22,37 @@ from allennlp_deepspeed.deepspeed_api import (
 
 
 def check_zero(
-    zero: DeepSpeedZeroConfig, grad_norm: Union[float, bool], findings: Findings
+    zero: DeepSpeedZeroConfig, grad_norm: Union[float, bool], errors: ConfigErrors
 ) -> None:
     path = f"{ROOT}.zero_optimization"
     if zero.offload_param is not None and zero.offload_param.device != "none" and zero.stage != 3:
-        findings.add(
+        errors.add(
             f'{path}.offload_param.device is "{zero.offload_param.device}", but parameters can be '
             f'offloaded only at stage 3, and {path}.stage is {zero.stage}: write "stage": 3 or '
             '"offload_param": null'
         )
     optimizer = zero.offload_optimizer
     if optimizer is not None and optimizer.device != "none" and zero.stage == 0:
-        findings.add(
+        errors.add(
             f'{path}.offload_optimizer.device is "{optimizer.device}", but optimizer states can be '
             f'offloaded only at stages 1 to 3, and {path}.stage is 0: write "stage": 1 or '
             '"offload_optimizer": null'
         )
     if not zero.compute_grad_norm and grad_norm is not False:
-        findings.add(
+        errors.add(
             f"{path}.compute_grad_norm is false, but grad_norm (or {ROOT}.gradient_clipping) is "
             f"{json.dumps(grad_norm)}: remove one of them"
         )
 
 
 def check_moving_average(
-    moving_average: Any, zero: DeepSpeedZeroConfig, findings: Findings
+    moving_average: Any, zero: DeepSpeedZeroConfig, errors: ConfigErrors
 ) -> None:
     optimizer = zero.offload_optimizer
     # At other stages the optimizer states are in memory.
     is_in_files = zero.stage == 3 and optimizer is not None and optimizer.device == "nvme"
     if moving_average is not None and is_in_files:
-        findings.add(
+        errors.add(
             "moving_average is of weights in memory, but "
             f'{ROOT}.zero_optimization.offload_optimizer.device is "nvme": remove moving_average, '
             'or write "device": "cpu"'
@@ -69,7 +69,7 @@ def check_gradient_synchronization(mode: Any, zero: DeepSpeedZeroConfig) -> None
 
 
 def check_data_types(
-    config: Dict[str, Any], zero: DeepSpeedZeroConfig, precision: str, findings: Findings
+    config: Dict[str, Any], zero: DeepSpeedZeroConfig, precision: str, errors: ConfigErrors
 ) -> None:
     """
     Checks the types of `data_types` before DeepSpeed does, which only does so when it wraps the
@@ -78,7 +78,7 @@ def check_data_types(
     model = DtypeEnum(precision if precision in ("bf16", "fp16") else "fp32")
     accumulation = said(config, "data_types.grad_accum_dtype")
     if zero.stage == 0 and accumulation is not None and DtypeEnum(accumulation) is not model:
-        findings.add(
+        errors.add(
             f'{ROOT}.data_types.grad_accum_dtype is "{accumulation}", but at stage 0 DeepSpeed '
             f"accumulates gradients in the model's own type, which is {model.name}: remove the "
             'key, or write "zero_optimization": {"stage": 1}'
@@ -88,7 +88,7 @@ def check_data_types(
         wanted = DtypeEnum(parameters).name
         # At most one precision can be enabled.
         others = f', or turn on "{wanted}"' if precision == "fp32" and wanted != "int8" else ""
-        findings.add(
+        errors.add(
             f'{ROOT}.data_types.param_dtype is "{parameters}", but the model trains in '
             f"{model.name}: remove the key{others}"
         )
@@ -115,7 +115,7 @@ def check_torch_compile(
     settings: TrainerSettings,
     config: Dict[str, Any],
     zero: DeepSpeedZeroConfig,
-    findings: Findings,
+    errors: ConfigErrors,
 ) -> None:
     """
     Checks that nothing in the config rules out compilation.
@@ -129,7 +129,7 @@ def check_torch_compile(
         DeepSpeed's configuration.
     zero : `DeepSpeedZeroConfig`
         Its section "zero_optimization".
-    findings : `Findings`
+    errors : `ConfigErrors`
         Collects a line for each incompatible key.
     """
     for key, is_used in (
@@ -137,7 +137,7 @@ def check_torch_compile(
         ("sequence_tiling", settings.sequence_tiling is not None),
     ):
         if is_used:
-            findings.add(
+            errors.add(
                 f"'{TORCH_COMPILE}' is given, and so is 'trainer.{key}', whose parts of a sequence "
                 "haven't been shown to be computed the same where they are compiled: remove one of "
                 "them"
@@ -145,14 +145,14 @@ def check_torch_compile(
     if zero.stage != 3:
         return
     if said(config, "zero_optimization.leaf_module") is None:
-        findings.add(
+        errors.add(
             f"'{TORCH_COMPILE}' is given, and {ROOT}.zero_optimization.stage is 3, where "
             "parameters are gathered in front of each module, which no graph can contain: name the "
             'modules that are to be gathered, and compiled, as one, such as "leaf_module": '
             '{"classes": ["BertLayer"]}, or write "stage": 2'
         )
     if arguments.get("mode") in _MODES_WITH_CUDA_GRAPHS:
-        findings.add(
+        errors.add(
             f"'{TORCH_COMPILE}.mode' is \"{arguments['mode']}\", and "
             f"{ROOT}.zero_optimization.stage is 3, where parameters have another address each time "
             "they are gathered, and CUDA graphs need one: "

@@ -6,7 +6,7 @@ from allennlp.common.checks import ConfigurationError
 from overrides import overrides
 
 from allennlp_deepspeed.config import resolution as config_resolution
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.config.schema_validation import ROOT, validate
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
@@ -142,14 +142,14 @@ class DeepSpeedConfig(Registrable):
             can't be filled. The message has a line for each of these. The values of keys are
             checked before the two sides are compared.
         """
-        findings = Findings()
-        self.check_schema(findings)
-        findings.raise_any()
+        errors = ConfigErrors()
+        self.check_schema(errors)
+        errors.raise_any()
         return config_resolution.resolve(self.config, settings)
 
-    def check_schema(self, findings: Findings) -> None:
-        """Adds the errors that don't depend on the AllenNLP side to `findings`."""
-        validate(self.config, findings)
+    def check_schema(self, errors: ConfigErrors) -> None:
+        """Adds the errors that don't depend on the AllenNLP side to `errors`."""
+        validate(self.config, errors)
 
     def partitioning(self, settings: TrainerSettings) -> Dict[str, Any]:
         """

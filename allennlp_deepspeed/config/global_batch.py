@@ -8,7 +8,7 @@ from typing import Any, Dict, Mapping
 
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.open_values import said
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, TrainerSettings, registered_name
@@ -23,7 +23,7 @@ def finds_micro_batch_size(trainer: Mapping[str, Any]) -> bool:
     return trainer.get("num_gradient_accumulation_steps") == AUTO
 
 
-def resolve_share(config: Dict[str, Any], settings: TrainerSettings, findings: Findings) -> int:
+def resolve_share(config: Dict[str, Any], settings: TrainerSettings, errors: ConfigErrors) -> int:
     """
     Computes the number of instances that each worker reads per optimizer step.
 
@@ -33,7 +33,7 @@ def resolve_share(config: Dict[str, Any], settings: TrainerSettings, findings: F
         The configuration in DeepSpeed's schema.
     settings : `TrainerSettings`, required.
         The settings, with accumulation "auto".
-    findings : `Findings`, required.
+    errors : `ConfigErrors`, required.
         Collects a line for each contradicting key.
 
     # Returns
@@ -43,14 +43,14 @@ def resolve_share(config: Dict[str, Any], settings: TrainerSettings, findings: F
     """
     size, workers = settings.global_batch_size, settings.data_parallel_size
     if size is None:
-        findings.add(
+        errors.add(
             'num_gradient_accumulation_steps is "auto", which divides the "global_batch_size", '
             'and there is none: add "global_batch_size", the instances of an optimizer step of '
             "all workers, such as 32, or write a number of steps"
         )
         return settings.micro_batch_size or 1
     if settings.sequence_parallel_size > 1:
-        findings.add(
+        errors.add(
             f"sequence_parallel_size is {settings.sequence_parallel_size}, but "
             'num_gradient_accumulation_steps is "auto", which is for workers of which each reads '
             "sequences of its own: write a number of steps, or remove sequence_parallel_size"
@@ -58,12 +58,12 @@ def resolve_share(config: Dict[str, Any], settings: TrainerSettings, findings: F
     share, rest = divmod(size, workers)
     if rest:
         several = [n for n in (share * workers, (share + 1) * workers) if n > 0]
-        findings.add(
+        errors.add(
             f"global_batch_size is {size}, of which {workers} workers can't have equal shares: "
             f"write {' or '.join(map(str, several))}"
         )
     elif settings.micro_batch_size not in (None, share):
-        findings.add(
+        errors.add(
             f"data_loader.batch_size is {settings.micro_batch_size}, but with "
             f"global_batch_size {size} each of {workers} workers reads {share} instances of a "
             f"step, and divides them itself: write {share}"
@@ -75,17 +75,17 @@ def resolve_share(config: Dict[str, Any], settings: TrainerSettings, findings: F
     ):
         written = said(config, key)
         if written not in (None, value):
-            findings.add(
+            errors.add(
                 f'{ROOT}.{key} is {json.dumps(written)}, but num_gradient_accumulation_steps is "'
                 f'auto", and global_batch_size {size}: remove the key'
             )
     return max(1, share)
 
 
-def check_whether_given(settings: TrainerSettings, findings: Findings) -> None:
+def check_whether_given(settings: TrainerSettings, errors: ConfigErrors) -> None:
     """Refuses a `global_batch_size`, for settings whose number of micro-batches isn't "auto"."""
     if settings.global_batch_size is not None:
-        findings.add(
+        errors.add(
             f"global_batch_size is {settings.global_batch_size}, which needs "
             'num_gradient_accumulation_steps to be "auto": write that, or remove '
             "global_batch_size, which is data_loader.batch_size x "

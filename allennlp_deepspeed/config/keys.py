@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union, 
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.values import as_json
 
 
@@ -148,7 +148,7 @@ FORMER_KEYS: Dict[str, str] = {
 
 
 def check_values(
-    section: str, keys: Dict[str, Key], values: Dict[str, Any], findings: Findings
+    section: str, keys: Dict[str, Key], values: Dict[str, Any], errors: ConfigErrors
 ) -> None:
     """
     Checks the values of a section against the declarations of its keys.
@@ -160,7 +160,7 @@ def check_values(
     keys : `Dict[str, Key]`, required.
     values : `Dict[str, Any]`, required.
         The section. Keys that aren't in `keys` are ignored.
-    findings : `Findings`, required.
+    errors : `ConfigErrors`, required.
         Collects a line for each wrong value.
     """
     for name, value in values.items():
@@ -168,14 +168,14 @@ def check_values(
             continue
         problems = keys[name].problems(f"{section}.{name}", value)
         for line in problems.values():
-            findings.add(line)
+            errors.add(line)
         if not problems:
-            with findings.collect():
+            with errors.collect():
                 keys[name].check(value)
 
 
 def check_names(
-    section: str, owner: str, known: List[str], values: Dict[str, Any], findings: Findings
+    section: str, owner: str, known: List[str], values: Dict[str, Any], errors: ConfigErrors
 ) -> None:
     """
     Checks that all keys of a section are known.
@@ -187,15 +187,15 @@ def check_names(
         The owner of the `known` keys, for the message.
     known : `List[str]`, required.
     values : `Dict[str, Any]`, required.
-    findings : `Findings`, required.
+    errors : `ConfigErrors`, required.
         Collects a line for each unknown key, with a replacement.
     """
     for name in values:
         path = f"{section}.{name}"
         if path in FORMER_KEYS:
-            findings.add(f"'{path}' is no longer a key: {FORMER_KEYS[path]}")
+            errors.add(f"'{path}' is no longer a key: {FORMER_KEYS[path]}")
         elif name not in known:
-            findings.add(
+            errors.add(
                 f"'{path}' is no key of the {owner}: "
                 f"{did_you_mean(name, known, page='docs/reference.md')}"
             )

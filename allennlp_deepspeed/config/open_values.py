@@ -8,7 +8,7 @@ from typing import Any, Dict, Optional
 
 from pydantic import TypeAdapter
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 
 logger = logging.getLogger(__name__)
@@ -50,12 +50,12 @@ def agreed(
     value: Any,
     config: Dict[str, Any],
     path: str,
-    findings: Findings,
+    errors: ConfigErrors,
     advice: str = "remove one of them",
 ) -> Any:
     """
     Returns the value of an AllenNLP key and its DeepSpeed counterpart, `None` if both are unset.
-    Adds a line to `findings` if they differ.
+    Adds a line to `errors` if they differ.
     """
     deepspeed_value = said(config, path)
     if value is None:
@@ -63,7 +63,7 @@ def agreed(
     if deepspeed_value is None:
         log_value(path, value, f"from {key}")
     elif deepspeed_value != value:
-        findings.add(
+        errors.add(
             f"{key} is {json.dumps(value)}, but {ROOT}.{path} is {json.dumps(deepspeed_value)}: "
             f"{advice}, or give both the same value"
         )

@@ -6,7 +6,7 @@ from typing import Any, Dict
 
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.open_values import (
     STAGE,
     fill,
@@ -20,21 +20,23 @@ from allennlp_deepspeed.deepspeed_api import DtypeEnum
 PRECISIONS = ("bf16", "fp16", "torch_autocast")
 
 
-def resolve_precision(config: Dict[str, Any], settings: TrainerSettings, findings: Findings) -> str:
+def resolve_precision(
+    config: Dict[str, Any], settings: TrainerSettings, errors: ConfigErrors
+) -> str:
     enabled = [name for name in PRECISIONS if is_enabled(config, name)]
     if len(enabled) > 1:
-        findings.add(
+        errors.add(
             f"{' and '.join(f'{ROOT}.{name}.enabled' for name in enabled)} are true, but a model "
             "trains in one precision: turn on one of them"
         )
         return enabled[0]
     if enabled and settings.use_amp is False:
-        findings.add(
+        errors.add(
             f"use_amp is false, but {ROOT}.{enabled[0]}.enabled is true: remove one of them, or "
             "give both the same value"
         )
     if not enabled and settings.use_amp:
-        with findings.collect():
+        with errors.collect():
             enabled = [_precision_of_amp(config, settings)]
             fill(config, f"{enabled[0]}.enabled", True, "from trainer.use_amp")
     other = f"{enabled[0]} is on" if enabled else "trainer.use_amp isn't true"
@@ -47,11 +49,11 @@ def resolve_precision(config: Dict[str, Any], settings: TrainerSettings, finding
         dtype = "bfloat16" if settings.bf16_supported else "float16"
         fill(config, "torch_autocast.dtype", dtype, f"for {settings.device_type}")
     stage = int(lookup(config, STAGE))
-    with findings.collect():
+    with errors.collect():
         _check_dtype(config, precision, settings, stage)
-    with findings.collect():
+    with errors.collect():
         _check_multi(precision, settings, stage)
-    with findings.collect():
+    with errors.collect():
         _resolve_loss_scale(config, precision, settings)
     return precision
 

@@ -12,6 +12,7 @@ from typing import Any, Dict, Optional, Tuple, Union
 
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.contradictions import (
     check_data_types,
     check_gradient_synchronization,
@@ -20,7 +21,6 @@ from allennlp_deepspeed.config.contradictions import (
     check_with_deepspeed,
     check_zero,
 )
-from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import check_whether_given, resolve_share
 from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.config.open_values import (
@@ -66,22 +66,22 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
         If two values differ, if settings are incompatible, or if an "auto" can't be filled. The
         message has a line for each.
     """
-    findings = Findings()
+    errors = ConfigErrors()
     config = {key: value for key, value in deepcopy(config).items() if value != AUTO}
     has_optimizer, has_scheduler = "optimizer" in config, "scheduler" in config
     _resolve_stage(config)
     micro_batch_size, num_gradient_accumulation_steps = _resolve_batch_sizes(
-        config, settings, findings
+        config, settings, errors
     )
-    grad_norm = _resolve_grad_norm(config, settings, findings)
-    precision = resolve_precision(config, settings, findings)
-    _resolve_optimizer(config, settings, findings)
+    grad_norm = _resolve_grad_norm(config, settings, errors)
+    precision = resolve_precision(config, settings, errors)
+    _resolve_optimizer(config, settings, errors)
     _resolve_muon(config, settings)
-    _resolve_scheduler(config, settings, num_gradient_accumulation_steps, findings)
-    _resolve_nvme_paths(config, settings, findings)
-    with findings.collect():
+    _resolve_scheduler(config, settings, num_gradient_accumulation_steps, errors)
+    _resolve_nvme_paths(config, settings, errors)
+    with errors.collect():
         _resolve_sequence_parallel_size(config, settings)
-    _resolve_reports(config, settings, findings)
+    _resolve_reports(config, settings, errors)
     # AllenNLP's optimizers are subclasses, which DeepSpeed doesn't list as tested with ZeRO.
     # Offloading works with any optimizer, but is slower than with DeepSpeed's, which replace
     # AllenNLP's where possible.
@@ -97,26 +97,26 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
         # DeepSpeed clips to 1.0 if it is unset.
         gradient_clipping=0.0 if isinstance(grad_norm, bool) else grad_norm,
     )
-    _drop_remaining_autos(config, findings)
-    _check_scheduler_type(config, findings)
+    _drop_remaining_autos(config, errors)
+    _check_scheduler_type(config, errors)
     zero = DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
-    check_zero(zero, grad_norm, findings)
-    check_moving_average(settings.moving_average, zero, findings)
-    with findings.collect():
+    check_zero(zero, grad_norm, errors)
+    check_moving_average(settings.moving_average, zero, errors)
+    with errors.collect():
         check_gradient_synchronization(settings.gradient_synchronization, zero)
-    with findings.collect():
+    with errors.collect():
         check_partition_size(zero, settings)
     finds_micro_batch_size = settings.num_gradient_accumulation_steps == AUTO
     reshard_after_micro_batch: Union[bool, str] = True
-    with findings.collect():
+    with errors.collect():
         reshard_after_micro_batch = resolve_reshard_after_micro_batch(
             settings, zero, finds_micro_batch_size
         )
-    check_data_types(config, zero, precision, findings)
+    check_data_types(config, zero, precision, errors)
     torch_compile = torch_compile_settings(settings.torch_compile)
     if torch_compile is not None:
-        check_torch_compile(torch_compile, settings, config, zero, findings)
-    findings.raise_any()
+        check_torch_compile(torch_compile, settings, config, zero, errors)
+    errors.raise_any()
     check_with_deepspeed(config)
     return ResolvedConfig(
         engine_config=config,
@@ -148,26 +148,26 @@ def _resolve_stage(config: Dict[str, Any]) -> None:
 
 
 def _resolve_batch_sizes(
-    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
+    config: Dict[str, Any], settings: TrainerSettings, errors: ConfigErrors
 ) -> Tuple[int, int]:
     """Returns the number of instances per micro-batch, and of micro-batches per optimizer step."""
     if settings.num_gradient_accumulation_steps == AUTO:
-        return resolve_share(config, settings, findings), 1
-    check_whether_given(settings, findings)
-    num_lines = len(findings.lines)
+        return resolve_share(config, settings, errors), 1
+    check_whether_given(settings, errors)
+    num_lines = len(errors.lines)
     steps = agreed(
         "num_gradient_accumulation_steps",
         settings.num_gradient_accumulation_steps,
         config,
         "gradient_accumulation_steps",
-        findings,
+        errors,
     )
     micro_batch_size = agreed(
         "data_loader.batch_size",
         settings.micro_batch_size,
         config,
         "train_micro_batch_size_per_gpu",
-        findings,
+        errors,
         advice="remove the latter",
     )
     batch_size = said(config, "train_batch_size")
@@ -176,7 +176,7 @@ def _resolve_batch_sizes(
             log_value("gradient_accumulation_steps", 1, DEFAULT)
         return micro_batch_size or 1, steps or 1
 
-    if len(findings.lines) > num_lines:
+    if len(errors.lines) > num_lines:
         return micro_batch_size or 1, steps or 1
     # As in DeepSpeed, the total determines an unset factor.
     if micro_batch_size is None:
@@ -188,7 +188,7 @@ def _resolve_batch_sizes(
     steps = steps or 1
     product = micro_batch_size * steps * settings.data_parallel_size
     if product != batch_size:
-        findings.add(
+        errors.add(
             f"{ROOT}.train_batch_size is {batch_size}, but {micro_batch_size} instances in a "
             f"micro-batch x {steps} gradient accumulation steps x {settings.data_parallel_size} "
             f"{'workers' if settings.sequence_parallel_size == 1 else 'groups of workers'} "
@@ -210,19 +210,19 @@ def _resolve_sequence_parallel_size(config: Dict[str, Any], settings: TrainerSet
 
 
 def _resolve_grad_norm(
-    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
+    config: Dict[str, Any], settings: TrainerSettings, errors: ConfigErrors
 ) -> Union[float, bool]:
     norm = settings.grad_norm
     if norm is True:
         clipping = said(config, "gradient_clipping")
         if clipping:
-            findings.add(
+            errors.add(
                 f"grad_norm is true, which reports the norm without clipping, but "
                 f"{ROOT}.gradient_clipping is {clipping}: remove grad_norm to clip (the norm is "
                 "reported then too), or gradient_clipping to report only"
             )
         return True
-    clipping = agreed("grad_norm", norm, config, "gradient_clipping", findings)
+    clipping = agreed("grad_norm", norm, config, "gradient_clipping", errors)
     if clipping is None:
         log_value("gradient_clipping", 0.0, DEFAULT)
     # AllenNLP treats 0 as false.
@@ -230,16 +230,16 @@ def _resolve_grad_norm(
 
 
 def _resolve_optimizer(
-    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
+    config: Dict[str, Any], settings: TrainerSettings, errors: ConfigErrors
 ) -> None:
     optimizer = config.get("optimizer")
     if optimizer is None:
         return
-    _refuse_both("optimizer", settings.optimizer, optimizer, findings)
+    _refuse_both("optimizer", settings.optimizer, optimizer, errors)
     params = _params(optimizer)
     if params.get("lr") == AUTO:
         if settings.learning_rate is None:
-            findings.add(cannot_fill("optimizer.params.lr", "write the learning rate"))
+            errors.add(cannot_fill("optimizer.params.lr", "write the learning rate"))
         else:
             fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
     for name in [name for name, value in params.items() if value == AUTO]:
@@ -248,7 +248,7 @@ def _resolve_optimizer(
             logger.info("%s.optimizer.params.%s is the optimizer's default", ROOT, name)
         else:
             advice = _INSTEAD_OF_AUTO.get(name, "write a value, or remove the key")
-            findings.add(
+            errors.add(
                 f'{ROOT}.optimizer.params.{name} is "auto", which only '
                 f"{', '.join(_AUTO_OF_OPTIMIZERS)} can be: {advice}"
             )
@@ -281,12 +281,12 @@ def _resolve_scheduler(
     config: Dict[str, Any],
     settings: TrainerSettings,
     num_gradient_accumulation_steps: int,
-    findings: Findings,
+    errors: ConfigErrors,
 ) -> None:
     scheduler = config.get("scheduler")
     if scheduler is None:
         return
-    _refuse_both("learning_rate_scheduler", settings.learning_rate_scheduler, scheduler, findings)
+    _refuse_both("learning_rate_scheduler", settings.learning_rate_scheduler, scheduler, errors)
     params = _params(scheduler)
     steps = None
     if settings.num_epochs and settings.batches_per_epoch:
@@ -301,7 +301,7 @@ def _resolve_scheduler(
     }
     parameters = scheduler_parameters(scheduler["type"])
     for name in [name for name in params if name not in parameters]:
-        findings.add(
+        errors.add(
             f"{ROOT}.scheduler.params.{name} is unknown: {did_you_mean(name, list(parameters))}"
         )
         del params[name]
@@ -316,7 +316,7 @@ def _resolve_scheduler(
         path = f"scheduler.params.{name}"
         value, source = known.get(name, (None, ""))
         if value is None:
-            findings.add(cannot_fill(path, _SCHEDULER_HINTS.get(name, "write a value")))
+            errors.add(cannot_fill(path, _SCHEDULER_HINTS.get(name, "write a value")))
             params.pop(name, None)
         else:
             fill(config, path, value, source)
@@ -340,12 +340,12 @@ _SCHEDULER_HINTS = {
 
 
 def _refuse_both(
-    key: str, name: Optional[str], section: Dict[str, Any], findings: Findings
+    key: str, name: Optional[str], section: Dict[str, Any], errors: ConfigErrors
 ) -> None:
     if name is not None:
         path = "optimizer" if key == "optimizer" else "scheduler"
         needs_lr = lookup(section, "params.lr") == AUTO
-        findings.add(
+        errors.add(
             f'{key} is "{name}", but {ROOT}.{path} is "{section["type"]}": give one of them. '
             f"AllenNLP's stays if you remove the section (where it is a preset's or imported, "
             f'{{"{path}": null}} in its place does); DeepSpeed\'s if you remove {key}'
@@ -354,7 +354,7 @@ def _refuse_both(
 
 
 def _resolve_nvme_paths(
-    config: Dict[str, Any], settings: TrainerSettings, findings: Findings
+    config: Dict[str, Any], settings: TrainerSettings, errors: ConfigErrors
 ) -> None:
     for section in ("offload_param", "offload_optimizer"):
         path = f"zero_optimization.{section}.nvme_path"
@@ -362,7 +362,7 @@ def _resolve_nvme_paths(
         if not is_nvme or said(config, path) is not None:
             continue
         if settings.serialization_dir is None:
-            findings.add(
+            errors.add(
                 cannot_fill(path, "write a folder on the NVMe device, or give a serialization_dir")
             )
             continue
@@ -370,12 +370,14 @@ def _resolve_nvme_paths(
         fill(config, path, folder, "in the serialization directory")
 
 
-def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings: Findings) -> None:
+def _resolve_reports(
+    config: Dict[str, Any], settings: TrainerSettings, errors: ConfigErrors
+) -> None:
     for section, package in _MONITOR_PACKAGES.items():
         if not is_enabled(config, section):
             continue
         if package is not None and importlib.util.find_spec(package) is None:
-            findings.add(
+            errors.add(
                 f"{ROOT}.{section}.enabled is true, but the package '{package}' isn't installed: "
                 "install it, or remove the section"
             )
@@ -389,7 +391,7 @@ def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings
     if said(config, "dump_state") and said(config, "log_level") is None:
         fill(config, "log_level", "info", "to log what dump_state asks for")
     if is_enabled(config, "timers.throughput"):
-        findings.add(
+        errors.add(
             f"{ROOT}.timers.throughput.enabled is true, but DeepSpeed's timer takes a micro-batch "
             "for a step: remove the key; the console and metrics.jsonl have samples per second"
         )
@@ -397,10 +399,10 @@ def _resolve_reports(config: Dict[str, Any], settings: TrainerSettings, findings
     fill(config, "timers.throughput.enabled", False, DEFAULT)
 
 
-def _check_scheduler_type(config: Dict[str, Any], findings: Findings) -> None:
+def _check_scheduler_type(config: Dict[str, Any], errors: ConfigErrors) -> None:
     name, stage = said(config, "scheduler.type"), said(config, STAGE)
     if name is not None and name not in lr_schedules.VALID_LR_SCHEDULES and stage != 0:
-        findings.add(
+        errors.add(
             f'{ROOT}.scheduler.type is "{name}", which is PyTorch\'s: it takes no optimizer that '
             f"DeepSpeed has sharded, as at ZeRO stage {stage}; write it as "
             "'trainer.learning_rate_scheduler'"
@@ -417,7 +419,7 @@ _MONITOR_PACKAGES = {
 _MONITORS_WITH_FILES = ("tensorboard", "csv_monitor")
 
 
-def _drop_remaining_autos(section: Dict[str, Any], findings: Findings, path: str = "") -> None:
+def _drop_remaining_autos(section: Dict[str, Any], errors: ConfigErrors, path: str = "") -> None:
     """
     Drops each "auto" that hasn't been filled, so that DeepSpeed's default applies, as in DeepSpeed
     itself. Refuses it where the default would decide what kind of training this is.
@@ -425,11 +427,11 @@ def _drop_remaining_autos(section: Dict[str, Any], findings: Findings, path: str
     for key, value in list(section.items()):
         here = f"{path}.{key}".lstrip(".")
         if isinstance(value, dict):
-            _drop_remaining_autos(value, findings, here)
+            _drop_remaining_autos(value, errors, here)
         elif value == AUTO:
             del section[key]
             if key in _CHOICES:
-                findings.add(cannot_fill(here, f"write {_CHOICES[key]}"))
+                errors.add(cannot_fill(here, f"write {_CHOICES[key]}"))
             else:
                 logger.info("%s.%s is DeepSpeed's default", ROOT, here)
 

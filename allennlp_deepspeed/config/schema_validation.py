@@ -24,7 +24,7 @@ from deepspeed.runtime import config as ds_config
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import did_you_mean, explain
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.config.schema import Schema
@@ -48,7 +48,7 @@ _INSTEAD = {
 }
 
 
-def validate(config: Dict[str, Any], findings: Findings) -> None:
+def validate(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """
     Validates a configuration against DeepSpeed's schema. The string "auto" is valid for any known
     key.
@@ -57,7 +57,7 @@ def validate(config: Dict[str, Any], findings: Findings) -> None:
 
     config : `Dict[str, Any]`
         The contents of a `ds_config.json`.
-    findings : `Findings`
+    errors : `ConfigErrors`
         Collects a line for each key that is unknown, removed or unsupported, or whose value is
         wrong.
     """
@@ -67,7 +67,7 @@ def validate(config: Dict[str, Any], findings: Findings) -> None:
             if not any(_is_within(path, other) or _is_within(other, path) for other in found):
                 found[path] = text
     for path, text in found.items():
-        findings.add(f"{ROOT}.{path}{text}")
+        errors.add(f"{ROOT}.{path}{text}")
 
 
 def _is_within(path: str, section: str) -> bool:

@@ -4,7 +4,7 @@ Keys of a model by which embeddings have sparse gradients.
 
 from typing import Any, Dict, Iterator, Tuple
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.settings import ResolvedConfig
 
 
@@ -23,16 +23,16 @@ def check_sparse_embeddings(model: Any, resolved: ResolvedConfig) -> None:
     """
     if resolved.zero_stage == 0:
         return
-    findings = Findings()
+    errors = ConfigErrors()
     for path, section in _sections(model, "model"):
         for key in ("sparse", "sparse_embeddings"):
             if section.get(key) is True and _has_embedding(section, key):
-                findings.add(
+                errors.add(
                     f"'{path}.{key}' is true, but DeepSpeed can't reduce sparse gradients at ZeRO "
                     f'stage {resolved.zero_stage}: write false, or "zero_optimization": '
                     '{"stage": 0}'
                 )
-    findings.raise_any()
+    errors.raise_any()
 
 
 def _has_embedding(section: Dict[str, Any], key: str) -> bool:

@@ -6,7 +6,7 @@ for values that an engine can't train with.
 import json
 from typing import Any, Dict, Iterator, Tuple
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 
@@ -51,24 +51,24 @@ def check_transformer_kwargs(model: Any, resolved: ResolvedConfig, device_type: 
     `ConfigurationError`
         If an engine can't train with an argument. The message has a line for each.
     """
-    findings = Findings()
+    errors = ConfigErrors()
     for path, section in _sections(model, "model"):
         arguments = section[_KEY]
         path = f"{path}.{_KEY}"
         for key, value in arguments.items():
             if key in _REFUSED and value not in (None, False):
-                findings.add(
+                errors.add(
                     f"'{path}.{key}' is {json.dumps(value, default=repr)}, but {_REFUSED[key]}"
                 )
-        _check_dtype(path, section, resolved.precision, findings)
+        _check_dtype(path, section, resolved.precision, errors)
         implementation = arguments.get("attn_implementation")
         is_trained = section.get("train_parameters", True)
         if implementation == "flex_attention" and device_type == "cpu" and is_trained:
-            findings.add(
+            errors.add(
                 f"'{path}.attn_implementation' is \"flex_attention\", but PyTorch has no backward "
                 'pass of it on the CPU: train on a GPU, or write "sdpa"'
             )
-    findings.raise_any()
+    errors.raise_any()
 
 
 def _sections(value: Any, path: str) -> Iterator[Tuple[str, Dict[str, Any]]]:
@@ -83,7 +83,7 @@ def _sections(value: Any, path: str) -> Iterator[Tuple[str, Dict[str, Any]]]:
             yield from _sections(each, f"{path}.{key}")
 
 
-def _check_dtype(path: str, section: Dict[str, Any], precision: str, findings: Findings) -> None:
+def _check_dtype(path: str, section: Dict[str, Any], precision: str, errors: ConfigErrors) -> None:
     for key in ("dtype", "torch_dtype"):
         dtype = section[_KEY].get(key)
         if dtype is None or str(dtype) in _FP32:
@@ -99,4 +99,4 @@ def _check_dtype(path: str, section: Dict[str, Any], precision: str, findings: F
                 "layers around it, and model.tar.gz, are in fp32: leave it out. What the engine "
                 f'computes with {ROOT} says, as in "bf16": {{"enabled": true}}'
             )
-        findings.add(f"'{path}.{key}' is {json.dumps(dtype, default=repr)}, but {reason}")
+        errors.add(f"'{path}.{key}' is {json.dumps(dtype, default=repr)}, but {reason}")

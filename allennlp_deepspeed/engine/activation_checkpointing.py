@@ -21,7 +21,7 @@ from deepspeed import checkpointing
 from overrides import overrides
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.deepspeed_api import get_accelerator
@@ -89,9 +89,9 @@ def check_patterns(patterns: Any) -> None:
     `ConfigurationError`
         If `patterns` is not a valid value.
     """
-    findings = Findings()
-    check_values("trainer", TRAINER_KEYS, {"activation_checkpointing": patterns}, findings)
-    findings.raise_any()
+    errors = ConfigErrors()
+    check_values("trainer", TRAINER_KEYS, {"activation_checkpointing": patterns}, errors)
+    errors.raise_any()
 
 
 def checkpoint_modules(model: torch.nn.Module, patterns: List[str]) -> Callable[[], None]:

@@ -19,8 +19,8 @@ from allennlp.models import Model
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
-from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import (
     check_others,
     fill_batch_size,
@@ -71,28 +71,28 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         _check_type_of_trainer(config)
     if not _is_ours(config):
         return
-    findings = Findings()
+    errors = ConfigErrors()
     deepspeed_config: Optional[DeepSpeedConfig] = None
-    _check_sections(config, findings)
-    _check_sizes(config["trainer"], findings)
-    nodes.check(config.get("distributed"), findings)
-    _check_trainer_keys(config["trainer"], findings)
-    _check_checkpointer(config["trainer"].get("checkpointer"), findings)
-    with findings.collect():
+    _check_sections(config, errors)
+    _check_sizes(config["trainer"], errors)
+    nodes.check(config.get("distributed"), errors)
+    _check_trainer_keys(config["trainer"], errors)
+    _check_checkpointer(config["trainer"].get("checkpointer"), errors)
+    with errors.collect():
         deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
-        deepspeed_config.check_schema(findings)
-    findings.raise_any()
+        deepspeed_config.check_schema(errors)
+    errors.raise_any()
     assert deepspeed_config is not None
     if (config.get("distributed") or {}).get("min_nodes") is not None:
-        _check_elastic_nodes(config, findings)
-        findings.raise_any()
+        _check_elastic_nodes(config, errors)
+        errors.raise_any()
         config = copy.deepcopy(config)
         fill_batch_size(config, len(worker_devices(config)))
-    _check_trainer(config, findings)
+    _check_trainer(config, errors)
     if on_this_machine:
-        with findings.collect():
+        with errors.collect():
             _check_deepspeed_config(config, deepspeed_config)
-    findings.raise_any()
+    errors.raise_any()
 
 
 def _is_ours(config: Dict[str, Any]) -> bool:
@@ -145,7 +145,7 @@ _OPTIONAL_SECTIONS = (
 _MUST_BE_SECTION = "must be an object, or the name of a class"
 
 
-def _check_sections(config: Dict[str, Any], findings: Findings) -> None:
+def _check_sections(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """What is no section, which AllenNLP finds out after it has read the data, if it does."""
     trainer = config["trainer"]
     sections = {
@@ -160,7 +160,7 @@ def _check_sections(config: Dict[str, Any], findings: Findings) -> None:
             sections[f"trainer.callbacks.{i}"] = callback
     for path, section in sections.items():
         if not isinstance(section, (dict, str)):
-            findings.add(f"'{path}' is {as_json(section)}: {_MUST_BE_SECTION}")
+            errors.add(f"'{path}' is {as_json(section)}: {_MUST_BE_SECTION}")
 
 
 # Sections and keys of the trainer whose numbers are computed with in fp32.
@@ -172,18 +172,18 @@ _MAX_EPOCHS = 2**31 - 1
 _BUCKET, _MAX_BUCKET = "deepspeed_config.zero_optimization.reduce_bucket_size", 10**12
 
 
-def _check_sizes(trainer: Dict[str, Any], findings: Findings) -> None:
+def _check_sizes(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
     """Numbers that are larger than what PyTorch, or a C++ library, can take."""
     num_epochs = trainer.get("num_epochs")
     if is_number(num_epochs) and num_epochs > _MAX_EPOCHS:
-        findings.add(f"'trainer.num_epochs' is {num_epochs}: must be at most {_MAX_EPOCHS}")
+        errors.add(f"'trainer.num_epochs' is {num_epochs}: must be at most {_MAX_EPOCHS}")
     bucket = lookup(trainer, _BUCKET)
     if is_number(bucket) and bucket > _MAX_BUCKET:
-        findings.add(f"{_BUCKET} is {as_json(bucket)}: must be at most {_MAX_BUCKET}")
+        errors.add(f"{_BUCKET} is {as_json(bucket)}: must be at most {_MAX_BUCKET}")
     for name in _IN_FP32:
         for path, value in _numbers_in(trainer.get(name), f"trainer.{name}"):
             if _MAX_FP32 < abs(value) != math.inf:
-                findings.add(f"'{path}' is {as_json(value)}: must be at most {_MAX_FP32:.4g}")
+                errors.add(f"'{path}' is {as_json(value)}: must be at most {_MAX_FP32:.4g}")
 
 
 _MAX_FP32 = torch.finfo(torch.float32).max
@@ -220,21 +220,21 @@ def check_devices(config: Dict[str, Any]) -> None:
     )
 
 
-def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
+def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """What it says itself, whatever DeepSpeed makes of it."""
     num_workers = len(worker_devices(config))
     evaluates = config.get("evaluate_on_test") and config.get("test_data_path") is not None
     if num_workers > 1 and evaluates and not _evaluates_on_all_workers(config.get("type")):
-        findings.add(
+        errors.add(
             "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
             'them: add "type": "deepspeed" at the top level of the config.'
         )
     model = _model_class(config.get("model"))
     shares = config["trainer"].get("sequence_parallel_size", 1) != 1
     if shares and model is not None:
-        with findings.collect():
+        with errors.collect():
             sequence_groups.check_model(model)
-    with findings.collect():
+    with errors.collect():
         check_others(config["trainer"])
         if finds_micro_batch_size(config["trainer"]):
             _check_divisible(model, config.get("data_loader"))
@@ -243,10 +243,10 @@ def _check_trainer(config: Dict[str, Any], findings: Findings) -> None:
         name = registered_name(callback)
         # AllenNLP refuses anything that isn't a name.
         if isinstance(name, str) and name in _REFUSED_CALLBACKS:
-            findings.add(_REFUSED_CALLBACKS[name])
+            errors.add(_REFUSED_CALLBACKS[name])
     accelerator = accelerator_of(config)
     if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch"):
-        findings.add(
+        errors.add(
             f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
             'DeepSpeed takes its place: leave it out. "type": "deepspeed" at the top level has the '
             "model constructed partitioned at ZeRO stage 3."
@@ -264,7 +264,7 @@ def _evaluates_on_all_workers(train_loop: Any) -> bool:
     return isinstance(train_loop_class, type) and issubclass(train_loop_class, DeepSpeedTrainModel)
 
 
-def _check_elastic_nodes(config: Dict[str, Any], findings: Findings) -> None:
+def _check_elastic_nodes(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """Checks whether the training is the same with any number of nodes, and loses no step."""
     distributed, trainer, loader = (
         config["distributed"],
@@ -274,7 +274,7 @@ def _check_elastic_nodes(config: Dict[str, Any], findings: Findings) -> None:
     name = f"'distributed.min_nodes' is {distributed['min_nodes']}"
     size, num_workers = trainer.get("global_batch_size"), len(distributed["cuda_devices"])
     if size is None or not finds_micro_batch_size(trainer):
-        findings.add(
+        errors.add(
             f"{name}, but there is no 'trainer.global_batch_size': with fewer nodes an optimizer "
             'step would have fewer instances, and train something else. Write "global_batch_size"'
             ', the instances of a step, and "num_gradient_accumulation_steps": "auto".'
@@ -283,7 +283,7 @@ def _check_elastic_nodes(config: Dict[str, Any], findings: Findings) -> None:
     counts = range(distributed["min_nodes"], distributed.get("num_nodes", 1) + 1)
     uneven = [str(n * num_workers) for n in counts if size % (n * num_workers)]
     if uneven:
-        findings.add(
+        errors.add(
             f"{name} and 'trainer.global_batch_size' {size}, of which {' or '.join(uneven)} "
             f"workers can't have equal shares: write a multiple of "
             f"{math.lcm(*counts) * num_workers}."
@@ -291,14 +291,14 @@ def _check_elastic_nodes(config: Dict[str, Any], findings: Findings) -> None:
     sampler = loader.get("batch_sampler") if isinstance(loader, dict) else None
     for path, section in (("data_loader", loader), ("data_loader.batch_sampler", sampler)):
         if isinstance(section, dict) and section.get("batch_size") is not None:
-            findings.add(
+            errors.add(
                 f"{name}, but '{path}.batch_size' is {section['batch_size']}: remove it. Each "
                 "worker's share of 'trainer.global_batch_size' follows from the number of nodes."
             )
     checkpointer = trainer.get("checkpointer", {})
     keys = checkpointer if isinstance(checkpointer, dict) else {}
     if checkpointer is None or keys.get("save_on_preemption") is False:
-        findings.add(
+        errors.add(
             f"{name}, for which workers save before a node is taken in: remove "
             "'trainer.checkpointer.save_on_preemption', or 'trainer.checkpointer' if it is null."
         )
@@ -391,7 +391,7 @@ def _place_of(name: str) -> Optional[str]:
     return f"write {places}" if places and len(places) < 150 else None
 
 
-def _check_trainer_keys(trainer: Dict[str, Any], findings: Findings) -> None:
+def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
     """AllenNLP drops keys that a trainer doesn't know in silence."""
     trainer_class, constructor = Trainer.resolve_class_name(trainer["type"])
     arguments = infer_constructor_params(trainer_class)
@@ -408,20 +408,20 @@ def _check_trainer_keys(trainer: Dict[str, Any], findings: Findings) -> None:
     ]
     keys = {k: v for k, v in trainer.items() if k != "type"}
     if keys.pop("distributed", None):
-        findings.add(
+        errors.add(
             "'trainer.distributed' is for AllenNLP to set: write \"distributed\": "
             '{"cuda_devices": [0, 1]} at the top level of the config.'
         )
     for name in [name for name in keys if name not in known]:
         place = _place_of(name)
         if place is not None:
-            findings.add(f"'trainer.{name}' is no key of the trainer: {place}")
+            errors.add(f"'trainer.{name}' is no key of the trainer: {place}")
             del keys[name]
-    check_names("trainer", "'deepspeed' trainer", known, keys, findings)
-    check_values("trainer", TRAINER_KEYS, keys, findings)
+    check_names("trainer", "'deepspeed' trainer", known, keys, errors)
+    check_values("trainer", TRAINER_KEYS, keys, errors)
     if isinstance(trainer.get("cuda_device"), list):
         several = json.dumps({"cuda_devices": trainer["cuda_device"]})
-        findings.add(
+        errors.add(
             f"'trainer.cuda_device' is {json.dumps(trainer['cuda_device'])}: must be the number of "
             f'a GPU, or -1 for the CPU; for several workers write "distributed": {several} at '
             "the top level"
@@ -435,10 +435,10 @@ def _is_own_checkpointer(checkpointer: Any) -> bool:
     return not is_name or name in (DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available())
 
 
-def _check_checkpointer(checkpointer: Any, findings: Findings) -> None:
+def _check_checkpointer(checkpointer: Any, errors: ConfigErrors) -> None:
     name = registered_name(checkpointer)
     if not _is_own_checkpointer(checkpointer):
-        findings.add(
+        errors.add(
             f"'trainer.checkpointer.type' is '{name}', but the 'deepspeed' trainer needs a "
             'DeepSpeedCheckpointer: write "deepspeed", or leave out the type.'
         )
@@ -446,9 +446,9 @@ def _check_checkpointer(checkpointer: Any, findings: Findings) -> None:
     if name not in (DEFAULT_TYPE, "deepspeed") or not isinstance(checkpointer, dict):
         return
     keys = {name: value for name, value in checkpointer.items() if name != "type"}
-    check_values("trainer.checkpointer", CHECKPOINTER_KEYS, keys, findings)
+    check_values("trainer.checkpointer", CHECKPOINTER_KEYS, keys, errors)
     known = list(CHECKPOINTER_KEYS)
-    check_names("trainer.checkpointer", "checkpointer", known, keys, findings)
+    check_names("trainer.checkpointer", "checkpointer", known, keys, errors)
 
 
 def worker_devices(config: Dict[str, Any]) -> List[int]:

@@ -7,7 +7,7 @@ from typing import Any, Dict
 
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import check_names, check_values
 from allennlp_deepspeed.config.own_keys import ALLENNLP_DISTRIBUTED_KEYS, DISTRIBUTED_KEYS
 from allennlp_deepspeed.config.values import is_integer
@@ -16,32 +16,32 @@ from allennlp_deepspeed.launch.agent import Node
 _LOCAL = ("127.0.0.1", "0.0.0.0", "localhost")
 
 
-def check(distributed: Any, findings: Findings) -> None:
+def check(distributed: Any, errors: ConfigErrors) -> None:
     """
     # Parameters
 
     distributed : `Any`, required.
         The section of the config, `None` if there is none.
-    findings : `Findings`, required.
+    errors : `ConfigErrors`, required.
         Gets a line for each key that is wrong.
     """
     if not isinstance(distributed, dict):
         return
     keys = {**ALLENNLP_DISTRIBUTED_KEYS, **DISTRIBUTED_KEYS}
-    check_names("distributed", "section 'distributed'", list(keys), distributed, findings)
-    check_values("distributed", keys, {"cuda_devices": None, **distributed}, findings)
+    check_names("distributed", "section 'distributed'", list(keys), distributed, errors)
+    check_values("distributed", keys, {"cuda_devices": None, **distributed}, errors)
     num_nodes = distributed.get("num_nodes", 1)
     min_nodes = distributed.get("min_nodes")
     is_valid = is_integer(min_nodes) and is_integer(num_nodes)
     if is_valid and (num_nodes == 1 or min_nodes > num_nodes):
-        findings.add(
+        errors.add(
             f"'distributed.min_nodes' is {min_nodes}, but 'distributed.num_nodes' is {num_nodes}, "
             "which is the most that there can be: write fewer, or remove it."
         )
     for key in ("primary_address", "primary_port"):
         is_needed = num_nodes != 1 and distributed.get("rendezvous_endpoint") is None
         if is_needed and not distributed.get(key):
-            findings.add(
+            errors.add(
                 f"'distributed.num_nodes' is {num_nodes}, but there is no 'distributed.{key}': "
                 f"write {'an address' if key == 'primary_address' else 'a port'} of node 0 that "
                 "all nodes can connect to, the same on each."

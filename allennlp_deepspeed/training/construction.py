@@ -26,12 +26,12 @@ from allennlp.training.scheduler import Scheduler
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.directories import Directories
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.deepspeed_config import (
     DeepSpeedConfig,
     ResolvedConfig,
     TrainerSettings,
 )
-from allennlp_deepspeed.config.findings import Findings
 from allennlp_deepspeed.config.global_batch import (
     check_others,
     finds_micro_batch_size,
@@ -76,9 +76,9 @@ def checked(parameters: Mapping[str, Any]) -> Arguments:
         If a value is invalid.
     """
     arguments = {name: value for name, value in parameters.items() if name not in _POSITIONAL}
-    findings = Findings()
-    check_values("trainer", TRAINER_KEYS, arguments, findings)
-    findings.raise_any()
+    errors = ConfigErrors()
+    check_values("trainer", TRAINER_KEYS, arguments, errors)
+    errors.raise_any()
     return arguments
 
 

@@ -9,7 +9,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training import Checkpointer
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, TRAINER_KEYS, may_change
 from docs.reference import PATH, reference
@@ -21,9 +21,9 @@ def test_the_reference_is_of_these_keys():
 
 @pytest.mark.parametrize("keys", [TRAINER_KEYS, CHECKPOINTER_KEYS])
 def test_each_default_may_be_written(keys: Dict[str, Any]):
-    findings = Findings()
-    check_values("", keys, {name: key.default for name, key in keys.items()}, findings)
-    assert findings.lines == []
+    errors = ConfigErrors()
+    check_values("", keys, {name: key.default for name, key in keys.items()}, errors)
+    assert errors.lines == []
 
 
 def test_a_checkpointer_of_a_config_has_its_keys(tmp_path: Path):

@@ -5,7 +5,7 @@ from typing import Any, Callable, Dict
 
 import pytest
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import FORMER_KEYS, check_names, check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, TRAINER_KEYS
 from tests.unit.config.config_test import ADAMW, STAGE_0, WITHOUT_BF16, refusal
@@ -229,22 +229,22 @@ VALUES = [
 
 @pytest.mark.parametrize("values", VALUES, ids=json.dumps)
 def test_a_value_of_the_trainer(values: Dict[str, Any], expect_message: Expect) -> None:
-    findings = Findings()
-    check_values("trainer", TRAINER_KEYS, values, findings)
-    expect_message("\n".join(findings.lines))
+    errors = ConfigErrors()
+    check_values("trainer", TRAINER_KEYS, values, errors)
+    expect_message("\n".join(errors.lines))
 
 
 @pytest.mark.parametrize("path", FORMER_KEYS)
 def test_a_former_key(path: str, expect_message: Expect) -> None:
     section, _, name = path.rpartition(".")
-    findings = Findings()
-    check_names(section, "trainer", [], {name: 1}, findings)
-    expect_message("\n".join(findings.lines))
+    errors = ConfigErrors()
+    check_names(section, "trainer", [], {name: 1}, errors)
+    expect_message("\n".join(errors.lines))
 
 
 def test_a_key_of_the_checkpointer(expect_message: Expect) -> None:
-    findings = Findings()
+    errors = ConfigErrors()
     values = {"async_saves": True, "async_save": 1, "keep_most_recent_by_count": -1}
-    check_names("trainer.checkpointer", "checkpointer", list(CHECKPOINTER_KEYS), values, findings)
-    check_values("trainer.checkpointer", CHECKPOINTER_KEYS, values, findings)
-    expect_message("\n".join(findings.lines))
+    check_names("trainer.checkpointer", "checkpointer", list(CHECKPOINTER_KEYS), values, errors)
+    check_values("trainer.checkpointer", CHECKPOINTER_KEYS, values, errors)
+    expect_message("\n".join(errors.lines))

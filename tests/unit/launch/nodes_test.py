@@ -6,7 +6,7 @@ from typing import Any, Dict, List
 import pytest
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.config.findings import Findings
+from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.launch import node_comparison, nodes
 from allennlp_deepspeed.launch.agent import Node
 from allennlp_deepspeed.versions import differences
@@ -34,14 +34,14 @@ TWO_NODES: Config = {
     ],
 )
 def test_what_is_wrong_with_the_section_is_said(section: Config, expected: str) -> None:
-    findings = Findings()
-    nodes.check({**TWO_NODES, **section}, findings)
-    assert len(findings.lines) == 1 and expected in findings.lines[0]
+    errors = ConfigErrors()
+    nodes.check({**TWO_NODES, **section}, errors)
+    assert len(errors.lines) == 1 and expected in errors.lines[0]
 
 
 def test_the_section_says_who_the_process_is() -> None:
     section = {**TWO_NODES, "rendezvous_timeout": 10.5, "max_restarts": 3}
-    nodes.check(section, Findings())
+    nodes.check(section, ConfigErrors())
     node = nodes.node({"distributed": section}, node_rank=1)
     assert node == Node(1, 2, 2, "10.0.0.1", 29500, rendezvous_timeout=10.5, max_restarts=3)
     assert nodes.has_workers({"distributed": section})

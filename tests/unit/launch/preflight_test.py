@@ -25,7 +25,7 @@ def experiment(**trainer: Any) -> Dict[str, Any]:
     return {**config, "trainer": {**config["trainer"], "type": "deepspeed", **trainer}}
 
 
-def findings(config: Dict[str, Any]) -> List[str]:
+def errors_of(config: Dict[str, Any]) -> List[str]:
     with pytest.raises(ConfigurationError) as error:
         preflight.check(Params(config))
     return str(error.value).splitlines()
@@ -35,7 +35,7 @@ AUTO = {"num_gradient_accumulation_steps": "auto", "global_batch_size": 12}
 
 
 def test_a_data_loader_that_contradicts_the_global_batch_is_refused() -> None:
-    (line,) = findings({**experiment(**AUTO), "data_loader": {"batch_size": 12}})
+    (line,) = errors_of({**experiment(**AUTO), "data_loader": {"batch_size": 12}})
     assert line.startswith("data_loader.batch_size is 12, but with global_")
 
 
@@ -56,7 +56,7 @@ def test_what_elastic_nodes_cannot_train(changes: Dict[str, Any], start: str) ->
     trainer = {k: v for k, v in changes.items() if k != "data_loader"}
     config = experiment(**{**AUTO, **trainer})
     config.update(distributed=ELASTIC, data_loader=changes.get("data_loader", {}))
-    (line,) = findings(config)
+    (line,) = errors_of(config)
     assert line.lstrip("- ").startswith("'distributed.min_nodes' is 2") and start in line
 
 
@@ -75,11 +75,11 @@ def test_elastic_nodes_are_checked_with_the_batch_size_of_all() -> None:
 def test_a_contrastive_model_is_pointed_to_gradient_caching() -> None:
     config = load_config("bi_encoder", TWO_WORKERS, {"data_loader": {"batch_size": 6}})
     config["trainer"].update({"type": "deepspeed", **AUTO})
-    (line,) = findings(config)
+    (line,) = errors_of(config)
     assert line.startswith("'trainer.num_gradient_accumulation_steps' is \"auto\", but the loss of")
     assert '"grad_cache": {"chunk_size": "auto"}' in line
     config["trainer"]["grad_cache"] = {"chunk_size": 2}
-    (line,) = findings(config)
+    (line,) = errors_of(config)
     assert line.startswith("'trainer.grad_cache' divides batches")
 
 
@@ -144,7 +144,7 @@ def test_what_an_engine_cannot_train_is_not_loaded(arguments: Dict[str, Any], me
     adapted["embedder"]["transformer_kwargs"] = arguments
     for embedder, path in ((pretrained(**arguments), "tokens"), (adapted, "tokens.embedder")):
         config = experiment(deepspeed_config="zero_3")
-        (line,) = findings({**config, "model": embedders(tokens=embedder)})
+        (line,) = errors_of({**config, "model": embedders(tokens=embedder)})
         path = f"'model.text_field_embedder.token_embedders.{path}.transformer_kwargs."
         assert line.startswith(path)
         assert message in line
@@ -178,7 +178,7 @@ def test_a_model_that_is_one_transformer_is_in_the_precision_of_the_engine(
     if wanted is None:
         preflight.check(Params(config))
     else:
-        assert [wanted in line for line in findings(config)] == [True]
+        assert [wanted in line for line in errors_of(config)] == [True]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_model_that_is_one_transformer_is_in_the_precision_of_the_engine(
 def test_a_misspelt_key_has_its_path_and_the_nearest(
     changes: Dict[str, Any], expect_message: Expect
 ) -> None:
-    expect_message("\n".join(findings(changed(changes))))
+    expect_message("\n".join(errors_of(changed(changes))))
 
 
 def changed(changes: Dict[str, Any]) -> Dict[str, Any]:
@@ -233,7 +233,7 @@ class OwnTrainer(DeepSpeedTrainer):
 
 
 def test_a_subclass_is_checked_like_the_trainer_that_it_extends() -> None:
-    (line,) = findings({**experiment(), "trainer": {"type": "own_deepspeed", "num_epoch": 3}})
+    (line,) = errors_of({**experiment(), "trainer": {"type": "own_deepspeed", "num_epoch": 3}})
     assert 'did you mean "num_epochs"' in line
 
 
@@ -261,16 +261,16 @@ def test_subclasses_of_users_are_checked_as_classes() -> None:
     )
     test_set = {"evaluate_on_test": True, "test_data_path": config["validation_data_path"]}
     preflight.check(Params({**config, **test_set, "type": "own_deepspeed_loop"}))
-    (line,) = findings({**config, **test_set, "type": "default"})
+    (line,) = errors_of({**config, **test_set, "type": "default"})
     assert line.startswith("'evaluate_on_test' with several workers")
     config["trainer"]["alpa"] = 1
-    (line,) = findings(config)
+    (line,) = errors_of(config)
     assert 'did you mean "alpha"' in line
 
 
 def test_fp16_is_refused_on_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU_Accelerator, "supported_dtypes", lambda self: [torch.float32])
-    (line,) = findings(experiment(deepspeed_config={"fp16": {"enabled": True}}))
+    (line,) = errors_of(experiment(deepspeed_config={"fp16": {"enabled": True}}))
     assert line.startswith("deepspeed_config.fp16.enabled is true, but this CPU has no fp16")
 
 
@@ -286,7 +286,7 @@ def test_fp16_is_refused_on_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_sparse_gradients_are_refused_by_their_key(model: Dict[str, Any], path: str) -> None:
     config = {**experiment(), "model": model}
-    (line,) = findings(config)
+    (line,) = errors_of(config)
     assert line.startswith(f"'{path}")
     config["trainer"]["deepspeed_config"] = {"zero_optimization": {"stage": 0}}
     preflight.check(Params(config))

@@ -8,7 +8,7 @@ from typing import Iterator, List
 from allennlp.common.checks import ConfigurationError
 
 
-class Findings:
+class ConfigErrors:
     """
     List of the errors that several checks find, so that a user sees all of them at once, one per
     line.
