@@ -8,8 +8,8 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.commands.estimate import add_config, only_warnings
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
-from allennlp_deepspeed.config.open_values import said
 from allennlp_deepspeed.config.schema_validation import AUTO, lookup
+from allennlp_deepspeed.config.unset_values import configured_value
 from allennlp_deepspeed.launch import failures
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, settings_of
 from allennlp_deepspeed.launch.preflight import fill_in
@@ -72,7 +72,7 @@ class _FilledValues(logging.Handler):
 def _resolved(params: Params, filled: _FilledValues) -> Dict[str, Any]:
     """Returns DeepSpeed's configuration as it would be in training."""
     config: Dict[str, Any] = params.as_dict(quiet=True)
-    deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
+    deepspeed_config = DeepSpeedConfig.from_value(config["trainer"].get("deepspeed_config"))
     settings = settings_of(config, deepspeed_config, "<serialization-dir>")
     logger = logging.getLogger(_RESOLUTION)
     logger.addHandler(filled)
@@ -86,7 +86,7 @@ def _resolved(params: Params, filled: _FilledValues) -> Dict[str, Any]:
     engine_config["train_batch_size"] *= steps
     if resolved.finds_micro_batch_size:
         engine_config.update(gradient_accumulation_steps=AUTO, train_micro_batch_size_per_gpu=AUTO)
-    is_filled = said(deepspeed_config.config, _NUM_STEPS) is None
+    is_filled = configured_value(deepspeed_config.config, _NUM_STEPS) is None
     if is_filled and lookup(engine_config, _NUM_STEPS) is not None:
         engine_config["scheduler"]["params"]["total_num_steps"] = "known when the data are read"
     return engine_config

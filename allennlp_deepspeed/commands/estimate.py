@@ -110,7 +110,7 @@ def only_warnings() -> Iterator[None]:
 
 
 def _values(estimate: Estimate) -> Dict[str, Any]:
-    size, first = estimate.size, estimate.first_that_fits
+    size, first = estimate.size, estimate.first_fitting
     return {
         **asdict(estimate),
         "size": {
@@ -188,7 +188,7 @@ def _print_advice(console: Console, estimate: Estimate) -> None:
         f"{_human(estimate.gpu_memory)} on each GPU, and {_human(estimate.cpu_memory)} of memory "
         f"and {_human(estimate.nvme_memory)} on NVMe on each node"
     )
-    first = estimate.first_that_fits
+    first = estimate.first_fitting
     if first is None:
         console.print(
             f"Nothing fits into {memory}. More workers divide what stage 3 has on each, and a "

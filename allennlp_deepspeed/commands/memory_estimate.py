@@ -139,7 +139,7 @@ class Estimate:
     placements: List[PlacementEstimate]
 
     @property
-    def first_that_fits(self) -> Optional[PlacementEstimate]:
+    def first_fitting(self) -> Optional[PlacementEstimate]:
         return next((estimate for estimate in self.placements if estimate.fits), None)
 
 
@@ -166,10 +166,10 @@ class Estimator:
         preflight.check(params, on_this_machine=False)
         config = params.as_dict(quiet=True)
         config["trainer"] = self._trainer = config.get("trainer") or {}
-        self._config = DeepSpeedConfig.of(self._trainer.get("deepspeed_config"))
+        self._config = DeepSpeedConfig.from_value(self._trainer.get("deepspeed_config"))
         self._settings = _settings(config, self._config, workers)
         self._precision = self._config.resolve(self._settings).precision
-        self._names_cpu = _names_cpu(config)
+        self._requests_cpu = _requests_cpu(config)
         # Data loaders are constructed with the model, and need a batch size.
         params = params.duplicate()
         fill_batch_size(params.params, num_workers=1)
@@ -205,7 +205,7 @@ class Estimator:
         nvme_memory : `int`
             Bytes of each node's NVMe device.
         """
-        device_type = "cpu" if gpu_memory is None and self._names_cpu else "cuda"
+        device_type = "cpu" if gpu_memory is None and self._requests_cpu else "cuda"
         placements = [self._estimate_placement(placement, device_type) for placement in PLACEMENTS]
         if gpu_memory is not None:
             placements = [
@@ -252,7 +252,7 @@ class Estimator:
         config = _config_with(self._config.config, placement)
         pasted = config["type"] if config.keys() == {"type"} else config
         try:
-            resolved = DeepSpeedConfig.of(
+            resolved = DeepSpeedConfig.from_value(
                 {key: value for key, value in config.items() if key != "train_batch_size"}
             ).resolve(self._settings_for(placement))
             check_model(self._model, resolved)
@@ -315,7 +315,7 @@ def _settings(
     """Returns the settings of a training on GPUs, even if the config names none."""
     world_size = len(preflight.worker_devices(config)) if workers is None else workers
     num_nodes = (config.get("distributed") or {}).get("num_nodes", 1)
-    settings = TrainerSettings.of_config(
+    settings = TrainerSettings.from_config(
         config,
         deepspeed_config.config,
         world_size=world_size,
@@ -329,7 +329,7 @@ def _settings(
     return settings
 
 
-def _names_cpu(config: Dict[str, Any]) -> bool:
+def _requests_cpu(config: Dict[str, Any]) -> bool:
     """Returns whether the config places its workers on the CPU, on any machine."""
     if config.get("distributed") is None:
         return config["trainer"].get("cuda_device") == -1
@@ -339,12 +339,12 @@ def _names_cpu(config: Dict[str, Any]) -> bool:
 def _config_with(config: Dict[str, Any], placement: Placement) -> Dict[str, Any]:
     """Returns `config` with this placement of its model states, as a preset with changes."""
     config = deepcopy(config)
-    said = config.pop("zero_optimization", {})
-    preset = {} if placement.stage == 0 else DeepSpeedConfig.of(placement.preset).config
+    user_keys = config.pop("zero_optimization", {})
+    preset = {} if placement.stage == 0 else DeepSpeedConfig.from_value(placement.preset).config
     placed = DeepSpeedConfig.merge(preset, {"zero_optimization": placement.changes})
     placed = placed["zero_optimization"]
     changes = dict(placement.changes)
-    for key, value in said.items():
+    for key, value in user_keys.items():
         if key in ("offload_optimizer", "offload_param"):
             details = {k: v for k, v in (value or {}).items() if k != "device"}
             if key in placed and details:

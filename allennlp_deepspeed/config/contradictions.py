@@ -9,10 +9,10 @@ from typing import Any, Dict, Union
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.open_values import said
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import TrainerSettings
 from allennlp_deepspeed.config.torch_compile_settings import KEY as TORCH_COMPILE
+from allennlp_deepspeed.config.unset_values import configured_value
 from allennlp_deepspeed.deepspeed_api import (
     DeepSpeedConfigError,
     DeepSpeedZeroConfig,
@@ -76,14 +76,14 @@ def check_data_types(
     optimizer, with a bare assertion.
     """
     model = DtypeEnum(precision if precision in ("bf16", "fp16") else "fp32")
-    accumulation = said(config, "data_types.grad_accum_dtype")
+    accumulation = configured_value(config, "data_types.grad_accum_dtype")
     if zero.stage == 0 and accumulation is not None and DtypeEnum(accumulation) is not model:
         errors.add(
             f'{ROOT}.data_types.grad_accum_dtype is "{accumulation}", but at stage 0 DeepSpeed '
             f"accumulates gradients in the model's own type, which is {model.name}: remove the "
             'key, or write "zero_optimization": {"stage": 1}'
         )
-    parameters = said(config, "data_types.param_dtype")
+    parameters = configured_value(config, "data_types.param_dtype")
     if parameters is not None and DtypeEnum(parameters) is not model:
         wanted = DtypeEnum(parameters).name
         # At most one precision can be enabled.
@@ -144,7 +144,7 @@ def check_torch_compile(
             )
     if zero.stage != 3:
         return
-    if said(config, "zero_optimization.leaf_module") is None:
+    if configured_value(config, "zero_optimization.leaf_module") is None:
         errors.add(
             f"'{TORCH_COMPILE}' is given, and {ROOT}.zero_optimization.stage is 3, where "
             "parameters are gathered in front of each module, which no graph can contain: name the "

@@ -55,7 +55,9 @@ class DeepSpeedConfig(Registrable):
         self.config = {key: value for key, value in merged.items() if value is not None}
 
     @classmethod
-    def of(cls, value: Union[str, Dict[str, Any], "DeepSpeedConfig", None]) -> "DeepSpeedConfig":
+    def from_value(
+        cls, value: Union[str, Dict[str, Any], "DeepSpeedConfig", None]
+    ) -> "DeepSpeedConfig":
         """
         Constructs the configuration from any form that a user can write.
 
@@ -107,7 +109,7 @@ class DeepSpeedConfig(Registrable):
         # AllenNLP's implementation would look for DeepSpeed's keys in the signature of the
         # constructor.
         config = params.as_dict(quiet=True) if isinstance(params, Params) else params
-        return cls.of(config) if cls is DeepSpeedConfig else cls(config)
+        return cls.from_value(config) if cls is DeepSpeedConfig else cls(config)
 
     @staticmethod
     def merge(config: Dict[str, Any], changes: Dict[str, Any]) -> Dict[str, Any]:

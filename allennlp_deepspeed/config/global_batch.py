@@ -9,9 +9,9 @@ from typing import Any, Dict, Mapping
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.open_values import said
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, TrainerSettings, registered_name
+from allennlp_deepspeed.config.unset_values import configured_value
 from allennlp_deepspeed.config.values import is_integer
 
 # AllenNLP's data loaders whose "batch_size" is the size of a batch.
@@ -23,7 +23,9 @@ def finds_micro_batch_size(trainer: Mapping[str, Any]) -> bool:
     return trainer.get("num_gradient_accumulation_steps") == AUTO
 
 
-def resolve_share(config: Dict[str, Any], settings: TrainerSettings, errors: ConfigErrors) -> int:
+def resolve_worker_batch_size(
+    config: Dict[str, Any], settings: TrainerSettings, errors: ConfigErrors
+) -> int:
     """
     Computes the number of instances that each worker reads per optimizer step.
 
@@ -73,7 +75,7 @@ def resolve_share(config: Dict[str, Any], settings: TrainerSettings, errors: Con
         ("train_micro_batch_size_per_gpu", None),
         ("train_batch_size", size),
     ):
-        written = said(config, key)
+        written = configured_value(config, key)
         if written not in (None, value):
             errors.add(
                 f'{ROOT}.{key} is {json.dumps(written)}, but num_gradient_accumulation_steps is "'
@@ -82,7 +84,7 @@ def resolve_share(config: Dict[str, Any], settings: TrainerSettings, errors: Con
     return max(1, share)
 
 
-def check_whether_given(settings: TrainerSettings, errors: ConfigErrors) -> None:
+def refuse_global_batch_size(settings: TrainerSettings, errors: ConfigErrors) -> None:
     """Refuses a `global_batch_size`, for settings whose number of micro-batches isn't "auto"."""
     if settings.global_batch_size is not None:
         errors.add(
@@ -93,7 +95,7 @@ def check_whether_given(settings: TrainerSettings, errors: ConfigErrors) -> None
         )
 
 
-def check_others(trainer: Mapping[str, Any]) -> None:
+def refuse_grad_cache(trainer: Mapping[str, Any]) -> None:
     """
     Refuses other keys that divide batches.
 
@@ -115,7 +117,7 @@ def check_others(trainer: Mapping[str, Any]) -> None:
         )
 
 
-def no_fixed_size() -> ConfigurationError:
+def no_fixed_size_error() -> ConfigurationError:
     """
     Returns the error for data loaders whose batches have no fixed size, so that a worker's share of
     a step is unknown.

@@ -7,14 +7,14 @@ from typing import Any, Dict
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.open_values import (
-    STAGE,
-    fill,
-    is_enabled,
-    said,
-)
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import TrainerSettings
+from allennlp_deepspeed.config.unset_values import (
+    STAGE,
+    configured_value,
+    fill,
+    is_enabled,
+)
 from allennlp_deepspeed.deepspeed_api import DtypeEnum
 
 PRECISIONS = ("bf16", "fp16", "torch_autocast")
@@ -45,7 +45,7 @@ def resolve_precision(
             fill(config, f"{name}.enabled", False, f"because {other}")
 
     precision = enabled[0] if enabled else "fp32"
-    if precision == "torch_autocast" and said(config, "torch_autocast.dtype") is None:
+    if precision == "torch_autocast" and configured_value(config, "torch_autocast.dtype") is None:
         dtype = "bfloat16" if settings.bf16_supported else "float16"
         fill(config, "torch_autocast.dtype", dtype, f"for {settings.device_type}")
     stage = int(lookup(config, STAGE))
@@ -127,7 +127,7 @@ def _resolve_loss_scale(config: Dict[str, Any], precision: str, settings: Traine
     if settings.grad_scaling:
         return
     if precision == "fp16":
-        loss_scale = said(config, "fp16.loss_scale")
+        loss_scale = configured_value(config, "fp16.loss_scale")
         if loss_scale is None:
             fill(config, "fp16.loss_scale", 1.0, "from grad_scaling")
         elif loss_scale != 1:

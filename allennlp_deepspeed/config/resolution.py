@@ -21,19 +21,11 @@ from allennlp_deepspeed.config.contradictions import (
     check_with_deepspeed,
     check_zero,
 )
-from allennlp_deepspeed.config.global_batch import check_whether_given, resolve_share
-from allennlp_deepspeed.config.keys import did_you_mean
-from allennlp_deepspeed.config.open_values import (
-    DEFAULT,
-    STAGE,
-    agreed,
-    cannot_fill,
-    fill,
-    fill_if_open,
-    is_enabled,
-    log_value,
-    said,
+from allennlp_deepspeed.config.global_batch import (
+    refuse_global_batch_size,
+    resolve_worker_batch_size,
 )
+from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.config.parameter_resharding import (
     check_partition_size,
     resolve_reshard_after_micro_batch,
@@ -43,6 +35,17 @@ from allennlp_deepspeed.config.schema import scheduler_parameters
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
 from allennlp_deepspeed.config.torch_compile_settings import torch_compile_settings
+from allennlp_deepspeed.config.unset_values import (
+    DEFAULT,
+    STAGE,
+    configured_value,
+    fill,
+    fill_if_unset,
+    is_enabled,
+    log_value,
+    resolve_value,
+    unset_value_message,
+)
 from allennlp_deepspeed.deepspeed_api import DeepSpeedZeroConfig, OffloadDeviceEnum, lr_schedules
 
 logger = logging.getLogger(__name__)
@@ -85,9 +88,9 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
     # AllenNLP's optimizers are subclasses, which DeepSpeed doesn't list as tested with ZeRO.
     # Offloading works with any optimizer, but is slower than with DeepSpeed's, which replace
     # AllenNLP's where possible.
-    fill_if_open(config, "zero_allow_untested_optimizer", True)
-    forces_cpu_optimizer = said(config, "zero_force_ds_cpu_optimizer")
-    fill_if_open(config, "zero_force_ds_cpu_optimizer", has_optimizer)
+    fill_if_unset(config, "zero_allow_untested_optimizer", True)
+    forces_cpu_optimizer = configured_value(config, "zero_force_ds_cpu_optimizer")
+    fill_if_unset(config, "zero_force_ds_cpu_optimizer", has_optimizer)
     # The trainer decides where the gradient accumulation boundary is, which can be earlier at the
     # end of an epoch, and calls the engine's `step` there. The engine's own count would drift.
     config.update(
@@ -141,7 +144,7 @@ def _offload_device(zero: DeepSpeedZeroConfig) -> str:
 
 def _resolve_stage(config: Dict[str, Any]) -> None:
     """Sets the stage to the default, that of "zero_2", if the config leaves it unset."""
-    if said(config, STAGE) is None:
+    if configured_value(config, STAGE) is None:
         fill(config, STAGE, DEFAULT_STAGE, 'default, as with "zero_2"')
     else:
         logger.info("%s.%s is %s", ROOT, STAGE, lookup(config, STAGE))
@@ -152,17 +155,17 @@ def _resolve_batch_sizes(
 ) -> Tuple[int, int]:
     """Returns the number of instances per micro-batch, and of micro-batches per optimizer step."""
     if settings.num_gradient_accumulation_steps == AUTO:
-        return resolve_share(config, settings, errors), 1
-    check_whether_given(settings, errors)
+        return resolve_worker_batch_size(config, settings, errors), 1
+    refuse_global_batch_size(settings, errors)
     num_lines = len(errors.lines)
-    steps = agreed(
+    steps = resolve_value(
         "num_gradient_accumulation_steps",
         settings.num_gradient_accumulation_steps,
         config,
         "gradient_accumulation_steps",
         errors,
     )
-    micro_batch_size = agreed(
+    micro_batch_size = resolve_value(
         "data_loader.batch_size",
         settings.micro_batch_size,
         config,
@@ -170,7 +173,7 @@ def _resolve_batch_sizes(
         errors,
         advice="remove the latter",
     )
-    batch_size = said(config, "train_batch_size")
+    batch_size = configured_value(config, "train_batch_size")
     if batch_size is None:
         if steps is None:
             log_value("gradient_accumulation_steps", 1, DEFAULT)
@@ -214,7 +217,7 @@ def _resolve_grad_norm(
 ) -> Union[float, bool]:
     norm = settings.grad_norm
     if norm is True:
-        clipping = said(config, "gradient_clipping")
+        clipping = configured_value(config, "gradient_clipping")
         if clipping:
             errors.add(
                 f"grad_norm is true, which reports the norm without clipping, but "
@@ -222,7 +225,7 @@ def _resolve_grad_norm(
                 "reported then too), or gradient_clipping to report only"
             )
         return True
-    clipping = agreed("grad_norm", norm, config, "gradient_clipping", errors)
+    clipping = resolve_value("grad_norm", norm, config, "gradient_clipping", errors)
     if clipping is None:
         log_value("gradient_clipping", 0.0, DEFAULT)
     # AllenNLP treats 0 as false.
@@ -239,7 +242,7 @@ def _resolve_optimizer(
     params = _params(optimizer)
     if params.get("lr") == AUTO:
         if settings.learning_rate is None:
-            errors.add(cannot_fill("optimizer.params.lr", "write the learning rate"))
+            errors.add(unset_value_message("optimizer.params.lr", "write the learning rate"))
         else:
             fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
     for name in [name for name, value in params.items() if value == AUTO]:
@@ -272,9 +275,9 @@ def _resolve_muon(config: Dict[str, Any], settings: TrainerSettings) -> None:
     Turns off `reduce_scatter` for Muon at stage 3: it needs full (unsharded) gradients, and
     DeepSpeed requires the setting.
     """
-    name = settings.optimizer or said(config, "optimizer.type") or ""
+    name = settings.optimizer or configured_value(config, "optimizer.type") or ""
     if name.lower() in ("muon", "muonwithauxadam") and lookup(config, STAGE) == 3:
-        fill_if_open(config, "zero_optimization.reduce_scatter", False)
+        fill_if_unset(config, "zero_optimization.reduce_scatter", False)
 
 
 def _resolve_scheduler(
@@ -293,7 +296,7 @@ def _resolve_scheduler(
         steps = settings.num_epochs * math.ceil(
             settings.batches_per_epoch / num_gradient_accumulation_steps
         )
-    learning_rate = said(config, "optimizer.params.lr") or settings.learning_rate
+    learning_rate = configured_value(config, "optimizer.params.lr") or settings.learning_rate
     known = {
         "total_num_steps": (steps, "from trainer.num_epochs and the data"),
         "warmup_max_lr": (learning_rate, "from the optimizer's learning rate"),
@@ -316,7 +319,7 @@ def _resolve_scheduler(
         path = f"scheduler.params.{name}"
         value, source = known.get(name, (None, ""))
         if value is None:
-            errors.add(cannot_fill(path, _SCHEDULER_HINTS.get(name, "write a value")))
+            errors.add(unset_value_message(path, _SCHEDULER_HINTS.get(name, "write a value")))
             params.pop(name, None)
         else:
             fill(config, path, value, source)
@@ -359,11 +362,13 @@ def _resolve_nvme_paths(
     for section in ("offload_param", "offload_optimizer"):
         path = f"zero_optimization.{section}.nvme_path"
         is_nvme = lookup(config, f"zero_optimization.{section}.device") == "nvme"
-        if not is_nvme or said(config, path) is not None:
+        if not is_nvme or configured_value(config, path) is not None:
             continue
         if settings.serialization_dir is None:
             errors.add(
-                cannot_fill(path, "write a folder on the NVMe device, or give a serialization_dir")
+                unset_value_message(
+                    path, "write a folder on the NVMe device, or give a serialization_dir"
+                )
             )
             continue
         folder = os.path.join(settings.serialization_dir, "nvme")
@@ -384,11 +389,11 @@ def _resolve_reports(
         if section in _MONITORS_WITH_FILES and settings.serialization_dir is not None:
             folder = os.path.join(settings.serialization_dir, "log")
             for key, value in (("output_path", folder), ("job_name", "deepspeed")):
-                if said(config, f"{section}.{key}") is None:
+                if configured_value(config, f"{section}.{key}") is None:
                     fill(config, f"{section}.{key}", value, "in the serialization directory")
     if not is_enabled(config, "comms_logger"):
         config.pop("comms_logger", None)  # DeepSpeed enables it whenever the section exists
-    if said(config, "dump_state") and said(config, "log_level") is None:
+    if configured_value(config, "dump_state") and configured_value(config, "log_level") is None:
         fill(config, "log_level", "info", "to log what dump_state asks for")
     if is_enabled(config, "timers.throughput"):
         errors.add(
@@ -400,7 +405,7 @@ def _resolve_reports(
 
 
 def _check_scheduler_type(config: Dict[str, Any], errors: ConfigErrors) -> None:
-    name, stage = said(config, "scheduler.type"), said(config, STAGE)
+    name, stage = configured_value(config, "scheduler.type"), configured_value(config, STAGE)
     if name is not None and name not in lr_schedules.VALID_LR_SCHEDULES and stage != 0:
         errors.add(
             f'{ROOT}.scheduler.type is "{name}", which is PyTorch\'s: it takes no optimizer that '
@@ -431,7 +436,7 @@ def _drop_remaining_autos(section: Dict[str, Any], errors: ConfigErrors, path: s
         elif value == AUTO:
             del section[key]
             if key in _CHOICES:
-                errors.add(cannot_fill(here, f"write {_CHOICES[key]}"))
+                errors.add(unset_value_message(here, f"write {_CHOICES[key]}"))
             else:
                 logger.info("%s.%s is DeepSpeed's default", ROOT, here)
 

@@ -149,7 +149,7 @@ def _explain_unknown(keys: Tuple[str, ...], known: List[str]) -> str:
     return f" is unknown: {did_you_mean(name, known)}"
 
 
-def places_of(name: str) -> List[str]:
+def find_key_paths(name: str) -> List[str]:
     """Returns the paths in DeepSpeed's schema of a key that is written outside of it."""
     at_top = [name] if name in _fields(Schema) else []
     return [*at_top, *(f"{section}.{name}" for section in _sections_with(name))]

@@ -97,7 +97,7 @@ class TrainerSettings:
         return max(1, self.world_size // self.sequence_parallel_size)
 
     @classmethod
-    def of_config(
+    def from_config(
         cls, config: Dict[str, Any], deepspeed_config: Dict[str, Any], **others: Any
     ) -> "TrainerSettings":
         """
@@ -131,7 +131,7 @@ class TrainerSettings:
         )
 
     @classmethod
-    def of_objects(
+    def from_objects(
         cls,
         arguments: Dict[str, Any],
         optimizer: Optional[torch.optim.Optimizer],

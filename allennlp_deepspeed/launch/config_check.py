@@ -22,15 +22,15 @@ from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.global_batch import (
-    check_others,
     fill_batch_size,
     finds_micro_batch_size,
     has_fixed_size,
-    no_fixed_size,
+    no_fixed_size_error,
+    refuse_grad_cache,
 )
 from allennlp_deepspeed.config.keys import check_names, check_values, did_you_mean
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KEYS, TRAINER_KEYS
-from allennlp_deepspeed.config.schema_validation import lookup, places_of
+from allennlp_deepspeed.config.schema_validation import find_key_paths, lookup
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
@@ -79,7 +79,7 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     _check_trainer_keys(config["trainer"], errors)
     _check_checkpointer(config["trainer"].get("checkpointer"), errors)
     with errors.collect():
-        deepspeed_config = DeepSpeedConfig.of(config["trainer"].get("deepspeed_config"))
+        deepspeed_config = DeepSpeedConfig.from_value(config["trainer"].get("deepspeed_config"))
         deepspeed_config.check_schema(errors)
     errors.raise_any()
     assert deepspeed_config is not None
@@ -235,7 +235,7 @@ def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
         with errors.collect():
             sequence_groups.check_model(model)
     with errors.collect():
-        check_others(config["trainer"])
+        refuse_grad_cache(config["trainer"])
         if finds_micro_batch_size(config["trainer"]):
             _check_divisible(model, config.get("data_loader"))
     callbacks = config["trainer"].get("callbacks")
@@ -329,7 +329,7 @@ def _check_divisible(model: Optional[Type[Model]], data_loader: Any) -> None:
         If batches can't be divided into micro-batches of any size.
     """
     if not has_fixed_size(data_loader):
-        raise no_fixed_size()
+        raise no_fixed_size_error()
     if model is not None:
         loss_terms.check_class(model)
 
@@ -387,7 +387,7 @@ def _place_of(name: str) -> Optional[str]:
     """Where to write what others know and the trainer doesn't."""
     if name in _NAMES_OF_OTHERS:
         return _NAMES_OF_OTHERS[name]
-    places = " or ".join(f"'deepspeed_config.{path}'" for path in places_of(name))
+    places = " or ".join(f"'deepspeed_config.{path}'" for path in find_key_paths(name))
     return f"write {places}" if places and len(places) < 150 else None
 
 
@@ -466,7 +466,7 @@ def settings_of(
 ) -> TrainerSettings:
     """What the GPU can do has a stand-in."""
     devices = worker_devices(config)
-    return TrainerSettings.of_config(
+    return TrainerSettings.from_config(
         config,
         deepspeed_config.config,
         world_size=len(devices),

@@ -14,7 +14,7 @@ _PLACES = r"(?:.*_)?(?:path|paths|dir|directory|file|files|folder|address|port|e
 _NODES_OWN = r"distributed\.cuda_devices(\..*)?|trainer\.cuda_device|include_in_archive(\..*)?"
 
 
-def of_config(config: Dict[str, Any], arguments: Dict[str, Any]) -> Dict[str, Any]:
+def comparable_values(config: Dict[str, Any], arguments: Dict[str, Any]) -> Dict[str, Any]:
     """
     # Parameters
 

@@ -250,7 +250,7 @@ def _meet(
         nodes.setting(distributed, "rendezvous_timeout"),
         nodes.setting(distributed, "timeout"),
     )
-    _compare(node_comparison.of_config(config, arguments))
+    _compare(node_comparison.comparable_values(config, arguments))
     directory = SerializationDirectory(arguments["serialization_dir"])
     if distributed.get("min_nodes") is not None and not directory.is_shared:
         raise ConfigurationError(

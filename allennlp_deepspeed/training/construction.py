@@ -33,9 +33,9 @@ from allennlp_deepspeed.config.deepspeed_config import (
     TrainerSettings,
 )
 from allennlp_deepspeed.config.global_batch import (
-    check_others,
     finds_micro_batch_size,
-    no_fixed_size,
+    no_fixed_size_error,
+    refuse_grad_cache,
 )
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
@@ -115,7 +115,7 @@ def construct(
     )
     _prepare(model, arguments)
     parameters = [[name, p] for name, p in model.named_parameters() if p.requires_grad]
-    deepspeed_config = DeepSpeedConfig.of(arguments["deepspeed_config"])
+    deepspeed_config = DeepSpeedConfig.from_value(arguments["deepspeed_config"])
     given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     if isinstance(optimizer, Lazy):
         optimizer = optimizer.construct(model_parameters=parameters)
@@ -163,9 +163,9 @@ def construct(
 
 
 def _check_global_batch(arguments: Arguments, data_loader: DataLoader) -> None:
-    check_others(arguments)
+    refuse_grad_cache(arguments)
     if finds_micro_batch_size(arguments) and micro_batch_size(data_loader) is None:
-        raise no_fixed_size()
+        raise no_fixed_size_error()
 
 
 def _prepare(model: Model, arguments: Arguments) -> None:
@@ -206,7 +206,7 @@ def _settings(
 ) -> TrainerSettings:
     world_size = arguments["world_size"]
     directory = arguments["serialization_dir"]
-    return TrainerSettings.of_objects(
+    return TrainerSettings.from_objects(
         arguments,
         optimizer,
         arguments["learning_rate_scheduler"],

@@ -155,9 +155,9 @@ def _constructed_partitioned(arguments: Arguments) -> Iterator[None]:
     trainer = arguments["trainer"]._params.as_dict(quiet=True)
     device = worker_device(trainer.get("cuda_device"))
     world_size = trainer.get("world_size", 1)
-    deepspeed_config = DeepSpeedConfig.of(trainer.get("deepspeed_config"))
+    deepspeed_config = DeepSpeedConfig.from_value(trainer.get("deepspeed_config"))
     partitioning = deepspeed_config.partitioning(
-        TrainerSettings.of_config(
+        TrainerSettings.from_config(
             {"trainer": trainer},
             deepspeed_config.config,
             world_size=world_size,

@@ -42,7 +42,7 @@ def states(config: Config, world_size: int = 1, size: ModelSize = None, **settin
     size = size or ModelSize(trainable=[MILLION] * 100, frozen=[], largest_module=MILLION)
     adam = 8 * sum(size.trainable)
     reduces_once_a_step = settings.pop("reduces_once_a_step", False)
-    resolved = DeepSpeedConfig.of(config).resolve(
+    resolved = DeepSpeedConfig.from_value(config).resolve(
         TrainerSettings(world_size=world_size, device_type="cuda", serialization_dir="", **settings)
     )
     return model_states(size, adam, resolved, world_size, reduces_once_a_step)
@@ -174,7 +174,7 @@ class TestPlacements:
         assert refused(fused, "which steps weights on the device") == self.offloaded
         on_cpu = estimate_for({"type": "cpu_adam"})
         assert refused(on_cpu, "which steps weights in CPU memory") == self.stages
-        assert on_cpu.first_that_fits.placement.name == "1, optimizer on CPU"
+        assert on_cpu.first_fitting.placement.name == "1, optimizer on CPU"
 
     def test_fit_into_the_nvme_of_a_node(self) -> None:
         def fits(nvme_memory: int) -> Dict[str, Any]:
@@ -207,7 +207,7 @@ class TestCommand:
             **BF16,
             "zero_optimization": {**zero, "offload_optimizer": {"device": "cpu"}},
         }
-        assert DeepSpeedConfig.of(values["deepspeed_config"])
+        assert DeepSpeedConfig.from_value(values["deepspeed_config"])
         free = shutil.disk_usage(Path.cwd()).free
         assert values["nvme_memory"] == pytest.approx(free, rel=0.5)
 

@@ -102,11 +102,11 @@ TESTED = {
 
 class HasConfig(FromParams):
     def __init__(self, deepspeed_config: Optional[DeepSpeedConfig] = None) -> None:
-        self.config = DeepSpeedConfig.of(deepspeed_config).config
+        self.config = DeepSpeedConfig.from_value(deepspeed_config).config
 
 
 def resolve(config: Any = None, **settings: Any) -> ResolvedConfig:
-    return DeepSpeedConfig.of(config).resolve(TrainerSettings(**settings))
+    return DeepSpeedConfig.from_value(config).resolve(TrainerSettings(**settings))
 
 
 def refusal(config: Any, **settings: Any) -> str:
@@ -186,7 +186,7 @@ class TestPresets:
             resolved = resolve(config)
         assert resolved.zero_stage == EngineConfig(resolved.engine_config).zero_config.stage == 2
         assert "deepspeed_config.zero_optimization.stage is 2" in caplog.text
-        partitioning = DeepSpeedConfig.of(config).partitioning(TrainerSettings())
+        partitioning = DeepSpeedConfig.from_value(config).partitioning(TrainerSettings())
         assert partitioning["zero_optimization"]["stage"] == 2
 
     def test_all_presets_are_listed(self):

@@ -80,7 +80,9 @@ def test_lion_is_that_of_the_paper():
 
 def offloaded(params: Dict[str, Any], **sections: Any) -> Tuple[Parameters, torch.optim.Optimizer]:
     parameters, optimizer = construct(params)
-    config = DeepSpeedConfig.of({"type": "zero_2_offload", **sections}).resolve(TrainerSettings())
+    config = DeepSpeedConfig.from_value({"type": "zero_2_offload", **sections}).resolve(
+        TrainerSettings()
+    )
     return parameters, for_offload(optimizer, config)
 
 

@@ -61,7 +61,10 @@ def test_a_node_that_there_is_not_is_refused(node_rank: int) -> None:
 
 
 def difference(config: Config, other: Config) -> List[str]:
-    prints = [(name, node_comparison.of_config(c, {})) for name, c in (("a", config), ("b", other))]
+    prints = [
+        (name, node_comparison.comparable_values(c, {}))
+        for name, c in (("a", config), ("b", other))
+    ]
     return differences(prints)
 
 
@@ -107,15 +110,15 @@ def test_paths_addresses_and_devices_may_be_others(config: Config) -> None:
 
 def test_a_training_that_is_recovered_on_one_node_only_is_named(config: Config) -> None:
     prints = [
-        (name, node_comparison.of_config(config, {"recover": recover}))
+        (name, node_comparison.comparable_values(config, {"recover": recover}))
         for name, recover in (("a", True), ("b", False))
     ]
     assert differences(prints) == ["'--recover' is true on a, false on b"]
 
 
 def test_other_versions_are_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = node_comparison.of_config(config, {})
+    first = node_comparison.comparable_values(config, {})
     monkeypatch.setattr("allennlp_deepspeed.versions.version", lambda _: "0.0.1")
-    lines = differences([("a", first), ("b", node_comparison.of_config(config, {}))])
+    lines = differences([("a", first), ("b", node_comparison.comparable_values(config, {}))])
     for package in ("torch", "deepspeed", "allennlp", "transformers"):
         assert any(line.startswith(f"'version of {package}' is ") for line in lines)

@@ -19,7 +19,7 @@ DEFAULT = "default of this trainer"
 """The source of values that neither side sets."""
 
 
-def said(config: Dict[str, Any], path: str) -> Any:
+def configured_value(config: Dict[str, Any], path: str) -> Any:
     """Returns the value that the DeepSpeed side sets at a path, `None` if it is unset or "auto"."""
     value = lookup(config, path)
     return None if value == AUTO else value
@@ -39,13 +39,13 @@ def log_value(path: str, value: Any, source: str) -> None:
     logger.info("%s.%s is %s (%s)", ROOT, path, json.dumps(value), source)
 
 
-def fill_if_open(config: Dict[str, Any], path: str, value: Any) -> None:
+def fill_if_unset(config: Dict[str, Any], path: str, value: Any) -> None:
     """Sets a default of this trainer at a path that the DeepSpeed side leaves unset."""
-    if said(config, path) is None:
+    if configured_value(config, path) is None:
         fill(config, path, value, DEFAULT)
 
 
-def agreed(
+def resolve_value(
     key: str,
     value: Any,
     config: Dict[str, Any],
@@ -57,7 +57,7 @@ def agreed(
     Returns the value of an AllenNLP key and its DeepSpeed counterpart, `None` if both are unset.
     Adds a line to `errors` if they differ.
     """
-    deepspeed_value = said(config, path)
+    deepspeed_value = configured_value(config, path)
     if value is None:
         return deepspeed_value
     if deepspeed_value is None:
@@ -70,13 +70,13 @@ def agreed(
     return value
 
 
-def cannot_fill(path: str, hint: str) -> str:
+def unset_value_message(path: str, hint: str) -> str:
     """Returns the message for an unset value that neither side fills."""
     return f"{ROOT}.{path} is left open, and nothing in the AllenNLP config says what it is: {hint}"
 
 
 def is_enabled(config: Dict[str, Any], section: str) -> Optional[bool]:
     """Returns whether a section's feature is enabled, `None` if the config leaves it unset."""
-    value = said(config, f"{section}.enabled")
+    value = configured_value(config, f"{section}.enabled")
     # DeepSpeed's models accept "true" for true.
     return None if value is None else TypeAdapter(bool).validate_python(value)
