@@ -8,13 +8,13 @@ the output of our commands. Gone when its logger writes to the standard error.
 import contextlib
 import sys
 
-from allennlp_deepspeed.announcements import imported_quietly
+from allennlp_deepspeed.announcements import quiet_import
 
 # Installs the import hook, unless a `.pth` file has.
 from allennlp_deepspeed_import_hook import fork_server
 
 # DeepSpeed's logger will write to the stream that is the standard output during the import.
-with imported_quietly("DeepSpeed", "torch"), contextlib.redirect_stdout(sys.stderr):
+with quiet_import("DeepSpeed", "torch"), contextlib.redirect_stdout(sys.stderr):
     # The fork server imports the same modules at the same time, unless the hook has started it
     # already.
     fork_server.start_for_command()

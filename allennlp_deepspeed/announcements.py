@@ -13,7 +13,7 @@ _ATTRIBUTE = "announcement"
 _VARIABLES = ("ALLENNLP_LOG_LEVEL", "ALLENNLP_DEBUG")
 
 
-def wants_whole_log() -> bool:
+def is_full_log_requested() -> bool:
     """
     Returns whether the user has set AllenNLP's log level. The console then shows the complete log.
     """
@@ -21,7 +21,7 @@ def wants_whole_log() -> bool:
 
 
 @contextmanager
-def imported_quietly(*loggers: str) -> Iterator[None]:
+def quiet_import(*loggers: str) -> Iterator[None]:
     """
     Context manager for an import, in which loggers with these names log errors only. What they warn
     of on a machine without a GPU, the console and the config check tell in terms of the config.
@@ -45,12 +45,12 @@ def silenced(*names: str) -> Iterator[None]:
     with ExitStack() as undo:
         for other in [n for n in logging.root.manager.loggerDict if n.startswith(names)]:
             silent = logging.getLogger(other)
-            silent.addFilter(_is_nothing)
-            undo.callback(silent.removeFilter, _is_nothing)
+            silent.addFilter(_drop)
+            undo.callback(silent.removeFilter, _drop)
         yield
 
 
-def _is_nothing(record: logging.LogRecord) -> bool:
+def _drop(record: logging.LogRecord) -> bool:
     return False
 
 
@@ -58,7 +58,7 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def announce(logger: logging.Logger, message: str, *args: Any, drawn: Any = None) -> None:
+def announce(logger: logging.Logger, message: str, *args: Any, rendered: Any = None) -> None:
     """
     Logs a message at level INFO that the console shows.
 
@@ -68,11 +68,11 @@ def announce(logger: logging.Logger, message: str, *args: Any, drawn: Any = None
     message : `str`
     args : `Any`
         The arguments of the message, as for `Logger.info`.
-    drawn : `Any`, optional (default = the message)
+    rendered : `Any`, optional (default = the message)
         A renderable of `rich` that a console shows instead.
     """
-    drawn = message % args if drawn is None else drawn
-    logger.info(message, *args, extra={_ATTRIBUTE: drawn}, stacklevel=2)
+    rendered = message % args if rendered is None else rendered
+    logger.info(message, *args, extra={_ATTRIBUTE: rendered}, stacklevel=2)
 
 
 def announcement(record: logging.LogRecord) -> Any:

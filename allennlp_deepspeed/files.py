@@ -27,7 +27,7 @@ point.
 
 
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
+def _add_path_to_errors(path: str) -> Iterator[None]:
     """
     Context manager that adds the path to errors of the operating system, such as a full disk.
 
@@ -53,11 +53,11 @@ def make_directory(path: str) -> None:
 def save(value: Any, path: str) -> None:
     """Calls `torch.save`. The file is not on disk before `flush`."""
     before_operation("save", path)
-    with _naming(path), open(path, "wb") as file:
+    with _add_path_to_errors(path), open(path, "wb") as file:
         torch.save(value, file)
 
 
-def empty_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
+def empty_memory_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
     """
     Returns a tensor of the same shape and type on the CPU, whose values are backed by an unnamed
     file that is deleted with it. The system writes them to the file when it needs the memory.
@@ -67,7 +67,7 @@ def empty_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty_like(tensor, device="cpu")
     with (
-        _naming(directory),
+        _add_path_to_errors(directory),
         tempfile.NamedTemporaryFile(dir=directory, prefix="mapped_", suffix=".tmp") as file,
     ):
         # A full disk raises an error here, instead of a crash at a later write.
@@ -82,7 +82,7 @@ def empty_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
 def write(text: str, path: str) -> None:
     """Writes a text file. It is not on disk before `flush`."""
     before_operation("write", path)
-    with _naming(path), open(path, "w", encoding="utf-8") as file:
+    with _add_path_to_errors(path), open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -91,7 +91,7 @@ def flush(path: str) -> None:
     before_operation("flush", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with _naming(path):
+        with _add_path_to_errors(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -120,7 +120,7 @@ def copy(path: str, new_path: str) -> None:
             copy(os.path.join(path, name), os.path.join(new_path, name))
     else:
         before_operation("copy", new_path)
-        with _naming(new_path):
+        with _add_path_to_errors(new_path):
             shutil.copyfile(path, new_path)
     flush(new_path)
 

@@ -10,16 +10,16 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 _PACKAGES = ("torch", "deepspeed", "allennlp", "transformers", "allennlp-deepspeed")
 
-_LACKING = "not set"
+_UNSET = "not set"
 
 
-def differences(everyones: Sequence[Tuple[str, Dict[str, Any]]]) -> List[str]:
+def differences(named_values: Sequence[Tuple[str, Dict[str, Any]]]) -> List[str]:
     """
     Describes values that differ between hosts or ranks.
 
     # Parameters
 
-    everyones : `Sequence[Tuple[str, Dict[str, Any]]]`, required.
+    named_values : `Sequence[Tuple[str, Dict[str, Any]]]`, required.
         For each host or rank, its name, and its values by name.
 
     # Returns
@@ -28,10 +28,10 @@ def differences(everyones: Sequence[Tuple[str, Dict[str, Any]]]) -> List[str]:
         A line for each value that differs, with its name, and the hosts or ranks of each value.
     """
     lines = []
-    for name in dict.fromkeys(name for _, values in everyones for name in values):
+    for name in dict.fromkeys(name for _, values in named_values for name in values):
         holders: Dict[str, List[str]] = {}
-        for who, values in everyones:
-            text = json.dumps(values[name], sort_keys=True) if name in values else _LACKING
+        for who, values in named_values:
+            text = json.dumps(values[name], sort_keys=True) if name in values else _UNSET
             holders.setdefault(text, []).append(who)
         if len(holders) > 1:
             sides = (f"{text} on {_joined(who)}" for text, who in holders.items())

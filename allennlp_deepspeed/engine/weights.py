@@ -184,7 +184,7 @@ def _to_plain(tensor: torch.Tensor, directory: Optional[str]) -> torch.Tensor:
     tensor = tensor.detach()
     tensor = tensor.to(_in_full_precision(tensor.dtype))
     if directory is not None and tensor.layout == torch.strided:
-        return files.empty_mapped(tensor, directory).copy_(tensor)
+        return files.empty_memory_mapped(tensor, directory).copy_(tensor)
     return tensor.to("cpu", copy=True)
 
 

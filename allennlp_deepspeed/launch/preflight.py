@@ -17,7 +17,7 @@ from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.models import Model
 
-from allennlp_deepspeed.announcements import wants_whole_log
+from allennlp_deepspeed.announcements import is_full_log_requested
 from allennlp_deepspeed.config.global_batch import fill_batch_size, finds_micro_batch_size
 from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.engine import worker_failure
@@ -156,7 +156,7 @@ def _console_settings(
     arguments: Dict[str, Any], launched: Optional[Launched]
 ) -> Optional[ConsoleSettings]:
     """`None` where the console is to have the whole log."""
-    if wants_whole_log():
+    if is_full_log_requested():
         return None
     settings = ConsoleSettings.of_this_process(arguments.get("file_friendly_logging", False))
     # Of the processes of a launcher one shows on each node what they have in common.

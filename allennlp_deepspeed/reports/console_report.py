@@ -263,7 +263,7 @@ def epoch_table(title: str, metrics: Dict[str, Any], best_before: Dict[str, Any]
 
 
 def _announce_table(table: RenderableType) -> None:
-    announce(logger, "%s", as_text(table), drawn=table)
+    announce(logger, "%s", as_text(table), rendered=table)
 
 
 def as_text(renderable: RenderableType) -> str:

@@ -20,7 +20,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirecto
 )
 def test_mapped_tensors_are_tensors(tmp_path: Path, shape, dtype) -> None:
     tensor = torch.randint(0, 2, shape).to(dtype)
-    mapped = files.empty_mapped(tensor, str(tmp_path)).copy_(tensor)
+    mapped = files.empty_memory_mapped(tensor, str(tmp_path)).copy_(tensor)
     assert (mapped.shape, mapped.dtype) == (tensor.shape, tensor.dtype)
     files.save({"weight": mapped}, str(tmp_path / "saved.th"))
     assert [path.name for path in tmp_path.iterdir()] == ["saved.th"]
@@ -31,7 +31,7 @@ def test_a_file_whose_tensor_was_never_made_is_cleaned_up(tmp_path: Path) -> Non
     pid = os.fork()
     if pid == 0:
         with mock.patch.object(torch.UntypedStorage, "from_file", lambda *a, **k: os._exit(9)):
-            files.empty_mapped(torch.zeros(2), str(tmp_path))
+            files.empty_memory_mapped(torch.zeros(2), str(tmp_path))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert len(list(tmp_path.iterdir())) == 1
     CheckpointDirectory(str(tmp_path)).clean_up()
@@ -40,7 +40,9 @@ def test_a_file_whose_tensor_was_never_made_is_cleaned_up(tmp_path: Path) -> Non
 
 def test_there_may_be_more_of_them_than_files_may_be_open(tmp_path: Path) -> None:
     with _open_files_limited_to(128):
-        mapped = [files.empty_mapped(torch.zeros(2), str(tmp_path)).fill_(i) for i in range(300)]
+        mapped = [
+            files.empty_memory_mapped(torch.zeros(2), str(tmp_path)).fill_(i) for i in range(300)
+        ]
     assert [float(tensor.sum()) for tensor in mapped] == [2 * i for i in range(300)]
 
 
