@@ -144,6 +144,7 @@ reference: $(VENV)/installed
 docs: $(VENV)/docs/installed
 	$(VENV)/docs/bin/mkdocs build --strict --quiet
 	$(VENV)/docs/bin/python -m docs.site.check site
+	@echo "Built $(CURDIR)/site/index.html"
 
 release-check: $(VENV)/installed
 	python -m tests.release_check

@@ -1,8 +1,10 @@
 """
-Has mkdocs take the pages that are outside of docs/ and those of the API reference, and leads the
-links of all pages, which are written for who reads them in the repository, through the site.
+Adds the pages outside of docs/ and the API reference to the site, changes the links of pages, which
+are written for the repository, to those of the site, and prepares pages for search and for phones.
 """
 
+import itertools
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +16,16 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from docs.site import sources
+
+# Parts of the navigation whose pages search shows after all others, and the factor by which it
+# ranks the others higher. A title counts 1,000 times as much as text does.
+_LAST_IN_SEARCH = {"Results", "Project", "API"}
+_BOOST = 10_000
+
+# A block of output that has lines drawn in it.
+_DRAWING = re.compile("^```(?=\n[^`]*[━─])", re.MULTILINE)
+_TABLE = re.compile("<table>.*?</table>", re.DOTALL)
+_HEADING = re.compile("<th[^>]*>(.*?)</th>", re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -27,7 +39,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if _LAST_IN_SEARCH.isdisjoint(section.title for section in page.ancestors):
+        page.meta["search"] = {"boost": _BOOST}
     for path, in_site in sources.pages().items():
         if in_site == page.file.src_uri:
-            return sources.with_links_of_the_site(markdown, path)
+            return _DRAWING.sub(
+                "``` {.text .drawing}", sources.with_links_of_the_site(markdown, path)
+            )
     return markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return _TABLE.sub(_with_headings_in_cells, html)
+
+
+def _with_headings_in_cells(table: "re.Match[str]") -> str:
+    """Labels each cell with the heading of its column, which site.css shows on narrow screens."""
+    headings = [re.sub('<.*?>|"', "", heading) for heading in _HEADING.findall(table[0])]
+    column = itertools.cycle(headings)
+    return re.sub("<td", lambda _: f'<td data-heading="{next(column)}"', table[0])

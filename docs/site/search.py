@@ -1,0 +1,102 @@
+"""
+Asks the built site's search questions in the words of the field: `python -m docs.site.search site`.
+Prints those whose answer isn't the first result, and exits with 1 if there are any. Runs the search
+script that the browser runs, in QuickJS.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Iterator, List
+
+ANSWERS = {
+    "automatic batch size": "global_batch.html",
+    "contrastive learning large batch": "contrastive.html",
+    "convert checkpoint to fp32": "recovery.html",
+    "CPU offload": "large_models.html",
+    "early stopping": "moving_from_gradient_descent.html",
+    "elastic training": "several_machines.html",
+    "export to Hugging Face": "language_models.html",
+    "fine-tune LLM with LoRA": "language_models.html",
+    "flash attention": "behaviour.html",
+    "freeze layers": "moving_from_gradient_descent.html",
+    "gradient accumulation": "communication.html",
+    "gradient checkpointing": "large_models.html",
+    "gradient clipping": "configuration.html",
+    "hang": "troubleshooting.html",
+    "hyperparameter search": "python.html",
+    "install": "install.html",
+    "learning rate scheduler": "moving_from_gradient_descent.html",
+    "LoRA": "language_models.html",
+    "mixed precision": "configuration.html",
+    "multi-node": "several_machines.html",
+    "out of memory": "large_models.html",
+    "per-GPU batch size": "moving_from_gradient_descent.html",
+    "preemption": "recovery.html",
+    "profiling": "profiling.html",
+    "restart after failure": "several_machines.html",
+    "resume training": "recovery.html",
+    "sequence parallelism": "long_sequences.html",
+    "SFTConfig": "moving_from_other_trainers.html",
+    "slurm": "several_machines.html",
+    "sparse attention": "sparse_attention.html",
+    "tensorboard": "console.html",
+    "torch.compile": "compile.html",
+    "torchrun": "several_machines.html",
+    "wandb": "console.html",
+    "world size": "glossary.html",
+    "ZeRO stage": "moving_from_gradient_descent.html",
+    "zero_3_offload": "configuration.html",
+}
+
+# What the script expects of a browser.
+_BROWSER = """
+var self = globalThis, console = {warn: () => {}}, handle, response;
+var addEventListener = (type, listener) => { handle = listener; };
+var postMessage = message => { response = message; };
+"""
+_SETUP, _QUERY = 0, 2  # types of messages
+
+
+class Search:
+    """
+    The search of a built site.
+
+    # Parameters
+
+    site : `Path`, required.
+        The directory with the site.
+    """
+
+    def __init__(self, site: Path) -> None:
+        import quickjs
+
+        (script,) = site.glob("assets/javascripts/workers/search.*.min.js")
+        index = json.loads((site / "search/search_index.json").read_text())
+        self._context = quickjs.Context()
+        self._context.eval(_BROWSER + script.read_text())
+        self._send(_SETUP, {**index, "options": {"suggest": False}})
+
+    def pages(self, question: str) -> List[str]:
+        """Returns the pages found, best first."""
+        self._send(_QUERY, question)
+        found = "JSON.stringify(response.data.items.map(results => results[0].location))"
+        return [location.partition("#")[0] for location in json.loads(self._context.eval(found))]
+
+    def _send(self, kind: int, data: object) -> None:
+        self._context.eval(f"handle({{data: {json.dumps({'type': kind, 'data': data})}}})")
+        while self._context.execute_pending_job():
+            pass
+
+
+def problems(site: Path) -> Iterator[str]:
+    """Yields the questions that the search of a site doesn't answer with the right page."""
+    search = Search(site)
+    for question, answer in ANSWERS.items():
+        pages = search.pages(question)
+        if pages[:1] != [answer]:
+            yield f"search for '{question}': {answer} isn't first, but {', '.join(pages[:3])}"
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(problems(Path(sys.argv[1]))) or 0)
