@@ -165,7 +165,7 @@ class ContrastiveModel(Model):
                 return {**outputs, "loss": sum_over_ranks(outputs["loss"])}
         return self.contrastive_loss(representations, **loss_inputs)
 
-    def filler(self, batch: TensorDict) -> TensorDict:
+    def dummy_batch(self, batch: TensorDict) -> TensorDict:
         """Returns the same batch, whose examples are counted once."""
         return batch
 

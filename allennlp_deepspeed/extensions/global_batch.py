@@ -142,7 +142,7 @@ class MicroBatches(StepExtension):
         own_parts = min(num_parts, num_instances)
         bounds = even_bounds(num_instances, own_parts) + [(0, 1)] * (num_parts - own_parts)
         parts = [rows_of(batch, start, stop) for start, stop in bounds]
-        return BatchGroup(parts, num_parts, num_fillers=num_parts - own_parts)
+        return BatchGroup(parts, num_parts, num_dummy_batches=num_parts - own_parts)
 
     @overrides
     def state_dict(self) -> Optional[Dict[str, Any]]:

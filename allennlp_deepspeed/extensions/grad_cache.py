@@ -217,8 +217,8 @@ class GradCache(StepExtension):
             states.append(repeatable_random_states())
             with self._passes.of("encode", *chunk.inputs), torch.no_grad():
                 representations = self._encode(chunk)
-            if chunk.is_filler:
-                # Restored, as if there had been no filler.
+            if chunk.is_dummy:
+                # Restored, as if there had been no dummy chunk.
                 set_random_states(states[-1])
                 continue
             for name, representation in representations.items():
@@ -282,7 +282,7 @@ class GradCache(StepExtension):
             if not representation.requires_grad:
                 continue
             gradient = cache[name].grad
-            if gradient is None or chunk.is_filler:
+            if gradient is None or chunk.is_dummy:
                 product = 0 * representation.sum()
             else:
                 product = (_in_fp32(representation) * gradient[chunk.rows]).sum()

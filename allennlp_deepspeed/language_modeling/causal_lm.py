@@ -171,7 +171,7 @@ class CausalLM(TokenLossModel):
         labels: Optional[torch.Tensor] = None,
         position_ids: Optional[torch.Tensor] = None,
         attention_mask: Optional[torch.Tensor] = None,
-        is_filler: bool = False,
+        is_dummy: bool = False,
     ) -> Dict[str, torch.Tensor]:
         """
         Computes the loss, or the logits without labels. Padding is on the right, where causal
@@ -190,8 +190,8 @@ class CausalLM(TokenLossModel):
         attention_mask : `torch.Tensor`, optional (default = `None`)
             Of shape (batch_size, length), 0 for padding and 1 for other tokens. Only the
             load-balancing loss of experts depends on it.
-        is_filler : `bool`, optional (default = `False`)
-            Whether the batch is a `filler`, which has no loss.
+        is_dummy : `bool`, optional (default = `False`)
+            Whether the batch is a `dummy_batch`, which has no loss.
 
         # Returns
 
@@ -219,7 +219,7 @@ class CausalLM(TokenLossModel):
         if self.sequence_sharing is not None and not self.training:
             losses = TokenLosses(*map(self.sequence_sharing.total, losses))
         self._metrics(losses)
-        if is_filler:
+        if is_dummy:
             return {}
         loss = losses.total / losses.num_targets.clamp(min=1)
         if self.has_router_loss:
@@ -308,11 +308,11 @@ class CausalLM(TokenLossModel):
             self._output_head.adjust,
         )
 
-    def filler(self, batch: TensorDict) -> TensorDict:
+    def dummy_batch(self, batch: TensorDict) -> TensorDict:
         """Returns a batch of the same shapes that isn't counted in loss or metrics."""
         labels = batch["labels"]
         assert isinstance(labels, torch.Tensor)
-        return {**batch, "labels": torch.full_like(labels, IGNORED), "is_filler": True}  # type: ignore[dict-item]
+        return {**batch, "labels": torch.full_like(labels, IGNORED), "is_dummy": True}  # type: ignore[dict-item]
 
     @overrides
     def get_metrics(self, reset: bool = False) -> Dict[str, float]:

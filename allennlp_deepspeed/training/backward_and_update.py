@@ -83,7 +83,7 @@ class GradientStep:
 
     @contextmanager
     def accumulate(
-        self, batches: List[TensorDict], group_size: int, num_fillers: int = 0
+        self, batches: List[TensorDict], group_size: int, num_dummy_batches: int = 0
     ) -> Iterator[None]:
         """
         Context manager for the micro-batches of the step. At exit its gradients have been reduced.
@@ -94,8 +94,8 @@ class GradientStep:
             The micro-batches that `micro_batch` will be called with, in this order.
         group_size : `int`, required.
             The number of micro-batches that divides the losses.
-        num_fillers : `int`, optional (default = `0`)
-            The number of fillers at the end, whose weight is 0 (`LossWeights.of`).
+        num_dummy_batches : `int`, optional (default = `0`)
+            The number of dummy batches at the end, whose weight is 0 (`LossWeights.of`).
         """
         self.group_size = group_size
         self._num_micro_batches = 0
@@ -103,7 +103,7 @@ class GradientStep:
         if self._weight_watch.is_due:
             self._weight_watch.check()
         if self._loss_weights is not None:
-            self._weights = self._loss_weights.of(batches, group_size, num_fillers)
+            self._weights = self._loss_weights.of(batches, group_size, num_dummy_batches)
         self._gradients.start_step()
         if self.reshard_after_micro_batch is None:
             yield

@@ -38,13 +38,13 @@ class BatchGroup(NamedTuple):
     `len(batches)` if another rank has run out of data: AllenNLP then drops the rest of the group
     without changing the divisor, and so do we.
 
-    `num_fillers` is the number of fillers at the end. They have no weight and only let this rank
-    take part in collectives.
+    `num_dummy_batches` is the number of dummy batches at the end. They have no weight and only let
+    this rank take part in collectives.
     """
 
     batches: List[TensorDict]
     size: int
-    num_fillers: int = 0
+    num_dummy_batches: int = 0
 
 
 class BatchGroups:

@@ -17,13 +17,13 @@ class Chunk(NamedTuple):
     inputs : `Dict[str, Any]`
     rows : `slice`
         The indices of these examples in the batch.
-    is_filler : `bool`
+    is_dummy : `bool`
         Whether it only lets this rank take part in the collectives of ranks with more chunks.
     """
 
     inputs: Dict[str, Any]
     rows: slice
-    is_filler: bool
+    is_dummy: bool
 
 
 def chunks_in_order(
@@ -45,9 +45,9 @@ def chunks_in_order(
     """
     chunks = []
     for start in range(0, most, chunk_size):
-        is_filler = start >= batch_size
-        rows = slice(0, 1) if is_filler else slice(start, min(start + chunk_size, batch_size))
-        chunks.append(Chunk(rows_of(inputs, rows.start, rows.stop), rows, is_filler))
+        is_dummy = start >= batch_size
+        rows = slice(0, 1) if is_dummy else slice(start, min(start + chunk_size, batch_size))
+        chunks.append(Chunk(rows_of(inputs, rows.start, rows.stop), rows, is_dummy))
     return chunks
 
 

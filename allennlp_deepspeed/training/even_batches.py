@@ -14,7 +14,7 @@ class ValidatesWholeSet(Protocol):
     validates_whole_set: bool
     """Whether they are."""
 
-    def filler(self, batch: TensorDict) -> TensorDict:
+    def dummy_batch(self, batch: TensorDict) -> TensorDict:
         """
         Returns a batch that isn't counted in the metrics, for a rank that has no more data while
         others have.
@@ -29,7 +29,7 @@ class ValidatesWholeSet(Protocol):
 class EvenBatches:
     """
     Batches of a validation that leaves no data out: a rank with fewer batches than others continues
-    with fillers. Every rank must iterate over it.
+    with dummy batches. Every rank must iterate over it.
 
     # Parameters
 
@@ -70,7 +70,7 @@ class EvenBatches:
                     "A worker has no validation data: use fewer workers, or put more instances "
                     "into 'validation_data_path'."
                 )
-            yield self._model.filler(last) if batch is None else batch
+            yield self._model.dummy_batch(last) if batch is None else batch
 
 
 def whole_set(data_loader: Any, model: Any, device: torch.device) -> Any:

@@ -30,7 +30,7 @@ class LossWeights:
         self._num_tokens: Optional[torch.Tensor] = None
 
     def of(
-        self, batches: List[TensorDict], group_size: int, num_fillers: int = 0
+        self, batches: List[TensorDict], group_size: int, num_dummy_batches: int = 0
     ) -> List[torch.Tensor]:
         """
         Returns the weights of micro-batches. It runs one all-reduce of 8 bytes without host
@@ -42,9 +42,9 @@ class LossWeights:
             The micro-batches of the step on this rank.
         group_size : `int`, required.
             The number of micro-batches that will divide the losses.
-        num_fillers : `int`, optional (default = `0`)
-            The number of fillers at the end, which only let this rank take part in collectives.
-            Their weight is 0.
+        num_dummy_batches : `int`, optional (default = `0`)
+            The number of dummy batches at the end, which only let this rank take part in
+            collectives. Their weight is 0.
 
         # Returns
 
@@ -54,7 +54,7 @@ class LossWeights:
         numbers = [loss_terms.num_loss_terms(self._model, batch) for batch in batches]
         # float64 is exact for integers, and has the fractions of sums of class weights.
         own = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in numbers])
-        own[len(own) - num_fillers :] = 0
+        own[len(own) - num_dummy_batches :] = 0
         own = own.to(self._device, non_blocking=True)
         total = own.sum()
         dist.all_reduce(total)

@@ -498,13 +498,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
-        batches, group_size, num_fillers = self._extensions.divide(group)
+        batches, group_size, num_dummy_batches = self._extensions.divide(group)
         if getattr(self.model, "has_loss_of_all_ranks", False):
             group_size = len(batches)
         self._readings.start_step(group_size, group.batches)
         self._extensions.start_step(batches)
         outputs = []
-        with self._gradient_step.accumulate(batches, group_size, num_fillers):
+        with self._gradient_step.accumulate(batches, group_size, num_dummy_batches):
             for i, batch in enumerate(batches, start=1):
                 is_last = i == len(batches)
                 outputs.append(self._gradient_step.micro_batch(batch, is_last))

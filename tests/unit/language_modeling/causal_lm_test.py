@@ -162,11 +162,11 @@ def test_without_anything_to_predict_the_loss_is_zero(training: bool) -> None:
     assert model.get_metrics(reset=True) == {}, "Of no batch."
 
 
-def test_a_filler_counts_for_nothing() -> None:
+def test_a_dummy_batch_counts_for_nothing() -> None:
     model = causal_lm(LLAMA).eval()
     model(**batch())
     expected = model.get_metrics()
-    assert model(**model.filler(batch())) == {}
+    assert model(**model.dummy_batch(batch())) == {}
     assert model.get_metrics() == expected
 
 

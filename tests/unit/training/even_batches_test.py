@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 class Model:
     validates_whole_set = True
 
-    def filler(self, batch: Batch) -> Batch:
+    def dummy_batch(self, batch: Batch) -> Batch:
         return {**batch, "counts": False}
 
 

@@ -16,8 +16,8 @@ class Losses(TokenLossModel):
     def num_loss_tokens(self, **inputs: Any) -> int:
         return len(inputs["losses"])
 
-    def forward(self, losses: torch.Tensor, is_filler: bool = False) -> Dict[str, torch.Tensor]:  # type: ignore[override]
-        if is_filler:
+    def forward(self, losses: torch.Tensor, is_dummy: bool = False) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        if is_dummy:
             return {}
         num_tokens = torch.tensor(len(losses))
         return {"loss": losses.sum() / num_tokens.clamp(min=1), "square": num_tokens**2}
@@ -40,10 +40,10 @@ def validated(
     return loss.of((sum(losses), penalty, len(losses)))
 
 
-def test_each_token_counts_alike_and_fillers_do_not() -> None:
+def test_each_token_counts_alike_and_dummy_batches_do_not() -> None:
     model = Losses(Vocabulary())
     loss = ValidationLoss(model)
-    data = [*batches(), {"losses": torch.tensor([9.0]), "is_filler": True}]
+    data = [*batches(), {"losses": torch.tensor([9.0]), "is_dummy": True}]
     # Of 4 batches, with a penalty of 0.5 each.
     assert validated(loss, model, data, penalty=2.0) == (10.0, 2.0, 4)
 
