@@ -74,7 +74,7 @@ class GradientStep:
         self._moving_average = moving_average
         self._num_micro_batches = 0
         self._norm: Norm = None
-        self.group_size = wrapped_model.config.num_gradient_accumulation_steps
+        self.num_accumulation_steps = wrapped_model.config.num_gradient_accumulation_steps
         """The number of micro-batches by which the losses of the step are divided."""
         self.has_failed = False
         """Whether the engine has left out a step where no loss scale explains it."""
@@ -83,7 +83,7 @@ class GradientStep:
 
     @contextmanager
     def accumulate(
-        self, batches: List[TensorDict], group_size: int, num_dummy_batches: int = 0
+        self, batches: List[TensorDict], num_accumulation_steps: int, num_dummy_batches: int = 0
     ) -> Iterator[None]:
         """
         Context manager for the micro-batches of the step. At exit its gradients have been reduced.
@@ -92,18 +92,20 @@ class GradientStep:
 
         batches : `List[TensorDict]`, required.
             The micro-batches that `micro_batch` will be called with, in this order.
-        group_size : `int`, required.
+        num_accumulation_steps : `int`, required.
             The number of micro-batches that divides the losses.
         num_dummy_batches : `int`, optional (default = `0`)
             The number of dummy batches at the end, whose weight is 0 (`LossWeights.of`).
         """
-        self.group_size = group_size
+        self.num_accumulation_steps = num_accumulation_steps
         self._num_micro_batches = 0
         self._requires_grad_watch.check()
         if self._weight_watch.is_due:
             self._weight_watch.check()
         if self._loss_weights is not None:
-            self._weights = self._loss_weights.of(batches, group_size, num_dummy_batches)
+            self._weights = self._loss_weights.of(
+                batches, num_accumulation_steps, num_dummy_batches
+            )
         self._gradients.start_step()
         if self.reshard_after_micro_batch is None:
             yield
@@ -127,7 +129,7 @@ class GradientStep:
             The outputs of the model.
         """
         self._num_micro_batches += 1
-        outputs = self._train_on(batch, self.group_size, is_last)
+        outputs = self._train_on(batch, self.num_accumulation_steps, is_last)
         if outputs is not None:
             return outputs
         with self._gradients.micro_batch(is_last), self._passes.of("train"):
@@ -138,7 +140,7 @@ class GradientStep:
                 outputs["loss"] = self._loss_weights.weigh(outputs["loss"], weight)
             with phase(BACKWARD):
                 if self._go_backward is None or not self._go_backward(outputs):
-                    loss = outputs["loss"] / self.group_size
+                    loss = outputs["loss"] / self.num_accumulation_steps
                     try:
                         self._engine.backward(loss, scale_wrt_gas=False)
                     except Exception:

@@ -30,7 +30,7 @@ class LossWeights:
         self._num_tokens: Optional[torch.Tensor] = None
 
     def of(
-        self, batches: List[TensorDict], group_size: int, num_dummy_batches: int = 0
+        self, batches: List[TensorDict], num_accumulation_steps: int, num_dummy_batches: int = 0
     ) -> List[torch.Tensor]:
         """
         Returns the weights of micro-batches. It runs one all-reduce of 8 bytes without host
@@ -40,7 +40,7 @@ class LossWeights:
 
         batches : `List[TensorDict]`, required.
             The micro-batches of the step on this rank.
-        group_size : `int`, required.
+        num_accumulation_steps : `int`, required.
             The number of micro-batches that will divide the losses.
         num_dummy_batches : `int`, optional (default = `0`)
             The number of dummy batches at the end, which only let this rank take part in
@@ -61,7 +61,7 @@ class LossWeights:
         if self._counts_tokens:
             self._num_tokens = total if self._num_tokens is None else self._num_tokens + total
         # Backward divides by the size of the group, and the reduction by the world size.
-        divisions = group_size * dist.get_world_size()
+        divisions = num_accumulation_steps * dist.get_world_size()
         weights = (own * divisions / torch.where(total > 0, total, 1)).float()
         # Without any terms, losses are 0, but a regularizer's penalty still counts once.
         return list(torch.where(total > 0, weights, torch.ones_like(weights)).unbind())

@@ -7,8 +7,8 @@ import torch
 
 class Losses(NamedTuple):
     """
-    Losses of the epoch so far, summed over its steps, and of the last group of micro-batches, as
-    AllenNLP's metrics need them. The `reg` values are `None` for a model without a regularizer.
+    Losses of the epoch so far, summed over its steps, and of the last step, as AllenNLP's metrics
+    need them. The `reg` values are `None` for a model without a regularizer.
     """
 
     train_loss: float
@@ -40,8 +40,8 @@ class RunningLoss:
     def start_epoch(self, has_regularizer: bool) -> None:
         self._has_regularizer = has_regularizer
         self._losses = Losses(0.0, 0.0, 0.0, 0.0)
-        # For each group the loss and the regularization loss of each micro-batch, and the group's
-        # size.
+        # For each step the loss and the regularization loss of each micro-batch, and the number
+        # of micro-batches that divides them.
         self._unread: List[Tuple[List[torch.Tensor], List[torch.Tensor], int]] = []
         self._num_unread = 0
         self._num_steps = 0
@@ -49,21 +49,21 @@ class RunningLoss:
         # The losses of the steps since the last call of `take_mean`.
         self._losses_since: List[float] = []
 
-    def start_group(self, size: int) -> None:
+    def start_step(self, num_accumulation_steps: int) -> None:
         """
-        Starts a group of micro-batches.
+        Starts an optimizer step.
 
         # Parameters
 
-        size : `int`, required.
+        num_accumulation_steps : `int`, required.
             The number of micro-batches that divides the losses.
         """
         if self._num_unread > self.most_unread:
             self.read()
-        self._unread.append(([], [], size))
+        self._unread.append(([], [], num_accumulation_steps))
 
     def add(self, batch_outputs: Dict[str, torch.Tensor]) -> None:
-        """Adds the losses of one micro-batch of the group."""
+        """Adds the losses of one micro-batch of the step."""
         losses, reg_losses, _ = self._unread[-1]
         # Copies, because the model and callbacks may change the tensors.
         losses.append(batch_outputs["loss"].detach().clone())
@@ -109,9 +109,11 @@ class RunningLoss:
         ]
         if unread:
             values = iter(torch.cat([loss.reshape(1) for loss in unread]).tolist())
-            for losses, reg_losses, size in self._unread:
-                self._add_group(
-                    [next(values) for _ in losses], [next(values) for _ in reg_losses], size
+            for losses, reg_losses, num_accumulation_steps in self._unread:
+                self._add_step(
+                    [next(values) for _ in losses],
+                    [next(values) for _ in reg_losses],
+                    num_accumulation_steps,
                 )
         self._unread.clear()
         self._num_unread = 0
@@ -119,17 +121,19 @@ class RunningLoss:
             return self._losses._replace(train_reg_loss=None, batch_reg_loss=None)
         return self._losses
 
-    def _add_group(self, losses: List[float], reg_losses: List[float], size: int) -> None:
+    def _add_step(
+        self, losses: List[float], reg_losses: List[float], num_accumulation_steps: int
+    ) -> None:
         # In AllenNLP's order, so that only the rounding of the division differs.
         train_loss, train_reg_loss, _, batch_reg_loss = self._losses
         batch_loss = 0.0
         for loss in losses:
-            batch_loss += loss / size
+            batch_loss += loss / num_accumulation_steps
         for reg_loss in reg_losses:
-            batch_reg_loss = reg_loss / size
+            batch_reg_loss = reg_loss / num_accumulation_steps
             train_reg_loss += batch_reg_loss  # type: ignore[operator]
         if self._are_parts:
-            batch_reg_loss = sum(reg_losses) / size
+            batch_reg_loss = sum(reg_losses) / num_accumulation_steps
         self._losses = Losses(train_loss + batch_loss, train_reg_loss, batch_loss, batch_reg_loss)
         self._num_steps += 1
         self._losses_since.append(batch_loss)

@@ -251,20 +251,20 @@ class Readings:
         self._bar = Tqdm.tqdm(total=num_steps, mininterval=interval, disable=not shows_progress)
         return self._bar
 
-    def start_step(self, group_size: int, batches: Sequence[TensorDict] = ()) -> None:
+    def start_step(self, num_accumulation_steps: int, batches: Sequence[TensorDict] = ()) -> None:
         """
         Starts a step.
 
         # Parameters
 
-        group_size : `int`, required.
+        num_accumulation_steps : `int`, required.
             The number of micro-batches that divides the losses.
         batches : `Sequence[TensorDict]`, optional (default = `()`)
             The micro-batches on this rank.
         """
         self.finish_batch_metrics()
         self._num_instances += sum(map(num_instances, batches))
-        self.losses.start_group(group_size)
+        self.losses.start_step(num_accumulation_steps)
 
     def batch_metrics(self) -> BatchMetrics:
         """Returns the metrics of the last step, for callbacks. Every rank must call it."""

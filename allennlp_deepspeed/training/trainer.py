@@ -1,6 +1,7 @@
 import logging
 import os
 import signal
+import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
 from typing import (
@@ -498,13 +499,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
-        batches, group_size, num_dummy_batches = self._extensions.divide(group)
+        batches, num_accumulation_steps, num_dummy_batches = self._extensions.divide(group)
         if getattr(self.model, "has_loss_of_all_ranks", False):
-            group_size = len(batches)
-        self._readings.start_step(group_size, group.batches)
+            num_accumulation_steps = len(batches)
+        self._readings.start_step(num_accumulation_steps, group.batches)
         self._extensions.start_step(batches)
         outputs = []
-        with self._gradient_step.accumulate(batches, group_size, num_dummy_batches):
+        with self._gradient_step.accumulate(batches, num_accumulation_steps, num_dummy_batches):
             for i, batch in enumerate(batches, start=1):
                 is_last = i == len(batches)
                 outputs.append(self._gradient_step.micro_batch(batch, is_last))
@@ -896,7 +897,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
             def on_backward(self, trainer, batch_outputs, backward_called, **kwargs) -> bool:
                 *losses, last_loss = [
-                    loss / trainer.group_size for loss in batch_outputs["chunk_losses"]
+                    loss / trainer.num_gradient_accumulation_steps
+                    for loss in batch_outputs["chunk_losses"]
                 ]
                 with trainer.no_sync():
                     for loss in losses:
@@ -905,7 +907,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 return True
         ```
 
-        `trainer.group_size` is the number of micro-batches of the step.
+        `trainer.num_gradient_accumulation_steps` is the number of micro-batches of the step.
 
         Every rank must enter it, during a step. Unlike with `DistributedDataParallel` the forward
         pass may be outside; at ZeRO stage 3 both gather parameters, so that every rank must run the
@@ -986,12 +988,22 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return self._progress.total_batches_completed
 
     @property
-    def group_size(self) -> int:
+    def num_gradient_accumulation_steps(self) -> int:
         """
         Returns the number of micro-batches that divides the losses of the step, for callbacks that
         run backward themselves.
         """
-        return self._gradient_step.group_size
+        return self._gradient_step.num_accumulation_steps
+
+    @property
+    def group_size(self) -> int:
+        """Returns `num_gradient_accumulation_steps`, by its deprecated name."""
+        warnings.warn(
+            "'trainer.group_size' is deprecated: use 'trainer.num_gradient_accumulation_steps'.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return self.num_gradient_accumulation_steps
 
     @overrides
     def rescale_gradients(self) -> Optional[float]:

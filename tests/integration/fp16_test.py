@@ -211,7 +211,7 @@ class GoBackwardTwice(TrainerCallback):
     reads_gradients = False
 
     def on_backward(self, trainer, batch_outputs, backward_called: bool, **kwargs: Any) -> bool:
-        half = batch_outputs["loss"] / trainer.group_size / 2
+        half = batch_outputs["loss"] / trainer.num_gradient_accumulation_steps / 2
         with trainer.no_sync():
             trainer.engine.backward(half, scale_wrt_gas=False, retain_graph=True)
         trainer.engine.backward(half, scale_wrt_gas=False)

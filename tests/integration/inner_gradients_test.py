@@ -95,7 +95,7 @@ class PenalizeWeight(TrainerCallback):
     reads_gradients = False
 
     def on_backward(self, trainer, batch_outputs, backward_called, **kwargs) -> bool:
-        loss = batch_outputs["loss"] / trainer.group_size
+        loss = batch_outputs["loss"] / trainer.num_gradient_accumulation_steps
         weight = trainer.model.out.weight
         (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
         with trainer.no_sync():
