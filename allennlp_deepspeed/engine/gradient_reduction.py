@@ -111,7 +111,7 @@ class GradientReducer:
         self._checksum = zlib.crc32(self.reduced, self._checksum)
         del self.reduced[:]
 
-    def take_checksum(self) -> int:
+    def pop_checksum(self) -> int:
         """Returns a checksum of the gradients reduced since the last call, and of their order."""
         checksum, self._checksum = zlib.crc32(self.reduced, self._checksum), 0
         del self.reduced[:]

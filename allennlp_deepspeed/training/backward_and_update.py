@@ -229,12 +229,12 @@ class GradientStep:
                 "the norm, lower the learning rate."
             )
 
-    def take_figures(self) -> StepFigures:
+    def pop_figures(self) -> StepFigures:
         """Returns figures of the steps since the last call. It synchronizes with the device."""
         return StepFigures(
             learning_rate=max(group["lr"] for group in self._optimizer.param_groups),
             grad_norm=self._last_norm(),
-            num_tokens=None if self._loss_weights is None else self._loss_weights.take_num_tokens(),
+            num_tokens=None if self._loss_weights is None else self._loss_weights.pop_num_tokens(),
         )
 
     def _last_norm(self) -> Optional[float]:

@@ -237,7 +237,7 @@ class GradientSynchronizer:
         can't be, or where the ranks could not compare it in time: at stage 3 such ranks wait for
         each other.
         """
-        return self._reducer.take_checksum()
+        return self._reducer.pop_checksum()
 
     def _prepare_pass(self) -> None:
         """Decides whether the next backward pass reduces gradients while it runs."""

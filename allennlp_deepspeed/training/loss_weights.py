@@ -26,7 +26,7 @@ class LossWeights:
         self._device = device
         self._counts_tokens = loss_terms.averages_over_tokens(model)
         self._is_nan_of_none = loss_terms.is_nan_of_none(model)
-        # The total of all ranks since the last call of `take_num_tokens`, on the device.
+        # The total of all ranks since the last call of `pop_num_tokens`, on the device.
         self._num_tokens: Optional[torch.Tensor] = None
 
     def of(
@@ -86,7 +86,7 @@ class LossWeights:
             loss = torch.where(weight > 0, loss, 0.0)
         return loss * weight
 
-    def take_num_tokens(self) -> Optional[int]:
+    def pop_num_tokens(self) -> Optional[int]:
         """
         Returns the number of tokens with a loss on all ranks since the last call, or `None` for a
         model that isn't a `TokenLossModel`. It synchronizes with the device.

@@ -24,17 +24,17 @@ class RunningLoss:
 
     # Parameters
 
-    are_parts : `bool`, optional (default = `False`)
+    divides_batches : `bool`, optional (default = `False`)
         Whether the micro-batches of a step are parts of one batch. Its penalty is then that of all
         micro-batches, not of the last.
     """
 
     # The maximum number of micro-batches with losses on the device; each takes a block of its
     # memory.
-    most_unread = 1000
+    max_unread = 1000
 
-    def __init__(self, are_parts: bool = False) -> None:
-        self._are_parts = are_parts
+    def __init__(self, divides_batches: bool = False) -> None:
+        self._divides_batches = divides_batches
         self.start_epoch(has_regularizer=False)
 
     def start_epoch(self, has_regularizer: bool) -> None:
@@ -46,7 +46,7 @@ class RunningLoss:
         self._num_unread = 0
         self._num_steps = 0
         self._nan_step = 0
-        # The losses of the steps since the last call of `take_mean`.
+        # The losses of the steps since the last call of `pop_mean`.
         self._losses_since: List[float] = []
 
     def start_step(self, num_accumulation_steps: int) -> None:
@@ -58,7 +58,7 @@ class RunningLoss:
         num_accumulation_steps : `int`, required.
             The number of micro-batches that divides the losses.
         """
-        if self._num_unread > self.most_unread:
+        if self._num_unread > self.max_unread:
             self.read()
         self._unread.append(([], [], num_accumulation_steps))
 
@@ -71,7 +71,7 @@ class RunningLoss:
             reg_losses.append(batch_outputs["reg_loss"].detach().clone())
         self._num_unread += 1
 
-    def take_steps_since_nan(self) -> int:
+    def pop_steps_since_nan(self) -> int:
         """
         Returns the number of steps from the first with a NaN loss to now, among those since the
         last call; 0 if there was none. It synchronizes with the device.
@@ -81,7 +81,7 @@ class RunningLoss:
         nan_step, self._nan_step = self._nan_step, 0
         return num_steps + 1 - nan_step if nan_step else 0
 
-    def take_mean(self) -> float:
+    def pop_mean(self) -> float:
         """
         Returns the mean loss of the steps since the last call, NaN if there was none. It
         synchronizes with the device.
@@ -132,7 +132,7 @@ class RunningLoss:
         for reg_loss in reg_losses:
             batch_reg_loss = reg_loss / num_accumulation_steps
             train_reg_loss += batch_reg_loss  # type: ignore[operator]
-        if self._are_parts:
+        if self._divides_batches:
             batch_reg_loss = sum(reg_losses) / num_accumulation_steps
         self._losses = Losses(train_loss + batch_loss, train_reg_loss, batch_loss, batch_reg_loss)
         self._num_steps += 1

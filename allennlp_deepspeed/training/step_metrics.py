@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL = 1.0  # seconds
 
-# Seconds between two readings of the losses if the config has no number of steps, and the maximum
+# Seconds between two logs of the losses if the config has no number of steps, and the maximum
 # number of steps between them, in case that steps become much slower.
-_READING_INTERVAL = 1.0
+_LOGGING_INTERVAL = 1.0
 _MAX_STEPS = 100
 
 _CHANGES = (
@@ -64,51 +64,52 @@ _LAZY_METHODS = (
 )
 
 
-class ReadingPace:
+class LoggingInterval:
     """
-    Decides after which optimizer steps the host reads the losses, for which it synchronizes with
-    the device, and the ranks agree on what each may know alone: a NaN, a signal, the time. The
+    Schedule of the optimizer steps after which the host reads the losses, for which it synchronizes
+    with the device, and the ranks agree on what each may know alone: a NaN, a signal, the time. The
     steps are the same on every rank.
 
     # Parameters
 
     num_steps : `int`, optional (default = `None`)
-        The number of steps from one reading to the next. `None` means the number of steps that take
+        The number of steps from one log to the next. `None` means the number of steps that take
         a second, at most 100.
     """
 
     def __init__(self, num_steps: Optional[int] = None) -> None:
         self._fixed_num_steps = num_steps
         self._num_steps = num_steps or 1
-        self._num_unread = 0
+        self._num_steps_since_log = 0
         self._start_time = time.monotonic()
 
     @property
-    def num_unread(self) -> int:
-        """Returns the number of steps since the last reading."""
-        return self._num_unread
+    def num_steps_since_log(self) -> int:
+        """Returns the number of steps since the last log."""
+        return self._num_steps_since_log
 
     @property
-    def is_each_step(self) -> bool:
-        """Returns whether the config has a reading after each step."""
+    def is_every_step(self) -> bool:
+        """Returns whether the config logs every step."""
         return self._fixed_num_steps == 1
 
     def start_epoch(self) -> None:
         """
-        Restarts the clock after a pause in training. Must be called when there are no unread steps.
+        Restarts the clock after a pause in training. Must be called when all steps have been
+        logged.
         """
         self._start_time = time.monotonic()
 
     def finish_step(self) -> bool:
-        """Counts a step. Returns whether a reading is due."""
-        self._num_unread += 1
-        return self._num_unread >= self._num_steps
+        """Counts a step. Returns whether it is to be logged."""
+        self._num_steps_since_log += 1
+        return self._num_steps_since_log >= self._num_steps
 
     def seconds_per_step(self) -> float:
-        """Returns the seconds per step on this rank since the last reading."""
-        return (time.monotonic() - self._start_time) / max(self._num_unread, 1)
+        """Returns the seconds per step on this rank since the last log."""
+        return (time.monotonic() - self._start_time) / max(self._num_steps_since_log, 1)
 
-    def finish_reading(self, seconds_per_step: float) -> None:
+    def start_next(self, seconds_per_step: float) -> None:
         """
         Starts the next interval.
 
@@ -118,9 +119,9 @@ class ReadingPace:
             The seconds of the slowest rank, so that all ranks read after the same steps.
         """
         if self._fixed_num_steps is None:
-            fitting = int(_READING_INTERVAL / max(seconds_per_step, _READING_INTERVAL / _MAX_STEPS))
+            fitting = int(_LOGGING_INTERVAL / max(seconds_per_step, _LOGGING_INTERVAL / _MAX_STEPS))
             self._num_steps = max(1, fitting)
-        self._num_unread = 0
+        self._num_steps_since_log = 0
         self._start_time = time.monotonic()
 
 
@@ -171,7 +172,7 @@ for _name in _LAZY_METHODS:
     setattr(BatchMetrics, _name, _loading_first(_name))
 
 
-class Readings:
+class StepMetrics:
     """
     Losses and metrics of an epoch on the host, and the schedule of its synchronization with the
     device.
@@ -183,15 +184,15 @@ class Readings:
         Those of the model.
     progress : `Progress`, required.
     num_steps : `int`, optional (default = `None`)
-        The number of optimizer steps from one reading to the next. `None` means about the number
+        The number of optimizer steps from one log to the next. `None` means about the number
         that takes a second.
-    metrics_are_read : `bool`, required.
+    callbacks_read_metrics : `bool`, required.
         Whether a callback may read the metrics of a step.
-    are_parts : `bool`, optional (default = `False`)
+    divides_batches : `bool`, optional (default = `False`)
         Whether all micro-batches of a step are parts of one batch, and each rank has its share of
         the losses, as with a `TokenLossModel`.
     report : `RunReport`, optional (default = `None`)
-        The report that gets each reading.
+        The report that logs are added to.
     """
 
     def __init__(
@@ -200,26 +201,26 @@ class Readings:
         distributed_metrics: DistributedMetrics,
         progress: Progress,
         num_steps: Optional[int],
-        metrics_are_read: bool,
-        are_parts: bool = False,
+        callbacks_read_metrics: bool,
+        divides_batches: bool = False,
         report: Optional[RunReport] = None,
     ) -> None:
         self._model = model
         self._distributed_metrics = distributed_metrics
         self._progress = progress
-        self.metrics_are_read = metrics_are_read
-        self._losses_are_shares = are_parts or averages_over_tokens(model)
-        self.pace = ReadingPace(num_steps)
-        self.losses = RunningLoss(are_parts)
+        self.callbacks_read_metrics = callbacks_read_metrics
+        self._losses_are_shares = divides_batches or averages_over_tokens(model)
+        self.logging_interval = LoggingInterval(num_steps)
+        self.losses = RunningLoss(divides_batches)
         self._report = report
         self._num_instances = 0
         self._memory: Dict[str, float] = {}
         # The metrics of the last step, if a callback still references them.
         self._batch_metrics: Callable[[], Optional[BatchMetrics]] = lambda: None
-        self._bar: Any = None
+        self._progress_bar: Any = None
         # The model's metrics, and the number of steps of the run after which they were computed.
-        self._metrics_read: Dict[str, Any] = {}
-        self._read_after = -1
+        self._model_metrics: Dict[str, Any] = {}
+        self._metrics_step = -1
 
     def start_epoch(self) -> None:
         """Starts an epoch. Must be called before the model is restored from a checkpoint."""
@@ -241,15 +242,17 @@ class Readings:
         `tqdm.tqdm`
             A progress bar, as AllenNLP's, to be entered and updated after each step.
         """
-        self.pace.start_epoch()
+        self.logging_interval.start_epoch()
         if shows_progress and self._report is not None:
-            self._bar = self._report.progress_bar(num_steps)
-            if self._bar is not None:
-                return self._bar
+            self._progress_bar = self._report.progress_bar(num_steps)
+            if self._progress_bar is not None:
+                return self._progress_bar
         # Drawn about as often as losses are read, because drawing takes as long as a small step.
         interval = _PROGRESS_INTERVAL * (2 if common_logging.FILE_FRIENDLY_LOGGING else 1)
-        self._bar = Tqdm.tqdm(total=num_steps, mininterval=interval, disable=not shows_progress)
-        return self._bar
+        self._progress_bar = Tqdm.tqdm(
+            total=num_steps, mininterval=interval, disable=not shows_progress
+        )
+        return self._progress_bar
 
     def start_step(self, num_accumulation_steps: int, batches: Sequence[TensorDict] = ()) -> None:
         """
@@ -268,8 +271,8 @@ class Readings:
 
     def batch_metrics(self) -> BatchMetrics:
         """Returns the metrics of the last step, for callbacks. Every rank must call it."""
-        if self.metrics_are_read:
-            self._read_metrics()
+        if self.callbacks_read_metrics:
+            self._compute_metrics()
         metrics = BatchMetrics(self._metrics_so_far)
         self._batch_metrics = weakref.ref(metrics)
         return metrics
@@ -282,7 +285,7 @@ class Readings:
         if metrics is not None:
             metrics.load()
 
-    def show(self, seconds_per_step: float, figures: StepFigures) -> None:
+    def log(self, seconds_per_step: float, figures: StepFigures) -> None:
         """
         Updates the progress bar and reports. It synchronizes with the device. Every rank must call
         it.
@@ -293,12 +296,14 @@ class Readings:
             The seconds per step of the slowest rank.
         figures : `StepFigures`, required.
         """
-        self._read_metrics()
-        metrics, loss = self._metrics_so_far(), self.losses.take_mean()
+        self._compute_metrics()
+        metrics, loss = self._metrics_so_far(), self.losses.pop_mean()
         if self._losses_are_shares:
-            loss = self._over_all_ranks(metrics, loss)
-        self._bar.set_description(training_util.description_from_metrics(metrics), refresh=False)
-        num_steps = self.pace.num_unread
+            loss = self._average_losses(metrics, loss)
+        self._progress_bar.set_description(
+            training_util.description_from_metrics(metrics), refresh=False
+        )
+        num_steps = self.logging_interval.num_steps_since_log
         reading = Reading(
             num_steps=num_steps,
             seconds=num_steps * seconds_per_step,
@@ -309,7 +314,7 @@ class Readings:
         if self._report is not None:
             self._report.reading(reading, figures)
         self._num_instances = 0
-        self.pace.finish_reading(seconds_per_step)
+        self.logging_interval.start_next(seconds_per_step)
 
     def epoch_metrics(self) -> Dict[str, float]:
         """
@@ -331,7 +336,7 @@ class Readings:
         )
         return {**metrics, **self._memory}
 
-    def _over_all_ranks(self, metrics: Dict[str, Any], loss: float) -> float:
+    def _average_losses(self, metrics: Dict[str, Any], loss: float) -> float:
         """
         Averages losses over the ranks. The losses of a rank are weighted by its share of the tokens
         or instances, so that the mean over the ranks is the mean over these.
@@ -355,35 +360,37 @@ class Readings:
         metrics.update(zip(names, others))
         return mean
 
-    def _read_metrics(self) -> None:
+    def _compute_metrics(self) -> None:
         """
         Reads the metrics of all ranks from the model, once after a step as in AllenNLP, because the
         model may count the calls. Every rank must call it.
         """
         num_steps = self._progress.total_batches_completed
-        if self._read_after == num_steps:
+        if self._metrics_step == num_steps:
             return
         before = {}
-        if self._read_after < 0 and not (self.metrics_are_read or self.pace.is_each_step):
-            before = _numbers_in(self._model)
+        if self._metrics_step < 0 and not (
+            self.callbacks_read_metrics or self.logging_interval.is_every_step
+        ):
+            before = _numeric_attributes(self._model)
         self._distributed_metrics.all_reduce()
-        self._read_after = num_steps
-        self._metrics_read = dict(self._model.get_metrics(reset=False))
-        if before and before != (after := _numbers_in(self._model)):
+        self._metrics_step = num_steps
+        self._model_metrics = dict(self._model.get_metrics(reset=False))
+        if before and before != (after := _numeric_attributes(self._model)):
             changed = [name for name in before if before[name] != after.get(name)]
             logger.warning(_CHANGES, type(self._model).__name__, ", ".join(changed))
 
     def _metrics_so_far(self) -> Dict[str, Any]:
         model: Any = self._model
-        is_up_to_date = self._read_after == self._progress.total_batches_completed
+        is_up_to_date = self._metrics_step == self._progress.total_batches_completed
         if is_up_to_date or self._distributed_metrics.are_deferred:
-            model = SimpleNamespace(get_metrics=lambda reset: dict(self._metrics_read))
+            model = SimpleNamespace(get_metrics=lambda reset: dict(self._model_metrics))
         return training_util.get_metrics(
             model, *self.losses.read(), num_batches=self._progress.batches_in_epoch_completed
         )
 
 
-def _numbers_in(model: Model) -> Dict[str, Any]:
+def _numeric_attributes(model: Model) -> Dict[str, Any]:
     """Returns the numbers that modules have as attributes, by name."""
     return {
         f"{prefix}.{name}".lstrip("."): value

@@ -100,7 +100,7 @@ from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
 from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions, find_extensions
-from allennlp_deepspeed.training.step_metrics import Readings
+from allennlp_deepspeed.training.step_metrics import StepMetrics
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 from allennlp_deepspeed.training.validation_loss import ValidationLoss
 
@@ -249,13 +249,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             # The last worker of elastic nodes is one, too.
             is_worker = distributed or worker_failure.has_error_file()
             self._interruption = TrainingInterruption(is_worker)
-            self._readings = Readings(
+            self._step_metrics = StepMetrics(
                 model,
                 self._distributed_metrics,
                 self._progress,
                 num_steps=log_every_num_steps,
-                metrics_are_read=any(map(may_read_metrics, self._callbacks)),
-                are_parts=self._extensions.divides_batches,
+                callbacks_read_metrics=any(map(may_read_metrics, self._callbacks)),
+                divides_batches=self._extensions.divides_batches,
                 report=report,
             )
             self._replay = self._construct_replay()
@@ -309,7 +309,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._progress,
             self.model,
             self._callbacks,
-            self._readings.losses,
+            self._step_metrics.losses,
             history,
             keeps_validations=checkpointer is not None and checkpointer.save_on_preemption,
         )
@@ -466,10 +466,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         logger.info("Epoch %d/%d", epoch, self._num_epochs - 1)
         callback_kinds.check_added(self._callbacks, self._prepared_callbacks)
-        self._readings.start_epoch()
+        self._step_metrics.start_epoch()
         self._distributed_metrics.find()
         # Callbacks may have been added, on some ranks only.
-        self._readings.metrics_are_read = collectives.all_reduce_any(
+        self._step_metrics.callbacks_read_metrics = collectives.all_reduce_any(
             any(map(may_read_metrics, self._callbacks)), self.cuda_device
         )
         self._pytorch_model.train()
@@ -481,7 +481,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         groups = BatchGroups(
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
         )
-        with self._readings.start_steps(groups.expected_length, self._primary) as progress_bar:
+        with self._step_metrics.start_steps(groups.expected_length, self._primary) as progress_bar:
             for group in groups:
                 if self._progress.is_replaying:
                     self._leave_if_interrupted("before it has caught up with the checkpoint")
@@ -490,26 +490,26 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     self._train_step(group, epoch)
                 progress_bar.update()
 
-            self._readings.finish_batch_metrics()
-            if self._readings.pace.num_unread > 0:
+            self._step_metrics.finish_batch_metrics()
+            if self._step_metrics.logging_interval.num_steps_since_log > 0:
                 self._leave_if_agreed(self._agree(epoch), epoch)
         self._replay.finish_steps()
         self._weight_watch.raise_if_changed()
-        return self._replay.finish_epoch(self._readings.epoch_metrics())
+        return self._replay.finish_epoch(self._step_metrics.epoch_metrics())
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
         batches, num_accumulation_steps, num_dummy_batches = self._extensions.divide(group)
         if getattr(self.model, "has_loss_of_all_ranks", False):
             num_accumulation_steps = len(batches)
-        self._readings.start_step(num_accumulation_steps, group.batches)
+        self._step_metrics.start_step(num_accumulation_steps, group.batches)
         self._extensions.start_step(batches)
         outputs = []
         with self._gradient_step.accumulate(batches, num_accumulation_steps, num_dummy_batches):
             for i, batch in enumerate(batches, start=1):
                 is_last = i == len(batches)
                 outputs.append(self._gradient_step.micro_batch(batch, is_last))
-                self._readings.losses.add(outputs[-1])
+                self._step_metrics.losses.add(outputs[-1])
 
         num_steps = self._progress.total_batches_completed + 1
         for schedule in (self._learning_rate_scheduler, self._momentum_scheduler):
@@ -522,7 +522,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         is_step_to_save = checkpointer is not None and checkpointer.is_step_to_save(*point)
         agreement = None
         # NaN weights must not be saved.
-        if self._readings.pace.finish_step() or is_step_to_save or self._gradient_step.has_failed:
+        is_step_to_log = self._step_metrics.logging_interval.finish_step()
+        if is_step_to_log or is_step_to_save or self._gradient_step.has_failed:
             agreement = self._agree(epoch)
         self._call_on_batch(batches, outputs, grad_norm, epoch)
         if checkpointer is not None:
@@ -540,8 +541,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         grad_norm: Union[torch.Tensor, float, None],
         epoch: int,
     ) -> None:
-        metrics = self._readings.batch_metrics()
-        if self._readings.metrics_are_read and grad_norm is not None:
+        metrics = self._step_metrics.batch_metrics()
+        if self._step_metrics.callbacks_read_metrics and grad_norm is not None:
             grad_norm = float(grad_norm)
         for callback in self._callbacks:
             callback.on_batch(
@@ -649,17 +650,17 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             If a callback has been added that the engine isn't prepared for.
         """
         callback_kinds.check_added(self._callbacks, self._prepared_callbacks)
-        pace, progress = self._readings.pace, self._progress
+        interval, progress = self._step_metrics.logging_interval, self._progress
         agreement = agree_on_steps(
             self.cuda_device,
-            steps_since_nan=self._readings.losses.take_steps_since_nan(),
+            steps_since_nan=self._step_metrics.losses.pop_steps_since_nan(),
             used_parameters_checksum=self._gradients.used_parameters_checksum(),
             signal_number=self._interruption.signal_number,
             is_time_to_save=self._checkpointer is not None
             and torch.distributed.get_rank() == 0
             and self._checkpointer.is_time_to_save(),
             has_changed_weights=self._weight_watch.has_found(),
-            seconds_per_step=pace.seconds_per_step(),
+            seconds_per_step=interval.seconds_per_step(),
         )
         if agreement.steps_since_nan:
             steps_ago = agreement.steps_since_nan - 1
@@ -671,16 +672,16 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._gradient_step.check(progress.total_batches_completed)
         if agreement.ranks_differ:
             raise RuntimeError(
-                f"In one of the last {pace.num_unread} steps the workers used different parameters "
-                "of the model, whose gradients DeepSpeed can't reduce as they come. Write "
-                '"distributed": {"ddp_accelerator": {"type": "torch", "find_unused_parameters": '
-                "true}, ...}."
+                f"In one of the last {interval.num_steps_since_log} steps the workers used "
+                "different parameters of the model, whose gradients DeepSpeed can't reduce as they "
+                'come. Write "distributed": {"ddp_accelerator": {"type": "torch", '
+                '"find_unused_parameters": true}, ...}.'
             )
         if agreement.has_changed_weights:
             self._weight_watch.raise_error()
         self._extensions.check(self.cuda_device)
         self._weight_watch.is_due = True
-        self._readings.show(agreement.seconds_per_step, self._gradient_step.take_figures())
+        self._step_metrics.log(agreement.seconds_per_step, self._gradient_step.pop_figures())
         return agreement
 
     def _leave_if_agreed(self, agreement: StepAgreement, epoch: int) -> None:
