@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, TypeVar
 from unittest import mock
@@ -349,6 +349,7 @@ class _Agent(LocalElasticAgent):
         sizes = {member.num_workers for member in members}
         if len(sizes) > 1 or (node.min_nodes is None and ranks != list(range(count))):
             # All nodes raise.
+            _wait_until_read(worker_group.store, number, count)
             said = ", ".join(
                 f"{m.host} with --node-rank {m.rank} and {m.num_workers} workers" for m in members
             )
@@ -480,9 +481,16 @@ def _exchange(store: Any, own: Member, number: int, count: int) -> List[Member]:
     `count` of elastic. Waits for all of them.
     """
     store.set(f"node/{number}", json.dumps(own))
-    # At once, because node 0 may raise, and end the store, as soon as it has read them.
     found = store.multi_get([f"node/{i}" for i in range(count)])
     return sorted(Member(*json.loads(member)) for member in found)
+
+
+def _wait_until_read(store: Any, number: int, count: int) -> None:
+    """Waits until all nodes have returned from `_exchange`: the store ends with its node."""
+    # Without the store, its node has seen the mark of this one.
+    with suppress(dist.DistError):
+        store.set(f"node/{number}/read", "")
+        store.wait([f"node/{i}/read" for i in range(count)])
 
 
 def _changes(before: List[Member], now: List[Member]) -> List[str]:
