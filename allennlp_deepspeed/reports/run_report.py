@@ -120,8 +120,8 @@ class RunReport(TrainerCallback):
         if self._shown is not None and dist.get_rank() == 0:
             self._shown.epoch(epoch, metrics, time.monotonic() - self._epoch_start_time)
 
-    @overrides
-    def on_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def close(self) -> None:
+        """Stops to listen to warnings. Called at the end also of a training that fails."""
         self._warnings.stop()
         if self._file is not None:
             self._file.flush()

@@ -274,6 +274,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 )
             self._gradients = self._construct_gradients()
             wrapped_model.before_destroying(LogWriters(self).remove)
+            wrapped_model.before_destroying(report.close)
             self._extensions.construct(self._step_context())
             self._gradient_step = self._construct_gradient_step()
             leave_batches_to_trainer(data_loader, wrapped_model)
