@@ -72,7 +72,7 @@ class ConsoleReport:
         self, trainer: Any, keys: Mapping[str, Any], serialization_dir: Optional[str]
     ) -> None:
         self._num_epochs = trainer.num_epochs
-        self._start_epoch = trainer.progress.start.epochs
+        self._start_epoch = trainer.progress.resume_point.epochs
         self._best: Dict[str, Any] = dict(trainer.best_epoch_metrics)
         self._progress: Optional[EpochProgress] = None
         if dist.get_rank() != 0:

@@ -61,7 +61,10 @@ class RunReport(TrainerCallback):
         if self.serialization_dir is None or dist.get_rank() != 0:
             return
         progress = trainer.progress
-        num_epochs, num_steps = progress.start.epochs, progress.total_batches_completed_at_start
+        num_epochs, num_steps = (
+            progress.resume_point.epochs,
+            progress.total_batches_completed_at_start,
+        )
         self._file = MetricsFile(self.serialization_dir)
         self._file.start(num_epochs, num_steps)
         kind = "start" if num_steps == 0 else "recover"
@@ -151,7 +154,7 @@ class RunReport(TrainerCallback):
             self._file.write(
                 "warning",
                 step=max(trainer.steps_completed, progress.total_batches_completed_at_start),
-                epoch=max(progress.epochs_completed, progress.start.epochs),
+                epoch=max(progress.epochs_completed, progress.resume_point.epochs),
                 level=record.levelname,
                 logger=record.name,
                 message=record.getMessage(),

@@ -25,7 +25,7 @@ from allennlp_deepspeed.training.validation_history import ValidationHistory
 logger = logging.getLogger(__name__)
 
 
-class Replay:
+class FastForward:
     """
     Restores a worker to its state at a checkpoint, so that training continues as if it had never
     been interrupted. Earlier epochs are read again but not trained, as in AllenNLP, because readers
@@ -42,7 +42,7 @@ class Replay:
     callbacks : `List[TrainerCallback]`, required.
     running_loss : `RunningLoss`, required.
     validations : `ValidationHistory`, required.
-    keeps_validations : `bool`, required.
+    saves_during_validation : `bool`, required.
         Whether a checkpoint may be saved during a validation.
     """
 
@@ -53,21 +53,21 @@ class Replay:
         callbacks: List[TrainerCallback],
         running_loss: RunningLoss,
         validations: ValidationHistory,
-        keeps_validations: bool,
+        saves_during_validation: bool,
     ) -> None:
         self._progress = progress
         self._model = model
         self._callbacks = callbacks
         self._running_loss = running_loss
         self._validations = validations
-        self._keeps_validations = keeps_validations
+        self._saves_during_validation = saves_during_validation
         self._epoch_starts: List[Dict[str, Any]] = []
-        self._fingerprints_before: Optional[Dict[str, Any]] = None
+        self._initial_fingerprints: Optional[Dict[str, Any]] = None
         # The state of this worker before validation, in the epoch that is validated.
         self._before_validation: Optional[Dict[str, Any]] = None
         self._is_validating = False
         # The argument of `load_state_dict`, until its point in time is reached.
-        self._pending: Optional[Dict[str, Any]] = None
+        self._pending_state: Optional[Dict[str, Any]] = None
         # The same, if the checkpoint was saved during a validation, until that is restarted.
         self._interrupted_validation: Optional[Dict[str, Any]] = None
 
@@ -76,8 +76,8 @@ class Replay:
         Records the state of modules. Must be called after callbacks have prepared the model, and
         before training.
         """
-        if self._fingerprints_before is None:
-            self._fingerprints_before = fingerprints(module_states(self._model))
+        if self._initial_fingerprints is None:
+            self._initial_fingerprints = fingerprints(module_states(self._model))
 
     def start_epoch(self) -> None:
         """
@@ -88,7 +88,7 @@ class Replay:
         self._is_validating = False
         self._restore_if_reached()
         epoch = self._progress.epochs_completed
-        if self._progress.is_replaying and epoch < len(self._epoch_starts):
+        if self._progress.is_fast_forwarding and epoch < len(self._epoch_starts):
             set_random_states(self._epoch_starts[epoch])
         else:
             # A caller of `_train_epoch` may train an epoch of this number again.
@@ -103,19 +103,19 @@ class Replay:
         self._restore_if_reached()
 
     def _restore_if_reached(self) -> None:
-        if self._progress.point == self._progress.start:
+        if self._progress.point == self._progress.resume_point:
             self._restore()
 
     def finish_steps(self) -> None:
         """Restores the state at the end of the steps of an epoch, trained or skipped."""
-        if self._progress.epochs_completed == self._progress.start.epochs:
+        if self._progress.epochs_completed == self._progress.resume_point.epochs:
             # With another world size the epoch may have fewer steps than had to be skipped.
             self._restore()
 
     def _restore(self) -> None:
-        if self._pending is None:
+        if self._pending_state is None:
             return
-        state, self._pending = self._pending, None
+        state, self._pending_state = self._pending_state, None
         if "train_metrics" in state:
             self._interrupted_validation = state
         set_random_states(state["random_states"])
@@ -128,12 +128,12 @@ class Replay:
                 ", ".join(modules),
             )
         load_module_states(self._model, state["modules"])
-        self._progress.arrive()
+        self._progress.finish_fast_forward()
         announce(
             logger,
             "Has come to step %d of epoch %d again, and goes on training there.",
-            self._progress.start.steps,
-            self._progress.start.epochs,
+            self._progress.resume_point.steps,
+            self._progress.resume_point.epochs,
         )
         if state["running_loss"] is not None:
             # It will be divided by the number of steps, which may differ now.
@@ -157,15 +157,15 @@ class Replay:
             The same metrics, unless the checkpoint was saved during the validation of this epoch:
             then those from before the validation.
         """
-        if self._progress.is_replaying_epoch:
-            self._validations.read_again()
+        if self._progress.is_fast_forwarding_epoch:
+            self._validations.fast_forward()
             return metrics
         if self._interrupted_validation is not None:
             metrics = self._interrupted_validation["train_metrics"]
             # Reading to the end of the data may have changed them.
             set_random_states(self._interrupted_validation["random_states"])
             self._interrupted_validation = None
-        if self._keeps_validations:
+        if self._saves_during_validation:
             self._before_validation = {
                 "random_states": random_states(),
                 "modules": self._module_states(),
@@ -201,12 +201,12 @@ class Replay:
         return state
 
     def _module_states(self) -> Dict[str, Any]:
-        return changed_states(module_states(self._model), self._fingerprints_before or {})
+        return changed_states(module_states(self._model), self._initial_fingerprints or {})
 
     def _callback_states(self) -> Dict[str, Any]:
         own = self._own_callbacks()
         return {
-            "callbacks": [callback.state_dict() for callback in self._callbacks_of_user()],
+            "callbacks": [callback.state_dict() for callback in self._user_callbacks()],
             "own_callbacks": {name: callback.state_dict() for name, callback in own.items()},
         }
 
@@ -214,7 +214,7 @@ class Replay:
         """Returns the callbacks that the trainer has added, by the names of their classes."""
         return {type(c).__name__: c for c in self._callbacks if isinstance(c, OWN_CALLBACKS)}
 
-    def _callbacks_of_user(self) -> List[TrainerCallback]:
+    def _user_callbacks(self) -> List[TrainerCallback]:
         return [c for c in self._callbacks if not isinstance(c, OWN_CALLBACKS)]
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
@@ -223,12 +223,12 @@ class Replay:
         Only the states of callbacks, which are called earlier, are restored immediately.
         """
         # By position as in AllenNLP: added callbacks are at the end.
-        for callback, state in zip(self._callbacks_of_user(), state_dict["callbacks"]):
+        for callback, state in zip(self._user_callbacks(), state_dict["callbacks"]):
             callback.load_state_dict(state)
         own_states = state_dict.get("own_callbacks", {})
         for name, callback in self._own_callbacks().items():
             if name in own_states:
                 callback.load_state_dict(own_states[name])
-        self._pending = state_dict
+        self._pending_state = state_dict
         self._epoch_starts = list(state_dict["epoch_starts"])
         self._validations.load_state_dict(state_dict["validations"])

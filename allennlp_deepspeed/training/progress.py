@@ -30,7 +30,7 @@ class Progress:
         return PointInTime(self.epochs_completed, self.batches_in_epoch_completed)
 
     @property
-    def start(self) -> PointInTime:
+    def resume_point(self) -> PointInTime:
         """Returns the point in time that training resumes from."""
         return PointInTime(
             self.start_after_epochs_completed, self.start_after_batches_in_epoch_completed
@@ -42,12 +42,12 @@ class Progress:
         return self._state_at_start.get("total_batches_completed", 0)
 
     @property
-    def is_replaying(self) -> bool:
+    def is_fast_forwarding(self) -> bool:
         """Returns whether the checkpoint that training resumes from includes the next step."""
-        return self.point < self.start
+        return self.point < self.resume_point
 
     @property
-    def is_replaying_epoch(self) -> bool:
+    def is_fast_forwarding_epoch(self) -> bool:
         """Returns whether that checkpoint includes the full epoch."""
         return self.epochs_completed < self.start_after_epochs_completed
 
@@ -65,13 +65,14 @@ class Progress:
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """
-        Sets the point that training resumes from. `arrive` restores the rest when it is reached.
+        Sets the point that training resumes from. `finish_fast_forward` restores the rest when it
+        is reached.
         """
         self.start_after_epochs_completed = state_dict["epochs_completed"]
         self.start_after_batches_in_epoch_completed = state_dict["batches_in_epoch_completed"]
         self._state_at_start = state_dict
 
-    def arrive(self) -> None:
+    def finish_fast_forward(self) -> None:
         """
         Restores the rest of the state at the point that training resumes from. With another world
         size it was reached after a different number of steps.

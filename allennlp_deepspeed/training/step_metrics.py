@@ -321,7 +321,7 @@ class StepMetrics:
         Returns the metrics of the epoch over all ranks; for an epoch that was completed before the
         checkpoint only its memory. Every rank must call it, once.
         """
-        if self._progress.is_replaying_epoch:
+        if self._progress.is_fast_forwarding_epoch:
             return self._memory
         losses = self.losses.read()
         self._distributed_metrics.all_reduce()

@@ -90,7 +90,7 @@ from allennlp_deepspeed.training.construction import (
     leave_batches_to_trainer,
 )
 from allennlp_deepspeed.training.even_batches import whole_set
-from allennlp_deepspeed.training.fast_forward import Replay
+from allennlp_deepspeed.training.fast_forward import FastForward
 from allennlp_deepspeed.training.fixed_attributes import check_assignment, check_trainer
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
@@ -258,7 +258,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 divides_batches=self._extensions.divides_batches,
                 report=report,
             )
-            self._replay = self._construct_replay()
+            self._fast_forward = self._construct_fast_forward()
             self.best_weights = BestWeights(wrapped_model, self._serialization_dir, self._primary)
             self._buffers = BufferBroadcast(self.model, self.cuda_device)
             self._loss_of_validation = ValidationLoss(model)
@@ -297,22 +297,22 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             callbacks.append(CommsSummaryCallback(self._serialization_dir))
         return [*callbacks, report]
 
-    def _construct_replay(self) -> Replay:
+    def _construct_fast_forward(self) -> FastForward:
         history = ValidationHistory(
             self._progress,
             self._validation_data_loader,
             self.cuda_device,
             shows_progress=self._primary,
-            leave_if_interrupted=self._leave_if_interrupted,
+            raise_if_interrupted=self._raise_if_interrupted,
         )
         checkpointer = self._checkpointer
-        return Replay(
+        return FastForward(
             self._progress,
             self.model,
             self._callbacks,
             self._step_metrics.losses,
             history,
-            keeps_validations=checkpointer is not None and checkpointer.save_on_preemption,
+            saves_during_validation=checkpointer is not None and checkpointer.save_on_preemption,
         )
 
     def _construct_gradients(self) -> GradientSynchronizer:
@@ -401,7 +401,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         with self.session(), self._interruption:
             self._has_trained = True
             metrics = super().train()
-            self._leave_if_interrupted("after its last epoch")
+            self._raise_if_interrupted("after its last epoch")
             return metrics
 
     @overrides
@@ -417,11 +417,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._checkpointer is not None:
             self._checkpointer.check_state(self)
         is_compiled = self.resolved_config.torch_compile is not None
-        if self._primary and (is_compiled or self._progress.start > PointInTime(0, 0)):
+        if self._primary and (is_compiled or self._progress.resume_point > PointInTime(0, 0)):
             for callback in self._callbacks:
                 if isinstance(callback, ConfidenceChecksCallback):
                     callback._verification.destroy_hooks()
-        self._replay.start_training()
+        self._fast_forward.start_training()
         try:
             with self._no_weights_copied(), self._ddp_wrapped_model.parameters_checked():
                 metrics, epoch = super()._try_train()
@@ -476,7 +476,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._pytorch_model.train()
 
         logger.info("Training")
-        self._replay.start_epoch()
+        self._fast_forward.start_epoch()
         self._weight_watch.start_epoch()
         self._buffers.look()
         groups = BatchGroups(
@@ -484,19 +484,19 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         )
         with self._step_metrics.start_steps(groups.expected_length, self._primary) as progress_bar:
             for group in groups:
-                if self._progress.is_replaying:
-                    self._leave_if_interrupted("before it has caught up with the checkpoint")
-                    self._replay.skip_step()
+                if self._progress.is_fast_forwarding:
+                    self._raise_if_interrupted("before it has caught up with the checkpoint")
+                    self._fast_forward.skip_step()
                 else:
                     self._train_step(group, epoch)
                 progress_bar.update()
 
             self._step_metrics.finish_batch_metrics()
             if self._step_metrics.logging_interval.num_steps_since_log > 0:
-                self._leave_if_agreed(self._agree(epoch), epoch)
-        self._replay.finish_steps()
+                self._raise_if_signaled(self._agree(epoch), epoch)
+        self._fast_forward.finish_steps()
         self._weight_watch.raise_if_changed()
-        return self._replay.finish_epoch(self._step_metrics.epoch_metrics())
+        return self._fast_forward.finish_epoch(self._step_metrics.epoch_metrics())
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
@@ -532,7 +532,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 checkpointer.is_time = True
             checkpointer.maybe_save_checkpoint(self, *point)
         if agreement is not None:
-            self._leave_if_agreed(agreement, epoch)
+            self._raise_if_signaled(agreement, epoch)
 
     @phases.during(phases.CALLBACKS)
     def _call_on_batch(
@@ -561,7 +561,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
         if not for_training:
-            self._leave_if_interrupted("in the validation")
+            self._raise_if_interrupted("in the validation")
             self._extensions.start_step([batch])
             self._loss_of_validation.look_at(batch)
         batch = self._prepare_batch(batch)
@@ -617,7 +617,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @overrides
     def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
-        self._replay.start_validation()
+        self._fast_forward.start_validation()
         self._distributed_metrics.find()
         self._buffers.look()
         self._loss_of_validation.start()
@@ -627,7 +627,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         except TrainingInterrupted as interruption:
             # Here the moving average has been removed from the weights.
             if interruption.signal_number == signal.SIGTERM and self._checkpointer is not None:
-                self._replay.interrupt_validation()
+                self._fast_forward.interrupt_validation()
                 self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
             raise
         return result
@@ -685,7 +685,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._step_metrics.log(agreement.seconds_per_step, self._gradient_step.pop_figures())
         return agreement
 
-    def _leave_if_agreed(self, agreement: StepAgreement, epoch: int) -> None:
+    def _raise_if_signaled(self, agreement: StepAgreement, epoch: int) -> None:
         """
         Raises if the ranks have agreed on a signal, after saving a checkpoint. Every rank must call
         it, when the step is complete.
@@ -700,7 +700,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
         raise error
 
-    def _leave_if_interrupted(self, where: str) -> None:
+    def _raise_if_interrupted(self, where: str) -> None:
         """
         Raises if any rank has received a signal. Every rank must call it where the host
         synchronizes anyway; after a step the ranks have agreed already.
@@ -728,7 +728,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "gradient_synchronization": self._gradients,
             "reshard_after_micro_batch": self._gradient_step.reshard_after_micro_batch,
             **self._extensions.parts(),
-            "replay": self._replay,
+            "replay": self._fast_forward,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -780,7 +780,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     setattr(part, attribute, value)
         if self.best_weights.exist:
             self._best_model_filename = self.best_weights.path
-        start = self._progress.start
+        start = self._progress.resume_point
         if start.steps == 0 and self._metric_tracker.should_stop_early():
             # The run had stopped early here.
             self._num_epochs = start.epochs

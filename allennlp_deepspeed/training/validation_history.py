@@ -30,7 +30,7 @@ class ValidationHistory:
     shows_progress : `bool`, required.
         Whether AllenNLP's loop shows a progress bar on this rank, which reads the length of the
         loader.
-    leave_if_interrupted : `Callable[[str], None]`, required.
+    raise_if_interrupted : `Callable[[str], None]`, required.
         Called between batches, with a description of the current phase.
     """
 
@@ -40,13 +40,13 @@ class ValidationHistory:
         data_loader: Optional[Any],
         device: torch.device,
         shows_progress: bool,
-        leave_if_interrupted: Callable[[str], None],
+        raise_if_interrupted: Callable[[str], None],
     ) -> None:
         self._progress = progress
         self._data_loader = data_loader
         self._device = device
         self._shows_progress = shows_progress
-        self._leave_if_interrupted = leave_if_interrupted
+        self._raise_if_interrupted = raise_if_interrupted
         self._epochs: List[int] = []
         self._starts: List[Dict[str, Any]] = []
 
@@ -55,11 +55,11 @@ class ValidationHistory:
         Records the start of a validation. Must be called before the validation of an epoch reads
         its data.
         """
-        if _may_keep_place(self._data_loader):
+        if _has_position(self._data_loader):
             self._epochs.append(self._progress.epochs_completed)
             self._starts.append(random_states())
 
-    def read_again(self) -> None:
+    def fast_forward(self) -> None:
         """
         Rereads the data of the epoch's validation, if there was one. Every rank must call it after
         reading the training data of an epoch that isn't trained again.
@@ -75,7 +75,7 @@ class ValidationHistory:
             # The same ranks stop at the same batch as in AllenNLP's loop.
             if collectives.all_reduce_any(False, self._device):
                 return
-            self._leave_if_interrupted("before it has caught up with the checkpoint")
+            self._raise_if_interrupted("before it has caught up with the checkpoint")
         collectives.all_reduce_any(True, self._device)
 
     def state_dict(self) -> Dict[str, Any]:
@@ -85,21 +85,21 @@ class ValidationHistory:
         """
         Restores the history without the epochs after the checkpoint, which are validated again.
         """
-        start = self._progress.start
+        start = self._progress.resume_point
         self._epochs = [epoch for epoch in state_dict["epochs"] if epoch < start.epochs]
         self._starts = state_dict["starts"][: len(self._epochs)]
 
 
-def _may_keep_place(data_loader: Any) -> bool:
+def _has_position(data_loader: Any) -> bool:
     if isinstance(data_loader, EvenBatches):
         data_loader = data_loader.data_loader
     return (
         type(data_loader) is not MultiProcessDataLoader
         or data_loader.batches_per_epoch is not None
         or data_loader.max_instances_in_memory is not None
-        or not all(map(_is_of_allennlp, (data_loader.batch_sampler, data_loader.collate_fn)))
+        or not all(map(_is_from_allennlp, (data_loader.batch_sampler, data_loader.collate_fn)))
     )
 
 
-def _is_of_allennlp(component: Any) -> bool:
+def _is_from_allennlp(component: Any) -> bool:
     return component is None or type(component).__module__.startswith("allennlp.")

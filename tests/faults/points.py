@@ -28,7 +28,7 @@ from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.training.backward_and_update import GradientStep
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
-from allennlp_deepspeed.training.fast_forward import Replay
+from allennlp_deepspeed.training.fast_forward import FastForward
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
@@ -175,7 +175,7 @@ def install(points: FaultPoints) -> None:
     within(CheckpointDirectory, "clean_up", "clean_up")
 
     before(FileCheckpointEngine, "load", "load")
-    before(Replay, "skip_step", "catching_up")
+    before(FastForward, "skip_step", "catching_up")
     before(DeepSpeedTrainer, "batch_outputs", "forward")
     before(DeepSpeedEngine, "backward", "backward")
     before(GradientStep, "step", "step")
