@@ -13,16 +13,16 @@ from allennlp_deepspeed.deepspeed_api import (
 from allennlp_deepspeed.engine import internals
 
 
-class _Keeper:
+class _Deferral:
     """
     Marker among the ids of the modules that use a parameter. DeepSpeed doesn't release a parameter
     that has one.
     """
 
 
-class Passes:
+class PrefetchTraces:
     """
-    Tells DeepSpeed the kind of each pass through a model with sharded parameters. It does nothing
+    Prefetch orders of a model with sharded parameters, one for each kind of pass. It does nothing
     at stages other than 3.
 
     DeepSpeed records the order in which a pass uses the parameters, to prefetch them, and restarts
@@ -41,15 +41,15 @@ class Passes:
         self._offload = getattr(engine.optimizer, "parameter_offload", None)
         self._coordinators: Dict[Hashable, PartitionedParameterCoordinator] = {}
 
-    def of(self, *kind: Hashable) -> ContextManager[None]:
+    def use(self, *kind: Hashable) -> ContextManager[None]:
         """
         Context manager for a forward pass, with its backward pass if it has one, of a kind whose
         passes use the same parameters in the same order. Every rank must enter it.
         """
-        return nullcontext() if self._offload is None else self._of_sharded(kind)
+        return nullcontext() if self._offload is None else self._use_trace(kind)
 
     @contextmanager
-    def _of_sharded(self, kind: Tuple[Hashable, ...]) -> Iterator[None]:
+    def _use_trace(self, kind: Tuple[Hashable, ...]) -> Iterator[None]:
         offload: Any = self._offload
         if kind not in self._coordinators:
             self._coordinators[kind] = internals.new_coordinator(offload)
@@ -60,46 +60,46 @@ class Passes:
             offload.param_coordinator = others
 
 
-def _is_kept(parameter: Any) -> bool:
-    return any(isinstance(user, _Keeper) for user in internals.active_modules(parameter))
+def _is_deferred(parameter: Any) -> bool:
+    return any(isinstance(user, _Deferral) for user in internals.active_modules(parameter))
 
 
 @contextmanager
-def kept_by_readers() -> Iterator[None]:
+def patch_gathered_parameters() -> Iterator[None]:
     """
     Context manager in which `GatheredParameters`, with which a model can read and write parameters
-    in its forward pass, doesn't raise at its exit for parameters of `kept_gathered`.
+    in its forward pass, doesn't raise at its exit for parameters of `defer_resharding`.
     """
     to_partition, partition = internals.release_functions_of_readers().values()
 
-    def not_kept(gathered: GatheredParameters) -> List[Any]:
+    def not_deferred(gathered: GatheredParameters) -> List[Any]:
         parameters = to_partition(gathered)
         is_read = gathered.src_rank is None
-        return [p for p in parameters if not (is_read and _is_kept(p))]
+        return [p for p in parameters if not (is_read and _is_deferred(p))]
 
     def partition_and_gather(parameters: List[Any], has_been_updated: bool) -> None:
         # A change by one rank is partitioned, or it would be lost.
-        kept = list(filter(_is_kept, parameters))
-        users = [internals.active_modules(parameter) for parameter in kept]
-        keepers = [{user for user in each if isinstance(user, _Keeper)} for each in users]
-        for users_of_parameter, kept_by in zip(users, keepers):
-            users_of_parameter.difference_update(kept_by)
+        deferred = list(filter(_is_deferred, parameters))
+        users = [internals.active_modules(parameter) for parameter in deferred]
+        deferrals = [{user for user in each if isinstance(user, _Deferral)} for each in users]
+        for users_of_parameter, deferred_by in zip(users, deferrals):
+            users_of_parameter.difference_update(deferred_by)
         partition(parameters, has_been_updated)
-        if kept:
-            kept[0].all_gather(param_list=kept)
-        for users_of_parameter, kept_by in zip(users, keepers):
-            users_of_parameter.update(kept_by)
+        if deferred:
+            deferred[0].all_gather(param_list=deferred)
+        for users_of_parameter, deferred_by in zip(users, deferrals):
+            users_of_parameter.update(deferred_by)
 
     with internals.replaced(
         GatheredParameters,
-        _params_to_partition=not_kept,
+        _params_to_partition=not_deferred,
         _partition_params=staticmethod(partition_and_gather),
     ):
         yield
 
 
 @contextmanager
-def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
+def defer_resharding(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
     """
     Context manager in which these parameters stay gathered on every rank after a pass has gathered
     them. Every rank must enter it with the same parameters, and exit before the optimizer step. In
@@ -111,21 +111,21 @@ def kept_gathered(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
         Parameters of an engine at stage 3.
     """
     sharded: List[Any] = list(parameters)
-    keeper = _Keeper()
+    deferral = _Deferral()
     for parameter in sharded:
-        internals.active_modules(parameter).add(keeper)
+        internals.active_modules(parameter).add(deferral)
     try:
         yield
     finally:
         for parameter in sharded:
             users = internals.active_modules(parameter)
-            users.discard(keeper)
-            is_whole = internals.is_gathered(parameter)
-            if is_whole and not users and not internals.is_persistent(parameter):
+            users.discard(deferral)
+            is_full = internals.is_gathered(parameter)
+            if is_full and not users and not internals.is_persistent(parameter):
                 parameter.partition()
 
 
-def end_passes(engine: DeepSpeedEngine) -> None:
+def clear_active_modules(engine: DeepSpeedEngine) -> None:
     """
     Marks all parameters as unused after an exception has ended a pass. Not a collective.
 
@@ -141,7 +141,7 @@ def end_passes(engine: DeepSpeedEngine) -> None:
         internals.active_modules(parameter).clear()
 
 
-def all_that_are_sharded(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:
+def sharded_parameters(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:
     """
     Returns the sharded parameters of an engine.
 
@@ -152,7 +152,7 @@ def all_that_are_sharded(engine: DeepSpeedEngine) -> List[torch.nn.Parameter]:
     # Returns
 
     `List[torch.nn.Parameter]`
-        Parameters for `kept_gathered`, none at stages other than 3.
+        Parameters for `defer_resharding`, none at stages other than 3.
     """
     parameters: List[Any] = list(engine.module.parameters())
     return [p for p in parameters if internals.is_sharded(p) and not internals.is_persistent(p)]

@@ -41,7 +41,7 @@ from allennlp_deepspeed.engine.engine_workarounds import (
     keep_adagrad,
     undo_first_step,
 )
-from allennlp_deepspeed.engine.gathered_parameters import end_passes
+from allennlp_deepspeed.engine.gathered_parameters import clear_active_modules
 from allennlp_deepspeed.engine.inner_gradients import inner_gradients_refused
 from allennlp_deepspeed.engine.model_check import check_loaded_weights, check_model
 from allennlp_deepspeed.engine.model_snapshot import ModelSnapshot
@@ -265,7 +265,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
                 used_optimizers.refuse_steps(engine.basic_optimizer)
             if is_alone:
                 if self.config.zero_stage == 3:
-                    end_passes(engine)
+                    clear_active_modules(engine)
                 offload = engine.zero_offload_param()
                 is_offloaded = offload is not None and offload.device != OffloadDeviceEnum.none
                 device = torch.device("cpu") if is_offloaded else device

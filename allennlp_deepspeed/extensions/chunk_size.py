@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.gathered_parameters import Passes
+from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
 from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.training import gradient_memory
@@ -145,7 +145,7 @@ def _bytes_of(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) 
 
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     # Training passes have another order of modules, which DeepSpeed has to record at stage 3.
-    with Passes(engine).of("without a backward pass"), hooks:
+    with PrefetchTraces(engine).use("without a backward pass"), hooks:
         results = encode(size)
     tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:

@@ -14,7 +14,7 @@ from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSetting
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.gathered_parameters import Passes
+from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
 from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, during, phase
 from allennlp_deepspeed.engine.random_states import (
     random_states,
@@ -91,7 +91,7 @@ class GradCache(StepExtension):
         self._batch_outputs = context.batch_outputs
         self._prepare = context.prepare
         self._chunker = Chunker(settings, self._engine, self._encode)
-        self._passes = Passes(self._engine)
+        self._prefetch_traces = PrefetchTraces(self._engine)
 
     @staticmethod
     def check_model(settings: GradCacheSettings, model: Model) -> None:
@@ -182,11 +182,11 @@ class GradCache(StepExtension):
         for i, (chunk, state) in enumerate(zip(chunks, states)):
             with self._gradients.micro_batch(is_last and i == len(chunks) - 1):
                 if i == 0:
-                    with self._passes.of("loss"):
+                    with self._prefetch_traces.use("loss"):
                         outputs = self.build_cache(representations, batch, num_micro_batches)
                     state_after = random_states()
                 set_random_states(state)
-                with self._passes.of("encode with a graph", *chunk.inputs):
+                with self._prefetch_traces.use("encode with a graph", *chunk.inputs):
                     self.forward_backward(chunk, representations)
         assert state_after is not None
         set_random_states(state_after)
@@ -215,7 +215,7 @@ class GradCache(StepExtension):
         of_batch: Representations = {}
         for chunk in chunks:
             states.append(repeatable_random_states())
-            with self._passes.of("encode", *chunk.inputs), torch.no_grad():
+            with self._prefetch_traces.use("encode", *chunk.inputs), torch.no_grad():
                 representations = self._encode(chunk)
             if chunk.is_dummy:
                 # Restored, as if there had been no dummy chunk.

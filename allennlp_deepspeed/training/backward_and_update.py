@@ -6,7 +6,7 @@ from allennlp.data.data_loaders import TensorDict
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine import loss_scaling
-from allennlp_deepspeed.engine.gathered_parameters import Passes
+from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, during, phase
 from allennlp_deepspeed.engine.weight_watch import RequiresGradWatch, WeightWatch
@@ -63,7 +63,7 @@ class GradientStep:
         self._scaler = loss_scaling.grad_scaler(self._engine)
         self._may_overflow = self._scaler is not None or wrapped_model.config.precision == "fp16"
         self._gradients = gradients
-        self._passes = Passes(self._engine)
+        self._prefetch_traces = PrefetchTraces(self._engine)
         self._train_on = train_on
         self._loss_weights = loss_weights
         self._weights: List[torch.Tensor] = []
@@ -132,7 +132,7 @@ class GradientStep:
         outputs = self._train_on(batch, self.num_accumulation_steps, is_last)
         if outputs is not None:
             return outputs
-        with self._gradients.micro_batch(is_last), self._passes.of("train"):
+        with self._gradients.micro_batch(is_last), self._prefetch_traces.use("train"):
             with phase(FORWARD):
                 outputs = self._forward(batch)
             if self._loss_weights is not None:

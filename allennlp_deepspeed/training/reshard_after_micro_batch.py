@@ -7,9 +7,9 @@ import torch.distributed as dist
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.gathered_parameters import (
-    all_that_are_sharded,
-    kept_by_readers,
-    kept_gathered,
+    defer_resharding,
+    patch_gathered_parameters,
+    sharded_parameters,
 )
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.training import gradient_memory
@@ -40,7 +40,7 @@ class ReshardAfterMicroBatch:
         self._num_steps = 0
         self._found: Optional[bool] = None
         self._is_auto = is_auto
-        self._parameters = all_that_are_sharded(engine)
+        self._parameters = sharded_parameters(engine)
         self.reshards = is_auto
         """Whether parameters are resharded after each micro-batch."""
 
@@ -88,7 +88,7 @@ class ReshardAfterMicroBatch:
         if self.reshards:
             yield
             return
-        with kept_gathered(self._parameters), kept_by_readers():
+        with defer_resharding(self._parameters), patch_gathered_parameters():
             yield
 
     def state_dict(self) -> Dict[str, Any]:
