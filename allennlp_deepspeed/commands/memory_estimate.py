@@ -303,7 +303,7 @@ def measure(model: Model) -> Tuple[ModelSize, str, str]:
     parameters = dict(model.named_parameters())
     modules = elements_of_modules(model)
     return (
-        ModelSize.of(model),
+        ModelSize.from_model(model),
         max(parameters, key=lambda name: parameters[name].numel(), default=""),
         max(modules, key=lambda name: modules[name]),
     )

@@ -26,21 +26,21 @@ class BufferBroadcast:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._has_found = False  # the same on all ranks
+        self._has_buffers = False  # the same on all ranks
         self._buffers: List[torch.Tensor] = []
         self._checksum = 0
         # The checksum and its negative, already on the device: the host would wait for a copy.
         self._checksums = torch.zeros(2, dtype=torch.int64, device=device)
 
-    def look(self) -> None:
+    def find_buffers(self) -> None:
         """
         Checks whether the model has buffers on any rank. Every rank must call it at the start of
         each epoch and validation: after the same steps in each run, so that these have the same
         numbers, and where the communication of steps isn't counted.
         """
-        if self._has_found or dist.get_world_size() == 1:
+        if self._has_buffers or dist.get_world_size() == 1:
             return
-        self._has_found = collectives.all_reduce_any(bool(_buffers(self._model)), self._device)
+        self._has_buffers = collectives.all_reduce_any(bool(_buffers(self._model)), self._device)
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -54,15 +54,15 @@ class BufferBroadcast:
             every rank on the CPU, and on GPUs only on ranks whose buffers have changed, since the
             other ranks don't synchronize.
         """
-        if not self._has_found:
+        if not self._has_buffers:
             return
         buffers = _buffers(self._model)
-        self._check_alike(buffers)
+        self._check_same_on_all_ranks(buffers)
         if buffers:  # on every rank, because all have the same
             group = dist.distributed_c10d._get_default_group()
             dist._broadcast_coalesced(group, buffers, _BUCKET_SIZE, 0)
 
-    def _check_alike(self, buffers: List[torch.Tensor]) -> None:
+    def _check_same_on_all_ranks(self, buffers: List[torch.Tensor]) -> None:
         checksum = self._checksum
         are_same = len(buffers) == len(self._buffers) and all(map(_is, buffers, self._buffers))
         if not are_same:

@@ -61,7 +61,7 @@ class GradientReducer:
         self.reduced = array("I")
         self._checksum = 0
         # DeepSpeed's Adam has one step count for all parameters of a group, the last one's.
-        self._passes_over_unused = (
+        self._skips_unused = (
             engine.optimizer is engine.basic_optimizer
             and not isinstance(engine.basic_optimizer, FusedAdam)
             and not engine.has_moe_layers
@@ -82,7 +82,7 @@ class GradientReducer:
         return {p: i for i, group in enumerate(groups) for p in group if p.requires_grad}
 
     @property
-    def overlaps(self) -> bool:
+    def overlaps_backward(self) -> bool:
         """Returns whether DeepSpeed reduces gradients during the backward pass."""
         if self.reduces_all_at_once or (self._stage == 1 and not self._optimizer.overlap_comm):
             return False
@@ -94,7 +94,7 @@ class GradientReducer:
         """Returns the dtype in which DeepSpeed accumulates gradients, at stages 1 to 3."""
         return internals.gradient_accumulation_dtype(self._optimizer)
 
-    def accumulates_elsewhere(self) -> bool:
+    def accumulates_outside_grad(self) -> bool:
         """Returns whether DeepSpeed accumulates any gradient elsewhere than on its parameter."""
         if self.reduces_all_at_once:
             return self._has_own_buffers
@@ -149,7 +149,7 @@ class GradientReducer:
         that no rank has used has no gradient. With several ranks this waits for the device if this
         one hasn't used all.
         """
-        if not self._passes_over_unused:
+        if not self._skips_unused:
             self._engine.allreduce_gradients()
             return
         if not self._engine.is_gradient_accumulation_boundary():
@@ -194,7 +194,7 @@ class GradientReducer:
                 accumulated.zero_()
 
 
-class GradientAccumulators:
+class GradientAccumulator:
     """
     Sums local gradients in DeepSpeed's `grad_accum_dtype` if the gradients have another dtype. At
     stage 1 DeepSpeed does this itself.

@@ -53,7 +53,7 @@ class ModelSize:
     largest_module: int
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> "ModelSize":
+    def from_model(cls, model: torch.nn.Module) -> "ModelSize":
         """
         Returns the size of a model, whose parameters may be partitioned or on the meta device.
         """

@@ -103,11 +103,11 @@ def left_for_activations(engine: DeepSpeedEngine) -> int:
     number.
     """
     # Full gradients are in memory until they are reduced, and a second copy during the reduction.
-    gradient = gradient_memory.of_whole_gradient(
+    gradient = gradient_memory.full_gradient_bytes(
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
     taken = 2 * gradient + _all_reduce_max(_states_to_come(engine), engine)
-    return gradient_memory.least_left_free(engine.device) - taken
+    return gradient_memory.min_free_bytes(engine.device) - taken
 
 
 def _states_to_come(engine: DeepSpeedEngine) -> int:

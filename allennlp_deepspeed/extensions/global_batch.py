@@ -27,7 +27,7 @@ from allennlp_deepspeed.engine.random_states import random_states, set_random_st
 from allennlp_deepspeed.extensions.chunk_size import find_chunk_size, left_for_activations
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.batch_groups import BatchGroup
-from allennlp_deepspeed.training.callbacks import refuse_going_backward
+from allennlp_deepspeed.training.callbacks import refuse_backward_callbacks
 from allennlp_deepspeed.training.chunking import even_bounds, indivisible, num_examples, rows_of
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 
@@ -82,7 +82,7 @@ class MicroBatches(StepExtension):
 
     def __init__(self, value: int, context: StepContext) -> None:
         loss_terms.check(context.model)
-        refuse_going_backward(
+        refuse_backward_callbacks(
             context.callbacks,
             "with 'trainer.num_gradient_accumulation_steps' \"auto\" losses are those of parts of "
             "a batch, and weighed: remove it, or write a number of steps.",

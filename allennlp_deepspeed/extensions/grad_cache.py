@@ -22,7 +22,7 @@ from allennlp_deepspeed.engine.random_states import (
     set_random_states,
 )
 from allennlp_deepspeed.extensions.chunk_size import find_chunk_size
-from allennlp_deepspeed.training.callbacks import refuse_going_backward
+from allennlp_deepspeed.training.callbacks import refuse_backward_callbacks
 from allennlp_deepspeed.training.chunking import (
     Chunk,
     chunks_in_order,
@@ -66,7 +66,8 @@ class GradCache(StepExtension):
     value : `Dict[str, Any]`, required.
         The trainer's `grad_cache`.
     context : `StepContext`, required.
-        The context of a `ContrastiveModel`. Its `gradients` treat chunks as micro-batches.
+        The context of a `ContrastiveModel`. Its `gradient_synchronizer` treats chunks as
+        micro-batches.
 
     # Raises
 
@@ -80,14 +81,14 @@ class GradCache(StepExtension):
     def __init__(self, value: Dict[str, Any], context: StepContext) -> None:
         settings = GradCacheSettings.model_validate(value)
         self.check_model(settings, context.model)
-        refuse_going_backward(
+        refuse_backward_callbacks(
             context.callbacks,
             "with 'trainer.grad_cache' there is no graph to go back through: remove one of them.",
         )
         self._wrapped_model = context.wrapped_model
         self._engine: Any = context.wrapped_model.engine
         self._model: Any = self._engine.module
-        self._gradients = context.gradients
+        self._gradient_synchronizer = context.gradient_synchronizer
         self._batch_outputs = context.batch_outputs
         self._prepare = context.prepare
         self._chunker = Chunker(settings, self._engine, self._encode)
@@ -164,7 +165,7 @@ class GradCache(StepExtension):
         batch = self._prepare(batch)  # both passes of a chunk must see the same inputs
         chunks = self._chunker.chunks(batch)
         if len(chunks) == 1:
-            with self._gradients.micro_batch(is_last):
+            with self._gradient_synchronizer.micro_batch(is_last):
                 with phase(FORWARD):
                     outputs = self._batch_outputs(batch, True)
                 self._backward(self._loss(outputs) / num_micro_batches)
@@ -180,7 +181,7 @@ class GradCache(StepExtension):
         outputs = {}
         state_after = None
         for i, (chunk, state) in enumerate(zip(chunks, states)):
-            with self._gradients.micro_batch(is_last and i == len(chunks) - 1):
+            with self._gradient_synchronizer.micro_batch(is_last and i == len(chunks) - 1):
                 if i == 0:
                     with self._prefetch_traces.use("loss"):
                         outputs = self.build_cache(representations, batch, num_micro_batches)
@@ -249,7 +250,7 @@ class GradCache(StepExtension):
         # The loss scale in fp16. The engine multiplies by it in each backward pass, and the cached
         # gradient passes through two.
         scales: List[torch.Tensor] = []
-        with self._gradients.no_sync():
+        with self._gradient_synchronizer.no_sync():
             with self._wrapped_model.forward_is(self._model.loss_over_ranks):
                 inputs = {
                     "representations": representations,
@@ -292,7 +293,7 @@ class GradCache(StepExtension):
         else:
             # The encoder is frozen. The last chunk still has to finish the reduction, which a
             # backward pass would have done.
-            with self._gradients.no_sync():
+            with self._gradient_synchronizer.no_sync():
                 pass
 
     @overrides

@@ -85,7 +85,7 @@ def _precision(config: ResolvedConfig) -> str:
 
 
 def _parameters(engine: DeepSpeedEngine) -> str:
-    size = ModelSize.of(engine.module)
+    size = ModelSize.from_model(engine.module)
     return f"{sum(size.trainable):,} trained, {sum(size.frozen):,} frozen"
 
 
@@ -193,7 +193,7 @@ def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
 
 def _states_of(trainer: Any, keys: Mapping[str, Any]) -> ModelStates:
     """Returns the model states of this rank, including those that aren't allocated yet."""
-    config, size = trainer.resolved_config, ModelSize.of(trainer.engine.module)
+    config, size = trainer.resolved_config, ModelSize.from_model(trainer.engine.module)
     optimizer = trainer.optimizer
     states = optimizer_bytes(type(optimizer), optimizer.param_groups[0], size)
     reduces_once_a_step = keys["gradient_synchronization"] == "step"

@@ -59,7 +59,7 @@ class GradientAverage:
             gradient.copy_(average)
 
 
-def check_readable(mode: str, are_accumulated_elsewhere: bool) -> None:
+def check_readable(mode: str, accumulates_outside_grad: bool) -> None:
     """
     Checks that a callback can read all gradients.
 
@@ -67,7 +67,7 @@ def check_readable(mode: str, are_accumulated_elsewhere: bool) -> None:
 
     mode : `str`, required.
         The trainer's `gradient_synchronization`.
-    are_accumulated_elsewhere : `bool`, required.
+    accumulates_outside_grad : `bool`, required.
         Whether gradients of earlier micro-batches are not on their parameters.
 
     # Raises
@@ -75,7 +75,7 @@ def check_readable(mode: str, are_accumulated_elsewhere: bool) -> None:
     `ConfigurationError`
         If some gradients aren't available to it.
     """
-    if are_accumulated_elsewhere:
+    if accumulates_outside_grad:
         raise ConfigurationError(
             "A callback with 'on_backward' needs gradients that stay on the parameters, and "
             "deepspeed_config.data_types.grad_accum_dtype has them accumulated elsewhere, in "

@@ -28,13 +28,13 @@ class GradientStep:
     # Parameters
 
     wrapped_model : `DeepSpeedWrappedModel`, required.
-    gradients : `GradientSynchronizer`, required.
+    gradient_synchronizer : `GradientSynchronizer`, required.
     train_on : `Callable[[TensorDict, int, bool], Optional[Dict[str, torch.Tensor]]]`, required.
         Runs forward and backward instead, unless it returns `None`: `StepExtensions.train_on`.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
         Returns the outputs of a micro-batch, with its `loss`.
     weight_watch : `WeightWatch`, required.
-    go_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, optional (default = `None`)
+    run_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, optional (default = `None`)
         Lets callbacks run backward from the outputs of a micro-batch. Returns whether one has.
     loss_weights : `LossWeights`, optional (default = `None`)
         `None` if losses aren't weighted.
@@ -46,11 +46,11 @@ class GradientStep:
     def __init__(
         self,
         wrapped_model: DeepSpeedWrappedModel,
-        gradients: GradientSynchronizer,
+        gradient_synchronizer: GradientSynchronizer,
         train_on: Callable[[TensorDict, int, bool], Optional[Outputs]],
         forward: Callable[[TensorDict], Outputs],
         weight_watch: WeightWatch,
-        go_backward: Optional[Callable[[Outputs], bool]] = None,
+        run_backward: Optional[Callable[[Outputs], bool]] = None,
         loss_weights: Optional[LossWeights] = None,
         reshard_after_micro_batch: Optional[ReshardAfterMicroBatch] = None,
         moving_average: Optional[ShardedMovingAverage] = None,
@@ -62,13 +62,13 @@ class GradientStep:
         self._reports_norm = wrapped_model.config.grad_norm is not False
         self._scaler = loss_scaling.grad_scaler(self._engine)
         self._may_overflow = self._scaler is not None or wrapped_model.config.precision == "fp16"
-        self._gradients = gradients
+        self._gradient_synchronizer = gradient_synchronizer
         self._prefetch_traces = PrefetchTraces(self._engine)
         self._train_on = train_on
         self._loss_weights = loss_weights
         self._weights: List[torch.Tensor] = []
         self._forward = forward
-        self._go_backward = go_backward
+        self._run_backward = run_backward
         self._weight_watch = weight_watch
         self._requires_grad_watch = RequiresGradWatch(self._engine)
         self._moving_average = moving_average
@@ -95,7 +95,7 @@ class GradientStep:
         num_accumulation_steps : `int`, required.
             The number of micro-batches that divides the losses.
         num_dummy_batches : `int`, optional (default = `0`)
-            The number of dummy batches at the end, whose weight is 0 (`LossWeights.of`).
+            The number of dummy batches at the end, whose weight is 0 (`LossWeights.compute`).
         """
         self.num_accumulation_steps = num_accumulation_steps
         self._num_micro_batches = 0
@@ -103,10 +103,10 @@ class GradientStep:
         if self._weight_watch.is_due:
             self._weight_watch.check()
         if self._loss_weights is not None:
-            self._weights = self._loss_weights.of(
+            self._weights = self._loss_weights.compute(
                 batches, num_accumulation_steps, num_dummy_batches
             )
-        self._gradients.start_step()
+        self._gradient_synchronizer.start_step()
         if self.reshard_after_micro_batch is None:
             yield
             return
@@ -132,14 +132,14 @@ class GradientStep:
         outputs = self._train_on(batch, self.num_accumulation_steps, is_last)
         if outputs is not None:
             return outputs
-        with self._gradients.micro_batch(is_last), self._prefetch_traces.use("train"):
+        with self._gradient_synchronizer.micro_batch(is_last), self._prefetch_traces.use("train"):
             with phase(FORWARD):
                 outputs = self._forward(batch)
             if self._loss_weights is not None:
                 weight = self._weights[self._num_micro_batches - 1]
-                outputs["loss"] = self._loss_weights.weigh(outputs["loss"], weight)
+                outputs["loss"] = self._loss_weights.apply(outputs["loss"], weight)
             with phase(BACKWARD):
-                if self._go_backward is None or not self._go_backward(outputs):
+                if self._run_backward is None or not self._run_backward(outputs):
                     loss = outputs["loss"] / self.num_accumulation_steps
                     try:
                         self._engine.backward(loss, scale_wrt_gas=False)
@@ -173,7 +173,7 @@ class GradientStep:
             self._weight_watch.snapshot()
         if self._moving_average is not None and has_stepped:
             self._moving_average.apply(num_steps)
-        self._gradients.finish_step()
+        self._gradient_synchronizer.finish_step()
         if self.reshard_after_micro_batch is not None:
             self.reshard_after_micro_batch.finish_step()
         return norm

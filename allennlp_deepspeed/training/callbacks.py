@@ -52,7 +52,7 @@ def may_read_metrics(callback: TrainerCallback) -> bool:
     return may_read and getattr(callback, "reads_metrics", True)
 
 
-def goes_backward(callback: TrainerCallback) -> bool:
+def runs_backward(callback: TrainerCallback) -> bool:
     """
     Returns whether a callback may run backward itself, perhaps more than once for a micro-batch.
     """
@@ -68,10 +68,10 @@ def reads_gradients(callback: TrainerCallback) -> bool:
     """
     Returns whether a callback needs gradients averaged over the ranks after each backward pass.
     """
-    return goes_backward(callback) and getattr(callback, "reads_gradients", True)
+    return runs_backward(callback) and getattr(callback, "reads_gradients", True)
 
 
-def refuse_going_backward(callbacks: Sequence[TrainerCallback], reason: str) -> None:
+def refuse_backward_callbacks(callbacks: Sequence[TrainerCallback], reason: str) -> None:
     """
     Refuses callbacks that run backward themselves.
 
@@ -81,7 +81,7 @@ def refuse_going_backward(callbacks: Sequence[TrainerCallback], reason: str) -> 
         If there is one.
     """
     for callback in callbacks:
-        if goes_backward(callback):
+        if runs_backward(callback):
             raise ConfigurationError(
                 f"The callback {type(callback).__name__} has 'on_backward', but {reason}"
             )
@@ -113,7 +113,7 @@ def prepared(callbacks: Sequence[TrainerCallback]) -> List[TrainerCallback]:
     Returns the callbacks for which a trainer prepares its engine, or which it prepares for its
     engine.
     """
-    return [c for c in callbacks if goes_backward(c) or isinstance(c, LogWriterCallback)]
+    return [c for c in callbacks if runs_backward(c) or isinstance(c, LogWriterCallback)]
 
 
 def check_added(callbacks: Sequence[TrainerCallback], known: List[TrainerCallback]) -> None:

@@ -12,21 +12,21 @@ from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.engine.worker_device import available_memory, workers_per_node
 
 
-def of_whole_gradient(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> int:
+def full_gradient_bytes(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> int:
     """Returns the bytes of a full gradient of the parameters in `dtype`, on one rank."""
     return sum(whole_shape(p).numel() for p in parameters) * dtype.itemsize
 
 
-def least_left_free(device: torch.device) -> int:
+def min_free_bytes(device: torch.device) -> int:
     """
     Returns the minimum over all ranks of the bytes that a rank has left free at its peak, of its
     GPU's memory or its share of the node's. Every rank must call it, and all get the same result.
     """
     device = torch.device(device)
-    return collectives.all_reduce_min(left_free(device), device, torch.int64)
+    return collectives.all_reduce_min(free_bytes(device), device, torch.int64)
 
 
-def left_free(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Returns the same for this rank alone."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

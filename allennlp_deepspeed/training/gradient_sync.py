@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_accelerator
 from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.gradient_reduction import GradientAccumulators, GradientReducer
+from allennlp_deepspeed.engine.gradient_reduction import GradientAccumulator, GradientReducer
 from allennlp_deepspeed.engine.phases import BACKWARD, during
 from allennlp_deepspeed.engine.shards import whole_shape
 from allennlp_deepspeed.training import average_over_ranks, gradient_memory
@@ -96,10 +96,10 @@ class GradientSynchronizer:
         self._parameters = self._reducer.parameters
         self._average_each_pass = average_each_pass
         if average_each_pass:
-            average_over_ranks.check_readable(mode, self._reducer.accumulates_elsewhere())
+            average_over_ranks.check_readable(mode, self._reducer.accumulates_outside_grad())
         stage = int(engine.zero_optimization_stage())
-        self._waits_for_all = (
-            not self._reducer.overlaps
+        self._defers_all = (
+            not self._reducer.overlaps_backward
             or several_passes
             or average_each_pass
             or (find_unused_parameters and dist.get_world_size() > 1)
@@ -109,17 +109,17 @@ class GradientSynchronizer:
         self._ranks_differ = False
         # `None` if gradients have DeepSpeed's `grad_accum_dtype`, in which DeepSpeed accumulates
         # them.
-        self._accumulators: Optional[GradientAccumulators] = None
+        self._accumulators: Optional[GradientAccumulator] = None
         if stage > 1 and not average_each_pass:
-            accumulators = GradientAccumulators(self._parameters, self._reducer.accumulation_dtype)
+            accumulators = GradientAccumulator(self._parameters, self._reducer.accumulation_dtype)
             self._accumulators = accumulators if accumulators.parameters else None
         if mode == AUTO:
-            mode = _only_sensible_mode(stage, num_micro_batches, average_each_pass)
+            mode = _resolve_auto(stage, num_micro_batches, average_each_pass)
         num_elements = sum(whole_shape(p).numel() for p in self._parameters)
         self.schedule = ReductionSchedule(mode, num_elements, num_micro_batches)
         """Whether gradients are reduced once a step or with each micro-batch."""
-        if not self._waits_for_all and stage < 3 and dist.get_world_size() > 1:
-            self._look_in_first_step(num_elements * self._reducer.accumulation_dtype.itemsize)
+        if not self._defers_all and stage < 3 and dist.get_world_size() > 1:
+            self._compare_in_first_step(num_elements * self._reducer.accumulation_dtype.itemsize)
         self._ordered = OrderedReduction(self._reducer)
         self._average = GradientAverage(self._parameters)
         # Whether the micro-batch is the last of the step, and whether it reduces.
@@ -135,7 +135,7 @@ class GradientSynchronizer:
 
     def _add_hooks(self) -> None:
         for i, parameter in enumerate(self._parameters):
-            if not self._waits_for_all or self._used is not None:
+            if not self._defers_all or self._used is not None:
                 self._add_hook(parameter, partial(self._ordered.gradient_ready, i))
             elif self._average_each_pass and dist.get_world_size() > 1:
                 self._add_hook(parameter, self._average_after_pass)
@@ -176,16 +176,16 @@ class GradientSynchronizer:
         if state["ranks_differ"] and self._used is not None:
             self._used, self._ranks_differ = None, True
 
-    def _look_in_first_step(self, num_bytes: int) -> None:
+    def _compare_in_first_step(self, num_bytes: int) -> None:
         device = get_accelerator().current_device_name()
-        if num_bytes <= gradient_memory.least_left_free(device) // 4:
-            self._waits_for_all, self._used = True, 0
+        if num_bytes <= gradient_memory.min_free_bytes(device) // 4:
+            self._defers_all, self._used = True, 0
 
     def _compare_used(self) -> None:
         used, self._used = float(self._used or 0), None
         device = torch.device(get_accelerator().current_device_name())
         largest, negative = collectives.all_reduce_max([used, -used], device, torch.float64)
-        self._waits_for_all = self._ranks_differ = largest != -negative
+        self._defers_all = self._ranks_differ = largest != -negative
         if self._ranks_differ and dist.get_rank() == 0:
             logger.warning(
                 "The workers have used different parameters in the first step. From here on "
@@ -244,7 +244,7 @@ class GradientSynchronizer:
         self._ordered.is_active = (
             self._is_due
             and not self._is_in_no_sync
-            and not self._waits_for_all
+            and not self._defers_all
             # The accumulated gradients are added first, when the pass is done.
             and not (self._has_deferred and self._accumulators is not None)
         )
@@ -268,13 +268,13 @@ class GradientSynchronizer:
         if self._accumulators is not None:
             self._accumulators.move_to_gradients()
         is_reduced = set(self._reducer.reduced)
-        needs_all = self._waits_for_all or (self._reducer.is_offloaded and self._is_last)
+        needs_all = self._defers_all or (self._reducer.is_offloaded and self._is_last)
         has_gradient = list(map(self._reducer.has_gradient, self._parameters))
         if self._used is not None:
             self._used = zlib.crc32(bytes(has_gradient), self._used)
         self._has_gradients |= bool(is_reduced) or needs_all or any(has_gradient)
         if self._is_last and not self._has_gradients:
-            self._check_is_alone()
+            self._refuse_step_without_gradient()
         for i, parameter in enumerate(self._parameters):
             if i in is_reduced:
                 continue
@@ -285,7 +285,7 @@ class GradientSynchronizer:
             self._reducer.reduce(i)
         self._reducer.finish(self._is_last)
 
-    def _check_is_alone(self) -> None:
+    def _refuse_step_without_gradient(self) -> None:
         """
         Refuses a step without a gradient on this rank.
 
@@ -303,7 +303,7 @@ class GradientSynchronizer:
             )
 
 
-def _only_sensible_mode(stage: int, num_micro_batches: int, average_each_pass: bool) -> str:
+def _resolve_auto(stage: int, num_micro_batches: int, average_each_pass: bool) -> str:
     if stage < 2 or average_each_pass:
         return STEP
     # If both would communicate the same, the one that accumulates nothing.

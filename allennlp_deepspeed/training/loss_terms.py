@@ -55,7 +55,7 @@ def num_loss_terms(model: Model, inputs: Dict[str, Any]) -> Number:
     return _OF_ALLENNLP[type(model)](model, inputs)
 
 
-def is_nan_of_none(model: Model) -> bool:
+def is_nan_without_terms(model: Model) -> bool:
     """
     Returns whether the loss of a batch without terms is PyTorch's cross entropy, which is NaN then,
     but has a gradient of 0 for a factor of 0. For other models such a NaN is an error.

@@ -25,11 +25,11 @@ class LossWeights:
         self._model = model
         self._device = device
         self._counts_tokens = loss_terms.averages_over_tokens(model)
-        self._is_nan_of_none = loss_terms.is_nan_of_none(model)
+        self._is_nan_without_terms = loss_terms.is_nan_without_terms(model)
         # The total of all ranks since the last call of `pop_num_tokens`, on the device.
         self._num_tokens: Optional[torch.Tensor] = None
 
-    def of(
+    def compute(
         self, batches: List[TensorDict], num_accumulation_steps: int, num_dummy_batches: int = 0
     ) -> List[torch.Tensor]:
         """
@@ -66,7 +66,7 @@ class LossWeights:
         # Without any terms, losses are 0, but a regularizer's penalty still counts once.
         return list(torch.where(total > 0, weights, torch.ones_like(weights)).unbind())
 
-    def weigh(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def apply(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """
         Multiplies a loss by its weight.
 
@@ -75,14 +75,14 @@ class LossWeights:
         loss : `torch.Tensor`, required.
             The loss of a micro-batch.
         weight : `torch.Tensor`, required.
-            The factor that `of` has returned for it.
+            The factor that `compute` has returned for it.
 
         # Returns
 
         `torch.Tensor`
             The product, from which every rank can run backward, even if the weight is 0.
         """
-        if self._is_nan_of_none:
+        if self._is_nan_without_terms:
             loss = torch.where(weight > 0, loss, 0.0)
         return loss * weight
 

@@ -61,7 +61,7 @@ class ReductionSchedule:
         dtype : `torch.dtype`, required.
             The dtype of accumulated gradients.
         """
-        free = gradient_memory.least_left_free(get_accelerator().current_device_name())
+        free = gradient_memory.min_free_bytes(get_accelerator().current_device_name())
         needed = self._num_elements * dtype.itemsize
         self._decide(needed <= free // 2)
         if dist.get_rank() == 0:

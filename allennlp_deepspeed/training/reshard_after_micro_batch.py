@@ -66,7 +66,7 @@ class ReshardAfterMicroBatch:
         """
         self._num_steps += 1
         if self._is_auto and self._found is None and self._num_steps >= _STEPS_BEFORE_FINDING:
-            free = gradient_memory.least_left_free(self._engine.device)
+            free = gradient_memory.min_free_bytes(self._engine.device)
             needed = sum(whole_shape(p).numel() * p.itemsize for p in self._parameters)
             self._decide(needed > free // 2)
             if dist.get_rank() == 0:

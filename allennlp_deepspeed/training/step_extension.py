@@ -52,7 +52,7 @@ class StepContext:
     model : `Model`
     wrapped_model : `DeepSpeedWrappedModel`
         The wrapped model, whose engine has been initialized.
-    gradients : `GradientSynchronizer`
+    gradient_synchronizer : `GradientSynchronizer`
     callbacks : `Sequence[TrainerCallback]`
     data_loaders : `Sequence[Any]`
         The data loaders of training and validation, each of which may be `None`.
@@ -67,7 +67,7 @@ class StepContext:
 
     model: Model
     wrapped_model: DeepSpeedWrappedModel
-    gradients: GradientSynchronizer
+    gradient_synchronizer: GradientSynchronizer
     callbacks: Sequence[TrainerCallback]
     data_loaders: Sequence[Any]
     forward: Callable[[TensorDict], Outputs]

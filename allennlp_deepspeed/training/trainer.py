@@ -77,9 +77,9 @@ from allennlp_deepspeed.training.batch_groups import (
 )
 from allennlp_deepspeed.training.callbacks import (
     EpochMetricsCallback,
-    goes_backward,
     may_read_metrics,
     reads_gradients,
+    runs_backward,
 )
 from allennlp_deepspeed.training.construction import (
     check_checkpointer,
@@ -260,7 +260,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
             self._fast_forward = self._construct_fast_forward()
             self.best_weights = BestWeights(wrapped_model, self._serialization_dir, self._primary)
-            self._buffers = BufferBroadcast(self.model, self.cuda_device)
+            self._buffer_broadcast = BufferBroadcast(self.model, self.cuda_device)
             self._loss_of_validation = ValidationLoss(model)
             self._gradient_synchronization = gradient_synchronization
             if wrapped_model.config.zero_stage == 3:
@@ -272,7 +272,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._moving_average = ShardedMovingAverage.construct(
                     self._moving_average, wrapped_model, self._weight_watch.raise_if_changed
                 )
-            self._gradients = self._construct_gradients()
+            self._gradient_synchronizer = self._construct_gradient_synchronizer()
             wrapped_model.before_destroying(LogWriters(self).remove)
             wrapped_model.before_destroying(report.close)
             self._extensions.construct(self._step_context())
@@ -315,22 +315,22 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             saves_during_validation=checkpointer is not None and checkpointer.save_on_preemption,
         )
 
-    def _construct_gradients(self) -> GradientSynchronizer:
+    def _construct_gradient_synchronizer(self) -> GradientSynchronizer:
         if self._grad_clipping is not None:
             clipping = clip_values(self.optimizer, self._grad_clipping)
             self._ddp_wrapped_model.before_destroying(clipping.remove)
         callback_kinds.check(self._callbacks)
         self._prepared_callbacks = callback_kinds.prepared(self._callbacks)
-        gradients = GradientSynchronizer(
+        synchronizer = GradientSynchronizer(
             self.engine,
             mode=self._gradient_synchronization,
             num_micro_batches=self._num_micro_batches,
             find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
-            several_passes=any(map(goes_backward, self._callbacks)),
+            several_passes=any(map(runs_backward, self._callbacks)),
             average_each_pass=any(map(reads_gradients, self._callbacks)),
         )
-        self._ddp_wrapped_model.before_destroying(gradients.remove_hooks)
-        return gradients
+        self._ddp_wrapped_model.before_destroying(synchronizer.remove_hooks)
+        return synchronizer
 
     @property
     def _num_micro_batches(self) -> int:
@@ -346,10 +346,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return StepContext(
             self.model,
             self._ddp_wrapped_model,
-            self._gradients,
+            self._gradient_synchronizer,
             self._callbacks,
             [self.data_loader, self._validation_data_loader],
-            forward=self._go_forward,
+            forward=self._run_forward,
             batch_outputs=self._batch_outputs_in_step,
             prepare=self._prepare_batch,
         )
@@ -358,14 +358,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         loss_weights = None
         if self._extensions.divides_batches or averages_over_tokens(self.model):
             loss_weights = LossWeights(self.model, self.cuda_device)
-        calls_callbacks = any(map(goes_backward, self._callbacks))
+        calls_callbacks = any(map(runs_backward, self._callbacks))
         return GradientStep(
             self._ddp_wrapped_model,
-            self._gradients,
+            self._gradient_synchronizer,
             self._extensions.train_on,
-            forward=self._go_forward,
+            forward=self._run_forward,
             weight_watch=self._weight_watch,
-            go_backward=self._call_on_backward if calls_callbacks else None,
+            run_backward=self._call_on_backward if calls_callbacks else None,
             loss_weights=loss_weights,
             reshard_after_micro_batch=ReshardAfterMicroBatch.find(
                 self.engine,
@@ -478,7 +478,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         logger.info("Training")
         self._fast_forward.start_epoch()
         self._weight_watch.start_epoch()
-        self._buffers.look()
+        self._buffer_broadcast.find_buffers()
         groups = BatchGroups(
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
         )
@@ -563,7 +563,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if not for_training:
             self._raise_if_interrupted("in the validation")
             self._extensions.start_step([batch])
-            self._loss_of_validation.look_at(batch)
+            self._loss_of_validation.count_tokens(batch)
         batch = self._prepare_batch(batch)
         if for_training:
             self._progress.num_forward_passes += torch.is_grad_enabled()
@@ -574,7 +574,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._loss_of_validation.add(outputs)
         return outputs
 
-    def _go_forward(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
+    def _run_forward(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
         # Looked up in each micro-batch, because a callback may have replaced it.
         with self._distributed_metrics.deferred():
             return self.batch_outputs(batch, for_training=True)
@@ -586,7 +586,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _prepare_batch(self, batch: TensorDict) -> TensorDict:
         """Broadcasts the buffers of rank 0, and moves the batch to the device."""
         if self._distributed:
-            self._buffers.broadcast()
+            self._buffer_broadcast.broadcast()
         return batch if self.cuda_device.type == "cpu" else to_device(batch, self.cuda_device)
 
     def check_epoch(self) -> None:
@@ -619,10 +619,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
         self._fast_forward.start_validation()
         self._distributed_metrics.find()
-        self._buffers.look()
+        self._buffer_broadcast.find_buffers()
         self._loss_of_validation.start()
         try:
-            result = self._loss_of_validation.of(super()._validation_loss(epoch))
+            result = self._loss_of_validation.weight_by_tokens(super()._validation_loss(epoch))
             self._extensions.check(self.cuda_device)
         except TrainingInterrupted as interruption:
             # Here the moving average has been removed from the weights.
@@ -655,7 +655,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         agreement = agree_on_steps(
             self.cuda_device,
             steps_since_nan=self._step_metrics.losses.pop_steps_since_nan(),
-            used_parameters_checksum=self._gradients.used_parameters_checksum(),
+            used_parameters_checksum=self._gradient_synchronizer.used_parameters_checksum(),
             signal_number=self._interruption.signal_number,
             is_time_to_save=self._checkpointer is not None
             and torch.distributed.get_rank() == 0
@@ -725,7 +725,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             # The scaler of autocast at stage 0, which DeepSpeed doesn't save.
             "gradient_scaler": loss_scaling.grad_scaler(self.engine),
             "best_weights": self.best_weights,
-            "gradient_synchronization": self._gradients,
+            "gradient_synchronization": self._gradient_synchronizer,
             "reshard_after_micro_batch": self._gradient_step.reshard_after_micro_batch,
             **self._extensions.parts(),
             "replay": self._fast_forward,
@@ -921,7 +921,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         read them should have the class attribute `reads_gradients = False`: then there is one
         reduction, at the end.
         """
-        with self._gradients.no_sync():
+        with self._gradient_synchronizer.no_sync():
             yield
 
     @contextmanager

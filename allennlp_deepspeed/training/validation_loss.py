@@ -39,7 +39,7 @@ class ValidationLoss:
         # Batches with and without a loss.
         self._num_batches = 0
 
-    def look_at(self, batch: TensorDict) -> None:
+    def count_tokens(self, batch: TensorDict) -> None:
         """
         Counts the tokens of a batch. Must be called before the forward pass, which may change the
         batch.
@@ -57,7 +57,7 @@ class ValidationLoss:
             self._total += outputs["loss"].item() * self._num_tokens_of_batch
             self._num_tokens += self._num_tokens_of_batch
 
-    def of(
+    def weight_by_tokens(
         self, validated: Tuple[float, Optional[float], int]
     ) -> Tuple[float, Optional[float], int]:
         """

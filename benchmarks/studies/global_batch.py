@@ -130,7 +130,7 @@ class Found(Contender):
             "global_batch_size": workload.share * world_size,
         }
         path = found_path(workload)
-        with mock.patch.object(gradient_memory, "left_free", lambda device: self._num_bytes):
+        with mock.patch.object(gradient_memory, "free_bytes", lambda device: self._num_bytes):
             train_with(job, trainer, [TellSize(path)], recorder=RecordWholeSteps)
 
 

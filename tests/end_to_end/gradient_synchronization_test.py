@@ -159,7 +159,7 @@ def test_a_callback_goes_backward_in_chunks_of_each_micro_batch(experiments: Exp
 @pytest.mark.parametrize("stage, mode", [(0, "step"), (2, "step"), (3, "micro_batch")])
 def test_a_model_goes_backward_in_chunks(experiments: Experiments, stage: int, mode: str):
     in_chunks = counted(
-        chunked(1, {"model": {**CHUNKED["model"], "goes_backward": True}}), stage, mode
+        chunked(1, {"model": {**CHUNKED["model"], "runs_backward": True}}), stage, mode
     )
     in_chunks["trainer"]["callbacks"].append("give_no_sync")
     in_chunks["trainer"]["callbacks"].remove("record_steps")  # the loss is only that of a chunk

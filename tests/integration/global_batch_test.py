@@ -112,12 +112,12 @@ def shares(
 def with_memory(num_bytes: Optional[int], function: Callable[[], Any]) -> Any:
     """What there seems to be left on rank 0, the others have plenty of it."""
 
-    def left_free(device: torch.device) -> int:
+    def free_bytes(device: torch.device) -> int:
         return num_bytes if torch.distributed.get_rank() == 0 else 10**12  # type: ignore[return-value]
 
     if num_bytes is None:
         return function()
-    with mock.patch.object(gradient_memory, "left_free", left_free):
+    with mock.patch.object(gradient_memory, "free_bytes", free_bytes):
         return function()
 
 
@@ -325,10 +325,10 @@ def test_longer_batches_are_divided_into_more(model: Model) -> None:
 def test_what_steps_have_used_is_not_missing_in_a_later_search(model: Model) -> None:
     first, second, _ = global_batches()
 
-    def left_free(device: torch.device) -> int:
+    def free_bytes(device: torch.device) -> int:
         return 1 if CountMicroBatches.numbers else 5600
 
-    with mock.patch.object(gradient_memory, "left_free", left_free):
+    with mock.patch.object(gradient_memory, "free_bytes", free_bytes):
         assert micro_batches(model, [first, longer(second)], None) == [3, 6]
 
 

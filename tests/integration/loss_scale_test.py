@@ -76,7 +76,7 @@ def test_a_chunk_leaves_room_for_what_the_optimizer_is_to_keep(
     trainer = construct(tmp_path, config, grad_cache={"chunk_size": "auto"})
     num_elements = sum(parameter.numel() for parameter in trainer.model.parameters())
     free = 10**6
-    with mock.patch.object(gradient_memory, "least_left_free", lambda device: free):
+    with mock.patch.object(gradient_memory, "min_free_bytes", lambda device: free):
         trainer.train()
     (left,) = re.findall(r"is still to keep (\d+) bytes are left", caplog.text)
     # Two gradients, and two numbers for each element, in fp32. A shard may be padded.

@@ -33,11 +33,11 @@ def validated(
     """As AllenNLP validates: sums over batches, and their number."""
     outputs = []
     for batch in data:
-        loss.look_at(batch)
+        loss.count_tokens(batch)
         outputs.append(model(**batch))
         loss.add(outputs[-1])
     losses = [output["loss"].item() for output in outputs if "loss" in output]
-    return loss.of((sum(losses), penalty, len(losses)))
+    return loss.weight_by_tokens((sum(losses), penalty, len(losses)))
 
 
 def test_each_token_counts_alike_and_dummy_batches_do_not() -> None:
