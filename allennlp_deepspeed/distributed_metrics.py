@@ -61,14 +61,14 @@ class DistributedMetrics:
         if collectives.world_size() > 1:
             # Before `torch.compile` leaves out their calls.
             for metric in _named_metrics(model).values():
-                _may_wait(metric)
+                _is_deferrable(metric)
 
     @property
     def are_deferred(self) -> bool:
         """Whether there are metrics that wait to be summed."""
         return bool(self._metrics)
 
-    def find(self) -> None:
+    def collect(self) -> None:
         """
         Finds the metrics that the model has now. One all-gather of objects with several workers. To
         be called by every rank, before an epoch and before a validation.
@@ -80,19 +80,19 @@ class DistributedMetrics:
         """
         if collectives.world_size() == 1:
             return
-        found = {name: m for name, m in _named_metrics(self._model).items() if _may_wait(m)}
+        found = {name: m for name, m in _named_metrics(self._model).items() if _is_deferrable(m)}
         of_ranks = collectives.all_gather_object(sorted(found))
         if any(names != of_ranks[0] for names in of_ranks):
             differing = set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks)
             raise RuntimeError(f"Only some workers have the metrics {sorted(differing)}.")
         for metric in found.values():
             vars(metric).setdefault(_UNREDUCED, {})
-            _call_first(type(metric), "reset", _drop_counts)
-            _call_first(type(metric), "get_metric", _refuse_in_forward_pass)
+            _prepend_call(type(metric), "reset", _drop_counts)
+            _prepend_call(type(metric), "get_metric", _refuse_in_forward_pass)
         self._metrics = found
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def defer(self) -> Iterator[None]:
         """Context manager within which calls of these metrics count on this rank alone."""
         identities = set(map(id, self._metrics.values())) - _deferred
         _deferred.update(identities)
@@ -104,7 +104,7 @@ class DistributedMetrics:
     def all_reduce(self) -> None:
         """
         Sums the counts of the ranks since the last call. One all-gather of objects, if there are
-        metrics. To be called by every rank, outside of `deferred`.
+        metrics. To be called by every rank, outside of `defer`.
         """
         if not self._metrics:
             return
@@ -168,7 +168,7 @@ def _find_metrics(path: str, value: Any, metrics: Dict[str, Metric], seen: Set[i
         _find_metrics(f"{path}.{key}".lstrip("."), item, metrics, seen)
 
 
-def _may_wait(metric: Metric) -> bool:
+def _is_deferrable(metric: Metric) -> bool:
     """
     Returns whether the calls of a metric may wait to be summed. Wraps its class.
 
@@ -232,7 +232,7 @@ def _check_declared(metric: Metric, attributes: Tuple[str, ...]) -> None:
     inner: Dict[str, Metric] = {}
     _find_metrics(name, vars(metric), inner, set())
     for path, each in inner.items():
-        if not _may_wait(each):
+        if not _is_deferrable(each):
             raise ConfigurationError(
                 f"The metric {name} declares 'summed_attributes', and the metric {path} doesn't: "
                 f"declare them in the class {type(each).__name__}, too."
@@ -257,9 +257,9 @@ def _count_locally(metric_class: Any) -> None:
         is_deferred = id(self) in _deferred
         counts = vars(self)[_UNREDUCED] if is_deferred else {}
         if not counts:
-            empty = _nothing if _merge_of(self) is _concatenate else _zero
+            empty = _empty_like if _merge_of(self) is _concatenate else _zeros_like
             counts = {name: empty(getattr(self, name)) for name in attributes}
-        with _counting_in(self, counts):
+        with _count_into(self, counts):
             result = call(self, *args, **kwargs)
         if is_deferred:
             vars(self)[_UNREDUCED] = counts
@@ -272,7 +272,7 @@ def _count_locally(metric_class: Any) -> None:
 
 
 @contextmanager
-def _counting_in(metric: Metric, counts: State) -> Iterator[None]:
+def _count_into(metric: Metric, counts: State) -> Iterator[None]:
     """
     Context manager within which a metric has these attributes, which are updated, and AllenNLP's
     functions don't communicate.
@@ -309,7 +309,9 @@ def _add_counts(metric: Metric, of_ranks: List[State]) -> None:
         vars(metric).update(merge({name: getattr(metric, name) for name in counts}, counts))
 
 
-def _call_first(metric_class: Type[Metric], name: str, function: Callable[[Metric], None]) -> None:
+def _prepend_call(
+    metric_class: Type[Metric], name: str, function: Callable[[Metric], None]
+) -> None:
     """Has a method of a class call a function first."""
     method = getattr(metric_class, name)
     if getattr(method, "called_first", None) is function:
@@ -370,7 +372,7 @@ def _items(value: Any) -> Any:
     return value if isinstance(value, (dict, list)) else vars(value)
 
 
-def _zero(value: Any) -> Any:
+def _zeros_like(value: Any) -> Any:
     """Returns the same with zeros instead of counts."""
     if value is None or _is_number(value):
         return None if value is None else type(value)(0)
@@ -380,11 +382,11 @@ def _zero(value: Any) -> Any:
         return np.zeros_like(value)
     result = copy.copy(value)
     for name in _names(value):
-        _items(result)[name] = _zero(_items(value)[name])
+        _items(result)[name] = _zeros_like(_items(value)[name])
     return result
 
 
-def _nothing(value: torch.Tensor) -> torch.Tensor:
+def _empty_like(value: torch.Tensor) -> torch.Tensor:
     return value[:0]
 
 
@@ -412,10 +414,10 @@ def _plain(value: Any, path: str = "an attribute") -> Any:
 
 
 def _sum(state: State, counts: State) -> State:
-    return {name: _added(state[name], value) for name, value in counts.items()}
+    return {name: _sum_value(state[name], value) for name, value in counts.items()}
 
 
-def _added(value: Any, counts: Any) -> Any:
+def _sum_value(value: Any, counts: Any) -> Any:
     """Returns the sum of a value and what is plain, of the type of the former."""
     if counts is None:
         return value
@@ -435,7 +437,7 @@ def _added(value: Any, counts: Any) -> Any:
                 "dictionary, or a tensor."
             )
         is_there = isinstance(items, list) or key in items or hasattr(items, "__missing__")
-        items[key] = _added(items[key] if is_there else None, each)
+        items[key] = _sum_value(items[key] if is_there else None, each)
     return result
 
 

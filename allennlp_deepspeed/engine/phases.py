@@ -11,7 +11,7 @@ DATA = "data loading"
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
-HOST_WAITS = "host waits"
+DEVICE_SYNC = "device sync"
 CALLBACKS = "callbacks"
 SAVING = "saving"
 

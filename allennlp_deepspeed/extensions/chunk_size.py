@@ -22,16 +22,16 @@ Numbers = TypeVar("Numbers", int, List[int])
 
 # A backward pass needs more memory than the saved tensors: gradients of activations, and temporary
 # tensors of operations.
-_SAFETY = 2
+_SAFETY_FACTOR = 2
 
 
 def find_chunk_size(
-    what: str,
+    name: str,
     encode: Callable[[int], Any],
     batch_size: int,
     engine: DeepSpeedEngine,
-    keeps_results: bool = False,
-    left: Optional[int] = None,
+    retains_outputs: bool = False,
+    available_bytes: Optional[int] = None,
 ) -> int:
     """
     Finds the largest chunk whose activations fit into memory. It encodes increasing numbers of
@@ -42,7 +42,7 @@ def find_chunk_size(
 
     # Parameters
 
-    what : `str`, required.
+    name : `str`, required.
         The name of the size, for the log.
     encode : `Callable[[int], Any]`, required.
         Runs the model on this number of examples, or on all if there are fewer.
@@ -50,9 +50,9 @@ def find_chunk_size(
         The number of this rank's examples.
     engine : `DeepSpeedEngine`, required.
         The engine, whose gradients need memory too.
-    keeps_results : `bool`, optional (default = `False`)
+    retains_outputs : `bool`, optional (default = `False`)
         Whether the outputs of all examples stay in memory instead of those of a chunk only.
-    left : `int`, optional (default = `left_for_activations(engine)`)
+    available_bytes : `int`, optional (default = `available_for_activations(engine)`)
         Bytes of free memory.
 
     # Returns
@@ -60,42 +60,43 @@ def find_chunk_size(
     `int`
         The number of examples of a chunk.
     """
-    most = _all_reduce_max(batch_size, engine)
-    if left is None:
-        left = left_for_activations(engine)
-    size, (needed, result) = 1, _all_reduce_max(_bytes_of(encode, 1, engine), engine)
+    max_batch_size = _all_reduce_max(batch_size, engine)
+    if available_bytes is None:
+        available_bytes = available_for_activations(engine)
+    size, (needed, result) = 1, _all_reduce_max(_activation_bytes(encode, 1, engine), engine)
     needed_by_one = needed
-    if keeps_results:
-        left -= most * result
-    left = max(0, left)
-    budget = left // _SAFETY
+    if retains_outputs:
+        available_bytes -= max_batch_size * result
+    available_bytes = max(0, available_bytes)
+    budget = available_bytes // _SAFETY_FACTOR
     # Bytes of one additional example. Some bytes are needed for any number of examples.
     slope = 0
-    while size < most and needed + size * slope <= budget:
+    while size < max_batch_size and needed + size * slope <= budget:
         size *= 2
-        before, (needed, _) = needed, _all_reduce_max(_bytes_of(encode, size, engine), engine)
+        before = needed
+        needed, _ = _all_reduce_max(_activation_bytes(encode, size, engine), engine)
         slope = max(1, (needed - before) // (size // 2))
     fitting = size + (budget - needed) // slope if slope else size
-    fitting = min(most, max(1, fitting))
+    fitting = min(max_batch_size, max(1, fitting))
     if dist.get_rank() == 0:
         logger.info(
             "%s is %d from here on, of %d examples on a rank: %d of them take %d bytes of "
             "activations. Beside two whole gradients and what %s still to keep %d bytes are left "
             "on every rank, of which half may be used.",
-            what,
+            name,
             fitting,
-            most,
+            max_batch_size,
             size,
             needed,
-            "the optimizer and callbacks are" if keeps_results else "the optimizer is",
-            left,
+            "the optimizer and callbacks are" if retains_outputs else "the optimizer is",
+            available_bytes,
         )
         if needed_by_one > budget:
             logger.warning("Not even one example fits into that: the next step may fail.")
     return fitting
 
 
-def left_for_activations(engine: DeepSpeedEngine) -> int:
+def available_for_activations(engine: DeepSpeedEngine) -> int:
     """
     Returns the bytes of memory that remain after what has been used so far, two full gradients, and
     the optimizer states that don't exist yet. Every rank must call it before its first backward
@@ -106,11 +107,11 @@ def left_for_activations(engine: DeepSpeedEngine) -> int:
     gradient = gradient_memory.full_gradient_bytes(
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
-    taken = 2 * gradient + _all_reduce_max(_states_to_come(engine), engine)
-    return gradient_memory.min_free_bytes(engine.device) - taken
+    reserved = 2 * gradient + _all_reduce_max(_unallocated_state_bytes(engine), engine)
+    return gradient_memory.min_free_bytes(engine.device) - reserved
 
 
-def _states_to_come(engine: DeepSpeedEngine) -> int:
+def _unallocated_state_bytes(engine: DeepSpeedEngine) -> int:
     """
     Returns the bytes of optimizer states on this device that the first step will allocate. The
     estimate is two values for each element, as for Adam, which has the largest states of PyTorch's
@@ -124,7 +125,9 @@ def _states_to_come(engine: DeepSpeedEngine) -> int:
     )
 
 
-def _bytes_of(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) -> List[int]:
+def _activation_bytes(
+    encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine
+) -> List[int]:
     """
     Returns the bytes that the forward pass saves for the backward pass, without parameters and
     including its outputs, and the bytes of the outputs alone.
@@ -150,8 +153,8 @@ def _bytes_of(encode: Callable[[int], Any], size: int, engine: DeepSpeedEngine) 
     tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:
         count(tensor)
-    of_results = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return [sum(storage.nbytes() for storage in storages.values()), sum(of_results.values())]
+    output_sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return [sum(storage.nbytes() for storage in storages.values()), sum(output_sizes.values())]
 
 
 def _all_reduce_max(value: Numbers, engine: DeepSpeedEngine) -> Numbers:

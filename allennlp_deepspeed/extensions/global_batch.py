@@ -22,9 +22,9 @@ from allennlp_deepspeed.checkpoint.module_states import (
     module_states,
 )
 from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.phases import HOST_WAITS, during
+from allennlp_deepspeed.engine.phases import DEVICE_SYNC, during
 from allennlp_deepspeed.engine.random_states import random_states, set_random_states
-from allennlp_deepspeed.extensions.chunk_size import find_chunk_size, left_for_activations
+from allennlp_deepspeed.extensions.chunk_size import available_for_activations, find_chunk_size
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.batch_groups import BatchGroup
 from allennlp_deepspeed.training.callbacks import refuse_backward_callbacks
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 # The maximum factor of lengths up to which the size is extrapolated to longer instances. The memory
 # of attention grows with the square of the length.
-_LONGER = 1.25
+_MAX_LENGTH_RATIO = 1.25
 
 
-class Found(NamedTuple):
+class SizeSearch(NamedTuple):
     """
     Result of a search for the micro-batch size.
 
@@ -48,16 +48,16 @@ class Found(NamedTuple):
         The number of instances of a micro-batch.
     length : `int`
         The number of elements of an instance, with padding, in the batches of the search.
-    most : `int`
+    max_instances : `int`
         The number of instances that the search had.
     """
 
     size: int
     length: int
-    most: int
+    max_instances: int
 
 
-class MicroBatches(StepExtension):
+class AutoMicroBatchSize(StepExtension):
     """
     Divides each worker's share of a global batch into the fewest micro-batches that fit into
     memory, for `"num_gradient_accumulation_steps": "auto"`. Forward passes before the first step
@@ -93,13 +93,13 @@ class MicroBatches(StepExtension):
         self._model = context.model
         self._forward = context.forward
         # Sorted by length, the shortest first.
-        self._found: List[Found] = []
+        self._searches: List[SizeSearch] = []
         # Bytes, before the first step.
-        self._left: Optional[int] = None
+        self._available_bytes: Optional[int] = None
         # The last accumulation that was printed.
-        self._announced: Optional[int] = None
+        self._announced_accumulation: Optional[int] = None
 
-    @during(HOST_WAITS)
+    @during(DEVICE_SYNC)
     @overrides
     def divide(self, group: BatchGroup) -> BatchGroup:
         """
@@ -129,16 +129,16 @@ class MicroBatches(StepExtension):
                 f"'{wrong[0]}' of the model has no row for each instance of a batch, so that it "
                 "can't be divided: write a number of steps."
             )
-        if self._left is None:
-            self._left = left_for_activations(self._engine)
+        if self._available_bytes is None:
+            self._available_bytes = available_for_activations(self._engine)
         num_instances = num_examples(batch)
-        most, length = collectives.all_reduce_max(
+        max_instances, length = collectives.all_reduce_max(
             [num_instances, _length(batch)], self._engine.device
         )
-        size = self._size(most, length)
+        size = self._known_size(max_instances, length)
         if size is None:
-            size = self._find(batch, most, length)
-        num_parts = math.ceil(most / size)
+            size = self._search(batch, max_instances, length)
+        num_parts = math.ceil(max_instances / size)
         own_parts = min(num_parts, num_instances)
         bounds = even_bounds(num_instances, own_parts) + [(0, 1)] * (num_parts - own_parts)
         parts = [rows_of(batch, start, stop) for start, stop in bounds]
@@ -149,9 +149,9 @@ class MicroBatches(StepExtension):
         """
         Returns the sizes that were found and the setup they are for, or `None` if there are none.
         """
-        if not self._found:
+        if not self._searches:
             return None
-        return {"found": [list(found) for found in self._found], "where": self._where()}
+        return {"found": [list(found) for found in self._searches], "where": self._setup()}
 
     @overrides
     def load_state_dict(self, state_dict: Any) -> None:
@@ -161,57 +161,61 @@ class MicroBatches(StepExtension):
         """
         if state_dict is None:
             return
-        if state_dict["where"] == self._where():
-            self._found = [Found(*found) for found in state_dict["found"]]
-            for found in self._found:
+        if state_dict["where"] == self._setup():
+            self._searches = [SizeSearch(*found) for found in state_dict["found"]]
+            for found in self._searches:
                 logger.info("The micro-batch size is %d, as before.", found.size)
 
-    def _where(self) -> List[int]:
+    def _setup(self) -> List[int]:
         return [dist.get_world_size(), self._share]
 
-    def _size(self, most: int, length: int) -> Optional[int]:
+    def _known_size(self, max_instances: int, length: int) -> Optional[int]:
         """
         Returns the number of instances of a length that fit, or `None` if it doesn't follow from
         earlier searches.
         """
-        for found in self._found:
+        for found in self._searches:
             # If all instances fitted, the search had no more to try.
-            if length <= found.length and (found.size < found.most or most <= found.most):
+            if length <= found.length and (
+                found.size < found.max_instances or max_instances <= found.max_instances
+            ):
                 return found.size
-        if not self._found:
+        if not self._searches:
             return None
-        longest = self._found[-1]
-        if longest.size == longest.most or length > _LONGER * longest.length:
+        longest = self._searches[-1]
+        if longest.size == longest.max_instances or length > _MAX_LENGTH_RATIO * longest.length:
             return None
         return max(1, longest.size * longest.length // length)
 
-    def _find(self, batch: TensorDict, most: int, length: int) -> int:
+    def _search(self, batch: TensorDict, max_instances: int, length: int) -> int:
         num_instances = num_examples(batch)
 
         def forward(size: int) -> Any:
             # Copies, because a model may change its inputs.
             return self._forward(_copied(rows_of(batch, 0, min(size, num_instances))))
 
-        with _undone(self._model):
+        with _restore_state(self._model):
             size = find_chunk_size(
                 "The micro-batch size",
                 forward,
                 num_instances,
                 self._engine,
-                keeps_results=True,
-                left=self._left,
+                retains_outputs=True,
+                available_bytes=self._available_bytes,
             )
-        others = [found for found in self._found if found.length != length]
-        self._found = sorted([*others, Found(size, length, most)], key=lambda found: found.length)
+        others = [found for found in self._searches if found.length != length]
+        self._searches = sorted(
+            [*others, SizeSearch(size, length, max_instances)], key=lambda found: found.length
+        )
         if dist.get_rank() == 0:
-            self._announce(size, is_longest=bool(others) and self._found[-1].length == length)
+            self._announce(size, is_longest=bool(others) and self._searches[-1].length == length)
         return size
 
     def _announce(self, size: int, is_longest: bool) -> None:
         num_parts, workers = math.ceil(self._share / size), dist.get_world_size()
-        if num_parts == self._announced:
+        if num_parts == self._announced_accumulation:
             return
-        self._announced = num_parts
+        self._announced_accumulation = num_parts
         announce(
             logger,
             "Micro-batch %d × accumulation %d × workers %d = %d instances a step, %s",
@@ -224,7 +228,7 @@ class MicroBatches(StepExtension):
 
 
 @contextmanager
-def _undone(model: Model) -> Iterator[None]:
+def _restore_state(model: Model) -> Iterator[None]:
     """
     Context manager that restores metrics, buffers, random states and the `get_extra_state` of
     modules after forward passes.

@@ -33,7 +33,7 @@ class ProfilerCallback(TrainerCallback):
     For each run of consecutive steps, each rank writes a trace to
     `profile/steps_10-12_rank_0.json.gz` in the serialization directory, which Perfetto and
     `chrome://tracing` open, and PyTorch's table of operators to its log. Both have the phases of
-    the step: data loading, forward, backward, optimizer, host waits, callbacks and saving. The
+    the step: data loading, forward, backward, optimizer, device sync, callbacks and saving. The
     callback runs no collective and doesn't synchronize with the device.
 
     # Parameters

@@ -159,8 +159,8 @@ class GradientSynchronizer:
         """
         if self._used is not None:
             self._compare_used()
-        if not self.schedule.is_known:
-            self.schedule.find(self._reducer.accumulation_dtype)
+        if not self.schedule.is_decided:
+            self.schedule.decide(self._reducer.accumulation_dtype)
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns the schedule's state, and whether ranks used different parameters in a step."""

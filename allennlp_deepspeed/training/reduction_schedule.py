@@ -19,8 +19,8 @@ class ReductionSchedule:
     # Parameters
 
     setting : `str`, required.
-        The trainer's `gradient_synchronization`. "auto" reduces with each micro-batch until `find`
-        has decided.
+        The trainer's `gradient_synchronization`. "auto" reduces with each micro-batch until
+        `decide` has decided.
     num_elements : `int`, required.
         The number of elements of all trainable parameters, unsharded.
     num_micro_batches : `int`, required.
@@ -30,27 +30,27 @@ class ReductionSchedule:
     def __init__(self, setting: str, num_elements: int, num_micro_batches: int) -> None:
         self._num_elements = num_elements
         self._num_micro_batches = num_micro_batches
-        self._found: Optional[Dict[str, Any]] = None
-        self.is_known = setting != AUTO
+        self._decision: Optional[Dict[str, Any]] = None
+        self.is_decided = setting != AUTO
         """Whether the schedule has been decided."""
         self.is_once_a_step = setting == STEP
         """Whether each rank accumulates gradients locally until the last micro-batch of a step."""
 
     def state_dict(self) -> Optional[Dict[str, Any]]:
-        """Returns the decision of `find` and the setup it is for, or `None` before it."""
-        return self._found
+        """Returns the decision of `decide` and the setup it is for, or `None` before it."""
+        return self._decision
 
     def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
         """
         Restores the decision of the interrupted run, if world size and accumulation are the same.
         """
-        if self.is_known or state is None:
+        if self.is_decided or state is None:
             return
-        if state["where"] == self._where():
-            self._decide(state["is_once_a_step"])
+        if state["where"] == self._setup():
+            self._set(state["is_once_a_step"])
             logger.info("Gradients are reduced %s, as before.", self._description())
 
-    def find(self, dtype: torch.dtype) -> None:
+    def decide(self, dtype: torch.dtype) -> None:
         """
         Decides after the first step: gradients are accumulated locally if a full gradient takes at
         most half of the memory that is free on every rank. The other half is for longer batches.
@@ -63,7 +63,7 @@ class ReductionSchedule:
         """
         free = gradient_memory.min_free_bytes(get_accelerator().current_device_name())
         needed = self._num_elements * dtype.itemsize
-        self._decide(needed <= free // 2)
+        self._set(needed <= free // 2)
         if dist.get_rank() == 0:
             logger.info(
                 "Gradients are reduced %s from here on: accumulated locally they take %d bytes, "
@@ -74,12 +74,12 @@ class ReductionSchedule:
                 free,
             )
 
-    def _decide(self, is_once_a_step: bool) -> None:
+    def _set(self, is_once_a_step: bool) -> None:
         self.is_once_a_step = is_once_a_step
-        self.is_known = True
-        self._found = {"is_once_a_step": is_once_a_step, "where": self._where()}
+        self.is_decided = True
+        self._decision = {"is_once_a_step": is_once_a_step, "where": self._setup()}
 
-    def _where(self) -> List[int]:
+    def _setup(self) -> List[int]:
         return [dist.get_world_size(), self._num_micro_batches]
 
     def _description(self) -> str:

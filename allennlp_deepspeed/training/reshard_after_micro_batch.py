@@ -17,7 +17,7 @@ from allennlp_deepspeed.training import gradient_memory
 logger = logging.getLogger(__name__)
 
 # The second step is the first with optimizer states and accumulated gradients.
-_STEPS_BEFORE_FINDING = 2
+_STEPS_BEFORE_DECISION = 2
 
 
 class ReshardAfterMicroBatch:
@@ -36,16 +36,16 @@ class ReshardAfterMicroBatch:
 
     def __init__(self, engine: DeepSpeedEngine, is_auto: bool, num_micro_batches: int) -> None:
         self._engine = engine
-        self._where = [dist.get_world_size(), num_micro_batches]
+        self._setup = [dist.get_world_size(), num_micro_batches]
         self._num_steps = 0
-        self._found: Optional[bool] = None
+        self._decision: Optional[bool] = None
         self._is_auto = is_auto
         self._parameters = sharded_parameters(engine)
         self.reshards = is_auto
         """Whether parameters are resharded after each micro-batch."""
 
     @classmethod
-    def find(
+    def from_setting(
         cls, engine: DeepSpeedEngine, setting: Union[bool, str], num_micro_batches: int
     ) -> Optional["ReshardAfterMicroBatch"]:
         """
@@ -65,10 +65,10 @@ class ReshardAfterMicroBatch:
         batches.
         """
         self._num_steps += 1
-        if self._is_auto and self._found is None and self._num_steps >= _STEPS_BEFORE_FINDING:
+        if self._is_auto and self._decision is None and self._num_steps >= _STEPS_BEFORE_DECISION:
             free = gradient_memory.min_free_bytes(self._engine.device)
             needed = sum(whole_shape(p).numel() * p.itemsize for p in self._parameters)
-            self._decide(needed > free // 2)
+            self._set(needed > free // 2)
             if dist.get_rank() == 0:
                 logger.info(
                     "Parameters %s from here on: gathered they take %d bytes, the first steps have "
@@ -93,22 +93,22 @@ class ReshardAfterMicroBatch:
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns the number of steps, the decision or `None`, and the setup it is for."""
-        return {"steps": self._num_steps, "reshards": self._found, "where": self._where}
+        return {"steps": self._num_steps, "reshards": self._decision, "where": self._setup}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """
         Restores the decision of the interrupted run. If there was none, it is made after the same
         number of steps.
         """
-        if not self._is_auto or state["where"] != self._where:
+        if not self._is_auto or state["where"] != self._setup:
             return
         self._num_steps = state["steps"]
         if state["reshards"] is not None:
-            self._decide(state["reshards"])
+            self._set(state["reshards"])
             logger.info("Parameters %s, as before.", self._description())
 
-    def _decide(self, reshards: bool) -> None:
-        self._found = self.reshards = reshards
+    def _set(self, reshards: bool) -> None:
+        self._decision = self.reshards = reshards
 
     def _description(self) -> str:
         if self.reshards:

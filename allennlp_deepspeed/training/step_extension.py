@@ -34,7 +34,7 @@ Outputs = Dict[str, torch.Tensor]
 
 _EXTENSIONS = {
     "grad_cache": "allennlp_deepspeed.extensions.grad_cache.GradCache",
-    "global_batch_size": "allennlp_deepspeed.extensions.global_batch.MicroBatches",
+    "global_batch_size": "allennlp_deepspeed.extensions.global_batch.AutoMicroBatchSize",
     "sequence_parallel_size": "allennlp_deepspeed.extensions.sequence_parallelism."
     "SequenceParallelism",
     "sequence_tiling": "allennlp_deepspeed.extensions.sequence_tiling.SequenceTiles",

@@ -367,7 +367,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             weight_watch=self._weight_watch,
             run_backward=self._call_on_backward if calls_callbacks else None,
             loss_weights=loss_weights,
-            reshard_after_micro_batch=ReshardAfterMicroBatch.find(
+            reshard_after_micro_batch=ReshardAfterMicroBatch.from_setting(
                 self.engine,
                 self.resolved_config.reshard_after_micro_batch,
                 self._num_micro_batches,
@@ -468,7 +468,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         logger.info("Epoch %d/%d", epoch, self._num_epochs - 1)
         callback_kinds.check_added(self._callbacks, self._prepared_callbacks)
         self._step_metrics.start_epoch()
-        self._distributed_metrics.find()
+        self._distributed_metrics.collect()
         # Callbacks may have been added, on some ranks only.
         self._step_metrics.callbacks_read_metrics = collectives.all_reduce_any(
             any(map(may_read_metrics, self._callbacks)), self.cuda_device
@@ -568,7 +568,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if for_training:
             self._progress.num_forward_passes += torch.is_grad_enabled()
             return super().batch_outputs(batch, for_training)
-        with self._distributed_metrics.deferred():
+        with self._distributed_metrics.defer():
             outputs = super().batch_outputs(batch, for_training)
         self._distributed_metrics.all_reduce()
         self._loss_of_validation.add(outputs)
@@ -576,11 +576,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def _run_forward(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
         # Looked up in each micro-batch, because a callback may have replaced it.
-        with self._distributed_metrics.deferred():
+        with self._distributed_metrics.defer():
             return self.batch_outputs(batch, for_training=True)
 
     def _batch_outputs_in_step(self, batch: TensorDict, for_training: bool) -> Dict[str, Any]:
-        with self._distributed_metrics.deferred():
+        with self._distributed_metrics.defer():
             return super().batch_outputs(batch, for_training)
 
     def _prepare_batch(self, batch: TensorDict) -> TensorDict:
@@ -618,7 +618,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
         self._fast_forward.start_validation()
-        self._distributed_metrics.find()
+        self._distributed_metrics.collect()
         self._buffer_broadcast.find_buffers()
         self._loss_of_validation.start()
         try:
@@ -634,7 +634,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     # What the ranks agree on
 
-    @phases.during(phases.HOST_WAITS)
+    @phases.during(phases.DEVICE_SYNC)
     def _agree(self, epoch: int) -> StepAgreement:
         """
         Synchronizes with the device, updates the progress bar, and exchanges the ranks' state.

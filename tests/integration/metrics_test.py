@@ -212,7 +212,7 @@ def measured_in_training_by(rank: int) -> Dict[str, List[Dict[str, float]]]:
     for name in METRICS:
         metric, (first, second), found[name] = construct(name), inputs(name), []
         metrics = DistributedMetrics(Measured(metric))
-        metrics.find()
+        metrics.collect()
         calls = [
             [halves(name, first[0]), []],
             [[], [first[1]]],
@@ -222,7 +222,7 @@ def measured_in_training_by(rank: int) -> Dict[str, List[Dict[str, float]]]:
         for step, of_ranks in enumerate(calls):
             if step == 3:
                 metric.get_metric(reset=True)
-            with metrics.deferred():
+            with metrics.defer():
                 for batch in of_ranks[rank]:
                     metric(*batch)
             metrics.all_reduce()
@@ -318,8 +318,8 @@ def refused_by(rank: int) -> List[str]:
             del metric.accuracy
         with pytest.raises(ConfigurationError) as error:
             metrics = DistributedMetrics(Measured(metric))
-            metrics.find()
-            with metrics.deferred():
+            metrics.collect()
+            with metrics.defer():
                 metric()
             metrics.all_reduce()
         messages.append(str(error.value))
@@ -389,11 +389,11 @@ def counted_by(rank: int) -> Dict[str, Any]:
     model = Measured(metric)
     model.others = [lenient, weighing, tags]
     metrics = DistributedMetrics(model)
-    metrics.find()
+    metrics.collect()
     for _ in range(2):
         # As a model may, instead of calling `reset`.
         metric.total_count = 0
-        with metrics.deferred():
+        with metrics.defer():
             metric(logits, right)
             lenient(logits, right)
             for _ in range(rank):
@@ -403,7 +403,7 @@ def counted_by(rank: int) -> Dict[str, Any]:
     found = {"set": metric.total_count, "read": lenient.shares}
     found["extended"] = [weighing.weight, weighing.total_count, weighing.get_metric()]
     found["own"] = dict(tags._true_positives)
-    with metrics.deferred():
+    with metrics.defer():
         metric(logits, right)
     if rank == 0:
         metric.get_metric(reset=True)
@@ -435,7 +435,7 @@ def announced_by(rank: int) -> List[str]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     for metric in (Undeclared(), Undeclared(), PearsonCorrelation(), InBatchAccuracy()):
-        DistributedMetrics(Measured(metric)).find()
+        DistributedMetrics(Measured(metric)).collect()
     return messages
 
 
