@@ -19,17 +19,16 @@ PATH = Path(__file__).with_suffix(".md")
 
 _HEAD = """# Reference
 
-This page answers what each key of `trainer`, `trainer.checkpointer` and `distributed` means, and
-each key of [language models](#language-models). [configuration.md](configuration.md) has the
-presets, and says which AllenNLP key fills which DeepSpeed key. `make reference` writes this page.
+This page answers what each key of `trainer`, `trainer.checkpointer`, `distributed` and [language
+models](#language-models) means. [Configuration](configuration.md) has the presets, and how
+AllenNLP's keys and DeepSpeed's fill each other.
 
 ## `trainer`
 
-Keys with `"type": "deepspeed"` that are new, or mean more than in AllenNLP. Every other key of
-AllenNLP's [trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/) means
-the same. `--recover` accepts another value where a key says so, and for `distributed`,
-`trainer.cuda_device`, `trainer.num_epochs` and the batch sizes of data loaders. A schedule that
-depends on the number of epochs follows the new number.
+Keys that are new, or mean more than in AllenNLP. Every other key of AllenNLP's
+[trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/) means the same.
+`distributed`, `trainer.cuda_device`, `trainer.num_epochs` and the batch sizes of data loaders may
+change with `--recover` too. Schedules follow the new number of epochs.
 """
 
 _CHECKPOINTER = """
