@@ -47,13 +47,13 @@ class CheckpointDirectory:
     def __init__(self, serialization_dir: str) -> None:
         self.serialization_dir = serialization_dir
 
-    def find(self) -> List[PointInTime]:
+    def list_checkpoints(self) -> List[PointInTime]:
         """Returns all checkpoints, the newest first."""
         if not os.path.isdir(self.serialization_dir):
             return []
         return _points(os.listdir(self.serialization_dir))
 
-    def find_unfinished(self) -> List[PointInTime]:
+    def list_unfinished(self) -> List[PointInTime]:
         """
         Returns the checkpoints that were being written when a training ended, the newest first.
         """
@@ -89,7 +89,7 @@ class CheckpointDirectory:
             elif _LEFTOVER.match(name):
                 files.remove(path)
 
-    def begin(self, point: PointInTime) -> str:
+    def create_unfinished(self, point: PointInTime) -> str:
         """Creates the directory in which a checkpoint is to be written, and returns its path."""
         path = self.unfinished_path(point)
         files.remove(path)
@@ -126,7 +126,7 @@ class CheckpointDirectory:
         committed, always remains. Checkpoints after it are always removed: they belong to a run
         that this one doesn't continue.
         """
-        checkpoints = self.find()
+        checkpoints = self.list_checkpoints()
         for point in checkpoints:
             if point > newest:
                 self.remove(point)
@@ -144,7 +144,7 @@ class CheckpointDirectory:
     def remove(self, point: PointInTime) -> None:
         self._remove(self.path(point))
 
-    def set_aside(self, point: PointInTime) -> str:
+    def mark_corrupt(self, point: PointInTime) -> str:
         """
         Renames a damaged checkpoint, so that it isn't selected again, and returns its new path.
         """

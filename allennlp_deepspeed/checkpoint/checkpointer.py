@@ -35,7 +35,7 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 from allennlp_deepspeed.checkpoint.selection import (
     check_model,
     check_version,
-    newest_intact,
+    find_newest_intact,
     parameter_shapes,
     refuse_allennlp_checkpoints,
 )
@@ -281,8 +281,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         record = self._record(point, trainer)
         if record.frozen:
             self._files.left_out = frozen_parameters.frozen_names(trainer.model)
-        if trainer.directories.is_first_here:
-            self._checkpoints.begin(point)
+        if trainer.directories.is_leader:
+            self._checkpoints.create_unfinished(point)
             if trainer.best_weights.exist:
                 trainer.best_weights.link_into(unfinished, self._files.left_out)
         dist.barrier()
@@ -290,7 +290,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         if not trainer.engine.zero_optimization_partition_weights():
             # The first rank of each directory saves them, instead of rank 0 alone. At stage 3 each
             # rank saves its own shards.
-            internals.set_saves_model_states(trainer.engine, trainer.directories.is_first_here)
+            internals.set_saves_model_states(trainer.engine, trainer.directories.is_leader)
         trainer.engine.save_checkpoint(
             unfinished,
             tag=ENGINE_TAG,
@@ -440,7 +440,7 @@ class DeepSpeedCheckpointer(Checkpointer):
                 "load_checkpoint(trainer)."
             )
         self._saves_nothing = trainer.engine.zero_nvme_offload_optimizer()
-        found = newest_intact(self._checkpoints, trainer.directories, self._on_corrupt)
+        found = find_newest_intact(self._checkpoints, trainer.directories, self._on_corrupt)
         if found is None:
             refuse_allennlp_checkpoints(self._serialization_dir)
             if self._saves_nothing:
@@ -527,7 +527,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         Returns the directory of the newest checkpoint that this rank sees, and this rank's training
         state file in it; `None` if there is no checkpoint.
         """
-        checkpoints = self._checkpoints.find()
+        checkpoints = self._checkpoints.list_checkpoints()
         if not checkpoints:
             return None
         path = self._checkpoints.path(checkpoints[0])

@@ -26,7 +26,7 @@ class Directories(NamedTuple):
     hosts: List[str]
 
     @classmethod
-    def find(cls, serialization_dir: Optional[str]) -> "Directories":
+    def discover(cls, serialization_dir: Optional[str]) -> "Directories":
         """
         Finds out which ranks share a directory. Must be called on every rank.
 
@@ -46,30 +46,30 @@ class Directories(NamedTuple):
         rank, key = _rank(), collectives.broadcast_object(shared_directory.new_key())
         problem = None
         try:
-            shared_directory.put(serialization_dir, key, rank)
+            shared_directory.write_token(serialization_dir, key, rank)
         except OSError as error:
             problem = f"rank {rank} on {hosts[rank]} can't write to {serialization_dir}: {error}"
         problems = [p for p in collectives.all_gather_object(problem) if p is not None]
-        seen = [] if problem else shared_directory.seen(serialization_dir, key)
-        found = cls(shared_directory.groups(collectives.all_gather_object(seen)), hosts)
+        seen = [] if problem else shared_directory.list_tokens(serialization_dir, key)
+        found = cls(shared_directory.group_by_directory(collectives.all_gather_object(seen)), hosts)
         if problem is None:
-            shared_directory.remove(serialization_dir, key, rank)
+            shared_directory.remove_token(serialization_dir, key, rank)
         if problems:
             raise ConfigurationError("; ".join(problems))
         return found
 
     @property
-    def here(self) -> List[int]:
+    def own_group(self) -> List[int]:
         """The ranks that share the directory of this one."""
         return next(ranks for ranks in self.groups if _rank() in ranks)
 
     @property
-    def is_first_here(self) -> bool:
+    def is_leader(self) -> bool:
         """Returns whether this rank writes the files that a directory has once."""
-        return self.here[0] == _rank()
+        return self.own_group[0] == _rank()
 
     @property
-    def are_one(self) -> bool:
+    def is_shared(self) -> bool:
         return len(self.groups) == 1
 
     def name(self, rank: int) -> str:
@@ -83,7 +83,7 @@ class Directories(NamedTuple):
 
     def description(self) -> str:
         """Describes the directories in a sentence."""
-        if self.are_one:
+        if self.is_shared:
             return "All ranks share one serialization directory."
         parts = "; ".join(map(self.names, self.groups))
         return (

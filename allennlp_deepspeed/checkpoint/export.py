@@ -17,7 +17,7 @@ from allennlp.models.archival import CONFIG_NAME, archive_model
 from allennlp_deepspeed import files, lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
 from allennlp_deepspeed.checkpoint.commit_record import CommitRecord
-from allennlp_deepspeed.checkpoint.offline import find, locate
+from allennlp_deepspeed.checkpoint.offline import find_checkpoint, split_checkpoint_path
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ def export(
     `ConfigurationError`
         If there are no adapters to merge.
     """
-    serialization_dir, point = locate(serialization_dir)
-    checkpoint, record = find(serialization_dir, epoch, point)
+    serialization_dir, point = split_checkpoint_path(serialization_dir)
+    checkpoint, record = find_checkpoint(serialization_dir, epoch, point)
     logger.info("Exporting the weights of %s", checkpoint)
     output_dir = _prepare(serialization_dir, checkpoint, output_dir)
     weights = os.path.join(output_dir, WEIGHTS_NAME)

@@ -24,8 +24,8 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.offline import (
     check_archive,
-    find,
-    locate,
+    find_checkpoint,
+    split_checkpoint_path,
 )
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.language_modeling import pretrained
@@ -176,8 +176,8 @@ def _trained(source: str, epoch: Optional[int], best: bool) -> Iterator[_Trained
         output_dir = os.path.join(source, f"{_DIRECTORY_NAME}_best")
         yield _Trained(source, serialization.load(path, mmap=True), output_dir)
         return
-    serialization_dir, point = locate(source)
-    checkpoint, record = find(serialization_dir, epoch, point)
+    serialization_dir, point = split_checkpoint_path(source)
+    checkpoint, record = find_checkpoint(serialization_dir, epoch, point)
     logger.info("Exporting the weights of %s", checkpoint)
     suffix = os.path.basename(checkpoint).removeprefix("checkpoint")
     yield _Trained(

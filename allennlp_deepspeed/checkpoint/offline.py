@@ -22,14 +22,14 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 _CONTINUED_WITH = (CONFIG_NAME, "meta.json", "vocabulary")
 
 
-def locate(path: str) -> Tuple[str, Optional[PointInTime]]:
+def split_checkpoint_path(path: str) -> Tuple[str, Optional[PointInTime]]:
     """
     Returns the serialization directory of a path, and the point in time if the path is a
     checkpoint.
     """
     parent = os.path.dirname(os.path.abspath(path))
     directory = CheckpointDirectory(parent)
-    for point in directory.find():
+    for point in directory.list_checkpoints():
         if directory.path(point) == os.path.abspath(path):
             return parent, point
     return path, None
@@ -51,7 +51,7 @@ def check_archive(source: str, epoch: Optional[int], best: bool = False) -> None
         )
 
 
-def find(
+def find_checkpoint(
     serialization_dir: str, epoch: Optional[int] = None, point: Optional[PointInTime] = None
 ) -> Tuple[str, CommitRecord]:
     """
@@ -100,7 +100,7 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
     output_dir : `str`, required.
         Created if it is missing. A checkpoint of the same name in it is replaced.
     epoch : `int`, optional (default = `None`)
-        The number of completed epochs, as in `find`.
+        The number of completed epochs, as in `find_checkpoint`.
 
     # Returns
 
@@ -120,7 +120,7 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
         raise CheckpointError(
             f"{output_dir} is one of the directories with parts: write another one for --output."
         )
-    unfinished = output.begin(point)
+    unfinished = output.create_unfinished(point)
     merged = next(iter(parts.values()))
     merged.ranks = []
     for path, record in parts.items():
@@ -145,7 +145,9 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
 
 def _points(directories: Sequence[CheckpointDirectory], epoch: Optional[int]) -> List[PointInTime]:
     """Returns the candidate checkpoints, the preferred one first."""
-    every = sorted({point for each in directories for point in each.find()}, reverse=True)
+    every = sorted(
+        {point for each in directories for point in each.list_checkpoints()}, reverse=True
+    )
     points = [point for point in every if epoch in (None, point.epochs)]
     if not points:
         which = "checkpoint" if epoch is None else f"checkpoint of {epoch} epochs"

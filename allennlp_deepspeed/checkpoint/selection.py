@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _ALLENNLP_CHECKPOINT = re.compile(r"(model|training)_state_e\d+_b\d+.*\.th$")
 
 
-class Found(NamedTuple):
+class IntactCheckpoint(NamedTuple):
     """
     An intact checkpoint.
 
@@ -39,9 +39,9 @@ class Found(NamedTuple):
     record: CommitRecord
 
 
-def newest_intact(
+def find_newest_intact(
     checkpoints: CheckpointDirectory, directories: Directories, on_corrupt: str
-) -> Optional[Found]:
+) -> Optional[IntactCheckpoint]:
     """
     Finds the newest intact checkpoint that all directories have. Completes a commit during which a
     node died, and removes unfinished checkpoints.
@@ -56,7 +56,7 @@ def newest_intact(
 
     # Returns
 
-    `Optional[Found]`
+    `Optional[IntactCheckpoint]`
         `None` on every rank if there is no checkpoint.
 
     # Raises
@@ -66,24 +66,24 @@ def newest_intact(
         intact, or if the directories have the files of other ranks.
     """
     _complete_commits(checkpoints, directories)
-    if directories.is_first_here:
+    if directories.is_leader:
         checkpoints.clean_up()
     dist.barrier()
-    points = _points_of_all(checkpoints, directories)
+    points = _common_points(checkpoints, directories)
     while points:
         point = points.pop()
         record, problem = _inspect(checkpoints, point, directories)
         if problem is None:
             assert record is not None
             _check_ranks(checkpoints.path(point), record, directories)
-            return Found(point, record)
+            return IntactCheckpoint(point, record)
         older = next(
             (p for p in reversed(points) if _inspect(checkpoints, p, directories)[1] is None), None
         )
         _refuse_unless_previous(checkpoints, point, problem, older, on_corrupt)
-        if directories.is_first_here:
+        if directories.is_leader:
             logger.warning("%s", problem)
-            logger.warning("It is now in %s", checkpoints.set_aside(point))
+            logger.warning("It is now in %s", checkpoints.mark_corrupt(point))
         dist.barrier()
     return None
 
@@ -94,21 +94,21 @@ def _complete_commits(checkpoints: CheckpointDirectory, directories: Directories
     are prepared before any is committed, so a node that died in between has the checkpoint as an
     unfinished one.
     """
-    if directories.are_one:
+    if directories.is_shared:
         return
-    committed = [_id(checkpoints.path(point)) for point in checkpoints.find()]
+    committed = [_id(checkpoints.path(point)) for point in checkpoints.list_checkpoints()]
     of_all = {
         id_ for ids in collectives.all_gather_object(committed) for id_ in ids if id_ is not None
     }
-    if directories.is_first_here:
-        for point in checkpoints.find_unfinished():
+    if directories.is_leader:
+        for point in checkpoints.list_unfinished():
             path = checkpoints.unfinished_path(point)
             if _id(path) in of_all:
                 logger.info("Committing %s, as other nodes have.", path)
                 checkpoints.commit(point)
 
 
-def _points_of_all(checkpoints: CheckpointDirectory, directories: Directories) -> List[PointInTime]:
+def _common_points(checkpoints: CheckpointDirectory, directories: Directories) -> List[PointInTime]:
     """
     Returns the checkpoints that all directories have, the newest last.
 
@@ -120,7 +120,7 @@ def _points_of_all(checkpoints: CheckpointDirectory, directories: Directories) -
     everyones = [
         {PointInTime(*point): id_ for point, id_ in own}
         for own in collectives.all_gather_object(
-            [(p, _id(checkpoints.path(p))) for p in checkpoints.find()]
+            [(p, _id(checkpoints.path(p))) for p in checkpoints.list_checkpoints()]
         )
     ]
     every = sorted({point for own in everyones for point in own})
@@ -144,7 +144,7 @@ def _points_of_all(checkpoints: CheckpointDirectory, directories: Directories) -
         if not common:
             raise CheckpointError(f"{problem}. {_ADVICE}")
         instead = checkpoints.path(common[-1])
-        if directories.is_first_here:
+        if directories.is_leader:
             logger.warning("%s. Continuing from %s instead.", problem, instead)
     return common
 
@@ -168,7 +168,7 @@ def _inspect(
     `Tuple[Optional[CommitRecord], Optional[str]]`
         The record, and the problems of the files. The latter are the same on every rank.
     """
-    path, here = checkpoints.path(point), directories.here
+    path, here = checkpoints.path(point), directories.own_group
     record = None
     try:
         record = CommitRecord.read(path)
@@ -191,8 +191,8 @@ def _check_ranks(path: str, record: CommitRecord, directories: Directories) -> N
         On every rank, if a directory has the files of other ranks.
     """
     problem = None
-    here, world_size = directories.here, len(directories.hosts)
-    if directories.are_one:
+    here, world_size = directories.own_group, len(directories.hosts)
+    if directories.is_shared:
         is_right = not record.ranks
     else:
         is_right = record.world_size == world_size and {*here} <= {*(record.ranks or here)}

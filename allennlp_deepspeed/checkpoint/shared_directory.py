@@ -21,7 +21,7 @@ def new_key() -> str:
     return uuid.uuid4().hex
 
 
-def put(directory: str, key: str, number: int) -> None:
+def write_token(directory: str, key: str, number: int) -> None:
     """
     Writes this process's file.
 
@@ -37,10 +37,10 @@ def put(directory: str, key: str, number: int) -> None:
     files.write("", _path(directory, key, number))
 
 
-def seen(directory: str, key: str) -> List[int]:
+def list_tokens(directory: str, key: str) -> List[int]:
     """
     Returns the numbers of the processes that share this directory. To use after all have called
-    `put`.
+    `write_token`.
     """
     # Lists the parent first, so that NFS doesn't answer from its cache.
     os.listdir(os.path.dirname(os.path.abspath(directory)))
@@ -48,17 +48,17 @@ def seen(directory: str, key: str) -> List[int]:
     return sorted(int(match.group(2)) for match in matches if match and match.group(1) == key)
 
 
-def remove(directory: str, key: str, number: int) -> None:
-    """Removes this process's file. To use after all have called `seen`."""
+def remove_token(directory: str, key: str, number: int) -> None:
+    """Removes this process's file. To use after all have called `list_tokens`."""
     files.remove(_path(directory, key, number))
 
 
 def is_token(name: str) -> bool:
-    """Returns whether a file of this name was written by `put`, with any key."""
+    """Returns whether a file of this name was written by `write_token`, with any key."""
     return _TOKEN.match(name) is not None
 
 
-def remove_left(directory: str) -> None:
+def remove_stale_tokens(directory: str) -> None:
     """
     Removes files that killed processes have left, of any key. No process may be looking for others
     there.
@@ -67,14 +67,14 @@ def remove_left(directory: str) -> None:
         files.remove(os.path.join(directory, name))
 
 
-def groups(seen_by: Sequence[Sequence[int]]) -> List[List[int]]:
+def group_by_directory(tokens_of_processes: Sequence[Sequence[int]]) -> List[List[int]]:
     """
     Groups the processes by directory.
 
     # Parameters
 
-    seen_by : `Sequence[Sequence[int]]`, required.
-        The results of `seen`, by number of the process.
+    tokens_of_processes : `Sequence[Sequence[int]]`, required.
+        The results of `list_tokens`, by number of the process.
 
     # Returns
 
@@ -82,8 +82,8 @@ def groups(seen_by: Sequence[Sequence[int]]) -> List[List[int]]:
         The numbers that share a directory, for each directory, sorted by their first number. A
         directory counts as shared if only one of two processes sees the other's file.
     """
-    first = list(range(len(seen_by)))
-    for number, others in enumerate(seen_by):
+    first = list(range(len(tokens_of_processes)))
+    for number, others in enumerate(tokens_of_processes):
         for other in others:
             low, high = sorted((first[number], first[other]))
             first = [low if f == high else f for f in first]

@@ -92,7 +92,7 @@ def _what_next(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]
 
 
 def _how_to_continue(directory: str, continues_itself: bool, is_elastic: bool) -> str:
-    found = CheckpointDirectory(directory).find()
+    found = CheckpointDirectory(directory).list_checkpoints()
     if not found:
         how = "begin anew with --force, or in another directory."
         if is_elastic:

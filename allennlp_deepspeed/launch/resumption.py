@@ -122,7 +122,7 @@ def _has_something(directory: Path) -> bool:
     is_finished = (directory / "model.tar.gz").is_file()
     # One that was being replaced gets its name back when the training continues.
     is_replaced = any(directory.glob("checkpoint_*.replaced"))
-    found = CheckpointDirectory(str(directory)).find()
+    found = CheckpointDirectory(str(directory)).list_checkpoints()
     return is_training and (is_finished or is_replaced or bool(found))
 
 

@@ -87,24 +87,24 @@ class SerializationDirectory:
 
     def __init__(self, directory: Union[str, os.PathLike]) -> None:
         self._directory = os.fspath(directory)
-        self._directories = Directories.find(self._directory)
+        self._directories = Directories.discover(self._directory)
         self._group: Any = dist.new_group(timeout=_NO_LIMIT)
         self._is_ready = False
         self._prepare_logging = common_logging.prepare_global_logging
 
-    def remove_left(self) -> None:
+    def remove_stale_tokens(self) -> None:
         """Removes what workers of a former training have left that AllenNLP would take for one."""
-        shared_directory.remove_left(self._directory)
+        shared_directory.remove_stale_tokens(self._directory)
 
     @property
     def is_leader(self) -> bool:
         """Whether this worker writes what the directory has once."""
-        return self._directories.is_first_here
+        return self._directories.is_leader
 
     @property
     def is_shared(self) -> bool:
         """Whether all workers see the same directory."""
-        return self._directories.are_one
+        return self._directories.is_shared
 
     def wait_until_ready(self, problem: Optional[str] = None) -> None:
         """

@@ -171,7 +171,7 @@ def train(
             if is_leader:
                 stack.enter_context(lock)
                 if directory is not None:
-                    directory.remove_left()
+                    directory.remove_stale_tokens()
         is_ours = stack.enter_context(made_once(store, lock))
         _continue_or_begin(arguments, is_leader, is_ours)
         shows = launched is None or launched.rank == 0

@@ -147,7 +147,7 @@ class Run:
         """
         directory = CheckpointDirectory(str(self.directory))
         found = []
-        for point in directory.find():
+        for point in directory.list_checkpoints():
             path = Path(directory.path(point))
             try:
                 size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())

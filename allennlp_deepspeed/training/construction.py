@@ -335,13 +335,13 @@ def find_directories(arguments: Arguments, config: ResolvedConfig) -> Directorie
     Finds the ranks that share a serialization directory, and logs them unless all ranks are on one
     host with one directory. Every rank must call it.
     """
-    found = Directories.find(arguments["serialization_dir"])
+    found = Directories.discover(arguments["serialization_dir"])
     setting = config.engine_config.get("checkpoint", {}).get("use_node_local_storage")
     if not arguments["distributed"] or (
-        found.are_one and not setting and len(set(found.hosts)) == 1
+        found.is_shared and not setting and len(set(found.hosts)) == 1
     ):
         return found
-    if setting is not None and setting == found.are_one:
+    if setting is not None and setting == found.is_shared:
         logger.warning(
             "%s 'deepspeed_config.checkpoint.use_node_local_storage' is %s, and is not needed: "
             "leave it out.",

@@ -238,7 +238,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._has_trained = False
             self._directories = find_directories(arguments, wrapped_model.config)
             if distributed:
-                self._primary = self._directories.is_first_here
+                self._primary = self._directories.is_leader
                 self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
                 self._validation_data_loader = whole_set(
                     self._validation_data_loader, model, self.cuda_device

@@ -12,7 +12,7 @@ from allennlp.common.util import import_module_and_submodules
 
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.checkpoint.export import export
-from allennlp_deepspeed.checkpoint.offline import find
+from allennlp_deepspeed.checkpoint.offline import find_checkpoint
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, dumped, resizable
 from tests.support.command import REPOSITORY, allennlp, subprocess_allennlp
@@ -89,7 +89,7 @@ def test_the_moving_average_is_exported(experiments: Experiments, tmp_path: Path
 
 def test_an_export_takes_the_memory_of_one_full_copy(experiments: Experiments):
     result = experiments.run(deepspeed(resizable(4), 3))
-    checkpoint = ShardedCheckpoint(find(str(result.serialization_dir))[0])
+    checkpoint = ShardedCheckpoint(find_checkpoint(str(result.serialization_dir))[0])
     with TensorMemory() as memory:
         weights = checkpoint.state_dict()
     assert memory.peak == sum(weight.nbytes for weight in weights.values())

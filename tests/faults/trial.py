@@ -221,7 +221,7 @@ def _lost(result: Result, has_committed: bool) -> List[str]:
     """What is wrong with the checkpoints: each has to be whole, and there has to be one."""
     checkpoints = CheckpointDirectory(str(result.serialization_dir))
     problems = []
-    points = checkpoints.find()
+    points = checkpoints.list_checkpoints()
     for point in points:
         try:
             CommitRecord.read(checkpoints.path(point)).verify(checkpoints.path(point))

@@ -402,14 +402,18 @@ class _Run:
                 self._problem("It could not be recovered", [run])
 
     def _has_checkpoint(self) -> bool:
-        return any(CheckpointDirectory(str(directory)).find() for directory in self._seen)
+        return any(
+            CheckpointDirectory(str(directory)).list_checkpoints() for directory in self._seen
+        )
 
     def _committed(self) -> List[str]:
         """The names of checkpoints that all directories have."""
         names = []
         for directory in self._seen:
             checkpoints = CheckpointDirectory(str(directory))
-            names.append({os.path.basename(checkpoints.path(p)) for p in checkpoints.find()})
+            names.append(
+                {os.path.basename(checkpoints.path(p)) for p in checkpoints.list_checkpoints()}
+            )
         return sorted(set.intersection(*names))
 
     def _check_checkpoints(self) -> None:

@@ -14,7 +14,7 @@ from allennlp.training.callbacks import TrainerCallback
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
-from allennlp_deepspeed.checkpoint.offline import find
+from allennlp_deepspeed.checkpoint.offline import find_checkpoint
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side
@@ -95,7 +95,7 @@ def test_parameters_of_any_shape_and_layout_are_saved_recovered_resized_and_expo
     side(world_size=2, num_epochs=1).train(tmp_path)
     recovered = side(world_size=2).train(tmp_path)
     assert_same_weights(recovered, reference)
-    checkpoint = find(str(tmp_path))[0]
+    checkpoint = find_checkpoint(str(tmp_path))[0]
     assert_same_weights(ShardedCheckpoint(checkpoint).state_dict(), reference)
     assert_same_weights(side(world_size=1).train(tmp_path), reference)
 

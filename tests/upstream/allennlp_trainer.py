@@ -47,7 +47,7 @@ class CheckpointerWithLinks(DeepSpeedCheckpointer):
         for path in Path(self._serialization_dir).iterdir():
             if path.is_symlink():
                 path.unlink()
-        for point in self._checkpoints.find():
+        for point in self._checkpoints.list_checkpoints():
             checkpoint = self._checkpoints.path(point)
             model_state = os.path.join(checkpoint, ENGINE_TAG)
             training_state = self._checkpoints.training_state_path(checkpoint, rank=0)
@@ -56,7 +56,7 @@ class CheckpointerWithLinks(DeepSpeedCheckpointer):
 
     @overrides
     def load_checkpoint(self, trainer: Optional[Training] = None) -> Optional[TrainerCheckpoint]:
-        for point in self._checkpoints.find():
+        for point in self._checkpoints.list_checkpoints():
             links = (self._model_state_path(*point), self._training_state_path(*point))
             if not all(map(os.path.islink, links)):
                 self._checkpoints.remove(point)

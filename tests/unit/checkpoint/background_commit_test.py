@@ -21,7 +21,7 @@ HOSTS = ["here", "there"]
 def test_no_directory_has_a_checkpoint_that_a_rank_could_not_write(tmp_path: Path, failing: int):
     def commit(rank: int) -> Tuple[str, List[Any], List[str]]:
         directory = CheckpointDirectory(str(tmp_path / HOSTS[rank]))
-        path = os.path.join(directory.begin(POINT), f"training_state_w{rank}.th")
+        path = os.path.join(directory.create_unfinished(POINT), f"training_state_w{rank}.th")
         pruned: List[str] = []
 
         def write() -> List[str]:
@@ -34,7 +34,7 @@ def test_no_directory_has_a_checkpoint_that_a_rank_could_not_write(tmp_path: Pat
         commit.start(POINT, checkpoint_record(POINT), write, then=lambda: pruned.append("older"))
         with pytest.raises((OSError, RuntimeError)) as error:
             commit.wait(timeout=30)
-        return str(error.value), directory.find(), pruned
+        return str(error.value), directory.list_checkpoints(), pruned
 
     for rank, (message, checkpoints, pruned) in enumerate(run_workers(2, commit)):
         assert "No space left" in message

@@ -71,7 +71,7 @@ def checkpoint_record(point: PointInTime = PointInTime(0, 2), **changes: Any) ->
 
 def commit(directory: CheckpointDirectory, point: PointInTime, text: str = "state") -> str:
     """A checkpoint of two files, one of them in a directory."""
-    unfinished = directory.begin(point)
+    unfinished = directory.create_unfinished(point)
     files.make_directory(os.path.join(unfinished, "engine"))
     record = checkpoint_record(point)
     for name in ("training_state_w0.th", "engine/model.pt"):
@@ -253,7 +253,7 @@ def test_ranks_verify_every_file_between_them(tmp_path: Path):
 
 def test_checkpoints_are_found_newest_first_and_nothing_else_is(tmp_path: Path):
     directory = CheckpointDirectory(str(tmp_path))
-    assert CheckpointDirectory(str(tmp_path / "nowhere")).find() == []
+    assert CheckpointDirectory(str(tmp_path / "nowhere")).list_checkpoints() == []
     for point in (PointInTime(0, 12), PointInTime(10, 0), PointInTime(2, 5), PointInTime(0, 9)):
         commit(directory, point)
     for name in (
@@ -264,7 +264,7 @@ def test_checkpoints_are_found_newest_first_and_nothing_else_is(tmp_path: Path):
         "best.th",
     ):
         (tmp_path / name).mkdir()
-    assert directory.find() == [(10, 0), (2, 5), (0, 12), (0, 9)]
+    assert directory.list_checkpoints() == [(10, 0), (2, 5), (0, 12), (0, 9)]
 
 
 def test_cleaning_up_removes_what_a_crash_leaves_and_nothing_else(tmp_path: Path):
@@ -311,7 +311,7 @@ def live(directory: CheckpointDirectory) -> None:
     commit(directory, PointInTime(0, 4), "again")
     directory.prune(PointInTime(0, 4), 1, None)
     commit(directory, PointInTime(0, 6))
-    directory.set_aside(PointInTime(0, 6))
+    directory.mark_corrupt(PointInTime(0, 6))
     directory.clean_up()
 
 
@@ -339,12 +339,14 @@ def test_a_crash_before_any_file_operation_leaves_a_whole_checkpoint(
         crash_before(number)
         with pytest.raises(Crash):
             life(directory)
-        assert directory.find() or life is replace  # of which cleaning up puts the former back
-        assert all(is_whole(directory.path(point)) for point in directory.find())
+        assert (
+            directory.list_checkpoints() or life is replace
+        )  # of which cleaning up puts the former back
+        assert all(is_whole(directory.path(point)) for point in directory.list_checkpoints())
         crash_before(len(operations))
         directory.clean_up()
-        assert directory.find()
-        assert all(is_whole(directory.path(point)) for point in directory.find())
+        assert directory.list_checkpoints()
+        assert all(is_whole(directory.path(point)) for point in directory.list_checkpoints())
         left = os.listdir(tmp_path / str(number))
         assert {name.partition(".")[2] for name in left} <= suffixes
         assert life is live or len(left) == 1
@@ -356,7 +358,7 @@ def test_pruning_removes_what_comes_after_the_newest_commit(tmp_path: Path):
     for steps in (50, 60, 100):
         commit(directory, PointInTime(1, steps))
     directory.prune(PointInTime(1, 60), 2, None)
-    assert directory.find() == [PointInTime(1, 60), PointInTime(1, 50)]
+    assert directory.list_checkpoints() == [PointInTime(1, 60), PointInTime(1, 50)]
 
 
 @pytest.mark.parametrize(
@@ -379,16 +381,16 @@ def test_pruning_keeps_what_was_asked_for(tmp_path: Path, count: Any, age: Any, 
         path = commit(directory, PointInTime(0, steps))
         os.utime(path, (now, now - 50 * (8 - steps) - 1))
     directory.prune(PointInTime(0, 8), count, age)
-    assert sorted(point.steps for point in directory.find()) == left
+    assert sorted(point.steps for point in directory.list_checkpoints()) == left
     assert len(os.listdir(tmp_path)) == len(left)
 
 
 def test_a_checkpoint_set_aside_is_kept_and_not_found(tmp_path: Path):
     directory = CheckpointDirectory(str(tmp_path))
     commit(directory, PointInTime(0, 2))
-    corrupt = directory.set_aside(PointInTime(0, 2))
+    corrupt = directory.mark_corrupt(PointInTime(0, 2))
     assert corrupt.endswith("checkpoint_e0_b2.corrupt")
-    assert directory.find() == []
+    assert directory.list_checkpoints() == []
     directory.clean_up()
     assert is_whole(corrupt)
 
