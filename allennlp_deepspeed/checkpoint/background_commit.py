@@ -68,7 +68,7 @@ class BackgroundCommit:
         point: PointInTime,
         record: CommitRecord,
         write: Callable[[], List[str]],
-        then: Callable[[], None],
+        on_committed: Callable[[], None],
     ) -> None:
         """
         Starts the commit of one checkpoint. Must be called on every rank, after `wait`.
@@ -80,13 +80,19 @@ class BackgroundCommit:
             The record without its `files`.
         write : `Callable[[], List[str]]`, required.
             Writes the rest of this rank's files, and returns the paths of all of them.
-        then : `Callable[[], None]`, required.
+        on_committed : `Callable[[], None]`, required.
             Called on the ranks that commit, after the checkpoint has been committed in the
             directories of all ranks. An `OSError` in it is only logged.
         """
         self._thread = threading.Thread(
             target=self._run,
-            args=(f"allennlp_deepspeed/checkpoint_{next(_numbers)}", point, record, write, then),
+            args=(
+                f"allennlp_deepspeed/checkpoint_{next(_numbers)}",
+                point,
+                record,
+                write,
+                on_committed,
+            ),
             name="checkpoint",
             daemon=True,  # a rank that waits for a failed one must be able to exit
         )
@@ -126,7 +132,7 @@ class BackgroundCommit:
             # no rank waits.
             with suppress(dist.DistError):
                 for name in ("files", "prepared", "committed"):
-                    self._tell(key, name, {"error": traceback.format_exc()})
+                    self._publish(key, name, {"error": traceback.format_exc()})
 
     def _commit(
         self,
@@ -134,49 +140,53 @@ class BackgroundCommit:
         point: PointInTime,
         record: CommitRecord,
         write: Callable[[], List[str]],
-        then: Callable[[], None],
+        on_committed: Callable[[], None],
     ) -> None:
         unfinished = self._directory.unfinished_path(point)
         own_files = {os.path.relpath(path, unfinished): _flush(path) for path in write()}
-        self._tell(key, "files", own_files)
-        here = next(ranks for ranks in self._directories if self._rank in ranks)
-        if self._rank != here[0]:
+        self._publish(key, "files", own_files)
+        own_group = next(ranks for ranks in self._directories if self._rank in ranks)
+        if self._rank != own_group[0]:
             return
-        record.files = self._files_here(key, unfinished, here)
+        record.files = self._collect_file_records(key, unfinished, own_group)
         record.hosts = list(self._hosts)
-        record.ranks = list(here) if len(self._directories) > 1 else []
+        record.ranks = list(own_group) if len(self._directories) > 1 else []
         self._directory.prepare(point, record)
-        self._tell_directories(key, "prepared")
+        self._synchronize_directories(key, "prepared")
         self._directory.commit(point)
-        self._tell_directories(key, "committed")
+        self._synchronize_directories(key, "committed")
         try:
-            then()
+            on_committed()
         except OSError:
             logger.warning("Older checkpoints could not be removed.", exc_info=True)
 
-    def _files_here(self, key: str, unfinished: str, ranks: Sequence[int]) -> Dict[str, FileRecord]:
+    def _collect_file_records(
+        self, key: str, unfinished: str, ranks: Sequence[int]
+    ) -> Dict[str, FileRecord]:
         """
         Returns the records of all files of this directory, when each of its ranks has confirmed its
         own.
         """
-        here: Dict[str, FileRecord] = {}
+        records: Dict[str, FileRecord] = {}
         for rank in ranks:
-            here.update({n: FileRecord(*r) for n, r in self._told(key, "files", rank).items()})
+            records.update(
+                {n: FileRecord(*r) for n, r in self._wait_for(key, "files", rank).items()}
+            )
         # Files that DeepSpeed writes in addition, such as its conversion script.
-        for name in set(file_names(unfinished)) - set(here):
-            here[name] = _flush(os.path.join(unfinished, name))
-        return here
+        for name in set(file_names(unfinished)) - set(records):
+            records[name] = _flush(os.path.join(unfinished, name))
+        return records
 
-    def _tell_directories(self, key: str, name: str) -> None:
+    def _synchronize_directories(self, key: str, name: str) -> None:
         """Sets a key of this rank, and waits until the first rank of each directory has set it."""
-        self._tell(key, name, {})
+        self._publish(key, name, {})
         for ranks in self._directories:
-            self._told(key, name, ranks[0])
+            self._wait_for(key, name, ranks[0])
 
-    def _tell(self, key: str, name: str, value: Any) -> None:
+    def _publish(self, key: str, name: str, value: Any) -> None:
         self._store.set(f"{key}/{name}/{self._rank}", json.dumps(value))
 
-    def _told(self, key: str, name: str, rank: int) -> Any:
+    def _wait_for(self, key: str, name: str, rank: int) -> Any:
         """Waits for a value that another rank sets in the store, and returns it."""
         key = f"{key}/{name}/{rank}"
         who = f"rank {rank}"
@@ -190,15 +200,15 @@ class BackgroundCommit:
                     f"within {self._timeout:.0f} seconds that it has written its files."
                 )
             time.sleep(_POLLING_INTERVAL)
-        told = json.loads(self._store.get(key))
-        if isinstance(told, dict) and "error" in told:
+        value = json.loads(self._store.get(key))
+        if isinstance(value, dict) and "error" in value:
             raise RuntimeError(
                 f"A checkpoint was not completed, because {who} failed to write "
-                f"it:\n{told['error']}"
+                f"it:\n{value['error']}"
             )
-        return told
+        return value
 
 
 def _flush(path: str) -> FileRecord:
     files.flush(path)
-    return FileRecord.of(path)
+    return FileRecord.from_file(path)

@@ -55,7 +55,7 @@ class BestWeights:
             state_dict = serialization.load(self.path, mmap=True)
         weights.load_full_state_dict(self._wrapped_model.engine, state_dict)
 
-    def link_into(self, checkpoint: str, left_out: Collection[str]) -> None:
+    def link_into(self, checkpoint: str, excluded: Collection[str]) -> None:
         """
         Adds the best weights to a checkpoint.
 
@@ -63,22 +63,22 @@ class BestWeights:
 
         checkpoint : `str`, required.
             Its directory.
-        left_out : `Collection[str]`, required.
+        excluded : `Collection[str]`, required.
             The names of the weights to leave out.
         """
         path = os.path.join(checkpoint, BEST_WEIGHTS_NAME)
-        if not left_out:
+        if not excluded:
             files.link(self.path, path)
             return
         state_dict = serialization.load(self.path, mmap=True)
-        for name in left_out:
+        for name in excluded:
             state_dict.pop(name, None)
         # Copied, because `torch.save` of a tensor in a mapped file would save the file's complete
         # storage.
         state_dict.update({name: _copy(value) for name, value in state_dict.items()})
         files.save(state_dict, path)
 
-    def restore_from(self, checkpoint: str, lacks_some: bool) -> None:
+    def restore_from(self, checkpoint: str, is_incomplete: bool) -> None:
         """
         Restores the best weights from a checkpoint. The file in the serialization directory may be
         of a later epoch, which is trained again now. Must be called on every rank.
@@ -87,10 +87,10 @@ class BestWeights:
 
         checkpoint : `str`, required.
             Its directory.
-        lacks_some : `bool`, required.
+        is_incomplete : `bool`, required.
             Whether weights were left out of the checkpoint. They are taken from the model.
         """
-        state_dict = self._full_state_dict() if lacks_some else None
+        state_dict = self._full_state_dict() if is_incomplete else None
         if not self._is_primary:
             return
         saved = os.path.join(checkpoint, BEST_WEIGHTS_NAME)

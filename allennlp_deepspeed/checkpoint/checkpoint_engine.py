@@ -31,7 +31,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
     # Attributes
 
-    left_out : `Set[str]`
+    excluded : `Set[str]`
         The names of the model's parameters that are not saved.
 
     Works around DeepSpeed 0.19.8: its own checkpoint engine loads files with `weights_only=False`,
@@ -44,7 +44,7 @@ class FileCheckpointEngine(CheckpointEngine):
         super().__init__()
         self.name = "FileCheckpointEngine"
         self._stager = _stager() if asynchronous else None
-        self.left_out: Set[str] = set()
+        self.excluded: Set[str] = set()
         self._staged: List[Tuple[Any, str]] = []
         self._paths: List[str] = []
 
@@ -59,9 +59,9 @@ class FileCheckpointEngine(CheckpointEngine):
     @overrides
     def save(self, state_dict: Any, path: str) -> None:
         self._paths.append(path)
-        if self.left_out and "module" in state_dict:
+        if self.excluded and "module" in state_dict:
             module = state_dict["module"]
-            kept = {key: value for key, value in module.items() if key not in self.left_out}
+            kept = {key: value for key, value in module.items() if key not in self.excluded}
             state_dict = {**state_dict, "module": kept}
         if self._stager is None:
             files.save(state_dict, path)

@@ -39,7 +39,7 @@ from allennlp_deepspeed.checkpoint.selection import (
     parameter_shapes,
     refuse_allennlp_checkpoints,
 )
-from allennlp_deepspeed.checkpoint.trainer_protocol import Training, overridden
+from allennlp_deepspeed.checkpoint.trainer_protocol import TrainerProtocol, overridden
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
@@ -181,7 +181,7 @@ class DeepSpeedCheckpointer(Checkpointer):
     @overrides
     def maybe_save_checkpoint(  # type: ignore[override]
         self,
-        trainer: Training,
+        trainer: TrainerProtocol,
         num_epochs_completed: int,
         num_batches_in_epoch_completed: int,
     ) -> bool:
@@ -210,7 +210,7 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     def maybe_save_on_preemption(
         self,
-        trainer: Training,
+        trainer: TrainerProtocol,
         num_epochs_completed: int,
         num_batches_in_epoch_completed: int,
     ) -> None:
@@ -252,7 +252,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         return time.time() - self._last_save_time >= self._save_every_num_seconds
 
     @overrides
-    def save_checkpoint(self, trainer: Training) -> None:  # type: ignore[override]
+    def save_checkpoint(self, trainer: TrainerProtocol) -> None:  # type: ignore[override]
         """
         Saves a checkpoint. It is committed, and older ones are pruned, in a background thread while
         training continues. Must be called on every rank.
@@ -280,11 +280,11 @@ class DeepSpeedCheckpointer(Checkpointer):
         unfinished = self._checkpoints.unfinished_path(point)
         record = self._record(point, trainer)
         if record.frozen:
-            self._files.left_out = frozen_parameters.frozen_names(trainer.model)
+            self._files.excluded = frozen_parameters.frozen_names(trainer.model)
         if trainer.directories.is_leader:
             self._checkpoints.create_unfinished(point)
             if trainer.best_weights.exist:
-                trainer.best_weights.link_into(unfinished, self._files.left_out)
+                trainer.best_weights.link_into(unfinished, self._files.excluded)
         dist.barrier()
         internals.set_checkpoint_engine(trainer.engine, self._files)
         if not trainer.engine.zero_optimization_partition_weights():
@@ -305,7 +305,9 @@ class DeepSpeedCheckpointer(Checkpointer):
             point,
             record,
             self._write_staged,
-            then=partial(self._finish_commit, point, record, progress["total_batches_completed"]),
+            on_committed=partial(
+                self._finish_commit, point, record, progress["total_batches_completed"]
+            ),
         )
 
     def _finish_commit(self, point: PointInTime, record: CommitRecord, num_steps: int) -> None:
@@ -333,7 +335,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             )
         return paths
 
-    def _record(self, point: PointInTime, trainer: Training) -> CommitRecord:
+    def _record(self, point: PointInTime, trainer: TrainerProtocol) -> CommitRecord:
         """Returns the commit record, without its files. Must be called on every rank."""
         frozen = self._frozen_records(trainer) if self._exclude_frozen_parameters else {}
         return CommitRecord(
@@ -372,7 +374,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         if problems:
             raise CheckpointError("\n".join(problems))
 
-    def check_state(self, trainer: Training) -> None:
+    def check_state(self, trainer: TrainerProtocol) -> None:
         """
         Checks that the states to be saved can be loaded again.
 
@@ -419,7 +421,9 @@ class DeepSpeedCheckpointer(Checkpointer):
                 logger.exception("The last checkpoint was not committed.")
 
     @overrides
-    def load_checkpoint(self, trainer: Optional[Training] = None) -> Optional[TrainerCheckpoint]:
+    def load_checkpoint(
+        self, trainer: Optional[TrainerProtocol] = None
+    ) -> Optional[TrainerCheckpoint]:
         """
         Loads the newest checkpoint that all ranks have: model and optimizer states into the
         trainer's engine. Must be called on every rank.
@@ -454,7 +458,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         return self._load(trainer, found.point, found.record)
 
     def _load(
-        self, trainer: Training, point: PointInTime, record: CommitRecord
+        self, trainer: TrainerProtocol, point: PointInTime, record: CommitRecord
     ) -> TrainerCheckpoint:
         """Loads a checkpoint whose files are intact."""
         path = self._checkpoints.path(point)
@@ -475,7 +479,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         steps = trainer_state["progress"]["batches_in_epoch_completed"]
         self._remember(PointInTime(point.epochs, steps))
         if trainer_state["best_weights"]["exist"]:
-            trainer.best_weights.restore_from(path, lacks_some=bool(record.frozen))
+            trainer.best_weights.restore_from(path, is_incomplete=bool(record.frozen))
         return TrainerCheckpoint({}, trainer_state)
 
     def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
@@ -506,9 +510,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         checkpoint = sharded_reader.ShardedCheckpoint(path)
         resharding.load(engine, checkpoint, record.frozen)
         if "moving_average" in trainer_state:
-            trainer_state["moving_average"] = resharding.moving_average(engine, checkpoint)
+            trainer_state["moving_average"] = resharding.read_moving_average(engine, checkpoint)
 
-    def _frozen_records(self, trainer: Training) -> Dict[str, FrozenRecord]:
+    def _frozen_records(self, trainer: TrainerProtocol) -> Dict[str, FrozenRecord]:
         """
         Returns the records of the frozen parameters. They are computed once, because they don't
         change. Must be called on every rank.

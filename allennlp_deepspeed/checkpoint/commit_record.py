@@ -38,7 +38,7 @@ class FileRecord(NamedTuple):
     sha256: str
 
     @classmethod
-    def of(cls, path: str) -> "FileRecord":
+    def from_file(cls, path: str) -> "FileRecord":
         return cls(os.path.getsize(path), files.sha256(path))
 
 
@@ -52,7 +52,7 @@ class FrozenRecord(NamedTuple):
     sha256: str
 
     @classmethod
-    def of(cls, weight: torch.Tensor) -> "FrozenRecord":
+    def from_weight(cls, weight: torch.Tensor) -> "FrozenRecord":
         contents = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
         dtype = str(weight.dtype).rpartition(".")[2]
         return cls(dtype, hashlib.sha256(contents.numpy().data).hexdigest())
@@ -264,7 +264,7 @@ def _problem(directory: str, name: str, record: FileRecord) -> Optional[str]:
     if not os.path.isfile(path):
         return f"{path} is missing"
     try:
-        found = FileRecord.of(path)
+        found = FileRecord.from_file(path)
     except OSError as error:
         return f"{path} can't be read: {error}"
     if found == record:

@@ -116,7 +116,7 @@ def _state_dict(serialization_dir: str, checkpoint: str, record: CommitRecord) -
     if not record.frozen:
         return state_dict
     model = frozen_parameters.construct_model(serialization_dir)
-    return frozen_parameters.complete(state_dict, model, record.frozen, checkpoint)
+    return frozen_parameters.add_frozen_parameters(state_dict, model, record.frozen, checkpoint)
 
 
 def _load_model(serialization_dir: str, checkpoint: str, record: CommitRecord) -> Model:
@@ -124,7 +124,9 @@ def _load_model(serialization_dir: str, checkpoint: str, record: CommitRecord) -
     model = frozen_parameters.construct_model(serialization_dir)
     state_dict = ShardedCheckpoint(checkpoint).state_dict()
     if record.frozen:
-        state_dict = frozen_parameters.complete(state_dict, model, record.frozen, checkpoint)
+        state_dict = frozen_parameters.add_frozen_parameters(
+            state_dict, model, record.frozen, checkpoint
+        )
     model.load_state_dict(state_dict)
     return model
 
@@ -137,12 +139,14 @@ def _without_adapters(serialization_dir: str) -> Iterator[str]:
     """
     with tempfile.TemporaryDirectory() as directory:
         copy = os.path.join(directory, "copy")
-        left_out = shutil.ignore_patterns(*_NOT_ARCHIVED)
+        ignore_at_top = shutil.ignore_patterns(*_NOT_ARCHIVED)
         shutil.copytree(
             serialization_dir,
             copy,
             # Files in subdirectories may be a part of the archive.
-            ignore=lambda path, names: left_out(path, names) if path == serialization_dir else [],
+            ignore=lambda path, names: (
+                ignore_at_top(path, names) if path == serialization_dir else []
+            ),
         )
         path = os.path.join(copy, CONFIG_NAME)
         config = lora.without_adapters(Params.from_file(path).as_dict(quiet=True))

@@ -34,7 +34,7 @@ def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
         if not parameter.requires_grad:
             with zero.GatheredParameters([parameter]):
                 if dist.get_rank() == 0:
-                    records[name] = FrozenRecord.of(parameter.data)
+                    records[name] = FrozenRecord.from_weight(parameter.data)
     return collectives.broadcast_object(records)
 
 
@@ -111,7 +111,7 @@ def load_vocabulary(serialization_dir: str, params: Params) -> Vocabulary:
     )
 
 
-def complete(
+def add_frozen_parameters(
     state_dict: Dict[str, Any], model: Model, records: Mapping[str, FrozenRecord], checkpoint: str
 ) -> Dict[str, Any]:
     """
@@ -144,7 +144,7 @@ def complete(
         if name in records
     }
     actual = {
-        name: FrozenRecord.of(weights[id(parameter)])
+        name: FrozenRecord.from_weight(weights[id(parameter)])
         for name, parameter in parameters.items()
         if name in records
     }

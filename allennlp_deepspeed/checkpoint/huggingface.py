@@ -41,7 +41,7 @@ _DIRECTORY_NAME = "export_huggingface"
 _UNFINISHED = ".unfinished"
 
 
-class _Trained(NamedTuple):
+class _TrainedModel(NamedTuple):
     """
     Weights of a training, with the directory of its config and vocabulary.
 
@@ -116,7 +116,7 @@ def export_huggingface(
         If there is no such transformer, if it can't be written in this form, or if the directory
         isn't empty.
     """
-    with _trained(source, epoch, best) as trained:
+    with _load_trained_model(source, epoch, best) as trained:
         output_dir = os.path.abspath(output_dir or trained.default_output_dir)
         _check_output(output_dir)
         model = _model(trained)
@@ -148,7 +148,7 @@ def export_huggingface(
 
 
 @contextmanager
-def _trained(source: str, epoch: Optional[int], best: bool) -> Iterator[_Trained]:
+def _load_trained_model(source: str, epoch: Optional[int], best: bool) -> Iterator[_TrainedModel]:
     if best and epoch is not None:
         raise ConfigurationError("--best takes the weights of the best epoch: leave out --epoch.")
     if os.path.isfile(source):
@@ -159,7 +159,7 @@ def _trained(source: str, epoch: Optional[int], best: bool) -> Iterator[_Trained
                 path = get_weights_path(directory)
                 if not os.path.isfile(path):
                     raise ConfigurationError(f"{source} is an archive without weights.")
-                yield _Trained(directory, serialization.load(path, mmap=True), output_dir)
+                yield _TrainedModel(directory, serialization.load(path, mmap=True), output_dir)
         except tarfile.TarError as error:
             raise ConfigurationError(
                 f"{source} is no archive of AllenNLP's ({error}): give a model.tar.gz, a "
@@ -174,13 +174,13 @@ def _trained(source: str, epoch: Optional[int], best: bool) -> Iterator[_Trained
                 "checkpoint, or give the archive."
             )
         output_dir = os.path.join(source, f"{_DIRECTORY_NAME}_best")
-        yield _Trained(source, serialization.load(path, mmap=True), output_dir)
+        yield _TrainedModel(source, serialization.load(path, mmap=True), output_dir)
         return
     serialization_dir, point = split_checkpoint_path(source)
     checkpoint, record = find_checkpoint(serialization_dir, epoch, point)
     logger.info("Exporting the weights of %s", checkpoint)
     suffix = os.path.basename(checkpoint).removeprefix("checkpoint")
-    yield _Trained(
+    yield _TrainedModel(
         serialization_dir,
         ShardedCheckpoint(checkpoint).state_dict(),
         os.path.join(serialization_dir, _DIRECTORY_NAME + suffix),
@@ -205,11 +205,11 @@ def _check_output(output_dir: str) -> None:
         )
 
 
-def _model(trained: _Trained) -> Model:
+def _model(trained: _TrainedModel) -> Model:
     state_dict = trained.state_dict
     if trained.record is not None and trained.record.frozen:
         model = frozen_parameters.construct_model(trained.serialization_dir)
-        state_dict = frozen_parameters.complete(
+        state_dict = frozen_parameters.add_frozen_parameters(
             state_dict, model, trained.record.frozen, trained.checkpoint
         )
     else:

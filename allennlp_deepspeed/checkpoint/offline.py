@@ -19,7 +19,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import (
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 
 # Files that AllenNLP writes into a serialization directory and that resuming needs.
-_CONTINUED_WITH = (CONFIG_NAME, "meta.json", "vocabulary")
+_FILES_TO_RESUME = (CONFIG_NAME, "meta.json", "vocabulary")
 
 
 def split_checkpoint_path(path: str) -> Tuple[str, Optional[PointInTime]]:
@@ -138,7 +138,7 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
         best = os.path.join(output_dir, BEST_WEIGHTS_NAME)
         files.remove(best)
         files.link(os.path.join(directory, BEST_WEIGHTS_NAME), best)
-    for name in _CONTINUED_WITH:
+    for name in _FILES_TO_RESUME:
         _copy_from_any(serialization_dirs, output_dir, name)
     return directory
 

@@ -24,7 +24,7 @@ def is_needed(record: CommitRecord, world_size: int) -> bool:
     return record.zero_stage > 0 and record.world_size != world_size
 
 
-def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, left_out: Collection[str]) -> None:
+def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, excluded: Collection[str]) -> None:
     """
     Loads weights, optimizer states, loss scaler, counters and DeepSpeed's own learning rate
     schedule. Must be called on every rank.
@@ -34,7 +34,7 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, left_out: Colle
     engine : `DeepSpeedEngine`, required.
         A newly constructed engine with the same model and the same optimizer.
     checkpoint : `ShardedCheckpoint`, required.
-    left_out : `Collection[str]`, required.
+    excluded : `Collection[str]`, required.
         The frozen parameters that are not in the checkpoint.
 
     # Raises
@@ -50,7 +50,7 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, left_out: Colle
             "because weights are on NVMe. Its weights can be had with `allennlp deepspeed export`."
         )
     shards = Shards(engine)
-    _check_parameters(shards, checkpoint, left_out)
+    _check_parameters(shards, checkpoint, excluded)
     for index, master in enumerate(shards.masters):
         _fill(master.data, shards, index, checkpoint.master)
     with shards.in_param_groups():
@@ -67,7 +67,7 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, left_out: Colle
         engine.lr_scheduler.load_state_dict(checkpoint.lr_scheduler)
 
 
-def moving_average(
+def read_moving_average(
     engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint
 ) -> Optional[Dict[str, Any]]:
     """
@@ -99,13 +99,13 @@ def _fill(
 
 
 def _check_parameters(
-    shards: Shards, checkpoint: ShardedCheckpoint, left_out: Collection[str]
+    shards: Shards, checkpoint: ShardedCheckpoint, excluded: Collection[str]
 ) -> None:
     trainable = {name for group in shards.names_of_groups for name in group}
     expected = {
         name: (tuple(whole_shape(parameter)), name in trainable)
         for parameter, name in shards.names.items()
-        if name not in left_out
+        if name not in excluded
     }
     actual = {
         **{name: (tuple(shape), True) for name, shape in checkpoint.trainable.items()},

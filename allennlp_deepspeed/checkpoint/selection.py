@@ -14,7 +14,7 @@ import torch.distributed as dist
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.directories import Directories
-from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, Training
+from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, TrainerProtocol
 from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.shards import whole_shape
 
@@ -257,7 +257,7 @@ def check_version(path: str, record: CommitRecord, trainer_state: Dict[str, Any]
         )
 
 
-def check_model(path: str, record: CommitRecord, trainer: Training) -> None:
+def check_model(path: str, record: CommitRecord, trainer: TrainerProtocol) -> None:
     """
     Checks that the checkpoint is of this ZeRO stage and these parameters.
 

@@ -66,7 +66,7 @@ _ERRORS_OF_OTHER_FILES = (
     AssertionError,
 )
 # Text of those errors whose class is raised for other reasons too.
-_OF_OTHER_FILES = re.compile("weights_only|mmap can only|PytorchStreamReader|inline_container")
+_OTHER_FILE_MESSAGES = re.compile("weights_only|mmap can only|PytorchStreamReader|inline_container")
 _FORBIDDEN = re.compile(r"GLOBAL (\S+)")
 _CHECKPOINT = re.compile(r".*checkpoint_e\d+_b\d+(?=/)")
 
@@ -94,7 +94,7 @@ def load(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
         message = str(error)
     except RuntimeError as error:
         message = str(error)
-        if not _OF_OTHER_FILES.search(message):
+        if not _OTHER_FILE_MESSAGES.search(message):
             raise
     # Not chained to the original error, which advises to load the file in a way that runs code.
     raise CheckpointError(_describe_other_file(path, message))

@@ -19,7 +19,7 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.shards import Shards
 
-Part = Tuple[int, int]
+ElementRange = Tuple[int, int]
 """A range of elements of a flattened parameter: the index of the first one, and their number."""
 
 _PARAMETERS_OF_GROUPS = "parameters_of_groups"
@@ -40,7 +40,7 @@ def client_state(engine: DeepSpeedEngine) -> Dict[str, Any]:
     return {_PARAMETERS_OF_GROUPS: Shards(engine).names_of_groups}
 
 
-class Fragment(NamedTuple):
+class SavedFragment(NamedTuple):
     """
     Part of a parameter in a flat shard. All numbers count elements.
 
@@ -61,16 +61,16 @@ class Fragment(NamedTuple):
     numel: int
 
 
-def partitions(
+def partition_at_stage_3(
     shapes: Dict[str, torch.Size], rank: int, world_size: int
-) -> Tuple[List[Fragment], int]:
+) -> Tuple[List[SavedFragment], int]:
     """
     Computes the partitions of ZeRO stage 3: each parameter is cut into `world_size` parts of equal
     size, the last ones padded, and a rank's shard contains its part of each.
 
     # Returns
 
-    `Tuple[List[Fragment], int]`
+    `Tuple[List[SavedFragment], int]`
         The fragments in the rank's shard, and the length of the shard.
     """
     fragments = []
@@ -79,7 +79,7 @@ def partitions(
         size = math.ceil(shape.numel() / world_size)
         start = min(rank * size, shape.numel())
         numel = min(size, shape.numel() - start)
-        fragments.append(Fragment(name, start, shard_start, numel))
+        fragments.append(SavedFragment(name, start, shard_start, numel))
         shard_start += size
     return fragments, shard_start
 
@@ -90,7 +90,7 @@ class _Shard(NamedTuple):
     states.
     """
 
-    fragments: List[Fragment]
+    fragments: List[SavedFragment]
     master: torch.Tensor
     state: Dict[str, Any] = {}
     padding: int = 0
@@ -183,7 +183,9 @@ class ShardedCheckpoint:
             if name not in self.trainable
         }
         # By parameter: rank, index of the shard, and position in the shard.
-        self._places: Dict[str, List[Tuple[int, int, Fragment]]] = {n: [] for n in self.trainable}
+        self._places: Dict[str, List[Tuple[int, int, SavedFragment]]] = {
+            n: [] for n in self.trainable
+        }
         for rank, shards in enumerate(self._shards):
             for index, shard in enumerate(shards):
                 for fragment in shard.fragments:
@@ -191,7 +193,7 @@ class ShardedCheckpoint:
         self._moving_averages = self._load_moving_averages(directory)
         self.has_moving_average = self._moving_averages is not None
 
-    def master(self, name: str, part: Optional[Part] = None) -> torch.Tensor:
+    def master(self, name: str, part: Optional[ElementRange] = None) -> torch.Tensor:
         """Returns the full weight of a trainable parameter, or a part of it, in fp32."""
         weight = self._assemble(name, lambda rank, index: self._shards[rank][index].master, part)
         return weight.float() if _is_half(weight) else weight
@@ -219,7 +221,7 @@ class ShardedCheckpoint:
                 )
         return names
 
-    def state(self, key: str, name: str, part: Optional[Part] = None) -> torch.Tensor:
+    def state(self, key: str, name: str, part: Optional[ElementRange] = None) -> torch.Tensor:
         """Returns one of the `state_names`, in the shape of the parameter, or a part of it."""
         return self._assemble(name, lambda rank, index: self._shards[rank][index].state[key], part)
 
@@ -229,7 +231,7 @@ class ShardedCheckpoint:
         """
         return {k: v for k, v in self._first_shard(name).state.items() if _is_scalar(v)}
 
-    def moving_average(self, name: str, part: Optional[Part] = None) -> torch.Tensor:
+    def moving_average(self, name: str, part: Optional[ElementRange] = None) -> torch.Tensor:
         """
         Returns the moving average of a trainable parameter, or a part of it. The checkpoint must
         have one.
@@ -275,7 +277,7 @@ class ShardedCheckpoint:
         return self.moving_average(name) if self.has_moving_average else self.master(name)
 
     def _assemble(
-        self, name: str, tensor: Callable[[int, int], torch.Tensor], part: Optional[Part]
+        self, name: str, tensor: Callable[[int, int], torch.Tensor], part: Optional[ElementRange]
     ) -> torch.Tensor:
         """
         Assembles a full parameter, or a part of it, from the shards.
@@ -285,7 +287,7 @@ class ShardedCheckpoint:
         name : `str`
         tensor : `Callable[[int, int], torch.Tensor]`
             Returns a tensor with the layout of a shard, given the rank and the shard's index.
-        part : `Optional[Part]`
+        part : `Optional[ElementRange]`
             `None` for the full parameter, in its shape.
         """
         shape = self.trainable[name]
@@ -378,14 +380,14 @@ def _shards_at_stage_0(model: Dict[str, Any], shapes: List[Dict[str, torch.Size]
             fragments = []
             start = 0
             for name, shape in group.items():
-                fragments.append(Fragment(name, 0, start, shape.numel()))
+                fragments.append(SavedFragment(name, 0, start, shape.numel()))
                 start += shape.numel()
             shards.append(_Shard(fragments, optimizer["fp32_groups_flat"][i]))
             continue
         masters = optimizer.get("fp32_groups")
         for j, (name, shape) in enumerate(group.items()):
             master = model["module"][name] if masters is None else masters[i][j]
-            shards.append(_Shard([Fragment(name, 0, 0, shape.numel())], master))
+            shards.append(_Shard([SavedFragment(name, 0, 0, shape.numel())], master))
     return shards
 
 
@@ -401,7 +403,7 @@ def _shards_at_stages_1_and_2(optimizers: List[Dict[str, Any]]) -> List[List[_Sh
         for index, addresses in enumerate(optimizer["param_slice_mappings"]):
             fragments = []
             for name, address in addresses.items():
-                fragments.append(Fragment(name, ends[name], address.start, address.numel))
+                fragments.append(SavedFragment(name, ends[name], address.start, address.numel))
                 ends[name] += address.numel
             shards[-1].append(
                 _Shard(
@@ -425,7 +427,7 @@ def _shards_at_stage_3(
     for rank, optimizer in enumerate(optimizers):
         shards.append([])
         for index, master in enumerate(optimizer["fp32_flat_groups"]):
-            fragments, length = partitions(shapes[index], rank, len(optimizers))
+            fragments, length = partition_at_stage_3(shapes[index], rank, len(optimizers))
             if length != master.numel():
                 raise CheckpointError(
                     f"Rank {rank} of {len(optimizers)} has saved {master.numel()} weights of "

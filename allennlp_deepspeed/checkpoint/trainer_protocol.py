@@ -13,8 +13,8 @@ TRAINING_STATE_VERSION = 6
 """The format version of a `TrainerCheckpoint`. Version 0.1.0 of this package wrote version 2."""
 
 
-class Part(Protocol):
-    """Part of a training whose state is in checkpoints."""
+class Stateful(Protocol):
+    """Stateful of a training whose state is in checkpoints."""
 
     def state_dict(self) -> Any:
         """Returns this rank's state as plain data."""
@@ -49,7 +49,7 @@ class ModelStateOfEngine(Mapping):
         self._refuse()
 
 
-class Training(Protocol):
+class TrainerProtocol(Protocol):
     """Interface of a trainer that the checkpointer uses."""
 
     @property

@@ -47,7 +47,7 @@ from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import (
     TRAINING_STATE_VERSION,
     ModelStateOfEngine,
-    Part,
+    Stateful,
 )
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.settings import ResolvedConfig
@@ -711,12 +711,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     # Checkpoints
 
-    def parts(self) -> Dict[str, Part]:
+    def parts(self) -> Dict[str, Stateful]:
         """
         Returns the parts with states in checkpoints, by name, in the order in which they are
         loaded.
         """
-        parts: Dict[str, Optional[Part]] = {
+        parts: Dict[str, Optional[Stateful]] = {
             "progress": self._progress,
             "metric_tracker": self._metric_tracker,
             "learning_rate_scheduler": self._learning_rate_scheduler,
@@ -1113,7 +1113,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return cls(**arguments)
 
 
-def _length(part: Part) -> Dict[str, Any]:
+def _length(part: Stateful) -> Dict[str, Any]:
     """
     Returns the length of a schedule that ends with the training. A run that is resumed with more
     epochs uses the schedule of the new number, and not that of the former, which has ended.

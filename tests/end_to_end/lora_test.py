@@ -138,7 +138,7 @@ def test_other_frozen_weights_are_refused(
     checkpoint = result.serialization_dir / "checkpoint_e2_b0"
     record = CommitRecord.read(str(checkpoint))
     name = next(name for name in record.frozen if name.endswith("word_embeddings.weight"))
-    record.frozen[name] = FrozenRecord.of(torch.zeros(3))
+    record.frozen[name] = FrozenRecord.from_weight(torch.zeros(3))
     copy = tmp_path / "changed"
     shutil.copytree(result.serialization_dir, copy)
     record.write(str(copy / "checkpoint_e2_b0"))

@@ -102,7 +102,7 @@ def test_a_training_state_of_another_version_is_refused(
     state = torch.load(path, weights_only=False)
     torch.save({**state, "version": 2}, path)
     record = CommitRecord.read(str(checkpoint))
-    record.files[path.name] = FileRecord.of(str(path))
+    record.files[path.name] = FileRecord.from_file(str(path))
     record.write(str(checkpoint))
     with pytest.raises(CheckpointError) as error:
         train(tmp_path, num_epochs=2)
@@ -144,7 +144,7 @@ def replace_file(directory: Path, name: str, evidence: Path) -> Path:
     path.unlink()  # it may be a link to another
     torch.save(Malicious(evidence), path)
     record = CommitRecord.read(str(checkpoint))
-    record.files[name] = FileRecord.of(str(path))
+    record.files[name] = FileRecord.from_file(str(path))
     record.write(str(checkpoint))
     return path
 

@@ -31,7 +31,9 @@ def test_no_directory_has_a_checkpoint_that_a_rank_could_not_write(tmp_path: Pat
             return [path]
 
         commit = BackgroundCommit(directory, rank, [[0], [1]], HOSTS, timeout=30)
-        commit.start(POINT, checkpoint_record(POINT), write, then=lambda: pruned.append("older"))
+        commit.start(
+            POINT, checkpoint_record(POINT), write, on_committed=lambda: pruned.append("older")
+        )
         with pytest.raises((OSError, RuntimeError)) as error:
             commit.wait(timeout=30)
         return str(error.value), directory.list_checkpoints(), pruned

@@ -78,7 +78,7 @@ def commit(directory: CheckpointDirectory, point: PointInTime, text: str = "stat
         path = os.path.join(unfinished, name)
         files.write(f"{text} of {name}", path)
         files.flush(path)
-        record.files[name] = FileRecord.of(path)
+        record.files[name] = FileRecord.from_file(path)
     directory.prepare(point, record)
     directory.commit(point)
     return directory.path(point)
@@ -230,7 +230,7 @@ def _append(path: Path) -> None:
 
 def test_a_recorded_name_that_leads_outside_is_not_read(tmp_path: Path):
     (tmp_path / "secret").write_text("x")
-    record = checkpoint_record(files={"../secret": FileRecord.of(str(tmp_path / "secret"))})
+    record = checkpoint_record(files={"../secret": FileRecord.from_file(str(tmp_path / "secret"))})
     (tmp_path / "checkpoint").mkdir()
     with pytest.raises(CheckpointError, match="is outside of the checkpoint"):
         record.verify(str(tmp_path / "checkpoint"))
