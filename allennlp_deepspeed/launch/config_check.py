@@ -383,7 +383,7 @@ _NAMES_OF_OTHERS = {
 }
 
 
-def _place_of(name: str) -> Optional[str]:
+def _section_of(name: str) -> Optional[str]:
     """Where to write what others know and the trainer doesn't."""
     if name in _NAMES_OF_OTHERS:
         return _NAMES_OF_OTHERS[name]
@@ -413,7 +413,7 @@ def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
             '{"cuda_devices": [0, 1]} at the top level of the config.'
         )
     for name in [name for name in keys if name not in known]:
-        place = _place_of(name)
+        place = _section_of(name)
         if place is not None:
             errors.add(f"'trainer.{name}' is no key of the trainer: {place}")
             del keys[name]

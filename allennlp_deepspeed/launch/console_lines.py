@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 # `allennlp deepspeed` is a command of this package, and AllenNLP's don't have `--include-package`
 # before they are known.
-_HOW_TO_FIND = "  (for which `echo allennlp_deepspeed >> .allennlp_plugins` is needed here, once)"
+_PLUGIN_HINT = "  (for which `echo allennlp_deepspeed >> .allennlp_plugins` is needed here, once)"
 
 
 @contextmanager
-def first_and_last_lines(arguments: Dict[str, Any], shows: bool) -> Iterator[None]:
+def announce_start_and_end(arguments: Dict[str, Any], is_shown: bool) -> Iterator[None]:
     """
     Context manager that announces where the logs are, and after a training the next commands.
 
@@ -32,22 +32,22 @@ def first_and_last_lines(arguments: Dict[str, Any], shows: bool) -> Iterator[Non
 
     arguments : `Dict[str, Any]`, required.
         Those of AllenNLP's `train_model`.
-    shows : `bool`, required.
+    is_shown : `bool`, required.
         Whether this process announces anything.
     """
     directory = os.fspath(arguments["serialization_dir"])
     # A copy, of which AllenNLP doesn't take out what it reads.
     config = arguments["params"].duplicate().as_dict(quiet=True)
     logs = os.path.join(directory, "out*.log")
-    if shows and consoles.current() is not None:
+    if is_shown and consoles.current() is not None:
         announce(logger, "Reads the data. All is logged in %s", logs)
     yield
-    if shows and not arguments.get("dry_run"):
-        announce(logger, "%s", "\n".join(_what_next(directory, config, arguments)))
+    if is_shown and not arguments.get("dry_run"):
+        announce(logger, "%s", "\n".join(_next_commands(directory, config, arguments)))
 
 
 @contextmanager
-def ends_with_how_to_continue(arguments: Dict[str, Any]) -> Iterator[None]:
+def print_how_to_resume(arguments: Dict[str, Any]) -> Iterator[None]:
     """
     Context manager that prints how to continue an interrupted training. AllenNLP's command then
     exits without a traceback, with 130 after SIGINT and 1 after SIGTERM.
@@ -60,19 +60,19 @@ def ends_with_how_to_continue(arguments: Dict[str, Any]) -> Iterator[None]:
     config = arguments["params"].as_dict(quiet=True)
     trainer, distributed = config.get("trainer"), config.get("distributed")
     is_elastic = isinstance(distributed, dict) and distributed.get("min_nodes") is not None
-    continues_itself = isinstance(trainer, dict) and trainer.get("resume") == "auto"
+    resumes_by_itself = isinstance(trainer, dict) and trainer.get("resume") == "auto"
     try:
         yield
     except (KeyboardInterrupt, SigTermReceived) as error:
         with suppress(OSError):
             directory = os.fspath(arguments["serialization_dir"])
-            print(_how_to_continue(directory, continues_itself, is_elastic), flush=True)
+            print(_how_to_resume(directory, resumes_by_itself, is_elastic), flush=True)
         if not _is_command():
             raise
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
-def _what_next(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]) -> List[str]:
+def _next_commands(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]) -> List[str]:
     archive = os.path.join(directory, "model.tar.gz")
     test = config.get("test_data_path") or config.get("validation_data_path")
     if not isinstance(test, str):  # none, or one for each task
@@ -87,11 +87,11 @@ def _what_next(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]
     return [
         f"The model is in {archive}. Next, for example:",
         *(f"  {shlex.join(['allennlp', *command])}" for command in commands),
-        *([] if "allennlp_deepspeed" in discover_plugins() else [_HOW_TO_FIND]),
+        *([] if "allennlp_deepspeed" in discover_plugins() else [_PLUGIN_HINT]),
     ]
 
 
-def _how_to_continue(directory: str, continues_itself: bool, is_elastic: bool) -> str:
+def _how_to_resume(directory: str, resumes_by_itself: bool, is_elastic: bool) -> str:
     found = CheckpointDirectory(directory).list_checkpoints()
     if not found:
         how = "begin anew with --force, or in another directory."
@@ -100,7 +100,7 @@ def _how_to_continue(directory: str, continues_itself: bool, is_elastic: bool) -
         return f"{directory} has no checkpoint: {how}"
     name = os.path.basename(CheckpointDirectory(directory).path(found[0]))
     how = "start it as before"
-    if not continues_itself:
+    if not resumes_by_itself:
         how += ", with --recover and without --force"
     return f"The newest checkpoint is {name}. To continue from it: {how}"
 

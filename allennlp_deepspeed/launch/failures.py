@@ -38,7 +38,9 @@ def install() -> None:
         try:
             return train_model_from_file(parameter_filename, *args, **kwargs)
         except Exception as error:
-            message = getattr(error, _ATTRIBUTE, None) or _about_file(parameter_filename, error)
+            message = getattr(error, _ATTRIBUTE, None) or _describe_unreadable_file(
+                parameter_filename, error
+            )
             if message is None or not _is_called_by_command():
                 raise
             files = log_to_files(error)
@@ -61,7 +63,7 @@ def read(path: str, overrides: str = "") -> Params:
     try:
         params = Params.from_file(path, overrides)
     except Exception as error:
-        raise ConfigurationError(_about_file(path, error) or str(error)) from error
+        raise ConfigurationError(_describe_unreadable_file(path, error) or str(error)) from error
     check_type(params)
     return params
 
@@ -159,7 +161,7 @@ def log_to_files(error: BaseException) -> List[str]:
     return [handler.baseFilename for handler in handlers]
 
 
-def _about_file(path: Any, error: BaseException) -> Optional[str]:
+def _describe_unreadable_file(path: Any, error: BaseException) -> Optional[str]:
     """What is wrong with a config file that can't be read, in a line; `None` if that isn't it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(frame.f_code is Params.from_file.__func__.__code__ for frame in frames):  # type: ignore[attr-defined]

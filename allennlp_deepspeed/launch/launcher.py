@@ -14,12 +14,12 @@ import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
-_OF_TORCH = "RANK and WORLD_SIZE"
+_TORCH = "RANK and WORLD_SIZE"
 
 # Rank, local rank, world size and processes on the node, as each launcher writes them. The
 # innermost first: torchrun and DeepSpeed's launcher may be started by srun or mpirun.
 _VARIABLES = {
-    _OF_TORCH: ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    _TORCH: ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -40,7 +40,7 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedProcess:
     """
     A process among those that a launcher has started, the same number on each node.
 
@@ -90,11 +90,11 @@ class Launched:
         return self.world_size // self.local_world_size
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> Optional[Launched]:
+def detect(environ: Mapping[str, str] = os.environ) -> Optional[LaunchedProcess]:
     """
     # Returns
 
-    `Optional[Launched]`
+    `Optional[LaunchedProcess]`
         `None` if this process is the only one.
 
     # Raises
@@ -107,7 +107,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Optional[Launched]:
     size = environ.get("WORLD_SIZE")
     for launcher, names in _VARIABLES.items():
         if all(environ.get(name) for name in names):
-            launched = read(environ, launcher)
+            launched = read_environment(environ, launcher)
             if size in (None, "", str(launched.world_size)):
                 return launched if launched.world_size > 1 else None
             break
@@ -123,7 +123,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Optional[Launched]:
     )
 
 
-def read(environ: Mapping[str, str], launcher: str = _OF_TORCH) -> Launched:
+def read_environment(environ: Mapping[str, str], launcher: str = _TORCH) -> LaunchedProcess:
     """
     # Parameters
 
@@ -145,7 +145,7 @@ def read(environ: Mapping[str, str], launcher: str = _OF_TORCH) -> Launched:
             "order of the nodes, and each node has to have the same number of processes, such as "
             "with srun's --ntasks-per-node and --distribution=block."
         )
-    return Launched(
+    return LaunchedProcess(
         launcher=launcher,
         rank=rank,
         local_rank=local_rank,
@@ -191,7 +191,7 @@ def _port(environ: Mapping[str, str], launcher: str, is_one_node: bool) -> int:
         return _integer(environ, "MASTER_PORT")
     if launcher == "srun":
         step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-    elif launcher != _OF_TORCH and is_one_node:
+    elif launcher != _TORCH and is_one_node:
         # What mpirun's processes on a machine have in common.
         step = environ.get("PMIX_NAMESPACE", str(os.getppid()))
     else:
@@ -200,13 +200,13 @@ def _port(environ: Mapping[str, str], launcher: str, is_one_node: bool) -> int:
     return _FIRST_PORT + zlib.crc32(step.encode()) % _NUM_PORTS
 
 
-def into_config(params: Params, launched: Launched, arguments: Dict[str, Any]) -> None:
+def fill_distributed(params: Params, launched: LaunchedProcess, arguments: Dict[str, Any]) -> None:
     """
     # Parameters
 
     params : `Params`, required.
         A full training configuration. What `launched` says is written into it.
-    launched : `Launched`, required.
+    launched : `LaunchedProcess`, required.
         What a launcher says of this process.
     arguments : `Dict[str, Any]`, required.
         Those of AllenNLP's `train_model`. `node_rank` is set.
@@ -240,7 +240,7 @@ def into_config(params: Params, launched: Launched, arguments: Dict[str, Any]) -
     arguments["node_rank"] = launched.node_rank
 
 
-def _check(distributed: Dict[str, Any], launched: Launched) -> None:
+def _check(distributed: Dict[str, Any], launched: LaunchedProcess) -> None:
     devices: Any = distributed.get("cuda_devices")
     num_nodes = distributed.get("num_nodes")
     # One process on each node starts the others. Below another agent, which has a store, it can't:
@@ -268,20 +268,20 @@ def _check(distributed: Dict[str, Any], launched: Launched) -> None:
             )
 
 
-def is_worker(config: Dict[str, Any], launched: Launched) -> bool:
+def is_worker(config: Dict[str, Any], launched: LaunchedProcess) -> bool:
     """
     Whether this process trains one rank. If not, it starts the workers of its node.
 
     # Parameters
 
     config : `Dict[str, Any]`, required.
-        After `into_config`.
-    launched : `Launched`, required.
+        After `fill_distributed`.
+    launched : `LaunchedProcess`, required.
     """
     return len(config["distributed"]["cuda_devices"]) == launched.local_world_size
 
 
-def _devices(config: Dict[str, Any], launched: Launched) -> List[int]:
+def _devices(config: Dict[str, Any], launched: LaunchedProcess) -> List[int]:
     """Of the workers of a node, by local rank."""
     trainer, size = config.get("trainer"), launched.local_world_size
     wants_cpu = isinstance(trainer, dict) and trainer.get("cuda_device") == -1

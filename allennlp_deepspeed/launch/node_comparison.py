@@ -9,9 +9,9 @@ from typing import Any, Dict, Iterator, List, Tuple
 from allennlp_deepspeed.versions import versions
 
 # Of keys whose value says where something is on a node.
-_PLACES = r"(?:.*_)?(?:path|paths|dir|directory|file|files|folder|address|port|endpoint)"
+_LOCATION_KEYS = r"(?:.*_)?(?:path|paths|dir|directory|file|files|folder|address|port|endpoint)"
 
-_NODES_OWN = r"distributed\.cuda_devices(\..*)?|trainer\.cuda_device|include_in_archive(\..*)?"
+_KEYS_OF_NODE = r"distributed\.cuda_devices(\..*)?|trainer\.cuda_device|include_in_archive(\..*)?"
 
 
 def comparable_values(config: Dict[str, Any], arguments: Dict[str, Any]) -> Dict[str, Any]:
@@ -30,9 +30,9 @@ def comparable_values(config: Dict[str, Any], arguments: Dict[str, Any]) -> Dict
         paths and addresses. And versions, and whether the training is to be recovered.
     """
     flat = {
-        path: "a path" if _is_place(value) else value
+        path: "a path" if _is_location(value) else value
         for path, value in _flat(config, [])
-        if not re.fullmatch(_NODES_OWN, path)
+        if not re.fullmatch(_KEYS_OF_NODE, path)
     }
     flags = ["dry_run"]
     if flat.get("trainer.resume") != "auto":  # where each node looks what it has
@@ -54,9 +54,9 @@ def _flat(value: Any, keys: List[str]) -> Iterator[Tuple[str, Any]]:
     if not items:
         yield ".".join(keys), value
     for key, part in items:
-        if not re.fullmatch(_PLACES, str(key)):
+        if not re.fullmatch(_LOCATION_KEYS, str(key)):
             yield from _flat(part, [*keys, str(key)])
 
 
-def _is_place(value: Any) -> bool:
+def _is_location(value: Any) -> bool:
     return isinstance(value, str) and re.match(r"(/|~|\.\.?/)", value) is not None

@@ -66,7 +66,7 @@ def has_workers(config: Dict[str, Any]) -> bool:
     return num_workers(config) > 1
 
 
-def node(config: Dict[str, Any], node_rank: int) -> Node:
+def local_node(config: Dict[str, Any], node_rank: int) -> Node:
     """
     The node whose workers this process is to start.
 

@@ -29,8 +29,8 @@ from allennlp_deepspeed.launch.config_check import (
     has_deepspeed_trainer,
     worker_devices,
 )
-from allennlp_deepspeed.launch.console_lines import ends_with_how_to_continue
-from allennlp_deepspeed.launch.launcher import Launched
+from allennlp_deepspeed.launch.console_lines import print_how_to_resume
+from allennlp_deepspeed.launch.launcher import LaunchedProcess
 from allennlp_deepspeed.reports.console import ConsoleSettings, shown_on_console
 from allennlp_deepspeed_import_hook import process_setup
 
@@ -48,7 +48,7 @@ def install() -> None:
     @functools.wraps(train_model)
     def checked_train_model(params: Params, *args: Any, **kwargs: Any) -> Any:
         failures.check_type(params)
-        _name_trainer(params)
+        _normalize_trainer(params)
         is_ours = has_deepspeed_trainer(params.as_dict(quiet=True))
         try:
             if not is_ours:
@@ -66,7 +66,7 @@ def install() -> None:
     failures.install()
 
 
-def _name_trainer(params: Params) -> None:
+def _normalize_trainer(params: Params) -> None:
     """Which AllenNLP takes for an object everywhere, but not here with several workers."""
     if isinstance(params.params.get("trainer"), str):
         params.params["trainer"] = {"type": params.params["trainer"]}
@@ -79,14 +79,14 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
     settings = _console_settings(arguments, launched)
     with ExitStack() as stack:
         if launched is None or launched.local_rank == 0:
-            stack.enter_context(ends_with_how_to_continue(arguments))
+            stack.enter_context(print_how_to_resume(arguments))
         with shown_on_console(settings):
-            config = _checked(arguments, launched)
+            config = _checked_config(arguments, launched)
             if not nodes.has_workers(config):
                 return worker.train(train_model, arguments, None)
             if launched is not None and launcher.is_worker(config, launched):
                 return _train_as_worker(train_model, arguments, launched)
-        node = nodes.node(config, arguments.get("node_rank", 0))
+        node = nodes.local_node(config, arguments.get("node_rank", 0))
         returns_model = arguments.pop("return_model", None)
         run_workers(node, worker.run, dict(os.environ), arguments, settings)
     if not returns_model or arguments.get("dry_run"):
@@ -94,12 +94,14 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
     return Model.load(arguments["params"], arguments["serialization_dir"])
 
 
-def _checked(arguments: Dict[str, Any], launched: Optional[Launched]) -> Dict[str, Any]:
+def _checked_config(
+    arguments: Dict[str, Any], launched: Optional[LaunchedProcess]
+) -> Dict[str, Any]:
     """The config, with what a launcher says and what follows from other keys."""
     params = arguments["params"]
     if launched is not None:
-        launcher.into_config(params, launched, arguments)
-    fill_in(params)
+        launcher.fill_distributed(params, launched, arguments)
+    fill_derived_keys(params)
     check(params)
     check_devices(params.as_dict(quiet=True))
     config: Dict[str, Any] = params.as_dict(quiet=True)
@@ -107,13 +109,13 @@ def _checked(arguments: Dict[str, Any], launched: Optional[Launched]) -> Dict[st
 
 
 def _train_as_worker(
-    train_model: Callable[..., Any], arguments: Dict[str, Any], launched: Launched
+    train_model: Callable[..., Any], arguments: Dict[str, Any], launched: LaunchedProcess
 ) -> None:
     """In a process that a launcher has started for one rank."""
     distributed = arguments["params"].as_dict(quiet=True)["distributed"]
     address, port = distributed["primary_address"], distributed["primary_port"]
     launched = replace(launched, address=address, port=port)
-    worker.begin(launched)
+    worker.set_up_process(launched)
     try:
         worker.train(train_model, arguments, launched)
     except Exception as error:
@@ -125,7 +127,7 @@ def _train_as_worker(
         raise
 
 
-def fill_in(params: Params) -> None:
+def fill_derived_keys(params: Params) -> None:
     """
     # Parameters
 
@@ -153,7 +155,7 @@ def fill_in(params: Params) -> None:
 
 
 def _console_settings(
-    arguments: Dict[str, Any], launched: Optional[Launched]
+    arguments: Dict[str, Any], launched: Optional[LaunchedProcess]
 ) -> Optional[ConsoleSettings]:
     """`None` where the console is to have the whole log."""
     if is_full_log_requested():

@@ -55,10 +55,10 @@ def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.S
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=rendezvous_timeout)))
         store = dist.PrefixStore("allennlp_deepspeed", store)
-        number = _number_of_start(store, rank, world_size, rendezvous_timeout)
+        number = _agree_on_start_number(store, rank, world_size, rendezvous_timeout)
         store_of_start = dist.PrefixStore(f"start_{number}", store)
         worker_failure.tell_through(store_of_start)
-        how, advice = f"by {backend}", _about_interfaces(backend)
+        how, advice = f"by {backend}", _interface_advice(backend)
         group_store = dist.PrefixStore("default_group", store_of_start)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
     except (dist.DistError, RuntimeError) as error:
@@ -71,7 +71,7 @@ def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.S
     return store
 
 
-def _number_of_start(store: dist.Store, rank: int, world_size: int, timeout: float) -> int:
+def _agree_on_start_number(store: dist.Store, rank: int, world_size: int, timeout: float) -> int:
     """
     Agrees on which start of the workers with this store this is, from 1 on. Nothing that a launcher
     says is the same on all nodes and another for each start: torchrun counts restarts on each node
@@ -79,7 +79,7 @@ def _number_of_start(store: dist.Store, rank: int, world_size: int, timeout: flo
     """
     if rank == 0:
         number: int = store.add("starts", 1)
-        _answer(store, number, world_size, timeout)
+        _answer_questions(store, number, world_size, timeout)
         return number
     question = uuid.uuid4().hex
     store.set(f"question/{rank}", question)
@@ -88,7 +88,7 @@ def _number_of_start(store: dist.Store, rank: int, world_size: int, timeout: flo
     return number
 
 
-def _answer(store: dist.Store, number: int, world_size: int, timeout: float) -> None:
+def _answer_questions(store: dist.Store, number: int, world_size: int, timeout: float) -> None:
     """Answers until every rank has joined. Nobody waits for answers to ranks of former starts."""
     deadline = time.monotonic() + timeout
     missing = list(range(1, world_size))
@@ -103,7 +103,7 @@ def _answer(store: dist.Store, number: int, world_size: int, timeout: float) -> 
             raise dist.DistStoreError(f"ranks {', '.join(map(str, missing))} have not come")
 
 
-def _about_interfaces(backend: str) -> str:
+def _interface_advice(backend: str) -> str:
     variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME"
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     return (

@@ -24,7 +24,7 @@ from allennlp_deepspeed.launch import directory_lock
 logger = logging.getLogger(__name__)
 
 # What a training leaves that hasn't come to a checkpoint.
-_OF_A_START = (
+_FILES_OF_START = (
     "config.json",
     "meta.json",
     "vocabulary",
@@ -45,7 +45,7 @@ _MAX_NAMED = 5
 _MAX_LENGTH = 100  # characters of a value
 
 
-def is_asked_for(config: Dict[str, Any]) -> bool:
+def is_automatic(config: Dict[str, Any]) -> bool:
     trainer = config.get("trainer")
     return isinstance(trainer, dict) and trainer.get("resume") == "auto"
 
@@ -71,13 +71,13 @@ def has_training(serialization_dir: Union[str, os.PathLike], force: bool) -> boo
             "one of the two."
         )
     directory = Path(serialization_dir)
-    if _has_something(directory):
+    if _has_checkpoint(directory):
         announce(logger, "%s has a training in it, which is continued.", directory)
         return True
     return False
 
 
-def begin_anew(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> None:
+def start_over(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> None:
     """
     Removes what an earlier start has left that hadn't come to a checkpoint, on any node. To be
     called by the node that makes the directory.
@@ -98,7 +98,7 @@ def begin_anew(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> Non
     CheckpointDirectory(str(directory)).clean_up()
     names = os.listdir(directory) if directory.is_dir() else []
     names = [name for name in names if name != directory_lock.FILE_NAME]
-    others = [n for n in names if not any(fnmatch.fnmatch(n, p) for p in _OF_A_START)]
+    others = [n for n in names if not any(fnmatch.fnmatch(n, p) for p in _FILES_OF_START)]
     if others and not is_ours:
         raise ConfigurationError(
             f"{directory} has no training in it that could be continued, but {json.dumps(others)}: "
@@ -117,7 +117,7 @@ def begin_anew(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> Non
         )
 
 
-def _has_something(directory: Path) -> bool:
+def _has_checkpoint(directory: Path) -> bool:
     is_training = (directory / "config.json").is_file() and (directory / "vocabulary").is_dir()
     is_finished = (directory / "model.tar.gz").is_file()
     # One that was being replaced gets its name back when the training continues.

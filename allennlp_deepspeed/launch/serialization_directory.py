@@ -36,13 +36,13 @@ _FORMAT = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
 _NO_LIMIT = timedelta(days=30)
 
 
-def is_made(store: dist.Store, leader: int) -> bool:
+def is_created(store: dist.Store, leader: int) -> bool:
     """Whether a rank has made a serialization directory, in this start of the workers or before."""
     return store.check([f"directory/{leader}"])
 
 
 @contextmanager
-def made_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bool]:
+def create_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bool]:
     """
     Context manager in which AllenNLP's `create_serialization_dir` locks the directory, and tells
     the store that this rank has made it. Yields whether it had before a launcher started it again:
@@ -57,9 +57,9 @@ def made_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bool
     """
     create = training_util.create_serialization_dir
     rank = int(os.environ.get("RANK", 0))
-    is_ours = store is not None and is_made(store, rank)
+    is_ours = store is not None and is_created(store, rank)
 
-    def create_once(params: Params, path: str, recover: bool, force: bool) -> None:
+    def create_if_needed(params: Params, path: str, recover: bool, force: bool) -> None:
         try:
             if not recover and (is_ours or (os.path.isdir(path) and lock.is_alone())):
                 os.makedirs(path, exist_ok=True)
@@ -71,7 +71,7 @@ def made_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bool
         if store is not None:
             store.set(f"directory/{rank}", "")
 
-    with mock.patch.object(training_util, "create_serialization_dir", create_once):
+    with mock.patch.object(training_util, "create_serialization_dir", create_if_needed):
         yield is_ours
 
 
@@ -138,7 +138,7 @@ class SerializationDirectory:
         dist.barrier(group=self._group)
 
     @contextmanager
-    def prepared_by_leader(self) -> Iterator[None]:
+    def prepare_on_leader(self) -> Iterator[None]:
         """Around AllenNLP's `train_model`, which prepares the directory for its workers."""
         with ExitStack() as stack:
             patch = partial(_patch, stack)
@@ -158,7 +158,7 @@ class SerializationDirectory:
                 raise
 
     @contextmanager
-    def logging_by_rank(self) -> Iterator[None]:
+    def log_by_rank(self) -> Iterator[None]:
         """Around AllenNLP's `_train_worker`: log files are those of ranks of all nodes."""
         rank, name = dist.get_rank(), f"{dist.get_rank()}"
         if len(set(self._directories.hosts)) > 1:

@@ -45,13 +45,13 @@ from allennlp_deepspeed.launch import (
     resumption,
 )
 from allennlp_deepspeed.launch.agent import Node
-from allennlp_deepspeed.launch.console_lines import first_and_last_lines
+from allennlp_deepspeed.launch.console_lines import announce_start_and_end
 from allennlp_deepspeed.launch.directory_lock import DirectoryLock
-from allennlp_deepspeed.launch.launcher import Launched
+from allennlp_deepspeed.launch.launcher import LaunchedProcess
 from allennlp_deepspeed.launch.serialization_directory import (
     SerializationDirectory,
-    is_made,
-    made_once,
+    create_once,
+    is_created,
 )
 from allennlp_deepspeed.reports.console import (
     ConsoleSettings,
@@ -98,9 +98,9 @@ def run(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # The agent sends SIGTERM then.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    launched = _launched(node, node_rank)
+    launched = _launched_process(node, node_rank)
     os.environ.update({k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC")})
-    begin(launched)
+    set_up_process(launched)
     # Bars' default is a semaphore of the system's, which a worker that is killed leaves.
     tqdm.set_lock(threading.RLock())
     # A forked process has the random states of the one that it is forked from.
@@ -116,9 +116,9 @@ def run(
                 # The agent says why it stops its workers: a node joins, or one is told to end.
                 log = interruption.logger
                 stack.enter_context(mock.patch.object(log, "warning", log.info))
-                stack.enter_context(_archives_at_end())
+                stack.enter_context(_archive_only_at_end())
                 # Whether the command of a node that joins has the flag doesn't matter.
-                if is_made(store, leader=0):
+                if is_created(store, leader=0):
                     arguments["recover"] = False
             if settings is not None:
                 disable_progress_bars_of_transformers()
@@ -132,7 +132,7 @@ def run(
         sys.exit(1)
 
 
-def begin(launched: Launched) -> None:
+def set_up_process(launched: LaunchedProcess) -> None:
     """Makes this process a worker. To be called first."""
     os.environ.update(launched.environment())
     worker_failure.begin(failures.message_of, failures.log_to_files)
@@ -141,7 +141,7 @@ def begin(launched: Launched) -> None:
 def train(
     train_model: Callable[..., Any],
     arguments: Dict[str, Any],
-    launched: Optional[Launched],
+    launched: Optional[LaunchedProcess],
     store: Optional[dist.Store] = None,
 ) -> Any:
     """
@@ -153,7 +153,7 @@ def train(
         AllenNLP's.
     arguments : `Dict[str, Any]`, required.
         Its arguments.
-    launched : `Optional[Launched]`, required.
+    launched : `Optional[LaunchedProcess]`, required.
         Which of several workers this process is. `None` if it is the only one.
     store : `dist.Store`, optional (default = `None`)
         One that outlives the workers, if that of the process group may be lost with a node.
@@ -163,19 +163,19 @@ def train(
     with ExitStack() as stack:
         directory = None
         if launched is not None:
-            store_of_workers, directory = _meet(config, arguments, launched)
+            store_of_workers, directory = _join_process_group(config, arguments, launched)
             store = store_of_workers if store is None else store
         is_leader = directory is None or directory.is_leader
         lock = DirectoryLock(arguments["serialization_dir"], store)
-        with _agreed_problems():
+        with _raise_on_all_ranks():
             if is_leader:
                 stack.enter_context(lock)
                 if directory is not None:
                     directory.remove_stale_tokens()
-        is_ours = stack.enter_context(made_once(store, lock))
-        _continue_or_begin(arguments, is_leader, is_ours)
+        is_ours = stack.enter_context(create_once(store, lock))
+        _resume_or_start(arguments, is_leader, is_ours)
         shows = launched is None or launched.rank == 0
-        stack.enter_context(first_and_last_lines(arguments, shows))
+        stack.enter_context(announce_start_and_end(arguments, shows))
         if launched is not None and directory is not None:
             size = config["trainer"].get("sequence_parallel_size", 1)
             if size > 1:
@@ -191,7 +191,7 @@ def train(
                 (training_util, "make_vocab_from_params", vocabulary),
             ):
                 stack.enter_context(mock.patch.object(module, name, value))
-            stack.enter_context(directory.prepared_by_leader())
+            stack.enter_context(directory.prepare_on_leader())
         try:
             result = train_model(**arguments)
         except TrainingInterrupted:
@@ -203,10 +203,10 @@ def train(
         return result
 
 
-def _launched(node: Node, node_rank: int) -> Launched:
+def _launched_process(node: Node, node_rank: int) -> LaunchedProcess:
     """Which worker this process is. Elastic doesn't know `--node-rank`."""
     rank = node_rank * node.num_workers + int(os.environ["LOCAL_RANK"])
-    return launcher.read({**os.environ, "RANK": str(rank)})
+    return launcher.read_environment({**os.environ, "RANK": str(rank)})
 
 
 def _store_of_training(node: Node, training: str) -> dist.Store:
@@ -216,7 +216,7 @@ def _store_of_training(node: Node, training: str) -> dist.Store:
 
 
 @contextmanager
-def _archives_at_end() -> Iterator[None]:
+def _archive_only_at_end() -> Iterator[None]:
     """
     Context manager in which AllenNLP archives no model when a training is interrupted, which goes
     on as soon as a node has joined or left.
@@ -239,18 +239,18 @@ def _make_vocabulary(
     return make(params, *args, **kwargs)
 
 
-def _meet(
-    config: Dict[str, Any], arguments: Dict[str, Any], launched: Launched
+def _join_process_group(
+    config: Dict[str, Any], arguments: Dict[str, Any], launched: LaunchedProcess
 ) -> Tuple[dist.Store, SerializationDirectory]:
     """Starts the process group, and compares what has to be the same on all nodes."""
-    os.register_at_fork(after_in_child=_end_with_worker)
+    os.register_at_fork(after_in_child=_exit_with_parent)
     distributed = config["distributed"]
     store = process_group.start(
         distributed["cuda_devices"][launched.local_rank],
         nodes.setting(distributed, "rendezvous_timeout"),
         nodes.setting(distributed, "timeout"),
     )
-    _compare(node_comparison.comparable_values(config, arguments))
+    _check_same_on_all_ranks(node_comparison.comparable_values(config, arguments))
     directory = SerializationDirectory(arguments["serialization_dir"])
     if distributed.get("min_nodes") is not None and not directory.is_shared:
         raise ConfigurationError(
@@ -262,7 +262,7 @@ def _meet(
     return store, directory
 
 
-def _end_with_worker() -> None:
+def _exit_with_parent() -> None:
     """
     In a process that a worker has forked, a data loader's for example: has it end when the worker
     is killed, where it would wait for the worker for ever.
@@ -272,7 +272,7 @@ def _end_with_worker() -> None:
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
 
 
-def _compare(own: Dict[str, Any]) -> None:
+def _check_same_on_all_ranks(own: Dict[str, Any]) -> None:
     """
     # Raises
 
@@ -289,30 +289,30 @@ def _compare(own: Dict[str, Any]) -> None:
         )
 
 
-def _continue_or_begin(arguments: Dict[str, Any], is_leader: bool, is_ours: bool) -> None:
+def _resume_or_start(arguments: Dict[str, Any], is_leader: bool, is_ours: bool) -> None:
     """Decides whether the training is continued, and prepares its directory for that."""
     params, path = arguments["params"], arguments["serialization_dir"]
-    is_asked_for = resumption.is_asked_for(params.as_dict(quiet=True))
+    is_automatic = resumption.is_automatic(params.as_dict(quiet=True))
     # What --force was to remove is gone since the start that has made the directory.
-    looks = is_leader and (is_asked_for or (is_ours and not arguments.get("recover")))
+    decides = is_leader and (is_automatic or (is_ours and not arguments.get("recover")))
     continues = False
-    with _agreed_problems():
-        if looks:
+    with _raise_on_all_ranks():
+        if decides:
             force = bool(arguments.get("force")) and not is_ours
             continues = resumption.has_training(path, force)
     continues = any(collectives.all_gather_object(continues))
-    with _agreed_problems():
-        if looks and not continues:
-            resumption.begin_anew(path, is_ours)
-    if is_asked_for or continues:
+    with _raise_on_all_ranks():
+        if decides and not continues:
+            resumption.start_over(path, is_ours)
+    if is_automatic or continues:
         arguments.update(recover=continues, force=False)
-    with _agreed_problems():
+    with _raise_on_all_ranks():
         if is_leader and arguments.get("recover"):
             resumption.accept_changes(params, path)
 
 
 @contextmanager
-def _agreed_problems() -> Iterator[None]:
+def _raise_on_all_ranks() -> Iterator[None]:
     """
     Around what one rank does while others wait. To be entered by every rank.
 
@@ -333,7 +333,7 @@ def _agreed_problems() -> Iterator[None]:
 
 def _become_worker(
     spawning: ExitStack,
-    launched: Launched,
+    launched: LaunchedProcess,
     directory: SerializationDirectory,
     train_worker: Callable[..., Any],
     args: Tuple[Any, ...],
@@ -350,7 +350,7 @@ def _become_worker(
     own.update(node_rank=launched.node_rank, world_size=launched.world_size)
     fill_batch_size(own["params"].params, launched.world_size)
     own["params"]["trainer"]["cuda_device"] = own["distributed_device_ids"][launched.local_rank]
-    with mock.patch.object(train_command, "dist", there), directory.logging_by_rank():
+    with mock.patch.object(train_command, "dist", there), directory.log_by_rank():
         train_worker(**own)
 
 

@@ -11,8 +11,8 @@ from allennlp.common.util import SigTermReceived
 
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
 from allennlp_deepspeed.launch.console_lines import (
-    ends_with_how_to_continue,
-    first_and_last_lines,
+    announce_start_and_end,
+    print_how_to_resume,
 )
 from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed.reports.console import Console, ConsoleSettings
@@ -36,7 +36,7 @@ def test_the_next_commands_are_of_this_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = arguments(tmp_path)
-    with caplog.at_level(logging.INFO), first_and_last_lines(given, shows=True):
+    with caplog.at_level(logging.INFO), announce_start_and_end(given, is_shown=True):
         given["params"].pop("test_data_path")  # as AllenNLP does
     archive = tmp_path / "model.tar.gz"
     assert caplog.messages[-1].splitlines()[1:] == [
@@ -46,12 +46,12 @@ def test_the_next_commands_are_of_this_training(
     ]
 
 
-@pytest.mark.parametrize("shows, more", [(False, {}), (True, {"dry_run": True})])
+@pytest.mark.parametrize("is_shown, more", [(False, {}), (True, {"dry_run": True})])
 def test_nothing_comes_next_after_a_dry_run_or_on_another_node(
-    shows: bool, more: Dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    is_shown: bool, more: Dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {**arguments(tmp_path), **more}
-    with caplog.at_level(logging.INFO), first_and_last_lines(given, shows=shows):
+    with caplog.at_level(logging.INFO), announce_start_and_end(given, is_shown=is_shown):
         pass
     assert "allennlp" not in "".join(caplog.messages)
 
@@ -77,7 +77,7 @@ def test_an_interrupted_training_says_how_to_continue(
     given = arguments(tmp_path, **trainer)
     # AllenNLP's command ends; a script has its exception.
     raised = KeyboardInterrupt if command == "script.py" else SystemExit
-    with pytest.raises(raised), ends_with_how_to_continue(given):
+    with pytest.raises(raised), print_how_to_resume(given):
         raise KeyboardInterrupt
     assert capsys.readouterr() == (
         f"The newest checkpoint is checkpoint_e1_b4. To continue from it: {how}\n",
@@ -91,7 +91,7 @@ def test_an_elastic_node_without_a_checkpoint_may_take_part_again(
     monkeypatch.setattr(sys, "argv", ["allennlp", "train"])
     given = arguments(tmp_path)
     given["params"]["distributed"] = {"cuda_devices": [-1], "num_nodes": 2, "min_nodes": 1}
-    with pytest.raises(SystemExit), ends_with_how_to_continue(given):
+    with pytest.raises(SystemExit), print_how_to_resume(given):
         raise KeyboardInterrupt
     assert "start it as before if other nodes are training" in capsys.readouterr().out
 
@@ -99,12 +99,12 @@ def test_an_elastic_node_without_a_checkpoint_may_take_part_again(
 def test_what_cannot_be_said_leaves_the_end_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(*args: Any) -> Any:
+    def list_checkpoints(*args: Any) -> Any:
         raise PermissionError("The disk is gone.")
 
-    monkeypatch.setattr(CheckpointDirectory, "find", find)
+    monkeypatch.setattr(CheckpointDirectory, "list_checkpoints", list_checkpoints)
     monkeypatch.setattr(sys, "argv", ["script.py"])
-    with pytest.raises(KeyboardInterrupt), ends_with_how_to_continue(arguments(tmp_path)):
+    with pytest.raises(KeyboardInterrupt), print_how_to_resume(arguments(tmp_path)):
         raise KeyboardInterrupt
 
 
@@ -113,6 +113,6 @@ def test_the_command_exits_with_the_code_of_the_signal(
     error_type: Any, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/bin/allennlp", "train", "c.jsonnet", "-s", "out"])
-    with pytest.raises(SystemExit) as raised, ends_with_how_to_continue(arguments(tmp_path)):
+    with pytest.raises(SystemExit) as raised, print_how_to_resume(arguments(tmp_path)):
         raise error_type
     assert raised.value.code == code

@@ -9,7 +9,7 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.launch import nodes
 from allennlp_deepspeed.launch.agent import Node
-from allennlp_deepspeed.launch.launcher import Launched, detect, into_config, is_worker
+from allennlp_deepspeed.launch.launcher import LaunchedProcess, detect, fill_distributed, is_worker
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -74,19 +74,19 @@ ONE_TASK = {
     [
         (
             TORCHRUN,
-            Launched("RANK and WORLD_SIZE", 3, 1, 4, 2, "node-0", 29400, has_store=True),
+            LaunchedProcess("RANK and WORLD_SIZE", 3, 1, 4, 2, "node-0", 29400, has_store=True),
         ),
-        (DEEPSPEED, Launched("RANK and WORLD_SIZE", 2, 0, 4, 2, "10.0.0.1", 29500)),
+        (DEEPSPEED, LaunchedProcess("RANK and WORLD_SIZE", 2, 0, 4, 2, "10.0.0.1", 29500)),
         (
             {"MASTER_PORT": "1234", "MASTER_ADDR": "node-1", **OPEN_MPI},
-            Launched("Open MPI", 1, 1, 2, 2, "node-1", 1234),
+            LaunchedProcess("Open MPI", 1, 1, 2, 2, "node-1", 1234),
         ),
-        ({"MASTER_PORT": "1234", **MPICH}, Launched("MPICH", 0, 0, 2, 2, "127.0.0.1", 1234)),
-        ({"MASTER_PORT": "1234", **SRUN}, Launched("srun", 5, 1, 8, 4, "gpu003", 1234)),
+        ({"MASTER_PORT": "1234", **MPICH}, LaunchedProcess("MPICH", 0, 0, 2, 2, "127.0.0.1", 1234)),
+        ({"MASTER_PORT": "1234", **SRUN}, LaunchedProcess("srun", 5, 1, 8, 4, "gpu003", 1234)),
         # The innermost counts.
         (
             {**SRUN, **TORCHRUN},
-            Launched("RANK and WORLD_SIZE", 3, 1, 4, 2, "node-0", 29400, has_store=True),
+            LaunchedProcess("RANK and WORLD_SIZE", 3, 1, 4, 2, "node-0", 29400, has_store=True),
         ),
         # A batch script by itself is no step: this is the only process.
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
@@ -95,7 +95,7 @@ ONE_TASK = {
         ({}, None),
     ],
 )
-def test_what_a_launcher_says(environment: Dict[str, str], expected: Launched) -> None:
+def test_what_a_launcher_says(environment: Dict[str, str], expected: LaunchedProcess) -> None:
     assert detect(environment) == expected
 
 
@@ -157,19 +157,19 @@ def test_what_cannot_be_understood_is_refused(environment: Dict[str, str], messa
 
 
 # The third of four processes on two nodes.
-LAUNCHED = Launched("srun", 2, 0, 4, 2, "node-0", 23456)
+LAUNCHED = LaunchedProcess("srun", 2, 0, 4, 2, "node-0", 23456)
 
-ONE_A_NODE = Launched("srun", 1, 0, 2, 1, "node-0", 23456)
+ONE_A_NODE = LaunchedProcess("srun", 1, 0, 2, 1, "node-0", 23456)
 
 
 def filled(
-    launched: Launched, distributed: Optional[Dict[str, Any]] = None, **arguments: Any
+    launched: LaunchedProcess, distributed: Optional[Dict[str, Any]] = None, **arguments: Any
 ) -> Dict[str, Any]:
     config: Dict[str, Any] = {"trainer": {"type": "deepspeed", "cuda_device": -1}}
     if distributed is not None:
         config["distributed"] = distributed
     params = Params(config)
-    into_config(params, launched, arguments)
+    fill_distributed(params, launched, arguments)
     assert arguments["node_rank"] == launched.node_rank
     return params.as_dict(quiet=True)
 
@@ -189,7 +189,7 @@ def test_one_process_on_each_node_starts_its_workers() -> None:
     section = {"cuda_devices": [-1, -1, -1], "num_nodes": 2, "timeout": 60}
     config = filled(ONE_A_NODE, section, node_rank=1)
     assert not is_worker(config, ONE_A_NODE)
-    node = nodes.node(config, 1)
+    node = nodes.local_node(config, 1)
     assert node == Node(1, 2, 3, "node-0", 23456)
 
 
@@ -215,7 +215,7 @@ def test_where_to_meet_may_be_in_the_config() -> None:
     ],
 )
 def test_contradictions_are_refused(
-    launched: Launched, section: Dict[str, Any], message: str
+    launched: LaunchedProcess, section: Dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         filled(launched, section)

@@ -42,7 +42,7 @@ def test_what_is_wrong_with_the_section_is_said(section: Config, expected: str) 
 def test_the_section_says_who_the_process_is() -> None:
     section = {**TWO_NODES, "rendezvous_timeout": 10.5, "max_restarts": 3}
     nodes.check(section, ConfigErrors())
-    node = nodes.node({"distributed": section}, node_rank=1)
+    node = nodes.local_node({"distributed": section}, node_rank=1)
     assert node == Node(1, 2, 2, "10.0.0.1", 29500, rendezvous_timeout=10.5, max_restarts=3)
     assert nodes.has_workers({"distributed": section})
     assert not nodes.has_workers({"distributed": {"cuda_devices": [0]}})
@@ -50,14 +50,14 @@ def test_the_section_says_who_the_process_is() -> None:
 
 
 def test_without_an_address_the_node_is_alone_and_any_port_will_do() -> None:
-    node = nodes.node({"distributed": {"cuda_devices": [-1, -1]}}, 0)
+    node = nodes.local_node({"distributed": {"cuda_devices": [-1, -1]}}, 0)
     assert (node.where, node.num_nodes, node.num_workers) == ("127.0.0.1:0", 1, 2)
 
 
 @pytest.mark.parametrize("node_rank", [-1, 2])
 def test_a_node_that_there_is_not_is_refused(node_rank: int) -> None:
     with pytest.raises(ConfigurationError, match="write one from 0 to 1"):
-        nodes.node({"distributed": TWO_NODES}, node_rank)
+        nodes.local_node({"distributed": TWO_NODES}, node_rank)
 
 
 def difference(config: Config, other: Config) -> List[str]:

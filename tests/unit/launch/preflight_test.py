@@ -97,7 +97,7 @@ BUCKET = {"type": "bucket"}
 )
 def test_the_data_loader_reads_the_share_of_a_worker(loader: Dict[str, Any]) -> None:
     params = Params({**experiment(**AUTO), "data_loader": loader})
-    preflight.fill_in(params)
+    preflight.fill_derived_keys(params)
     preflight.check(params)
     filled = params.as_dict(quiet=True)["data_loader"]
     assert (filled.get("batch_sampler") or filled)["batch_size"] == 6
@@ -108,7 +108,7 @@ def test_the_data_loader_reads_the_share_of_a_worker(loader: Dict[str, Any]) -> 
 )
 def test_wrong_devices_are_left_to_the_check(distributed: Any) -> None:
     params = Params({**experiment(**AUTO), "distributed": distributed})
-    preflight.fill_in(params)
+    preflight.fill_derived_keys(params)
     with pytest.raises(ConfigurationError, match="distributed"):
         preflight.check(params)
 

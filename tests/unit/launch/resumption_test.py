@@ -51,7 +51,7 @@ def test_it_continues_what_has_a_checkpoint(
     directory = tmp_path / "out"
     assert resumption.has_training(directory, force=False) is recovers
     if not recovers:
-        resumption.begin_anew(directory, is_ours=False)
+        resumption.start_over(directory, is_ours=False)
     found = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
     assert found == left
 
@@ -59,9 +59,9 @@ def test_it_continues_what_has_a_checkpoint(
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "config.json", "thesis.tex")
     with pytest.raises(ConfigurationError, match=r'\["thesis.tex"\]'):
-        resumption.begin_anew(tmp_path, is_ours=False)
+        resumption.start_over(tmp_path, is_ours=False)
     assert (tmp_path / "config.json").exists()
-    resumption.begin_anew(tmp_path, is_ours=True)
+    resumption.start_over(tmp_path, is_ours=True)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
