@@ -25,7 +25,7 @@ _PRINTING_MODULES = (deepspeed.utils.logging, deepspeed.runtime.utils)
 
 
 @contextmanager
-def logged_by_allennlp() -> Iterator[None]:
+def log_through_allennlp() -> Iterator[None]:
     """
     Context manager in which AllenNLP's handlers write the records of DeepSpeed's logger, each once,
     instead of its own handler for stdout, and the output that DeepSpeed prints. All of this is
@@ -42,7 +42,7 @@ def logged_by_allennlp() -> Iterator[None]:
 
 
 @contextmanager
-def reports_logged(engine: DeepSpeedEngine) -> Iterator[None]:
+def log_reports(engine: DeepSpeedEngine) -> Iterator[None]:
     """Context manager that enables the engine's reports, without counting validation."""
     if engine.log_level() is None and (
         engine.steps_per_print() is not None or deepspeed.comm.comm.comms_logger.verbose
@@ -79,13 +79,13 @@ class CommsSummaryCallback(TrainerCallback):
         self, trainer: Any, metrics: Dict[str, Any], epoch: int, *args: Any, **kwargs: Any
     ) -> None:
         """Logs the summary. Every rank must call it."""
-        with _printed_as_one_record():
+        with _log_prints_as_one_record():
             deepspeed.comm.log_summary()
         deepspeed.comm.reset_log()
 
 
 @contextmanager
-def _printed_as_one_record() -> Iterator[None]:
+def _log_prints_as_one_record() -> Iterator[None]:
     printed = io.StringIO()
     with redirect_stdout(printed):
         yield

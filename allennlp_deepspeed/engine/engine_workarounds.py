@@ -106,7 +106,7 @@ def remove_swap_files(folders: Iterable[str]) -> None:
                 os.rmdir(parent)
 
 
-def corrected_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def correct_bias_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """
     Makes DeepSpeed's Adam compute the bias correction of each step from the step count, on the CPU.
     Returns a function that undoes this.
@@ -119,7 +119,7 @@ def corrected_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], No
     if isinstance(optimizer, MultiOptimizer):
         with ExitStack() as undo:
             for part in optimizer.optimizers.values():
-                undo.callback(corrected_by_step_count(part))
+                undo.callback(correct_bias_by_step_count(part))
             return undo.pop_all().close
     forget_powers: Callable[..., Any]
     if isinstance(optimizer, DeepSpeedCPUAdam):

@@ -11,7 +11,7 @@ from torch.nn.utils import stateless
 
 
 @contextmanager
-def inner_gradients_refused(model: torch.nn.Module) -> Iterator[None]:
+def refuse_inner_gradients(model: torch.nn.Module) -> Iterator[None]:
     """
     Context manager in which a forward pass of the model raises a `ConfigurationError` if it takes
     gradients itself (`torch.autograd.grad`, `torch.func`), or calls a module with other tensors
@@ -27,10 +27,10 @@ def inner_gradients_refused(model: torch.nn.Module) -> Iterator[None]:
 
     def enter(*_: Any) -> None:
         for owner, name, refusing in (
-            (torch.autograd, "_engine_run_backward", _second_backward_refused),
-            (eager_transforms, "grad_increment_nesting", _refused),
-            (eager_transforms, "jvp_increment_nesting", _refused),
-            (stateless, "_functional_call", _refused),
+            (torch.autograd, "_engine_run_backward", _refuse_second_backward),
+            (eager_transforms, "grad_increment_nesting", _refuse),
+            (eager_transforms, "jvp_increment_nesting", _refuse),
+            (stateless, "_functional_call", _refuse),
         ):
             function = getattr(owner, name)
             forward_pass.enter_context(mock.patch.object(owner, name, partial(refusing, function)))
@@ -49,7 +49,7 @@ def inner_gradients_refused(model: torch.nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _second_backward_refused(
+def _refuse_second_backward(
     run_backward: Callable,
     outputs: Any,
     gradients: Any,
@@ -66,11 +66,11 @@ def _second_backward_refused(
         and torch._C._current_graph_task_id() == -1
         and detect_fake_mode() is None
     ):
-        _refused(run_backward)
+        _refuse(run_backward)
     return run_backward(outputs, gradients, keep_graph, create_graph, inputs, *args, **kwargs)
 
 
-def _refused(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
     raise ConfigurationError(
         "The model takes gradients in its forward pass, or calls a module with other tensors in "
         "place of its parameters, and ZeRO stage 3 partitions parameters again before that is "

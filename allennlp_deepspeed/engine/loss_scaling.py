@@ -42,7 +42,7 @@ class LossScale:
 
 
 @contextmanager
-def mended_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
+def fix_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
     """
     Context manager in which an fp16 engine scales its losses at every ZeRO stage, and unscales
     gradients and their reported norm by the same scale.
@@ -128,7 +128,7 @@ HOW_TO_STEP = (
 
 
 @contextmanager
-def other_steps_refused(engine: DeepSpeedEngine) -> Iterator[None]:
+def refuse_other_steps(engine: DeepSpeedEngine) -> Iterator[None]:
     """
     Context manager in which only `step` may step the engine or its optimizer. The trainer reduces
     gradients instead of DeepSpeed's hooks: any other step would use the gradients of this rank

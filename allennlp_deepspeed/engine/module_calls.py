@@ -31,7 +31,7 @@ _num_calls = 0
 
 
 @contextmanager
-def noted(model: torch.nn.Module) -> Iterator[None]:
+def record_calls(model: torch.nn.Module) -> Iterator[None]:
     """
     Context manager that records each call of a module that ZeRO stage 3 gathers by itself, if an
     agent has started this process.
@@ -48,7 +48,7 @@ def noted(model: torch.nn.Module) -> Iterator[None]:
         return
     with ExitStack() as stack:
         for module, line in _lines(model, [], []):
-            hook = partial(_note, line, module is model)
+            hook = partial(_record, line, module is model)
             handle = module.register_forward_pre_hook(hook, prepend=True)
             stack.callback(handle.remove)
         yield
@@ -61,7 +61,7 @@ def _map(path: str) -> Optional[mmap.mmap]:
     return None
 
 
-def _note(line: bytes, is_model: bool, *_: Any) -> None:
+def _record(line: bytes, is_model: bool, *_: Any) -> None:
     global _num_passes, _num_calls
     _num_calls = 0 if is_model else _num_calls + 1
     _num_passes += is_model
@@ -82,7 +82,7 @@ def _lines(
             yield from _lines(child, [*names, name], classes)
 
 
-def advice(error_files: Dict[int, str]) -> Optional[str]:
+def explain_crash(error_files: Dict[int, str]) -> Optional[str]:
     """
     Explains a crash after which ranks were about to call different modules.
 

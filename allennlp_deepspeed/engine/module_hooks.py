@@ -14,7 +14,7 @@ from allennlp_deepspeed.engine.released_parameters import access_allowed
 
 
 @contextmanager
-def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
+def skip_hooks_without_graph(model: torch.nn.Module) -> Iterator[None]:
     """
     Context manager that skips DeepSpeed's autograd functions around modules where no backward pass
     reaches them: without gradients, and in the transforms of `torch.func`, which they don't
@@ -34,7 +34,7 @@ def only_with_graph(model: torch.nn.Module) -> Iterator[None]:
     """
     functions = _backward_functions(model.modules())
     for module, name, function in functions:
-        setattr(module, name, _OnlyWithGraph(function.apply, _unchanged))
+        setattr(module, name, _GraphOnlyFunction(function.apply, _unchanged))
     try:
         yield
     finally:
@@ -53,7 +53,7 @@ def _backward_functions(modules: Iterable[torch.nn.Module]) -> List[Tuple[Any, s
 
 
 @contextmanager
-def linear_only_with_graph() -> Iterator[None]:
+def skip_linear_function_without_graph() -> Iterator[None]:
     """
     Context manager that does the same for DeepSpeed's linear layer, which doesn't support the
     nested tensors that `torch.nn.TransformerEncoder` uses to skip padding. It affects the full
@@ -63,13 +63,13 @@ def linear_only_with_graph() -> Iterator[None]:
     with mock.patch.object(
         linear,
         "LinearFunctionForZeroStage3",
-        _OnlyWithGraph(own_linear.apply, torch._C._nn.linear),
+        _GraphOnlyFunction(own_linear.apply, torch._C._nn.linear),
     ):
         yield
 
 
 @contextmanager
-def keeping_what_is_read() -> Iterator[None]:
+def keep_external_parameters() -> Iterator[None]:
     """
     Context manager in which a parameter that a module reads from another one stays gathered until
     the first module's forward pass ends, even if that of the other one ends earlier. DeepSpeed does
@@ -91,7 +91,7 @@ def keeping_what_is_read() -> Iterator[None]:
 
 
 @contextmanager
-def ended_by_errors(model: torch.nn.Module) -> Iterator[None]:
+def end_forward_pass_on_error(model: torch.nn.Module) -> Iterator[None]:
     """
     Context manager that ends a forward pass for DeepSpeed too if it raises. Without it, reading a
     weight of a module in a callback would start a gather, in which this rank would wait alone.
@@ -111,7 +111,7 @@ def ended_by_errors(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def gathering_in_inference_mode() -> Iterator[None]:
+def support_inference_mode() -> Iterator[None]:
     """
     Context manager in which modules can be called in `torch.inference_mode`. It affects the full
     process.
@@ -129,7 +129,7 @@ def gathering_in_inference_mode() -> Iterator[None]:
 
 
 @contextmanager
-def leaf_modules_called_again(engine: DeepSpeedEngine) -> Iterator[None]:
+def support_repeated_leaf_calls(engine: DeepSpeedEngine) -> Iterator[None]:
     """
     Context manager that prevents DeepSpeed from assigning empty gradients to the parameters of a
     leaf module after a backward pass through it. Parameters without a gradient after all passes get
@@ -162,7 +162,7 @@ def _without_new_gradients(hook: Callable, module: torch.nn.Module, *gradients: 
         parameter.grad = None
 
 
-class _OnlyWithGraph:
+class _GraphOnlyFunction:
     """Replacement of a `torch.autograd.Function`, of which only `apply` is called."""
 
     def __init__(self, apply: Callable, without_graph: Callable) -> None:

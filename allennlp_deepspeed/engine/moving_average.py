@@ -86,7 +86,7 @@ class ShardedMovingAverage(MovingAverage):
             If the parameters of `moving_average` aren't the trainable parameters.
         """
         sharded = cls(moving_average, wrapped_model.engine)
-        wrapped_model.before_destroying(sharded.release)
+        wrapped_model.call_before_destroy(sharded.release)
         sharded.before_assigning = before_assigning
         return sharded
 

@@ -15,7 +15,7 @@ from allennlp_deepspeed.engine.released_parameters import access_allowed
 
 
 @contextmanager
-def any_layout() -> Iterator[None]:
+def support_any_layout() -> Iterator[None]:
     """
     Context manager in which DeepSpeed supports parameters of any shape and layout, at stage 3
     except empty ones. Stages 1 to 3 make them contiguous.
@@ -25,7 +25,7 @@ def any_layout() -> Iterator[None]:
     gradients without dimensions. Gone when an engine with both is initialized, and clips.
     [#6571](https://github.com/deepspeedai/DeepSpeed/issues/6571)
     """
-    with _broadcast_as_vectors(), _clipped_without_dimensions():
+    with _broadcast_as_vectors(), _clip_without_dimensions():
         yield
 
 
@@ -59,7 +59,7 @@ def _broadcast_as_vectors() -> Iterator[None]:
 
 
 @contextmanager
-def _clipped_without_dimensions() -> Iterator[None]:
+def _clip_without_dimensions() -> Iterator[None]:
     """Context manager in which DeepSpeed clips gradients at stage 0 as PyTorch does."""
 
     def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:

@@ -67,19 +67,19 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
     with ExitStack() as undo:
         use_accelerator(device)
         _skip_shared_memory_all_reduce()
-        undo.enter_context(deepspeed_logging.logged_by_allennlp())
+        undo.enter_context(deepspeed_logging.log_through_allennlp())
         if not dist.is_initialized():
-            _init_group_of_one(device)
+            _init_single_process_group(device)
             undo.callback(_destroy_process_group)
             undo.enter_context(as_one_process())
-        undo.enter_context(parameter_layout.any_layout())
-        undo.enter_context(module_hooks.linear_only_with_graph())
-        undo.enter_context(module_hooks.keeping_what_is_read())
-        undo.enter_context(module_hooks.gathering_in_inference_mode())
-        undo.enter_context(released_parameters.class_follows_release())
+        undo.enter_context(parameter_layout.support_any_layout())
+        undo.enter_context(module_hooks.skip_linear_function_without_graph())
+        undo.enter_context(module_hooks.keep_external_parameters())
+        undo.enter_context(module_hooks.support_inference_mode())
+        undo.enter_context(released_parameters.track_released_parameters())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)
-        undo.enter_context(_global_state_restored())
+        undo.enter_context(_restore_global_state())
         _environment.push(undo.pop_all())
 
 
@@ -109,10 +109,10 @@ def use_accelerator(device: torch.device) -> None:
 
 
 @contextmanager
-def _global_state_restored() -> Iterator[None]:
+def _restore_global_state() -> Iterator[None]:
     """
     Context manager that restores the global state of DeepSpeed and PyTorch that engines change, and
-    leave changed when they are destroyed (`DeepSpeedWrappedModel._leave`).
+    leave changed when they are destroyed (`DeepSpeedWrappedModel._tear_down`).
     """
     try:
         with (
@@ -145,7 +145,7 @@ def _skip_shared_memory_all_reduce() -> None:
     internals.disable_shared_memory_all_reduce(backend)
 
 
-def _init_group_of_one(device: torch.device) -> None:
+def _init_single_process_group(device: torch.device) -> None:
     """
     Initializes a process group of one process, which DeepSpeed needs. Its store is in memory, so
     that it needs no port.

@@ -103,7 +103,7 @@ def _is_about_metadata(function: Any) -> bool:
 
 
 @contextmanager
-def class_follows_release() -> Iterator[None]:
+def track_released_parameters() -> Iterator[None]:
     """
     Context manager in which a parameter of an engine becomes a `ReleasedParameter` when DeepSpeed
     releases it. It affects the full process.
@@ -119,7 +119,7 @@ def class_follows_release() -> Iterator[None]:
 
 
 @contextmanager
-def access_refused(engine: DeepSpeedEngine) -> Iterator[None]:
+def refuse_access_to_released(engine: DeepSpeedEngine) -> Iterator[None]:
     """
     Context manager in which any use of the elements of a released parameter raises a `RuntimeError`
     with its name, except when the engine saves and loads its checkpoints. With several workers this

@@ -51,7 +51,7 @@ class SequenceGroup(NamedTuple):
     rank: int
 
     @classmethod
-    def of_neighbours(cls, size: int) -> "SequenceGroup":
+    def create(cls, size: int) -> "SequenceGroup":
         """
         Creates groups of `size` neighbouring ranks. Every rank must call it.
 

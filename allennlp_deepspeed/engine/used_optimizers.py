@@ -30,7 +30,7 @@ def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def steps_allowed(optimizer: Optional[torch.optim.Optimizer]) -> Iterator[bool]:
+def allow_steps(optimizer: Optional[torch.optim.Optimizer]) -> Iterator[bool]:
     """
     Context manager in which an optimizer may make steps. Yields whether its states are lost, so
     that only a checkpoint can replace them.

@@ -1,6 +1,6 @@
 """
 Failure of a worker: it writes torch.distributed.elastic's error file, notifies the ranks of other
-nodes through the store of the process group, and exits within `SECONDS_TO_LEAVE`.
+nodes through the store of the process group, and exits within `SECONDS_TO_EXIT`.
 """
 
 import faulthandler
@@ -24,7 +24,7 @@ from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_LEAVE = 10
+SECONDS_TO_EXIT = 10
 """Seconds from a failure to the exit of its process, including `on_end` of callbacks."""
 
 _SECONDS_FOR_CAUSE = 5.0
@@ -122,7 +122,7 @@ _store: Optional[dist.Store] = None
 _reported: Optional[Failure] = None
 
 
-def begin(
+def start_reporting(
     explanation: Callable[[BaseException], Optional[str]],
     log_to_files: Callable[[BaseException], List[str]],
 ) -> None:
@@ -142,7 +142,7 @@ def begin(
     _store = _reported = None
 
 
-def tell_through(store: dist.Store) -> None:
+def report_through(store: dist.Store) -> None:
     """Makes this worker report its failures to all ranks that share this store."""
     global _store
     _store = store
@@ -151,7 +151,7 @@ def tell_through(store: dist.Store) -> None:
 def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure]:
     """
     Reports the first error of a worker before the worker can wait for other ranks, in callbacks for
-    example. `SECONDS_TO_LEAVE` later it prints the stacks of its threads and exits. A rank that has
+    example. `SECONDS_TO_EXIT` later it prints the stacks of its threads and exits. A rank that has
     lost its connection to another rank gives that rank time to report first. Does nothing in a
     process that isn't a worker.
 
@@ -170,7 +170,7 @@ def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure
     if _reported is None or not failure.is_agreed:
         _reported = failure
     if not failure.is_agreed:
-        faulthandler.dump_traceback_later(SECONDS_TO_LEAVE, exit=True)
+        faulthandler.dump_traceback_later(SECONDS_TO_EXIT, exit=True)
     if failure.is_consequence:
         _reported = failure = _wait_for_cause(failure)
     elif not failure.is_agreed and _store is not None:
@@ -209,7 +209,7 @@ def _describe(error: BaseException, step: Optional[int]) -> Failure:
         rank=int(os.environ["RANK"]),
         host=socket.gethostname(),
         message=message,
-        traceback=_about_consequence(error) if is_consequence else _of_users_code(error),
+        traceback=_describe_consequence(error) if is_consequence else _user_traceback(error),
         explanation=None if _explanation is None else _explanation(error),
         log_file=next(iter(log_files), None),
         step=step,
@@ -237,7 +237,7 @@ def _wait_for_cause(consequence: Failure) -> Failure:
     return consequence
 
 
-def _about_consequence(error: BaseException) -> str:
+def _describe_consequence(error: BaseException) -> str:
     message = f"{type(error).__name__}: {error}".splitlines()[0]
     if isinstance(error, RendezvousError):
         return message
@@ -270,10 +270,10 @@ def _write(failure: Failure) -> None:
         Path(path).write_text(json.dumps({"message": message}))
 
 
-def _of_users_code(error: BaseException) -> str:
+def _user_traceback(error: BaseException) -> str:
     """Returns the traceback without the frames of libraries before the first of the user's code."""
     described = traceback.TracebackException.from_exception(error)
-    _leave_out_libraries(described)
+    _remove_library_frames(described)
     lines = "".join(described.format()).splitlines()
     if len(lines) > _MOST_LINES:
         half = _MOST_LINES // 2
@@ -281,14 +281,14 @@ def _of_users_code(error: BaseException) -> str:
     return "\n".join(lines)
 
 
-def _leave_out_libraries(described: traceback.TracebackException) -> None:
+def _remove_library_frames(described: traceback.TracebackException) -> None:
     own = [
         i for i, frame in enumerate(described.stack) if not frame.filename.startswith(_LIBRARIES)
     ]
     del described.stack[: own[0] if own else 0]
     for cause in (described.__cause__, described.__context__):
         if cause is not None:
-            _leave_out_libraries(cause)
+            _remove_library_frames(cause)
 
 
 _LIBRARIES = (

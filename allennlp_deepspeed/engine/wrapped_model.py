@@ -36,13 +36,13 @@ from allennlp_deepspeed.engine import (
 from allennlp_deepspeed.engine.compilation import Compiler
 from allennlp_deepspeed.engine.engine_workarounds import (
     allow_plain_backward,
-    corrected_by_step_count,
+    correct_bias_by_step_count,
     destroy,
     keep_adagrad,
     undo_first_step,
 )
 from allennlp_deepspeed.engine.gathered_parameters import clear_active_modules
-from allennlp_deepspeed.engine.inner_gradients import inner_gradients_refused
+from allennlp_deepspeed.engine.inner_gradients import refuse_inner_gradients
 from allennlp_deepspeed.engine.model_check import check_loaded_weights, check_model
 from allennlp_deepspeed.engine.model_snapshot import ModelSnapshot
 from allennlp_deepspeed.engine.process_environment import (
@@ -55,7 +55,7 @@ from allennlp_deepspeed.engine.shards import Shards
 
 logger = logging.getLogger(__name__)
 
-_DOWN = (
+_NO_ENGINE = (
     "This trainer's engine has been destroyed, and a trainer trains once. Construct a new trainer, "
     "with a new optimizer or to resume from a checkpoint. To use the engine's forward pass after "
     "`train()`, put both into one `with trainer.session():`."
@@ -140,7 +140,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._autocast: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
         self._compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
-        close_engines_of(model)
+        destroy_engines(model)
         _check_autocast(config)
         with ExitStack() as undo_if_failed:
             undo_if_failed.callback(self.destroy)
@@ -150,13 +150,13 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             if checkpointed_modules is not None:
                 take_back = activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
                 self._undo.callback(take_back)
-            self._bring_up(model, self.config, device, local_rank, optimizer)
+            self._initialize_engine(model, self.config, device, local_rank, optimizer)
             undo_if_failed.pop_all()
         self.model = self.engine
-        _up.add(self)
+        _with_engine.add(self)
         super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
 
-    def _bring_up(
+    def _initialize_engine(
         self,
         model: Model,
         config: ResolvedConfig,
@@ -186,8 +186,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         before = ModelSnapshot(model, optimizer)
         # Read here: the process group may be destroyed before the engine.
         is_alone = dist.get_world_size() == 1
-        self._undo.callback(self._leave, before, device, is_alone)
-        has_lost_states = enter(used_optimizers.steps_allowed(optimizer))
+        self._undo.callback(self._tear_down, before, device, is_alone)
+        has_lost_states = enter(used_optimizers.allow_steps(optimizer))
         has_stepped = used_optimizers.has_stepped(optimizer)
         if optimizer is not None and config.zero_stage > 0:
             for group in optimizer.param_groups:
@@ -205,25 +205,25 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         )
         before.find_added()
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        enter(deepspeed_logging.reports_logged(self.engine))
+        enter(deepspeed_logging.log_reports(self.engine))
         activation_checkpointing.configure(model, config.engine_config, device)
         if config.zero_stage == 3:
-            enter(module_hooks.only_with_graph(model))
-            enter(inner_gradients_refused(model))
-            enter(module_hooks.leaf_modules_called_again(self.engine))
-            enter(module_hooks.ended_by_errors(model))
+            enter(module_hooks.skip_hooks_without_graph(model))
+            enter(refuse_inner_gradients(model))
+            enter(module_hooks.support_repeated_leaf_calls(self.engine))
+            enter(module_hooks.end_forward_pass_on_error(model))
             if not is_alone:
-                enter(module_calls.noted(model))
+                enter(module_calls.record_calls(model))
         if regularizer is not None:
             regularizer.gather_with_model()
         if config.zero_stage == 0 and config.precision in _HALF_PRECISION:
             undo_first_step(self.engine)
         if isinstance(self.optimizer, torch.optim.Adagrad):
             keep_adagrad(self.engine)
-        enter(loss_scaling.other_steps_refused(self.engine))
-        self._undo.callback(corrected_by_step_count(self.optimizer))
+        enter(loss_scaling.refuse_other_steps(self.engine))
+        self._undo.callback(correct_bias_by_step_count(self.optimizer))
         if config.precision == "fp16":
-            enter(loss_scaling.mended_loss_scale(self.engine))
+            enter(loss_scaling.fix_loss_scale(self.engine))
         if self._compiler is not None:
             if config.zero_stage == 3:
                 enter(self._compiler.leaf_modules(model))
@@ -236,10 +236,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.zero_stage > 0:
             enter(mock.patch.object(self.optimizer, "add_param_group", _refuse_group))
         if config.zero_stage == 3:
-            enter(released_parameters.access_refused(self.engine))
+            enter(released_parameters.refuse_access_to_released(self.engine))
             enter(Shards(self.engine).parameters_in_param_groups())
 
-    def _leave(self, before: ModelSnapshot, device: torch.device, is_alone: bool) -> None:
+    def _tear_down(self, before: ModelSnapshot, device: torch.device, is_alone: bool) -> None:
         """
         Destroys the engine. In a single process the model is restored to a plain one, with the
         trained weights. With several workers it stays sharded.
@@ -281,11 +281,11 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         `RuntimeError`
             If it has been destroyed.
         """
-        self.check_is_up()
+        self.check_has_engine()
         assert self._engine is not None
         return self._engine
 
-    def check_is_up(self) -> None:
+    def check_has_engine(self) -> None:
         """
         Checks that the engine exists.
 
@@ -295,10 +295,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             If the engine has been destroyed.
         """
         if self._engine is None:
-            raise RuntimeError(_DOWN)
+            raise RuntimeError(_NO_ENGINE)
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def session(self) -> Iterator[None]:
         """
         Context manager that destroys the engine at exit, and prevents other trainers of the same
         model from destroying it before.
@@ -308,7 +308,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         `RuntimeError`
             If the engine has been destroyed.
         """
-        self.check_is_up()
+        self.check_has_engine()
         self.is_in_use = True
         try:
             yield
@@ -345,7 +345,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
                 )
 
     @contextmanager
-    def parameters_checked(self) -> Iterator[None]:
+    def check_parameters_on_error(self) -> Iterator[None]:
         """
         Context manager in which a missing attribute of a parameter that DeepSpeed needs raises the
         error of `check_parameters`.
@@ -389,7 +389,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         return self.engine.basic_optimizer
 
     @contextmanager
-    def forward_is(self, function: Callable) -> Iterator[None]:
+    def replace_forward(self, function: Callable) -> Iterator[None]:
         """
         Context manager in which `function` is the model's forward pass, with DeepSpeed's hooks
         around it, which gather parameters at ZeRO stage 3.
@@ -411,7 +411,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             if forward is not None:
                 model.forward = forward
 
-    def before_destroying(self, undo: Callable[[], None]) -> None:
+    def call_before_destroy(self, undo: Callable[[], None]) -> None:
         """Registers a function that is called before the engine is destroyed."""
         self._undo.callback(undo)
 
@@ -425,16 +425,16 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             self._undo.close()
         finally:
             self.model, self._engine = self._plain_model, None
-            _up.discard(self)
+            _with_engine.discard(self)
             # The engine's parts reference each other, and own memory, threads and files.
             gc.collect()
 
 
 # Wrapped models whose engine exists.
-_up: "weakref.WeakSet[DeepSpeedWrappedModel]" = weakref.WeakSet()
+_with_engine: "weakref.WeakSet[DeepSpeedWrappedModel]" = weakref.WeakSet()
 
 
-def close_engines_of(model: torch.nn.Module) -> None:
+def destroy_engines(model: torch.nn.Module) -> None:
     """
     Destroys engines of a model, or of parts of it, that are not in use: a notebook's cell that
     constructs a trainer may be run again.
@@ -445,7 +445,7 @@ def close_engines_of(model: torch.nn.Module) -> None:
         If an engine is in use.
     """
     parameters = set(model.parameters())
-    for wrapped_model in list(_up):
+    for wrapped_model in list(_with_engine):
         if parameters.isdisjoint(wrapped_model.model.parameters()):
             continue
         if wrapped_model.is_in_use:
@@ -465,10 +465,10 @@ def _check_autocast(config: ResolvedConfig) -> None:
     `ConfigurationError`
         If another engine has a different one.
     """
-    if all(_autocast_of(other.config) == _autocast_of(config) for other in _up):
+    if all(_autocast_of(other.config) == _autocast_of(config) for other in _with_engine):
         return
     gc.collect()  # a dropped trainer references itself
-    for other in _up:
+    for other in _with_engine:
         if _autocast_of(other.config) != _autocast_of(config):
             raise ConfigurationError(
                 "A trainer with another autocast (deepspeed_config.torch_autocast, 'use_amp') is "

@@ -251,7 +251,7 @@ class GradCache(StepExtension):
         # gradient passes through two.
         scales: List[torch.Tensor] = []
         with self._gradient_synchronizer.no_sync():
-            with self._wrapped_model.forward_is(self._model.loss_over_ranks):
+            with self._wrapped_model.replace_forward(self._model.loss_over_ranks):
                 inputs = {
                     "representations": representations,
                     "loss_inputs": self._model.loss_inputs(batch),
@@ -311,7 +311,7 @@ class GradCache(StepExtension):
 
     @during(FORWARD)
     def _encode(self, chunk: Chunk) -> Representations:
-        with self._wrapped_model.forward_is(self._model.encode):
+        with self._wrapped_model.replace_forward(self._model.encode):
             representations = self._engine(**chunk.inputs)
         num_rows = num_examples(chunk.inputs)
         for name, representation in representations.items():

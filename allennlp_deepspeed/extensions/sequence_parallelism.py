@@ -77,11 +77,11 @@ class SequenceParallelism(StepExtension):
         the engine is destroyed.
         """
         model: Any = self._model
-        group = SequenceGroup.of_neighbours(self._size)
+        group = SequenceGroup.create(self._size)
         attention = UlyssesAttention(model.transformer_to_share(), group)
-        wrapped_model.before_destroying(attention.remove)
+        wrapped_model.call_before_destroy(attention.remove)
         model.sequence_sharing = attention
-        wrapped_model.before_destroying(partial(setattr, model, "sequence_sharing", None))
+        wrapped_model.call_before_destroy(partial(setattr, model, "sequence_sharing", None))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -471,7 +471,7 @@ class _Agent(LocalElasticAgent):
     def _about_modules(self, may_differ: bool) -> str:
         """What modules have to do with a collective that ranks didn't enter alike."""
         workers: Any = self._pcontext
-        advice = module_calls.advice(workers.error_files) if may_differ else None
+        advice = module_calls.explain_crash(workers.error_files) if may_differ else None
         return "" if advice is None else f"\n{advice}"
 
 

@@ -57,7 +57,7 @@ def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.S
         store = dist.PrefixStore("allennlp_deepspeed", store)
         number = _agree_on_start_number(store, rank, world_size, rendezvous_timeout)
         store_of_start = dist.PrefixStore(f"start_{number}", store)
-        worker_failure.tell_through(store_of_start)
+        worker_failure.report_through(store_of_start)
         how, advice = f"by {backend}", _interface_advice(backend)
         group_store = dist.PrefixStore("default_group", store_of_start)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)

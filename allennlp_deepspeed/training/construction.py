@@ -44,7 +44,7 @@ from allennlp_deepspeed.engine.model_check import check_initialized
 from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, close_engines_of
+from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, destroy_engines
 from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
 from allennlp_deepspeed.training.data_agreement import check_same_data
 
@@ -139,7 +139,7 @@ def construct(
         checkpointed_modules=arguments["activation_checkpointing"],
         wrap=wrap,
     )
-    with destroyed_on_failure(wrapped_model):
+    with destroy_on_failure(wrapped_model):
         with _with_all_groups(wrapped_model, empty_groups) as all_groups:
             schedule = _constructed(
                 arguments["learning_rate_scheduler"],
@@ -170,7 +170,7 @@ def _check_global_batch(arguments: Arguments, data_loader: DataLoader) -> None:
 
 def _prepare(model: Model, arguments: Arguments) -> None:
     """Prepares the model for the construction of an optimizer."""
-    close_engines_of(model)
+    destroy_engines(model)
     check_initialized(model)
     freeze(model, arguments["no_grad"] or [])
     common_util.log_frozen_and_tunable_parameter_names(model)
@@ -243,7 +243,7 @@ def wrap_model(
 
 
 @contextmanager
-def destroyed_on_failure(wrapped_model: DeepSpeedWrappedModel) -> Iterator[None]:
+def destroy_on_failure(wrapped_model: DeepSpeedWrappedModel) -> Iterator[None]:
     """Context manager that destroys the engine after an exception."""
     try:
         yield
@@ -353,12 +353,12 @@ def find_directories(arguments: Arguments, config: ResolvedConfig) -> Directorie
     return found
 
 
-def leave_batches_to_trainer(data_loader: Any, wrapped_model: DeepSpeedWrappedModel) -> None:
+def keep_batches_on_cpu(data_loader: Any, wrapped_model: DeepSpeedWrappedModel) -> None:
     """
     Prevents a data loader of AllenNLP from moving batches to the device until the engine is
     destroyed. It would synchronize with the device for each batch, and `batch_outputs` doesn't.
     """
     if isinstance(data_loader, _LOADERS_OF_ALLENNLP):
         device = data_loader.cuda_device
-        wrapped_model.before_destroying(partial(setattr, data_loader, "cuda_device", device))
+        wrapped_model.call_before_destroy(partial(setattr, data_loader, "cuda_device", device))
         data_loader.cuda_device = None

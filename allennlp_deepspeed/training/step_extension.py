@@ -10,8 +10,8 @@ a step, and knows none by name:
 4. `check` compares state between the ranks, when they agree on the step.
 
 The function that `wrap` returns is called after the engine has been destroyed. Wrappers of the
-constructor are removed by `DeepSpeedWrappedModel.before_destroying`. Checkpoints contain the state
-of an extension under its `state_name`.
+constructor are removed by `DeepSpeedWrappedModel.call_before_destroy`. Checkpoints contain the
+state of an extension under its `state_name`.
 """
 
 from contextlib import ExitStack

@@ -85,9 +85,9 @@ from allennlp_deepspeed.training.construction import (
     check_checkpointer,
     checked,
     construct,
-    destroyed_on_failure,
+    destroy_on_failure,
     find_directories,
-    leave_batches_to_trainer,
+    keep_batches_on_cpu,
 )
 from allennlp_deepspeed.training.even_batches import whole_set
 from allennlp_deepspeed.training.fast_forward import FastForward
@@ -121,7 +121,7 @@ T = TypeVar("T")
 MaybeLazy = Union[T, Lazy[T], None]
 
 
-def _of_progress(name: str) -> Any:
+def _progress_property(name: str) -> Any:
     def read(self: "DeepSpeedTrainer") -> Any:
         return getattr(self._progress, name)
 
@@ -176,12 +176,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     _is_constructed = False
 
     # AllenNLP's loop reads and writes these attributes.
-    _epochs_completed = _of_progress("epochs_completed")
-    _batches_in_epoch_completed = _of_progress("batches_in_epoch_completed")
-    _total_batches_completed = _of_progress("total_batches_completed")
-    _start_after_epochs_completed = _of_progress("start_after_epochs_completed")
-    _start_after_batches_in_epoch_completed = _of_progress("start_after_batches_in_epoch_completed")
-    _should_validate_this_epoch = _of_progress("should_validate_this_epoch")
+    _epochs_completed = _progress_property("epochs_completed")
+    _batches_in_epoch_completed = _progress_property("batches_in_epoch_completed")
+    _total_batches_completed = _progress_property("total_batches_completed")
+    _start_after_epochs_completed = _progress_property("start_after_epochs_completed")
+    _start_after_batches_in_epoch_completed = _progress_property(
+        "start_after_batches_in_epoch_completed"
+    )
+    _should_validate_this_epoch = _progress_property("should_validate_this_epoch")
 
     def __init__(
         self,
@@ -232,7 +234,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._distributed_metrics = DistributedMetrics(model)
         constructed = construct(model, optimizer, data_loader, arguments, self._extensions.wrap)
         wrapped_model = constructed["ddp_wrapped_model"]
-        with destroyed_on_failure(wrapped_model):
+        with destroy_on_failure(wrapped_model):
             self._progress = Progress()
             super().__init__(model, wrapped_model.optimizer, data_loader, **constructed)
             self._has_trained = False
@@ -273,11 +275,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     self._moving_average, wrapped_model, self._weight_watch.raise_if_changed
                 )
             self._gradient_synchronizer = self._construct_gradient_synchronizer()
-            wrapped_model.before_destroying(LogWriters(self).remove)
-            wrapped_model.before_destroying(report.close)
+            wrapped_model.call_before_destroy(LogWriters(self).remove)
+            wrapped_model.call_before_destroy(report.close)
             self._extensions.construct(self._step_context())
             self._gradient_step = self._construct_gradient_step()
-            leave_batches_to_trainer(data_loader, wrapped_model)
+            keep_batches_on_cpu(data_loader, wrapped_model)
             self._is_constructed = True
         # A trainer that is dropped before training is cleaned up too.
         weakref.finalize(self, wrapped_model.destroy).atexit = False  # type: ignore[misc]
@@ -318,7 +320,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _construct_gradient_synchronizer(self) -> GradientSynchronizer:
         if self._grad_clipping is not None:
             clipping = clip_values(self.optimizer, self._grad_clipping)
-            self._ddp_wrapped_model.before_destroying(clipping.remove)
+            self._ddp_wrapped_model.call_before_destroy(clipping.remove)
         callback_kinds.check(self._callbacks)
         self._prepared_callbacks = callback_kinds.prepared(self._callbacks)
         synchronizer = GradientSynchronizer(
@@ -329,7 +331,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             several_passes=any(map(runs_backward, self._callbacks)),
             average_each_pass=any(map(reads_gradients, self._callbacks)),
         )
-        self._ddp_wrapped_model.before_destroying(synchronizer.remove_hooks)
+        self._ddp_wrapped_model.call_before_destroy(synchronizer.remove_hooks)
         return synchronizer
 
     @property
@@ -423,7 +425,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     callback._verification.destroy_hooks()
         self._fast_forward.start_training()
         try:
-            with self._no_weights_copied(), self._ddp_wrapped_model.parameters_checked():
+            with self._no_weights_copied(), self._ddp_wrapped_model.check_parameters_on_error():
                 metrics, epoch = super()._try_train()
         except BaseException as error:
             # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.
@@ -758,7 +760,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         had stopped early, and else returns no metrics. Gone when `_try_train` checks whether to
         stop before it trains, and doesn't begin with empty metrics.
         """
-        self._ddp_wrapped_model.check_is_up()
+        self._ddp_wrapped_model.check_has_engine()
         state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
         if state is None:
             self._ddp_wrapped_model.check_optimizer_states()
@@ -860,7 +862,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if wrapped_model.is_in_use:
             yield
             return
-        with wrapped_model.in_use():
+        with wrapped_model.session():
             try:
                 yield
                 self._weight_watch.warn_if_changed()

@@ -97,7 +97,7 @@ def shared(
             deepspeed.init_distributed("gloo", verbose=False)
         own = copy.deepcopy(model)
         ids, positions = batch(is_packed)
-        attention = UlyssesAttention(own, SequenceGroup.of_neighbours(size))
+        attention = UlyssesAttention(own, SequenceGroup.create(size))
         before = numbers_in_attributes(own)
         part = attention.part(ids, 0)
         with attention.attending(positions, is_packed) as own_positions:

@@ -16,7 +16,7 @@ from tests.upstream.engine import TwoLayers, engine_of, linear, train, weight
 from tests.upstream.unmended import mended_by
 
 
-@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_a_destroyed_engine_keeps_its_model() -> bool:
     model = linear()
     engine = engine_of(model, 3)
@@ -25,20 +25,20 @@ def test_a_destroyed_engine_keeps_its_model() -> bool:
     return model in parameter_offload.FWD_MODULE_STACK
 
 
-@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_the_linear_function_stays_replaced() -> bool:
     engine_of(linear(), 3).destroy()
     return torch.nn.functional.linear is not torch._C._nn.linear
 
 
-@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_a_destroyed_engine_leaves_the_model_partitioned() -> bool:
     model = linear()
     engine_of(model, 3).destroy()
     return model.weight.numel() == 0 and type(model._parameters) is not dict
 
 
-@mended_by("engine.module_hooks.only_with_graph")
+@mended_by("engine.module_hooks.skip_hooks_without_graph")
 def test_modules_are_given_copies_also_without_a_backward_pass() -> bool:
     is_same: List[bool] = []
 
@@ -63,7 +63,7 @@ def test_modules_are_given_copies_also_without_a_backward_pass() -> bool:
     return is_same == [False]
 
 
-@mended_by("engine.module_hooks.only_with_graph")
+@mended_by("engine.module_hooks.skip_hooks_without_graph")
 def test_the_linear_layer_takes_no_nested_tensors() -> bool:
     nested = torch.nested.nested_tensor([torch.ones(2, 1), torch.ones(1, 1)])
     weights = torch.ones(1, 1), torch.ones(1)
@@ -72,7 +72,7 @@ def test_the_linear_layer_takes_no_nested_tensors() -> bool:
         return _fails(lambda: zero_linear.zero3_linear_wrap(nested, *weights))
 
 
-@mended_by("engine.module_hooks.keeping_what_is_read")
+@mended_by("engine.module_hooks.keep_external_parameters")
 def test_a_parameter_that_is_read_is_gone_when_its_module_has_been_called() -> bool:
     class Reader(nn.Module):
         def __init__(self) -> None:
@@ -87,7 +87,7 @@ def test_a_parameter_that_is_read_is_gone_when_its_module_has_been_called() -> b
     return _fails(lambda: engine(torch.ones(1, 2)))
 
 
-@mended_by("engine.module_hooks.gathering_in_inference_mode")
+@mended_by("engine.module_hooks.support_inference_mode")
 def test_parameters_become_tensors_of_inference_mode() -> bool:
     model = nn.Sequential(linear(2))
     engine = engine_of(model, 3, zero={"stage3_param_persistence_threshold": 0})
@@ -96,7 +96,7 @@ def test_parameters_become_tensors_of_inference_mode() -> bool:
     return model[0].weight.is_inference()
 
 
-@mended_by("engine.module_hooks.leaf_modules_called_again")
+@mended_by("engine.module_hooks.support_repeated_leaf_calls")
 def test_a_leaf_module_cannot_be_called_twice() -> bool:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -152,7 +152,7 @@ def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     return weight(model.second) != before
 
 
-@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_swap_files_are_never_removed() -> bool:
     """By the source of what writes them, because only large states are written to files."""
     sources = map(inspect.getsource, (partitioned_optimizer_swapper, pipelined_optimizer_swapper))

@@ -34,7 +34,7 @@ def test_every_process_on_a_cpu_loads_an_all_reduce_for_inference() -> bool:
     return "build_shm_op()" in inspect.getsource(TorchBackend.__init__)
 
 
-@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_autocast_of_an_engine_is_that_of_the_process() -> bool:
     engine_of(linear(), torch_autocast={"enabled": True, "dtype": "bfloat16"}).destroy()
     return torch_autocast.TORCH_AUTOCAST_INITIALIZED
@@ -56,7 +56,7 @@ def test_zero_replaces_adagrad() -> bool:
     return engine_of(model, 2, adagrad).optimizer.optimizer is not adagrad
 
 
-@mended_by("engine.engine_workarounds.corrected_by_step_count")
+@mended_by("engine.engine_workarounds.correct_bias_by_step_count")
 def test_adam_on_the_cpu_rounds_in_another_way_after_an_interruption() -> bool:
     def weights_after_steps(interrupted_before: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -80,14 +80,14 @@ def test_stage_0_refuses_backward_of_a_loss() -> bool:
     return _fails(lambda: engine(torch.ones(1, 1)).sum().backward())
 
 
-@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_a_destroyed_engine_leaves_its_hooks() -> bool:
     model = linear()
     engine_of(model).destroy()
     return len(model._forward_pre_hooks) > 0
 
 
-@mended_by("engine.parameter_layout.any_layout")
+@mended_by("engine.parameter_layout.support_any_layout")
 def test_parameters_without_dimensions_or_transposed_cannot_be_broadcast() -> bool:
     scalar, transposed = linear(), nn.Linear(2, 3)
     scalar.bias = nn.Parameter(torch.tensor(1.0))
@@ -95,21 +95,21 @@ def test_parameters_without_dimensions_or_transposed_cannot_be_broadcast() -> bo
     return all([_fails(lambda: engine_of(scalar)), _fails(lambda: engine_of(transposed))])
 
 
-@mended_by("engine.parameter_layout.any_layout")
+@mended_by("engine.parameter_layout.support_any_layout")
 def test_gradients_without_dimensions_cannot_be_clipped() -> bool:
     parameter = nn.Parameter(torch.tensor(1.0))
     parameter.grad = torch.tensor(2.0)
     return _fails(lambda: clip_grad_norm_([parameter], 1.0))
 
 
-@mended_by("engine.loss_scaling.mended_loss_scale")
+@mended_by("engine.loss_scaling.fix_loss_scale")
 def test_fp16_at_stage_0_divides_by_a_scale_that_nothing_multiplies_by() -> bool:
     model = linear()
     train(in_fp16(model, loss_scale=8))
     return weight(model) == 1 - 1 / 8
 
 
-@mended_by("engine.loss_scaling.mended_loss_scale")
+@mended_by("engine.loss_scaling.fix_loss_scale")
 def test_a_step_in_which_the_scale_grows_is_half_as_long() -> bool:
     engine = in_fp16(linear(), 2, initial_scale_power=4, loss_scale_window=1)
     masters = [1.0]
@@ -120,7 +120,7 @@ def test_a_step_in_which_the_scale_grows_is_half_as_long() -> bool:
     return lengths == {1.0, 0.5}
 
 
-@mended_by("engine.loss_scaling.mended_loss_scale")
+@mended_by("engine.loss_scaling.fix_loss_scale")
 def test_an_unfused_optimizer_reports_the_norm_of_scaled_gradients() -> bool:
     engine = in_fp16(linear(), loss_scale=8)
     engine.backward(8 * engine(torch.ones(1, 1, dtype=torch.float16)).float().sum())
@@ -155,7 +155,7 @@ def test_master_weights_are_those_of_half_precision() -> bool:
     return bool(engine.optimizer.single_partition_of_fp32_groups[0][0] == 1)
 
 
-@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_the_communication_logger_stays_on() -> bool:
     engine_of(linear(), comms_logger={"enabled": True}).destroy()
     return deepspeed.comm.comm.comms_logger.enabled
@@ -169,7 +169,7 @@ def test_checkpointing_on_the_cpu_loses_activations_that_are_there() -> bool:
     return _fails(lambda: output.sum().backward())
 
 
-@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._leave")
+@mended_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_checkpointing_stays_on() -> bool:
     checkpointing.configure(None)
     checkpointing.reset()

@@ -7,7 +7,7 @@ from allennlp.common import Params
 from allennlp.training.optimizers import Optimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from allennlp_deepspeed.engine.engine_workarounds import corrected_by_step_count
+from allennlp_deepspeed.engine.engine_workarounds import correct_bias_by_step_count
 
 NUM_STEPS = 60
 
@@ -29,7 +29,7 @@ def weights_after_steps(
                 nothing = [[torch.empty(0)]] * 4
                 mode = optimizer.adam_w_mode
                 optimizer.multi_tensor_adam(0, torch.empty(0), nothing, 0, 0, 0, 0, 0, mode, 0, 0)
-            undo = corrected_by_step_count(optimizer)
+            undo = correct_bias_by_step_count(optimizer)
         weight.grad = torch.randn(500, generator=generator)
         optimizer.step()
     undo()
@@ -65,7 +65,7 @@ def test_each_optimizer_of_several_is_corrected() -> None:
         Params({"type": "multi", "optimizers": optimizers, "parameter_groups": groups}),
         model_parameters=parameters,
     )
-    undo = corrected_by_step_count(several)
+    undo = correct_bias_by_step_count(several)
     parts = list(several.optimizers.values())
     assert isinstance(parts[0], DeepSpeedCPUAdam) and isinstance(parts[1], FusedAdam)
     assert [len(part._optimizer_step_pre_hooks) for part in parts] == [1, 1]
