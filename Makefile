@@ -138,7 +138,7 @@ lint: $(VENV)/installed
 
 reference: $(VENV)/installed
 	PYTHONPATH=. python docs/reference.py
-	python docs/mends.py
+	python docs/workarounds.py
 
 # In an environment of its own, because it needs none of the package's.
 docs: $(VENV)/docs/installed

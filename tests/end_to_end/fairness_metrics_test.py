@@ -12,7 +12,7 @@ from tests.support.command import allennlp
 from tests.support.experiment import ONE_PROCESS, TWO_WORKERS, load_config
 
 PACKAGE = """
-import allennlp_deepspeed  # before what it mends
+import allennlp_deepspeed  # before what it patches
 from allennlp.fairness import Separation, Sufficiency
 from allennlp.models import BasicClassifier, Model
 

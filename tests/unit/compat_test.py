@@ -1,4 +1,4 @@
-"""Each shim of `allennlp_deepspeed.compat`, against what it mends."""
+"""Each shim of `allennlp_deepspeed.compat`, against what it works around."""
 
 from pathlib import Path
 

@@ -30,16 +30,16 @@ from allennlp.training.metrics import (
 )
 from transformers import BertConfig
 
-from tests.upstream.unmended import mended_by
+from tests.upstream.unpatched import worked_around_by
 
 
-@mended_by("compat.construct_reduce_on_plateau_without_verbose")
+@worked_around_by("compat.construct_reduce_on_plateau_without_verbose")
 def test_reduce_on_plateau_cannot_be_constructed() -> bool:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     return _fails(lambda: ReduceOnPlateauLearningRateScheduler(optimizer))
 
 
-@mended_by("compat.allow_numpy_scalars_in_training_states")
+@worked_around_by("compat.allow_numpy_scalars_in_training_states")
 def test_training_states_with_numpy_scalars_cannot_be_loaded() -> bool:
     file = io.BytesIO()
     torch.save({"best_so_far": np.float64(1)}, file)
@@ -47,12 +47,12 @@ def test_training_states_with_numpy_scalars_cannot_be_loaded() -> bool:
     return _fails(lambda: torch.load(file))
 
 
-@mended_by("compat.support_bf16_in_tiny_value_of_dtype")
+@worked_around_by("compat.support_bf16_in_tiny_value_of_dtype")
 def test_masks_refuse_bf16() -> bool:
     return _fails(lambda: tiny_value_of_dtype(torch.bfloat16))
 
 
-@mended_by("compat.tell_cached_transformers_apart")
+@worked_around_by("compat.tell_cached_transformers_apart")
 def test_a_transformer_is_that_of_other_arguments() -> bool:
     with TemporaryDirectory() as directory:
         config = BertConfig(hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
@@ -66,13 +66,13 @@ def test_a_transformer_is_that_of_other_arguments() -> bool:
     return second.config._attn_implementation == first.config._attn_implementation
 
 
-@mended_by("compat.show_progress_without_widgets")
+@worked_around_by("compat.show_progress_without_widgets")
 def test_bars_in_notebooks_are_made_of_widgets() -> bool:
     """By its source, because it takes a notebook."""
     return "import tqdm_notebook as _tqdm" in inspect.getsource(allennlp_tqdm)
 
 
-@mended_by("compat.name_runs_of_wandb")
+@worked_around_by("compat.name_runs_of_wandb")
 def test_runs_of_wandb_have_no_id() -> bool:
     import wandb  # half a second, which other tests need not wait
 
@@ -80,27 +80,27 @@ def test_runs_of_wandb_have_no_id() -> bool:
     return calls_it and not hasattr(wandb.util, "generate_id")
 
 
-@mended_by("distributed_metrics")
+@worked_around_by("distributed_metrics")
 def test_metrics_refuse_several_workers() -> bool:
     metrics = (Covariance(), PearsonCorrelation(), SpanBasedF1Measure(Vocabulary()))
     return any("currently not supported" in _failure(metric.get_metric) for metric in metrics)
 
 
-@mended_by("distributed_metrics")
+@worked_around_by("distributed_metrics")
 def test_metrics_gather_what_they_have_gathered() -> bool:
     """By their sources, because it takes several workers."""
     sources = [inspect.getsource(metric.__call__) for metric in (Auc, SpearmanCorrelation)]
     return any("dist.all_gather(_" in source for source in sources)
 
 
-@mended_by("distributed_metrics")
+@worked_around_by("distributed_metrics")
 def test_metrics_reduce_what_is_no_count() -> bool:
     """By their sources, because it takes several workers."""
     divides = ") / world_size" in inspect.getsource(BLEU.__call__)
     return divides or "(correct_indices).sum()" in inspect.getsource(AttachmentScores.__call__)
 
 
-@mended_by("distributed_metrics")
+@worked_around_by("distributed_metrics")
 def test_metrics_reduce_the_counts_of_the_last_label() -> bool:
     """By their sources, because it takes several workers."""
     reduces_last = [
@@ -112,7 +112,7 @@ def test_metrics_reduce_the_counts_of_the_last_label() -> bool:
     return any(reduces_last)
 
 
-@mended_by("training.trainer.DeepSpeedTrainer._try_train")
+@worked_around_by("training.trainer.DeepSpeedTrainer._try_train")
 def test_a_compiled_model_is_compiled_anew_while_its_normalizations_are_verified() -> bool:
     from torch._dynamo.utils import counters
 
@@ -125,7 +125,7 @@ def test_a_compiled_model_is_compiled_anew_while_its_normalizations_are_verified
     return counters["stats"]["unique_graphs"] == 4
 
 
-@mended_by("training.trainer.DeepSpeedTrainer._try_train")
+@worked_around_by("training.trainer.DeepSpeedTrainer._try_train")
 def test_a_training_that_is_continued_gathers_layers_forever() -> bool:
     callback, model = ConfidenceChecksCallback("unused"), torch.nn.Linear(1, 1)
     trainer: Any = SimpleNamespace(_pytorch_model=model)
@@ -134,20 +134,20 @@ def test_a_training_that_is_continued_gathers_layers_forever() -> bool:
     return len(model._forward_hooks) > 0
 
 
-@mended_by("training.train_model.DeepSpeedTrainModel")
+@worked_around_by("training.train_model.DeepSpeedTrainModel")
 def test_the_primary_alone_evaluates_the_test_set() -> bool:
     """By the source, because it takes several workers."""
     source = inspect.getsource(train_command._train_worker)
     return "if primary:\n        train_loop.finish(metrics)" in source
 
 
-@mended_by("training.trainer.DeepSpeedTrainer._maybe_restore_checkpoint")
+@worked_around_by("training.trainer.DeepSpeedTrainer._maybe_restore_checkpoint")
 def test_a_training_that_is_continued_at_its_end_returns_no_metrics() -> bool:
     metrics, _ = _train(_trainer(num_epochs=1, epochs_before=1))
     return metrics.keys() == {"best_epoch"}
 
 
-@mended_by("training.trainer.DeepSpeedTrainer._maybe_restore_checkpoint")
+@worked_around_by("training.trainer.DeepSpeedTrainer._maybe_restore_checkpoint")
 def test_a_training_that_has_stopped_early_trains_one_more_epoch() -> bool:
     trainer = _trainer(num_epochs=3, epochs_before=1)
     trainer._metric_tracker.should_stop_early = lambda: True
@@ -155,7 +155,7 @@ def test_a_training_that_has_stopped_early_trains_one_more_epoch() -> bool:
     return trainer.epochs == [0, 1]
 
 
-@mended_by("training.trainer.DeepSpeedTrainer.save_best_weights")
+@worked_around_by("training.trainer.DeepSpeedTrainer.save_best_weights")
 def test_the_best_weights_are_saved_after_the_checkpoint() -> bool:
     saved: List[str] = []
     trainer = _trainer(num_epochs=1, epochs_before=0)

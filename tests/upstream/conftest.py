@@ -2,11 +2,11 @@ from typing import Iterator
 
 import pytest
 
-from tests.upstream.unmended import Unmended
+from tests.upstream.unpatched import Unpatched
 
 
 @pytest.fixture(scope="session")
-def unmended() -> Iterator[Unmended]:
-    process = Unmended()
+def unpatched() -> Iterator[Unpatched]:
+    process = Unpatched()
     yield process
     process.close()

@@ -13,13 +13,13 @@ from allennlp.data.tokenizers import pretrained_transformer_tokenizer
 from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
 from allennlp.training import optimizers
 
-from tests.upstream.unmended import mended_by
+from tests.upstream.unpatched import worked_around_by
 
 # Without these AllenNLP couldn't have been imported here.
 _SHIMS = "allennlp_deepspeed_import_hook.shims"
 
 
-@mended_by("shims")
+@worked_around_by("shims")
 def test_the_hub_has_dropped_classes() -> bool:
     # The package has a function of that name.
     module = importlib.import_module("allennlp.common.push_to_hf")
@@ -27,13 +27,13 @@ def test_the_hub_has_dropped_classes() -> bool:
     return is_dropped and _mentions(module, "HfFolder, Repository")
 
 
-@mended_by("shims")
+@worked_around_by("shims")
 def test_transformers_have_dropped_an_optimizer() -> bool:
     is_dropped = optimizers.transformers.AdamW.__module__ == _SHIMS  # type: ignore[attr-defined]
     return is_dropped and _mentions(optimizers, "transformers.AdamW")
 
 
-@mended_by("shims")
+@worked_around_by("shims")
 def test_tokenizers_and_models_have_changed() -> bool:
     base = transformers.PreTrainedTokenizerBase
     former = (base.encode_plus, base.build_inputs_with_special_tokens)
@@ -45,14 +45,14 @@ def test_tokenizers_and_models_have_changed() -> bool:
     )
 
 
-@mended_by("shims")
+@worked_around_by("shims")
 def test_the_toolkit_finds_no_safetensors() -> bool:
-    # Run again as it is, since the module has been mended where it was imported.
+    # Run again as it is, since the module has been patched where it was imported.
     spec = importlib.util.find_spec("allennlp.modules.transformer.transformer_module")
     assert spec is not None
-    unmended = importlib.util.module_from_spec(spec)
-    exec(compile(inspect.getsource(transformer_module), "unmended", "exec"), vars(unmended))
-    as_it_is = unmended.TransformerModule._get_pretrained_state_dict.__func__
+    unpatched = importlib.util.module_from_spec(spec)
+    exec(compile(inspect.getsource(transformer_module), "unpatched", "exec"), vars(unpatched))
+    as_it_is = unpatched.TransformerModule._get_pretrained_state_dict.__func__
     config = transformers.BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9)
     with tempfile.TemporaryDirectory() as directory:
         transformers.BertModel(config).save_pretrained(directory)

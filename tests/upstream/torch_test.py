@@ -15,13 +15,13 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from tests.upstream.unmended import mended_by
+from tests.upstream.unpatched import worked_around_by
 
 
 @pytest.mark.skipif(
     not (3, 11) <= sys.version_info < (3, 11, 5), reason="needs Python 3.11.0 to 3.11.4"
 )
-@mended_by("checkpoint.serialization._pickle_by_value")
+@worked_around_by("checkpoint.serialization._pickle_by_value")
 def test_a_member_of_an_enumeration_is_not_loaded() -> bool:
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
@@ -36,7 +36,7 @@ def test_a_member_of_an_enumeration_is_not_loaded() -> bool:
     return False
 
 
-@mended_by("files._add_path_to_errors")
+@worked_around_by("files._add_path_to_errors")
 def test_saving_does_not_say_that_the_disk_is_full() -> bool:
     try:
         torch.save(torch.ones(1), "/dev/full")
@@ -47,14 +47,14 @@ def test_saving_does_not_say_that_the_disk_is_full() -> bool:
     raise AssertionError("Saving to a full disk has succeeded.")
 
 
-@mended_by("meta_model._on_meta_device")
+@worked_around_by("meta_model._on_meta_device")
 def test_a_float_tensor_is_on_the_cpu_whatever_the_default_device_is() -> bool:
     with torch.device("meta"):
         return torch.FloatTensor(1, 1).device.type == "cpu"
 
 
 @requires_gpu
-@mended_by("engine.random_states.repeatable_random_states")
+@worked_around_by("engine.random_states.repeatable_random_states")
 def test_dropout_between_layers_is_another_after_the_random_state_is_set() -> bool:
     lstm = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5).cuda()
     inputs = torch.ones(4, 4, 8, device="cuda")
@@ -67,12 +67,12 @@ def test_dropout_between_layers_is_another_after_the_random_state_is_set() -> bo
     return not torch.equal(outputs, outputs_again)
 
 
-@mended_by("launch.agent._limit_time_to_end")
+@worked_around_by("launch.agent._limit_time_to_end")
 def test_workers_of_elastic_get_30_seconds_when_one_has_failed() -> bool:
     return "self._pc.join(-1)" in inspect.getsource(MultiprocessContext._poll)
 
 
-@mended_by("launch.agent._Agent._rendezvous")
+@worked_around_by("launch.agent._Agent._rendezvous")
 def test_in_later_rounds_nodes_have_the_store_of_the_first() -> bool:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     settings = {"keep_alive_interval": 1, "keep_alive_max_attempt": 2, "last_call_timeout": 1}

@@ -1,5 +1,5 @@
 """
-Writes the list of mends in `architecture.md` from the docstrings of the packages and from
+Writes the list of workarounds in `architecture.md` from the docstrings of the packages and from
 `tests/upstream`. `make reference` runs it, and a test compares.
 """
 
@@ -23,7 +23,7 @@ _LABEL = re.compile(
 )
 
 
-class Mend(NamedTuple):
+class Workaround(NamedTuple):
     """
     # Parameters
 
@@ -45,7 +45,7 @@ class Mend(NamedTuple):
     issues: str
 
 
-def mends() -> List[Mend]:
+def workarounds() -> List[Workaround]:
     """
     All that a docstring has a paragraph about that begins with "Works around".
 
@@ -69,41 +69,43 @@ def mends() -> List[Mend]:
                         f"and links if there are any, but it says: {paragraph}"
                     )
                 versions, fault, issues = label.groups(default="")
-                found.append(Mend(name, relative, versions, fault, issues))
+                found.append(Workaround(name, relative, versions, fault, issues))
     return found
 
 
 def tests() -> Dict[str, List[Tuple[str, str]]]:
     """
-    By the name of a mend, what fails when it isn't needed any more: file and function.
+    By the name of a workaround, what fails when it isn't needed any more: file and function.
     """
     found: Dict[str, List[Tuple[str, str]]] = {}
     for path in sorted(_TESTS.glob("*_test.py")):
         for node in ast.parse(path.read_text()).body:
             for decorator in getattr(node, "decorator_list", []):
-                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "mended_by":
-                    (mend,) = decorator.args
+                if not isinstance(decorator, ast.Call):
+                    continue
+                if ast.unparse(decorator.func) == "worked_around_by":
+                    (name,) = decorator.args
                     shows = (path.name, node.name)  # type: ignore[attr-defined]
-                    found.setdefault(ast.literal_eval(mend), []).append(shows)
+                    found.setdefault(ast.literal_eval(name), []).append(shows)
     return found
 
 
 def with_list(text: str) -> str:
-    """The text of `architecture.md` with the list of mends as it should be."""
+    """The text of `architecture.md` with the list of workarounds as it should be."""
     before, start, rest = text.partition(_START)
     _, end, after = rest.partition(_END)
-    tests_by_mend = tests()
-    rows = [_row(mend, tests_by_mend.get(mend.name, [])) for mend in mends()]
+    tests_by_workaround = tests()
+    rows = [_row(each, tests_by_workaround.get(each.name, [])) for each in workarounds()]
     return before + start + _HEAD + "".join(rows) + end + after
 
 
-def _row(mend: Mend, shown_by: List[Tuple[str, str]]) -> str:
-    own_name = mend.name.removeprefix(_module_name(mend.path)).lstrip(".")
-    where = f"[`{mend.path.removeprefix('allennlp_deepspeed/')}`](../{mend.path})" + (
+def _row(workaround: Workaround, shown_by: List[Tuple[str, str]]) -> str:
+    own_name = workaround.name.removeprefix(_module_name(workaround.path)).lstrip(".")
+    where = f"[`{workaround.path.removeprefix('allennlp_deepspeed/')}`](../{workaround.path})" + (
         f" `{own_name}`" if own_name else ""
     )
     links = [f"[`{name}`](../tests/upstream/{file})" for file, name in shown_by]
-    cells = (mend.fault, mend.versions, where, ", ".join(links), mend.issues)
+    cells = (workaround.fault, workaround.versions, where, ", ".join(links), workaround.issues)
     return f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
 
 

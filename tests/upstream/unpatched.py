@@ -1,6 +1,6 @@
 """
-Runs upstream code as it is, in a process that hasn't imported this package, which mends some of it
-on import.
+Runs upstream code as it is, in a process that hasn't imported this package, which patches some of
+it on import.
 """
 
 import faulthandler
@@ -21,23 +21,24 @@ TIME_LIMIT = 60  # seconds, for one function
 _STANDARD_ERROR = 2
 
 
-def mended_by(mend: str) -> Callable[[Callable[[], bool]], Callable[..., None]]:
+def worked_around_by(workaround: str) -> Callable[[Callable[[], bool]], Callable[..., None]]:
     """
     Makes a test of a function that shows a fault of upstream code, and returns whether it is still
     there. The test fails if it isn't.
 
     # Parameters
 
-    mend : `str`
-        What mends it, within `allennlp_deepspeed`. Its docstring has a paragraph that begins with
-        "Works around".
+    workaround : `str`
+        What works around it, within `allennlp_deepspeed`. Its docstring has a paragraph that begins
+        with "Works around".
     """
 
     def decorate(shows_fault: Callable[[], bool]) -> Callable[..., None]:
         name = shows_fault.__name__.removeprefix("test_").replace("_", " ")
 
-        def test(unmended: Unmended) -> None:
-            assert unmended.run(shows_fault) is True, f'"{name}" is mended upstream: remove {mend}'
+        def test(unpatched: Unpatched) -> None:
+            message = f'"{name}" is fixed upstream: remove {workaround}'
+            assert unpatched.run(shows_fault) is True, message
 
         # Not `functools.wraps`: pytest would look at the arguments of what is wrapped.
         test.__name__, test.__module__ = shows_fault.__name__, shows_fault.__module__
@@ -48,7 +49,7 @@ def mended_by(mend: str) -> Callable[[Callable[[], bool]], Callable[..., None]]:
     return decorate
 
 
-class Unmended:
+class Unpatched:
     """
     A process for all tests of a session, because it takes long to import what they need. It has a
     process group of its own, and DeepSpeed computes on the CPU.
@@ -66,7 +67,7 @@ class Unmended:
         # Parameters
 
         function : `Callable[[], Any]`
-            One that was given to `mended_by`. What it returns is pickled.
+            One that was given to `worked_around_by`. What it returns is pickled.
         """
         self._connection.send((function.__module__, function.__name__))
         try:
