@@ -194,7 +194,7 @@ def _attend_with_mask(
 
 
 @functools.lru_cache(maxsize=64)
-def attention_of(section: str) -> BlockSparseAttention:
+def attention_from_section(section: str) -> BlockSparseAttention:
     """Returns the attention of a section in JSON."""
     return BlockSparseAttention.from_section(json.loads(section))
 

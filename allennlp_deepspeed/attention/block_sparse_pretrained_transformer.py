@@ -13,7 +13,10 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.modules.token_embedders import PretrainedTransformerEmbedder, TokenEmbedder
 from overrides import overrides
 
-from allennlp_deepspeed.attention.block_sparse_attention import BlockSparseAttention, attention_of
+from allennlp_deepspeed.attention.block_sparse_attention import (
+    BlockSparseAttention,
+    attention_from_section,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +155,9 @@ def _padding_mask(
     """
     from transformers import masking_utils
 
-    is_unidirectional = attention_of(json.dumps(getattr(config, _SECTION))).layout.is_unidirectional
+    is_unidirectional = attention_from_section(
+        json.dumps(getattr(config, _SECTION))
+    ).layout.is_unidirectional
     if mask_function is masking_utils.causal_mask_function:
         if not is_unidirectional:
             raise ConfigurationError(
@@ -213,7 +218,7 @@ def _attend(
         )
     groups = query.size(1) // key.size(1)
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-    attention = attention_of(json.dumps(getattr(module.config, _SECTION)))
+    attention = attention_from_section(json.dumps(getattr(module.config, _SECTION)))
     layer: Any = module.layer_idx
     result = attention.attend(query, key, value, attention_mask, layer, scaling)
     return result.transpose(1, 2), None

@@ -13,7 +13,7 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
-from allennlp_deepspeed.engine.shards import Shards, own_partition, whole_shape
+from allennlp_deepspeed.engine.shards import Shards, full_shape, local_partition
 
 
 def is_needed(record: CommitRecord, world_size: int) -> bool:
@@ -103,7 +103,7 @@ def _check_parameters(
 ) -> None:
     trainable = {name for group in shards.names_of_groups for name in group}
     expected = {
-        name: (tuple(whole_shape(parameter)), name in trainable)
+        name: (tuple(full_shape(parameter)), name in trainable)
         for parameter, name in shards.names.items()
         if name not in excluded
     }
@@ -169,7 +169,7 @@ def _load_frozen_and_buffers(engine: DeepSpeedEngine, checkpoint: ShardedCheckpo
             continue
         weight = checkpoint.frozen_weight(name)
         if internals.is_sharded(parameter):
-            fragment = own_partition(parameter)
+            fragment = local_partition(parameter)
             fragment.write(fragment.master.data, weight)
         else:
             parameter.data.copy_(weight)

@@ -16,7 +16,7 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, TrainerProtocol
 from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.engine.shards import full_shape
 
 logger = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ def check_model(path: str, record: CommitRecord, trainer: TrainerProtocol) -> No
 
 def parameter_shapes(model: torch.nn.Module) -> Dict[str, List[int]]:
     """Returns the full (unsharded) shapes of the parameters, by name."""
-    return {name: list(whole_shape(parameter)) for name, parameter in model.named_parameters()}
+    return {name: list(full_shape(parameter)) for name, parameter in model.named_parameters()}
 
 
 def refuse_allennlp_checkpoints(serialization_dir: str) -> None:

@@ -64,12 +64,12 @@ class ContrastiveModel(Model):
                 'batches, or "local" for those of each worker\'s own.'
             )
         self.negatives = negatives
-        self._of_encode = _arguments(self.encode)
-        self._of_loss = _arguments(self.contrastive_loss)
+        self._encode_arguments = _arguments(self.encode)
+        self._loss_arguments = _arguments(self.contrastive_loss)
         # A subclass that overrides the method without the argument computes the full loss.
-        self._divides_loss = self.divides_loss and "rows" in self._of_loss.names
+        self._divides_loss = self.divides_loss and "rows" in self._loss_arguments.names
         if self._divides_loss:
-            self._of_loss.names.remove("rows")
+            self._loss_arguments.names.remove("rows")
 
     @property
     def has_loss_of_all_ranks(self) -> bool:
@@ -192,12 +192,14 @@ class ContrastiveModel(Model):
 
     def encodes(self, name: str) -> bool:
         """Returns whether an input of that name is passed to `encode`."""
-        return name in self._of_encode.names or (
-            self._of_encode.others and name not in self._of_loss.names
+        return name in self._encode_arguments.names or (
+            self._encode_arguments.others and name not in self._loss_arguments.names
         )
 
     def _compares(self, name: str) -> bool:
-        return name in self._of_loss.names or (self._of_loss.others and not self.encodes(name))
+        return name in self._loss_arguments.names or (
+            self._loss_arguments.others and not self.encodes(name)
+        )
 
 
 class _Arguments(NamedTuple):

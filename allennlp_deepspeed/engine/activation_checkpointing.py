@@ -210,7 +210,7 @@ def _recompute(module: torch.nn.Module, name: str) -> None:
             f"'checkpoint_wrapper' and by '{_TRAINER_KEY}'. Remove one of them."
         )
     for inner_name, inner in module.named_modules(prefix=name):
-        reason = _why_not(inner)
+        reason = _unsupported_reason(inner)
         if reason is not None:
             raise ConfigurationError(
                 f"The activations of {name} can't be checkpointed, because {inner_name} {reason}. "
@@ -227,7 +227,7 @@ def is_recomputed(module: torch.nn.Module) -> bool:
     return isinstance(forward, partial) and forward.func is _recomputed_forward
 
 
-def _why_not(module: torch.nn.Module) -> Optional[str]:
+def _unsupported_reason(module: torch.nn.Module) -> Optional[str]:
     """
     Returns why recomputing a module with the same inputs would not give the same result, or `None`.
     """
@@ -267,7 +267,7 @@ def _recomputed_forward(
         args, kwargs = tree_unflatten([next(rest[which]) for which in is_tensor], structure)
         with autocast():
             if outputs:  # when recomputed
-                with _copied_buffers(module), _held_parameters(module):
+                with _copied_buffers(module), _defer_release(module):
                     forward(*args, **kwargs)
             else:
                 outputs.append(forward(*args, **kwargs))
@@ -316,7 +316,7 @@ def _copied_buffers(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _held_parameters(module: torch.nn.Module) -> Iterator[None]:
+def _defer_release(module: torch.nn.Module) -> Iterator[None]:
     """
     Context manager that prevents the release of parameters that ZeRO stage 3 has gathered for the
     backward pass of an inner module. The end of that module's second forward pass would release

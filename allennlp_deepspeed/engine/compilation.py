@@ -34,14 +34,14 @@ class Compiler:
         self._settings = settings
         self._compiled: Dict[Callable, Callable] = {}
 
-    def compiled(self, function: Callable) -> Callable:
+    def compile(self, function: Callable) -> Callable:
         """Returns the function, compiled when it is first called."""
         if function not in self._compiled:
             self._compiled[function] = torch.compile(_with_own_code(function), **self._settings)
         return self._compiled[function]
 
     @contextmanager
-    def around(self, model: torch.nn.Module) -> Iterator[None]:
+    def exclude_uncompilable(self, model: torch.nn.Module) -> Iterator[None]:
         """
         Context manager in which compiled functions compute the same as uncompiled ones. It must
         surround all calls of the model.
@@ -70,7 +70,7 @@ class Compiler:
             yield
 
     @contextmanager
-    def leaf_modules(self, model: torch.nn.Module) -> Iterator[None]:
+    def compile_leaf_modules(self, model: torch.nn.Module) -> Iterator[None]:
         """
         Context manager that compiles the leaf modules of `model`, whose parameters ZeRO stage 3
         gathers together before their forward pass. No other graph is possible, because the hooks
@@ -96,7 +96,7 @@ class Compiler:
         logger.info("Compiled are %s", ", ".join(modules))
         with ExitStack() as undo:
             for module in modules.values():
-                forward = self.compiled(module.forward)
+                forward = self.compile(module.forward)
                 undo.enter_context(mock.patch.object(module, "forward", forward))
             yield
 

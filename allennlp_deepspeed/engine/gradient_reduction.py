@@ -13,7 +13,7 @@ from allennlp_deepspeed.deepspeed_api import (
 )
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.released_parameters import access_allowed
-from allennlp_deepspeed.engine.shards import Shards, whole_shape
+from allennlp_deepspeed.engine.shards import Shards, full_shape
 
 
 class GradientReducer:
@@ -240,5 +240,5 @@ def set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 def set_zero_gradient(parameter: torch.nn.Parameter) -> None:
     """Sets the gradient of a parameter, which may be partitioned, to zeros."""
     with access_allowed():
-        zeros = parameter.new_zeros(whole_shape(parameter))
+        zeros = parameter.new_zeros(full_shape(parameter))
     set_gradient(parameter, zeros)

@@ -9,7 +9,7 @@ from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.released_parameters import access_allowed
-from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.engine.shards import full_shape
 from allennlp_deepspeed.engine.shared_memory import STAGE_0, check_memory
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -59,7 +59,7 @@ def check_model(model: Model, config: ResolvedConfig) -> None:
                 "leave out 'max_norm'."
             )
     for name, parameter in model.named_parameters():
-        if config.zero_stage == 3 and whole_shape(parameter).numel() == 0:
+        if config.zero_stage == 3 and full_shape(parameter).numel() == 0:
             raise ConfigurationError(
                 f"The parameter '{name}' has no elements, and ZeRO stage 3 can't shard it: remove "
                 'it, or write "deepspeed_config": {"zero_optimization": {"stage": 2}}.'

@@ -25,7 +25,7 @@ from allennlp_deepspeed.deepspeed_api import (
     FusedLion,
 )
 from allennlp_deepspeed.engine.optimizers import LionOptimizer
-from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.engine.shards import full_shape
 
 _FP32 = torch.float32.itemsize
 # The maximum number of elements that the engine's own all-reduce flattens at once.
@@ -57,7 +57,7 @@ class ModelSize:
         """
         Returns the size of a model, whose parameters may be partitioned or on the meta device.
         """
-        elements = [(p.requires_grad, whole_shape(p).numel()) for p in model.parameters()]
+        elements = [(p.requires_grad, full_shape(p).numel()) for p in model.parameters()]
         return cls(
             trainable=[number for is_trained, number in elements if is_trained],
             frozen=[number for is_trained, number in elements if not is_trained],
@@ -78,7 +78,7 @@ def elements_of_modules(model: torch.nn.Module) -> Dict[str, int]:
     Returns by name the elements of each module's own parameters, without those of its submodules.
     """
     return {
-        name: sum(whole_shape(p).numel() for p in module.parameters(recurse=False))
+        name: sum(full_shape(p).numel() for p in module.parameters(recurse=False))
         for name, module in model.named_modules()
     }
 

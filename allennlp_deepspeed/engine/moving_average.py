@@ -12,7 +12,7 @@ from overrides import overrides
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
-from allennlp_deepspeed.engine.shards import Fragment, Shards, whole_shape
+from allennlp_deepspeed.engine.shards import Fragment, Shards, full_shape
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 
 
@@ -44,10 +44,10 @@ class ShardedMovingAverage(MovingAverage):
             # At stage 0 the optimizer may have frozen parameters.
             if not isinstance(shard, torch.nn.Parameter) or shard.requires_grad
         )
-        self._whole_parameters = moving_average._parameters
+        self._full_parameters = moving_average._parameters
         stepped = {p for group in self._shards.groups for p in group if p.requires_grad}
         # ZeRO leaves parameters without elements out of its groups.
-        trained = {p for p in given if p.requires_grad or whole_shape(p).numel() == 0}
+        trained = {p for p in given if p.requires_grad or full_shape(p).numel() == 0}
         if stepped - trained or given - trained:
             raise ConfigurationError(
                 "'trainer.moving_average' was given others than the parameters that are trained, "
@@ -93,10 +93,10 @@ class ShardedMovingAverage(MovingAverage):
     def _take_shadows(self, shadows: Dict[str, torch.Tensor]) -> None:
         """Continues the averages of an earlier training that aren't those of an engine."""
         names = {shard: name for name, shard in self._parameters}
-        for name, parameter in self._whole_parameters:
+        for name, parameter in self._full_parameters:
             is_fp32 = shadows[name].dtype == torch.float32
-            is_whole = is_fp32 and shadows[name].shape == whole_shape(parameter)
-            if is_whole and parameter in self._fragments:
+            is_full = is_fp32 and shadows[name].shape == full_shape(parameter)
+            if is_full and parameter in self._fragments:
                 fragment = self._fragments[parameter]
                 shadow = self._shadows[names[fragment.master]]
                 fragment.write(shadow, shadows[name])
@@ -110,15 +110,15 @@ class ShardedMovingAverage(MovingAverage):
             return
         names = {shard: name for name, shard in self._parameters}
         shadows, backups = {}, {}
-        for name, parameter in self._whole_parameters:
+        for name, parameter in self._full_parameters:
             if parameter in self._fragments:
                 fragment = self._fragments[parameter]
-                shape = whole_shape(parameter)
+                shape = full_shape(parameter)
                 shard = names[fragment.master]
                 shadows[name] = fragment.in_master(self._shadows[shard]).view(shape)
                 backups[name] = fragment.in_master(self._backups[shard]).view(shape)
         self._moving_average._parameters = [
-            (name, p) for name, p in self._whole_parameters if name in shadows
+            (name, p) for name, p in self._full_parameters if name in shadows
         ]
         self._moving_average._shadows = shadows
         self._moving_average._backups = backups

@@ -35,7 +35,7 @@ class Counterpart(NamedTuple):
     optimizer : `Type[torch.optim.Optimizer]`
     settings : `Tuple[str, ...]`
         The settings of a group that both optimizers have.
-    lacks : `Dict[str, Any]`, optional (default = `{}`)
+    unsupported : `Dict[str, Any]`, optional (default = `{}`)
         Settings that DeepSpeed's optimizer doesn't have, with the values at which they have no
         effect.
     arguments : `Dict[str, Any]`, optional (default = `{}`)
@@ -44,17 +44,19 @@ class Counterpart(NamedTuple):
 
     optimizer: Type[torch.optim.Optimizer]
     settings: Tuple[str, ...]
-    lacks: Dict[str, Any] = {}
+    unsupported: Dict[str, Any] = {}
     arguments: Dict[str, Any] = {}
 
 
 _ADAM = Counterpart(
     DeepSpeedCPUAdam,
     ("lr", "betas", "eps", "weight_decay"),
-    lacks={"amsgrad": False, "maximize": False, "decoupled_weight_decay": False},
+    unsupported={"amsgrad": False, "maximize": False, "decoupled_weight_decay": False},
     arguments={"adamw_mode": False},
 )
-_ADAMW = _ADAM._replace(lacks={"amsgrad": False, "maximize": False}, arguments={"adamw_mode": True})
+_ADAMW = _ADAM._replace(
+    unsupported={"amsgrad": False, "maximize": False}, arguments={"adamw_mode": True}
+)
 
 COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
     AdamOptimizer: _ADAM,
@@ -62,7 +64,7 @@ COUNTERPARTS: Dict[Type[torch.optim.Optimizer], Counterpart] = {
     AdagradOptimizer: Counterpart(
         DeepSpeedCPUAdagrad,
         ("lr", "eps", "weight_decay"),
-        lacks={"lr_decay": 0, "initial_accumulator_value": 0, "maximize": False},
+        unsupported={"lr_decay": 0, "initial_accumulator_value": 0, "maximize": False},
     ),
 }
 """Counterparts by the class that is registered with AllenNLP."""
@@ -77,7 +79,7 @@ _WITH_INT_STEPS = (
 )
 
 
-def for_offload(
+def adapt_for_offload(
     optimizer: Optional[torch.optim.Optimizer], config: ResolvedConfig
 ) -> Optional[torch.optim.Optimizer]:
     """
@@ -92,7 +94,7 @@ def for_offload(
     """
     if optimizer is None:
         return None
-    counterpart = counterpart_of(type(optimizer), optimizer.param_groups, config)
+    counterpart = find_counterpart(type(optimizer), optimizer.param_groups, config)
     if counterpart is None:
         return optimizer
     groups = [
@@ -114,7 +116,7 @@ def for_offload(
     return offloaded
 
 
-def counterpart_of(
+def find_counterpart(
     optimizer: Type[torch.optim.Optimizer],
     settings: List[Dict[str, Any]],
     config: ResolvedConfig,
@@ -139,29 +141,29 @@ def counterpart_of(
             ROOT,
         )
         return None
-    lacks = lacking(optimizer, settings)
-    if lacks is not None:
+    unsupported = unsupported_settings(optimizer, settings)
+    if unsupported is not None:
         logger.info(
             "%s steps the offloaded weights, because DeepSpeed's optimizer for the CPU has no "
             "'%s', which is %s.",
             optimizer.__name__,
-            *lacks,
+            *unsupported,
         )
         return None
     return counterpart
 
 
-def lacking(
+def unsupported_settings(
     optimizer: Type[torch.optim.Optimizer], settings: List[Dict[str, Any]]
 ) -> Optional[Tuple[str, Any]]:
     """
     Returns the name and value of a setting that the counterpart of an optimizer doesn't support, so
-    that it isn't replaced, or `None`. The parameters are those of `counterpart_of`.
+    that it isn't replaced, or `None`. The parameters are those of `find_counterpart`.
     """
     counterpart = COUNTERPARTS.get(optimizer)
-    lacks = {} if counterpart is None else counterpart.lacks
+    unsupported = {} if counterpart is None else counterpart.unsupported
     for group in settings:
-        for name, value in lacks.items():
+        for name, value in unsupported.items():
             if group.get(name, value) != value:
                 return name, group[name]
     return None

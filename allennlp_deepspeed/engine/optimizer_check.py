@@ -29,9 +29,9 @@ from allennlp_deepspeed.deepspeed_api import (
 )
 from allennlp_deepspeed.engine.offloaded_optimizers import (
     Counterpart,
-    counterpart_of,
-    lacking,
+    find_counterpart,
     registered_class,
+    unsupported_settings,
 )
 from allennlp_deepspeed.engine.optimizers import DeepSpeedOptimizer, LionOptimizer, MuonOptimizer
 
@@ -60,7 +60,7 @@ ELEMENTWISE = (
 )
 
 # Searched in names of classes and in registered names.
-_LOOKS_AT_WHOLE_WEIGHTS = re.compile(
+_NOT_ELEMENTWISE = re.compile(
     "adafactor|adahessian|adamp$|came$|galore|^k?fac|lamb(?!da)|^lar[cs]|muon|novograd|sgdp$|shampoo"
     "|^sm3|^soap",
     re.IGNORECASE,
@@ -118,7 +118,7 @@ def check_optimizer(
         )
     optimizer_class = registered_class(name)
     settings = [params, *(group for _, group in params.get("parameter_groups") or [])]
-    counterpart = counterpart_of(optimizer_class, settings, config)
+    counterpart = find_counterpart(optimizer_class, settings, config)
     _check_placement(name, optimizer_class, settings, counterpart, config, device_type)
 
 
@@ -133,11 +133,11 @@ def _check_placement(
     steps_with = optimizer_class if counterpart is None else counterpart.optimizer
     is_forced = config.forces_cpu_optimizer and config.offload_device != "none"
     if is_forced and not issubclass(steps_with, _FORCED):
-        lacks = lacking(optimizer_class, settings)
-        if lacks is None:
+        unsupported = unsupported_settings(optimizer_class, settings)
+        if unsupported is None:
             what, instead = f'the "{name}"', 'write "adam"'
         else:
-            what, instead = f"the '{lacks[0]}'", f"remove '{lacks[0]}'"
+            what, instead = f"the '{unsupported[0]}'", f"remove '{unsupported[0]}'"
         raise ConfigurationError(
             f"{ROOT}.zero_force_ds_cpu_optimizer is true, for which DeepSpeed takes only its Adam "
             f"and its Lion, and neither does what {what} in 'trainer.optimizer' does: remove "
@@ -193,7 +193,7 @@ def check_elementwise(
             'or "adam"'
         )
     names = [name, *(each.__name__ for each in optimizer_class.__mro__)]
-    if any(_LOOKS_AT_WHOLE_WEIGHTS.search(name) for name in names):
+    if any(_NOT_ELEMENTWISE.search(name) for name in names):
         raise ConfigurationError(
             f"{subject}, which looks at the shape or the norm of the whole weight, but at ZeRO "
             f"stage {config.zero_stage} a worker has a flat shard of it: write "

@@ -42,7 +42,7 @@ _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 # The maximum number of elements of parameters that constructors have accessed and that stay
 # gathered at a time.
-MAX_WHOLE_ELEMENTS = 50_000_000
+MAX_UNSHARDED_ELEMENTS = 50_000_000
 
 
 def is_partitioned(partitioning: Dict[str, Any]) -> bool:
@@ -94,8 +94,8 @@ class PartitionedConstruction:
         self._device = device
         self._local_rank = local_rank
         # Partitioned parameters that are gathered now, the one accessed last at the end.
-        self._whole: OrderedDict[int, Any] = OrderedDict()
-        self._num_whole_elements = 0
+        self._unsharded: OrderedDict[int, Any] = OrderedDict()
+        self._num_unsharded_elements = 0
         # Pairs that shared memory until one of them was partitioned.
         self._shared: List[Tuple[Parameter, Parameter]] = []
         self._is_in_from_pretrained = False
@@ -247,12 +247,12 @@ class PartitionedConstruction:
             parameter.all_gather()
             is_rounded = parameter.is_floating_point() and self._dtype != torch.float32
             parameter.data = parameter.data.to("cpu", torch.float32 if is_rounded else None)
-            self._whole[id(parameter)] = parameter
-            self._num_whole_elements += parameter.ds_numel
-        if id(parameter) in self._whole:
-            self._whole.move_to_end(id(parameter))
-        while len(self._whole) > 1 and self._num_whole_elements > MAX_WHOLE_ELEMENTS:
-            self._partition_again(next(iter(self._whole.values())))
+            self._unsharded[id(parameter)] = parameter
+            self._num_unsharded_elements += parameter.ds_numel
+        if id(parameter) in self._unsharded:
+            self._unsharded.move_to_end(id(parameter))
+        while len(self._unsharded) > 1 and self._num_unsharded_elements > MAX_UNSHARDED_ELEMENTS:
+            self._partition_again(next(iter(self._unsharded.values())))
 
     def _partition_module(self, module: Module) -> None:
         for submodule in module.modules():
@@ -270,8 +270,8 @@ class PartitionedConstruction:
         internals.shard_parameter(self._partitioner, parameter)
 
     def _partition_again(self, parameter: Any) -> None:
-        del self._whole[id(parameter)]
-        self._num_whole_elements -= parameter.ds_numel
+        del self._unsharded[id(parameter)]
+        self._num_unsharded_elements -= parameter.ds_numel
         if not internals.is_gathered(parameter):
             return  # a constructor that supports DeepSpeed has partitioned it
         self._find_shared(parameter)
@@ -284,7 +284,7 @@ class PartitionedConstruction:
         parameter.partition(has_been_updated=True)
 
     def _partition_all_again(self) -> None:
-        for parameter in list(self._whole.values()):
+        for parameter in list(self._unsharded.values()):
             self._partition_again(parameter)
 
     def _find_shared(self, parameter: Parameter) -> None:
@@ -293,7 +293,7 @@ class PartitionedConstruction:
         """
         self._shared += [
             (parameter, other)
-            for other in self._whole.values()
+            for other in self._unsharded.values()
             if other is not parameter
             and other.data_ptr() == parameter.data_ptr() != 0
             and (other.requires_grad or parameter.requires_grad)

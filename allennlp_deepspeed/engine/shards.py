@@ -39,7 +39,7 @@ class Fragment(NamedTuple):
         """
         return tensor.flatten().narrow(0, self.start, self.size)
 
-    def write(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    def write(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         """
         Writes the elements of a full value into `master` or a tensor of the same layout.
 
@@ -47,17 +47,17 @@ class Fragment(NamedTuple):
 
         tensor : `torch.Tensor`
             `master`, or a tensor of the same layout, which is written to.
-        whole : `torch.Tensor`
+        full : `torch.Tensor`
             A tensor of the layout of the full parameter, which is read.
         """
-        values = self.in_whole(whole)
+        values = self.in_full(full)
         if tensor.is_contiguous():
             tensor.view(-1).narrow(0, self.start, self.size).copy_(values)
         else:
             # It then belongs to one parameter, with its strides, and isn't sharded.
             tensor.copy_(values.view(tensor.shape))
 
-    def in_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def in_full(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the elements in a tensor of the layout of the full parameter."""
         return tensor.flatten().narrow(0, self.offset, self.size)
 
@@ -232,11 +232,11 @@ class Shards:
             self._optimizer.update_lp_params()
         elif not self._steps_parameters:
             for parameter, fragment in self.fragments.items():
-                whole = fragment.in_master(fragment.master.detach())
-                parameter.data.copy_(whole.view(parameter.shape))
+                full = fragment.in_master(fragment.master.detach())
+                parameter.data.copy_(full.view(parameter.shape))
 
 
-def own_partition(parameter: torch.nn.Parameter) -> Fragment:
+def local_partition(parameter: torch.nn.Parameter) -> Fragment:
     """
     Returns this rank's part of a parameter in the model's precision: all elements, or its partition
     at ZeRO stage 3.
@@ -249,12 +249,12 @@ def own_partition(parameter: torch.nn.Parameter) -> Fragment:
 
 def _partition(parameter: Any, tensor: torch.Tensor, start: int, length: int) -> Fragment:
     """Returns a rank's part. All parts have the same length, and the last may end in padding."""
-    numel = whole_shape(parameter).numel()
+    numel = full_shape(parameter).numel()
     offset = min(dist.get_rank(parameter.ds_process_group) * length, numel)
     size = min(length, numel - offset)
     return Fragment(tensor, start, offset, size, padding=length - size)
 
 
-def whole_shape(tensor: torch.Tensor) -> torch.Size:
+def full_shape(tensor: torch.Tensor) -> torch.Size:
     """Returns a tensor's shape, for a parameter that ZeRO-3 has partitioned the full shape."""
     return internals.full_shape(tensor) if internals.is_sharded(tensor) else tensor.shape

@@ -224,10 +224,10 @@ def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
     """
     master = fragment.in_master(fragment.master.detach())
     if not internals.is_sharded(parameter):
-        weights = fragment.in_whole(parameter.detach())
+        weights = fragment.in_full(parameter.detach())
     elif internals.is_gathered(parameter):
         # Under autocast they are gathered in lower precision.
-        weights = fragment.in_whole(parameter.detach()).to(get_comm_dtype(parameter))
+        weights = fragment.in_full(parameter.detach()).to(get_comm_dtype(parameter))
     else:
         weights = parameter.ds_tensor.detach().flatten()[: fragment.size]
         if weights.numel() < fragment.size:

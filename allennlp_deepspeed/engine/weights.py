@@ -28,7 +28,7 @@ from allennlp_deepspeed.engine.released_parameters import (
     allow_access,
     refuse_access,
 )
-from allennlp_deepspeed.engine.shards import Shards, whole_shape
+from allennlp_deepspeed.engine.shards import Shards, full_shape
 
 StateDict = Dict[str, Any]
 Which = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]], None]
@@ -153,7 +153,7 @@ def set_full_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, shard
     """
     fragment = shards.fragments.get(parameter)
     if internals.is_sharded(parameter) and fragment is not None:
-        part = torch.nn.functional.pad(fragment.in_whole(value), (0, fragment.padding))
+        part = torch.nn.functional.pad(fragment.in_full(value), (0, fragment.padding))
         safe_set_local_fp32_param(parameter, part)
     elif internals.is_sharded(parameter) or fragment is None or fragment.master is parameter:
         with zero.GatheredParameters([parameter], modifier_rank=0):
@@ -168,7 +168,7 @@ def broadcast(
     """Returns the tensor `source` of rank 0, in fp32 if it is in half precision."""
     dtype = _in_full_precision(like.dtype)
     if source is None:
-        value = torch.empty(whole_shape(like), dtype=dtype, device=device)
+        value = torch.empty(full_shape(like), dtype=dtype, device=device)
     else:
         value = source.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
     # As bytes, because no backend supports every dtype.
@@ -214,9 +214,9 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
         try:
             for parameter in parameters:
                 if not shards.steps_parameters:
-                    whole = full_parameter(parameter, shards)
-                    dtype = _in_full_precision(whole.dtype)
-                    parameter.data = whole.to(engine.device, dtype, copy=True)
+                    full = full_parameter(parameter, shards)
+                    dtype = _in_full_precision(full.dtype)
+                    parameter.data = full.to(engine.device, dtype, copy=True)
                     allow_access(parameter)
             yield
             changed = [parameter.data for parameter in parameters]
@@ -226,8 +226,8 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
                 refuse_access(parameter)
         for parameter, value in zip(parameters, changed):
             source = value if dist.get_rank() == 0 else None
-            whole = broadcast(source, parameter, engine.device)
-            set_full_parameter(parameter, whole, shards)
+            full = broadcast(source, parameter, engine.device)
+            set_full_parameter(parameter, full, shards)
         shards.update_parameters()
 
 

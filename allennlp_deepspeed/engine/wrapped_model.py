@@ -169,7 +169,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         for parameter in model.parameters():
             released_parameters.allow_access(parameter)  # sharded by an earlier engine
         if self._compiler is not None and config.zero_stage < 3:
-            forward = self._compiler.compiled(model.forward)
+            forward = self._compiler.compile(model.forward)
             enter(mock.patch.object(model, "forward", forward))
         if config.precision in _HALF_PRECISION:
             # AllenNLP's modules create fp32 tensors in the forward pass (masks, lengths, means),
@@ -226,8 +226,8 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             enter(loss_scaling.fix_loss_scale(self.engine))
         if self._compiler is not None:
             if config.zero_stage == 3:
-                enter(self._compiler.leaf_modules(model))
-            enter(self._compiler.around(model))
+                enter(self._compiler.compile_leaf_modules(model))
+            enter(self._compiler.exclude_uncompilable(model))
         before.write_master_weights(self.engine)
         shards_states = self.engine.optimizer is not self.engine.basic_optimizer
         self._must_resume = has_lost_states or (has_stepped and shards_states)
@@ -402,7 +402,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         model = self.engine.module
         forward = vars(model).get("forward")
         if self._compiler is not None and self.config.zero_stage < 3:
-            function = self._compiler.compiled(function)
+            function = self._compiler.compile(function)
         model.forward = self._autocast(function)
         try:
             yield

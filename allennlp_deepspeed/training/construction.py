@@ -127,7 +127,7 @@ def construct(
         _settings(arguments, optimizer, data_loader, batches_per_epoch, device)
     )
     # An optimizer that is given as an object updates the weights itself, on any device.
-    steps_with = given or offloaded_optimizers.for_offload(optimizer, config)
+    steps_with = given or offloaded_optimizers.adapt_for_offload(optimizer, config)
     empty_groups = _empty_groups(steps_with)
     wrapped_model = wrap_model(
         model,

@@ -47,13 +47,13 @@ def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[Dat
     `ConfigurationError`
         On every rank, if they differ. The message has the values of each rank.
     """
-    counts = {name: _num_divided_instances(loader) for name, loader in loaders.items()}
+    counts = {name: _num_sharded_instances(loader) for name, loader in loaders.items()}
     if collectives.world_size() == 1:
         _check_not_empty([counts])
         return
     own = _Setup(socket.gethostname(), {**_namespaces(vocab), **versions()}, counts)
     for name, loader in loaders.items():
-        if type(loader) is MultiProcessDataLoader and _divides_for_us(loader.reader):
+        if type(loader) is MultiProcessDataLoader and _is_sharded_by_allennlp(loader.reader):
             size = _file_size(loader.data_path)
             own.values[f"{name}, size of the file"] = size
     everyones = collectives.all_gather_object(own)
@@ -62,7 +62,7 @@ def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[Dat
     lines = differences([(name, setup.values) for name, setup in zip(names, everyones)])
     for loader_name in loaders:
         counts = [setup.counts[loader_name] for setup in everyones]
-        if not _is_division(counts):
+        if not _is_even_split(counts):
             which = ", ".join(f"{count} on {name}" for count, name in zip(counts, names))
             lines.append(
                 f"'{loader_name}' has given numbers of instances that are no division of the same "
@@ -94,7 +94,7 @@ def _namespaces(vocab: Optional[Vocabulary]) -> Dict[str, str]:
     return summaries
 
 
-def _divides_for_us(reader: DatasetReader) -> bool:
+def _is_sharded_by_allennlp(reader: DatasetReader) -> bool:
     """Returns whether AllenNLP lets each rank take its shard of all instances or lines."""
     names = getattr(type(reader)._read, "__code__", None)
     return not reader.manual_distributed_sharding or (
@@ -107,13 +107,13 @@ def _file_size(path: Any) -> Optional[str]:
     return f"{os.path.getsize(path):,} bytes" if is_file else None
 
 
-def _num_divided_instances(loader: Optional[DataLoader]) -> Optional[int]:
+def _num_sharded_instances(loader: Optional[DataLoader]) -> Optional[int]:
     if type(loader) is not MultiProcessDataLoader or loader._instances is None:
         return None
     return None if loader.reader.manual_distributed_sharding else len(loader._instances)
 
 
-def _is_division(counts: List[Optional[int]]) -> bool:
+def _is_even_split(counts: List[Optional[int]]) -> bool:
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
         return True

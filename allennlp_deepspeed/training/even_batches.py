@@ -73,7 +73,7 @@ class EvenBatches:
             yield self._model.dummy_batch(last) if batch is None else batch
 
 
-def whole_set(data_loader: Any, model: Any, device: torch.device) -> Any:
+def with_even_batches(data_loader: Any, model: Any, device: torch.device) -> Any:
     """
     Returns a data loader for validation by a model that `validates_whole_set`. AllenNLP's loop
     leaves out batches that only some ranks have.

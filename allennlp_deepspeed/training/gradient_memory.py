@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.engine.shards import full_shape
 from allennlp_deepspeed.engine.worker_device import available_memory, workers_per_node
 
 
 def full_gradient_bytes(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> int:
     """Returns the bytes of a full gradient of the parameters in `dtype`, on one rank."""
-    return sum(whole_shape(p).numel() for p in parameters) * dtype.itemsize
+    return sum(full_shape(p).numel() for p in parameters) * dtype.itemsize
 
 
 def min_free_bytes(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_accelerator
 from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.gradient_reduction import GradientAccumulator, GradientReducer
 from allennlp_deepspeed.engine.phases import BACKWARD, during
-from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.engine.shards import full_shape
 from allennlp_deepspeed.training import average_over_ranks, gradient_memory
 from allennlp_deepspeed.training.average_over_ranks import GradientAverage
 from allennlp_deepspeed.training.reduction_schedule import (
@@ -115,7 +115,7 @@ class GradientSynchronizer:
             self._accumulators = accumulators if accumulators.parameters else None
         if mode == AUTO:
             mode = _resolve_auto(stage, num_micro_batches, average_each_pass)
-        num_elements = sum(whole_shape(p).numel() for p in self._parameters)
+        num_elements = sum(full_shape(p).numel() for p in self._parameters)
         self.schedule = ReductionSchedule(mode, num_elements, num_micro_batches)
         """Whether gradients are reduced once a step or with each micro-batch."""
         if not self._defers_all and stage < 3 and dist.get_world_size() > 1:

@@ -11,7 +11,7 @@ from allennlp_deepspeed.engine.gathered_parameters import (
     patch_gathered_parameters,
     sharded_parameters,
 )
-from allennlp_deepspeed.engine.shards import whole_shape
+from allennlp_deepspeed.engine.shards import full_shape
 from allennlp_deepspeed.training import gradient_memory
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class ReshardAfterMicroBatch:
         self._num_steps += 1
         if self._is_auto and self._decision is None and self._num_steps >= _STEPS_BEFORE_DECISION:
             free = gradient_memory.min_free_bytes(self._engine.device)
-            needed = sum(whole_shape(p).numel() * p.itemsize for p in self._parameters)
+            needed = sum(full_shape(p).numel() * p.itemsize for p in self._parameters)
             self._set(needed > free // 2)
             if dist.get_rank() == 0:
                 logger.info(

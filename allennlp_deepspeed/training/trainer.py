@@ -89,7 +89,7 @@ from allennlp_deepspeed.training.construction import (
     find_directories,
     keep_batches_on_cpu,
 )
-from allennlp_deepspeed.training.even_batches import whole_set
+from allennlp_deepspeed.training.even_batches import with_even_batches
 from allennlp_deepspeed.training.fast_forward import FastForward
 from allennlp_deepspeed.training.fixed_attributes import check_assignment, check_trainer
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
@@ -110,7 +110,7 @@ logger = logging.getLogger(__name__)
 _LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
 
 # Parts that only choose how to train, and may choose again.
-_MAY_BE_NEW = {
+_OPTIONAL_PARTS = {
     "gradient_synchronization",
     "reshard_after_micro_batch",
 }
@@ -242,7 +242,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             if distributed:
                 self._primary = self._directories.is_leader
                 self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
-                self._validation_data_loader = whole_set(
+                self._validation_data_loader = with_even_batches(
                     self._validation_data_loader, model, self.cuda_device
                 )
             report = RunReport(arguments)
@@ -425,7 +425,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     callback._verification.destroy_hooks()
         self._fast_forward.start_training()
         try:
-            with self._no_weights_copied(), self._ddp_wrapped_model.check_parameters_on_error():
+            with (
+                self._skip_copy_of_best_weights(),
+                self._ddp_wrapped_model.check_parameters_on_error(),
+            ):
                 metrics, epoch = super()._try_train()
         except BaseException as error:
             # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.
@@ -444,7 +447,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return {**self._epoch_metrics.metrics, **metrics}, epoch
 
     @contextmanager
-    def _no_weights_copied(self) -> Iterator[None]:
+    def _skip_copy_of_best_weights(self) -> Iterator[None]:
         """
         Context manager that prevents AllenNLP's loop from copying the best weights from a
         checkpoint that has been saved.
@@ -767,10 +770,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             return
         self._weight_watch.snapshot()
         parts = self.parts()
-        lacking = [name for name in parts if name not in state.trainer_state]
-        if set(lacking) - _MAY_BE_NEW - set(self._extensions.parts()):
+        missing = [name for name in parts if name not in state.trainer_state]
+        if set(missing) - _OPTIONAL_PARTS - set(self._extensions.parts()):
             raise CheckpointError(
-                f"The checkpoint has nothing of 'trainer.{lacking[0]}', which the training was "
+                f"The checkpoint has nothing of 'trainer.{missing[0]}', which the training was "
                 "begun without: leave it out, or start anew with another serialization directory."
             )
         num_epochs = state.trainer_state.get("num_epochs", self._num_epochs)

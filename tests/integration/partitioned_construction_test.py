@@ -165,7 +165,7 @@ def test_adapters_begin_as_they_do_without(bert: str) -> None:
 
 def test_no_rank_holds_more_than_its_share_and_a_few_layers(bert: str) -> None:
     def construct(rank: int) -> Tuple[int, int]:
-        few_elements = mock.patch.object(partitioned_construction, "MAX_WHOLE_ELEMENTS", 50_000)
+        few_elements = mock.patch.object(partitioned_construction, "MAX_UNSHARDED_ELEMENTS", 50_000)
         with few_elements, process_environment(CPU, rank), TensorMemory() as memory:
             module = _partitioned(_large_transformer)
         return memory.peak, 4 * sum(p.ds_numel for p in module.parameters())

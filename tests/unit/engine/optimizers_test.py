@@ -11,7 +11,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
-from allennlp_deepspeed.engine.offloaded_optimizers import for_offload
+from allennlp_deepspeed.engine.offloaded_optimizers import adapt_for_offload
 from allennlp_deepspeed.launch import preflight
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import load_config
@@ -83,7 +83,7 @@ def offloaded(params: Dict[str, Any], **sections: Any) -> Tuple[Parameters, torc
     config = DeepSpeedConfig.from_value({"type": "zero_2_offload", **sections}).resolve(
         TrainerSettings()
     )
-    return parameters, for_offload(optimizer, config)
+    return parameters, adapt_for_offload(optimizer, config)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any, Dict, Iterator, List
 import torch
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.training.even_batches import whole_set
+from allennlp_deepspeed.training.even_batches import with_even_batches
 from tests.support.workers import run_workers
 
 Batch = Dict[str, Any]
@@ -33,7 +33,7 @@ class LazyLoader:
 
 
 def batches_of(*values: int) -> List[Batch]:
-    return list(whole_set(LazyLoader(*values), Model(), CPU))
+    return list(with_even_batches(LazyLoader(*values), Model(), CPU))
 
 
 def test_a_loader_without_length_is_read() -> None:
@@ -45,11 +45,11 @@ def test_a_loader_without_batches_gives_none() -> None:
 
 
 def test_no_loader_stays_none() -> None:
-    assert whole_set(None, Model(), CPU) is None
+    assert with_even_batches(None, Model(), CPU) is None
     model = Model()
     model.validates_whole_set = False
     loader = LazyLoader(1)
-    assert whole_set(loader, model, CPU) is loader
+    assert with_even_batches(loader, model, CPU) is loader
 
 
 def test_ranks_with_fewer_batches_go_on_with_what_does_not_count() -> None:
