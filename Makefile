@@ -142,8 +142,9 @@ reference: $(VENV)/installed
 
 # In an environment of its own, because it needs none of the package's.
 docs: $(VENV)/docs/installed
-	$(VENV)/docs/bin/mkdocs build --strict --quiet
+	$(VENV)/docs/bin/mkdocs build --strict
 	$(VENV)/docs/bin/python -m docs.site.check site
+	$(VENV)/docs/bin/python -m docs.site.search site
 	@echo "Built $(CURDIR)/site/index.html"
 
 release-check: $(VENV)/installed

@@ -6,7 +6,7 @@ import ast
 import posixpath
 import re
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "allennlp_deepspeed"
@@ -120,19 +120,3 @@ def _in_api(path: str) -> Tuple[Optional[str], str]:
         return None, ""
     room = module[1] or "modules"
     return f"api/{room}.md", path.removesuffix(".py").replace("/", ".")
-
-
-def not_in(navigation: object) -> Iterator[str]:
-    """The pages that a navigation of mkdocs, as it is in `mkdocs.yml`, doesn't lead to."""
-    found = set(_paths(navigation))
-    for page in [*pages().values(), *api_pages()]:
-        if page.endswith(".md") and page not in found:
-            yield page
-
-
-def _paths(navigation: object) -> Iterator[str]:
-    if isinstance(navigation, str):
-        yield navigation
-    elif isinstance(navigation, (list, dict)):
-        for part in navigation.values() if isinstance(navigation, dict) else navigation:
-            yield from _paths(part)
