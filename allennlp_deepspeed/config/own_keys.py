@@ -85,7 +85,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         ' 3, reduces in each backward pass: less memory, more traffic. `"auto"` is '
         '`"step"` if an unsharded gradient fits into half of the memory that is free on'
         " every worker after the first step "
-        "([communication](communication.md#when-gradients-are-reduced)).",
+        "([communication](communication.md#gradient-accumulation)).",
         advice='must be "auto", "step" (formerly "boundary") or "micro_batch"; shares and regular '
         "expressions are no longer possible",
         may_change=True,
@@ -139,7 +139,8 @@ TRAINER_KEYS: Dict[str, Key] = {
         Optional[bool],
         default=None,
         doc="`true` computes in bf16 if the device can, else in fp16, unless "
-        "`deepspeed_config` sets a [precision](configuration.md#what-fills-what). On "
+        "`deepspeed_config` sets a "
+        "[precision](configuration.md#batch-size-gradient-clipping-mixed-precision). On "
         "CPUs too. `null` leaves it to `deepspeed_config`. `false` is fp32.",
         advice="must be true, false or null",
     ),
@@ -193,7 +194,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         doc="Regular expressions for names of modules, such as "
         '`["transformer_model.encoder.layer"]`. Only the inputs of these modules are '
         "stored; the backward pass recomputes the rest "
-        "([activations](large_models.md#activations)).",
+        "([activations](large_models.md#gradient-checkpointing)).",
         advice="must be a list of regular expressions for the names of modules, such as "
         '["transformer_model.encoder.layer"].',
         check=partial(_check_patterns, "activation_checkpointing"),

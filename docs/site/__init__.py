@@ -1,4 +1,4 @@
 """
-What `make docs` needs besides the pages: mkdocs calls `hooks`, griffe `docstrings`, and `check`
-looks at what they have built. Imports nothing of the package, so that it needs no PyTorch.
+Tools of `make docs`: mkdocs calls `hooks`, griffe `docstrings`, and `check` and `search` test the
+site that they built. They import nothing of the package, so that they need no PyTorch.
 """

@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from docs.site import sources
 
-# Parts of the navigation whose pages search shows after all others, and the factor by which it
-# ranks the others higher. A title counts 1,000 times as much as text does.
+# Search ranks guides above the reference of keys, and both above pages in these parts of the
+# navigation. It ranks a title 1,000 times as high as text.
 _LAST_IN_SEARCH = {"Results", "Project", "API"}
-_BOOST = 10_000
+_GUIDE, _REFERENCE = 10_000, 100
 
 # A block of output that has lines drawn in it.
 _DRAWING = re.compile("^```(?=\n[^`]*[━─])", re.MULTILINE)
@@ -40,7 +40,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if _LAST_IN_SEARCH.isdisjoint(section.title for section in page.ancestors):
-        page.meta["search"] = {"boost": _BOOST}
+        is_reference = page.file.src_uri == "reference.md"
+        page.meta["search"] = {"boost": _REFERENCE if is_reference else _GUIDE}
     for path, in_site in sources.pages().items():
         if in_site == page.file.src_uri:
             return _DRAWING.sub(

@@ -32,19 +32,19 @@ ANSWERS = {
     "multi-node": "several_machines.html",
     "out of memory": "large_models.html",
     "per-GPU batch size": "moving_from_gradient_descent.html",
-    "preemption": "recovery.html",
+    "preemption": "several_machines.html",
     "profiling": "profiling.html",
     "restart after failure": "several_machines.html",
+    "resume on more GPUs": "recovery.html",
     "resume training": "recovery.html",
     "sequence parallelism": "long_sequences.html",
     "SFTConfig": "moving_from_other_trainers.html",
     "slurm": "several_machines.html",
     "sparse attention": "sparse_attention.html",
-    "tensorboard": "console.html",
+    "tensorboard": "behaviour.html",
     "torch.compile": "compile.html",
     "torchrun": "several_machines.html",
-    "wandb": "console.html",
-    "world size": "glossary.html",
+    "wandb": "behaviour.html",
     "ZeRO stage": "moving_from_gradient_descent.html",
     "zero_3_offload": "configuration.html",
 }
@@ -72,25 +72,26 @@ class Search:
         import quickjs
 
         (script,) = site.glob("assets/javascripts/workers/search.*.min.js")
-        index = json.loads((site / "search/search_index.json").read_text())
         self._context = quickjs.Context()
         self._context.eval(_BROWSER + script.read_text())
-        self._send(_SETUP, {**index, "options": {"suggest": False}})
+        # As pages that are opened from disk load it.
+        self._context.eval((site / "search/search_index.js").read_text())
+        self._send(_SETUP, "{...__index, options: {suggest: false}}")
 
     def pages(self, question: str) -> List[str]:
         """Returns the pages found, best first."""
-        self._send(_QUERY, question)
+        self._send(_QUERY, json.dumps(question))
         found = "JSON.stringify(response.data.items.map(results => results[0].location))"
         return [location.partition("#")[0] for location in json.loads(self._context.eval(found))]
 
-    def _send(self, kind: int, data: object) -> None:
-        self._context.eval(f"handle({{data: {json.dumps({'type': kind, 'data': data})}}})")
+    def _send(self, kind: int, data: str) -> None:
+        self._context.eval(f"handle({{data: {{type: {kind}, data: {data}}}}})")
         while self._context.execute_pending_job():
             pass
 
 
 def problems(site: Path) -> Iterator[str]:
-    """Yields the questions that the search of a site doesn't answer with the right page."""
+    """Yields a line for each question whose answer is not the first result."""
     search = Search(site)
     for question, answer in ANSWERS.items():
         pages = search.pages(question)
