@@ -57,12 +57,12 @@ def fix_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
         if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             internals.set_autocast_grad_scaler(engine, LossScale(optimizer))
             undo.callback(internals.set_autocast_grad_scaler, engine, None)
-        undo.enter_context(_unscaled_by_own_scale(optimizer))
+        undo.enter_context(_defer_scale_update(optimizer))
         yield
 
 
 @contextmanager
-def _unscaled_by_own_scale(optimizer: Any) -> Iterator[None]:
+def _defer_scale_update(optimizer: Any) -> Iterator[None]:
     """
     Context manager that defers the update of the scale until after the step, and unscales the norm
     that an unfused optimizer reports.
@@ -103,13 +103,13 @@ def scale(engine: DeepSpeedEngine) -> Optional[float]:
     scaler = grad_scaler(engine)
     if scaler is not None:
         return scaler.get_scale()
-    loss_scaler = _scale_of(engine)
+    loss_scaler = _loss_scaler(engine)
     current = getattr(loss_scaler, "cur_scale", 1)
     is_dynamic = getattr(loss_scaler, "dynamic", False)
     return None if current == 1 and not is_dynamic else float(current)
 
 
-def _scale_of(engine: DeepSpeedEngine) -> Any:
+def _loss_scaler(engine: DeepSpeedEngine) -> Any:
     optimizer = engine.optimizer
     if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         return optimizer.loss_scale_config

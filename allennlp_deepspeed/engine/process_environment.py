@@ -27,7 +27,7 @@ from allennlp_deepspeed.engine import (
     parameter_layout,
     released_parameters,
 )
-from allennlp_deepspeed.engine.one_process import as_one_process
+from allennlp_deepspeed.engine.single_process import as_single_process
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -71,7 +71,7 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
         if not dist.is_initialized():
             _init_single_process_group(device)
             undo.callback(_destroy_process_group)
-            undo.enter_context(as_one_process())
+            undo.enter_context(as_single_process())
         undo.enter_context(parameter_layout.support_any_layout())
         undo.enter_context(module_hooks.skip_linear_function_without_graph())
         undo.enter_context(module_hooks.keep_external_parameters())

@@ -63,7 +63,7 @@ class SequenceGroup(NamedTuple):
         process_group, _ = dist.new_subgroups(group_size=size)
         return cls(process_group, size, dist.get_rank() % size)
 
-    def part(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
         """
         Returns this rank's part of each sequence.
 

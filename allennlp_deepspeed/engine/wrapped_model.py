@@ -175,7 +175,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             # AllenNLP's modules create fp32 tensors in the forward pass (masks, lengths, means),
             # which a layer with half-precision weights refuses without autocast.
             self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
-            forward = _returning_fp32(self._autocast(model.forward))
+            forward = _convert_outputs_to_fp32(self._autocast(model.forward))
             # The model may have its own, if a library or a user has wrapped it.
             enter(mock.patch.object(model, "forward", forward))
             if config.zero_stage < 3:  # at stage 3 `PartitionedRegularizer` does this
@@ -489,7 +489,7 @@ def _refuse_group(*_: Any, **__: Any) -> None:
     )
 
 
-def _returning_fp32(forward: Callable) -> Callable:
+def _convert_outputs_to_fp32(forward: Callable) -> Callable:
     """
     Returns a forward pass whose outputs are converted to fp32 in evaluation, because NumPy, which
     AllenNLP's predictions use, has no bf16. In training the loss is, because the loss of a large

@@ -62,7 +62,7 @@ class UlyssesAttention:
     DeepSpeed's [`UlyssesSPAttentionHF`](https://arxiv.org/abs/2506.13996), which is causal without
     a mask.
 
-    Every rank must construct it. The transformer must run forward within `attending`.
+    Every rank must construct it. The transformer must run forward within `forward_context`.
 
     # Parameters
 
@@ -97,11 +97,11 @@ class UlyssesAttention:
         )
         transformer.set_attn_implementation(self._name)
 
-    def part(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
-        """Returns this rank's part, as `SequenceGroup.part` does."""
-        return self.group.part(tensor, padding_value)
+    def shard(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
+        """Returns this rank's part, as `SequenceGroup.shard` does."""
+        return self.group.shard(tensor, padding_value)
 
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """
         Sums a tensor over the ranks of the group. All of them must call it. It isn't
         differentiable.
@@ -116,7 +116,9 @@ class UlyssesAttention:
         self._ulysses.clear()
 
     @contextmanager
-    def attending(self, position_ids: torch.Tensor, is_packed: bool) -> Iterator[torch.Tensor]:
+    def forward_context(
+        self, position_ids: torch.Tensor, is_packed: bool
+    ) -> Iterator[torch.Tensor]:
         """
         Context manager for the forward pass of the transformer with this rank's part of the input.
         The backward pass may recompute activations until the next call.
@@ -140,7 +142,7 @@ class UlyssesAttention:
                 f"{self._implementation} they are kept apart only in batches of one sequence: "
                 'write "attn_implementation": "sdpa", or "batch_size": 1.'
             )
-        own = self.group.part(position_ids, padding_value=0)
+        own = self.group.shard(position_ids, padding_value=0)
         missing = own.size(1) * self.group.size - position_ids.size(1)
         self._positions = None
         if is_packed:

@@ -217,7 +217,7 @@ class CausalLM(TokenLossModel):
             outputs = self._call(self._output_head.backbone(self.transformer), inputs)
             losses = self._token_losses(outputs.last_hidden_state, targets)
         if self.sequence_sharing is not None and not self.training:
-            losses = TokenLosses(*map(self.sequence_sharing.total, losses))
+            losses = TokenLosses(*map(self.sequence_sharing.all_reduce, losses))
         self._metrics(losses)
         if is_dummy:
             return {}
@@ -277,15 +277,15 @@ class CausalLM(TokenLossModel):
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1), device=input_ids.device)
             position_ids = position_ids.expand_as(input_ids)
-        with sharing.attending(position_ids, is_packed) as own_positions:
-            own_ids = sharing.part(input_ids, 0)
+        with sharing.forward_context(position_ids, is_packed) as own_positions:
+            own_ids = sharing.shard(input_ids, 0)
             return module(**{**inputs, "input_ids": own_ids, "position_ids": own_positions})
 
     def _targets(self, labels: torch.Tensor) -> torch.Tensor:
         """Returns the token after each position, for this rank's part of the sequences."""
         targets = _next_tokens(labels)
         sharing = self.sequence_sharing
-        return targets if sharing is None else sharing.part(targets, IGNORED)
+        return targets if sharing is None else sharing.shard(targets, IGNORED)
 
     def _token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
         """

@@ -10,7 +10,7 @@ class SequenceSharing(Protocol):
     of these ranks have the same batch.
     """
 
-    def part(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor, padding_value: float) -> torch.Tensor:
         """
         Returns this rank's part.
 
@@ -27,7 +27,7 @@ class SequenceSharing(Protocol):
             Of shape (batch_size, part_length, ...).
         """
 
-    def attending(
+    def forward_context(
         self, position_ids: torch.Tensor, is_packed: bool
     ) -> ContextManager[torch.Tensor]:
         """
@@ -46,7 +46,7 @@ class SequenceSharing(Protocol):
             The positions of this rank's part, of shape (batch_size, part_length).
         """
 
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """
         Sums a tensor over the ranks that share sequences. All of them must call it. It isn't
         differentiable.

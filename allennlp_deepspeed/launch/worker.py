@@ -34,8 +34,8 @@ from tqdm import tqdm
 from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.engine import collectives, interruption, worker_failure
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
-from allennlp_deepspeed.engine.one_process import as_one_process
 from allennlp_deepspeed.engine.sequence_groups import read_by_groups
+from allennlp_deepspeed.engine.single_process import as_single_process
 from allennlp_deepspeed.launch import (
     failures,
     launcher,
@@ -183,7 +183,7 @@ def train(
             arguments["return_model"] = False
             spawning = stack.enter_context(ExitStack())
             become_worker = partial(_become_worker, spawning, launched, directory)
-            spawning.enter_context(as_one_process())
+            spawning.enter_context(as_single_process())
             vocabulary = training_util.make_vocab_from_params
             vocabulary = partial(_make_vocabulary, vocabulary, launched.world_size)
             for module, name, value in (

@@ -9,7 +9,7 @@ from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, during, phase
-from allennlp_deepspeed.engine.weight_watch import RequiresGradWatch, WeightWatch
+from allennlp_deepspeed.engine.weight_changes import RequiresGradDetector, WeightChangeDetector
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.step_figures import StepFigures
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
@@ -33,7 +33,7 @@ class GradientStep:
         Runs forward and backward instead, unless it returns `None`: `StepExtensions.train_on`.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
         Returns the outputs of a micro-batch, with its `loss`.
-    weight_watch : `WeightWatch`, required.
+    weight_change_detector : `WeightChangeDetector`, required.
     run_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, optional (default = `None`)
         Lets callbacks run backward from the outputs of a micro-batch. Returns whether one has.
     loss_weights : `LossWeights`, optional (default = `None`)
@@ -49,7 +49,7 @@ class GradientStep:
         gradient_synchronizer: GradientSynchronizer,
         train_on: Callable[[TensorDict, int, bool], Optional[Outputs]],
         forward: Callable[[TensorDict], Outputs],
-        weight_watch: WeightWatch,
+        weight_change_detector: WeightChangeDetector,
         run_backward: Optional[Callable[[Outputs], bool]] = None,
         loss_weights: Optional[LossWeights] = None,
         reshard_after_micro_batch: Optional[ReshardAfterMicroBatch] = None,
@@ -69,8 +69,8 @@ class GradientStep:
         self._weights: List[torch.Tensor] = []
         self._forward = forward
         self._run_backward = run_backward
-        self._weight_watch = weight_watch
-        self._requires_grad_watch = RequiresGradWatch(self._engine)
+        self._weight_change_detector = weight_change_detector
+        self._requires_grad_detector = RequiresGradDetector(self._engine)
         self._moving_average = moving_average
         self._num_micro_batches = 0
         self._norm: Norm = None
@@ -99,9 +99,9 @@ class GradientStep:
         """
         self.num_accumulation_steps = num_accumulation_steps
         self._num_micro_batches = 0
-        self._requires_grad_watch.check()
-        if self._weight_watch.is_due:
-            self._weight_watch.check()
+        self._requires_grad_detector.check()
+        if self._weight_change_detector.is_due:
+            self._weight_change_detector.check()
         if self._loss_weights is not None:
             self._weights = self._loss_weights.compute(
                 batches, num_accumulation_steps, num_dummy_batches
@@ -164,13 +164,13 @@ class GradientStep:
         `Union[torch.Tensor, float, None]`
             The norm of the gradient before clipping, if `grad_norm` enables it.
         """
-        if self._weight_watch.is_due:
+        if self._weight_change_detector.is_due:
             self._check_parameters()
-            self._weight_watch.compare_before_step()
+            self._weight_change_detector.compare_before_step()
         has_stepped, norm = self.step()
         self.has_failed = not (has_stepped or self._may_overflow)
-        if self._weight_watch.is_due_each_step:
-            self._weight_watch.snapshot()
+        if self._weight_change_detector.is_due_each_step:
+            self._weight_change_detector.snapshot()
         if self._moving_average is not None and has_stepped:
             self._moving_average.apply(num_steps)
         self._gradient_synchronizer.finish_step()

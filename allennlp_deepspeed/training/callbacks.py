@@ -108,7 +108,7 @@ def check(callbacks: Sequence[TrainerCallback]) -> None:
         raise ConfigurationError(NO_SCALING_CALLBACK)
 
 
-def prepared(callbacks: Sequence[TrainerCallback]) -> List[TrainerCallback]:
+def needing_preparation(callbacks: Sequence[TrainerCallback]) -> List[TrainerCallback]:
     """
     Returns the callbacks for which a trainer prepares its engine, or which it prepares for its
     engine.
@@ -125,14 +125,14 @@ def check_added(callbacks: Sequence[TrainerCallback], known: List[TrainerCallbac
     callbacks : `Sequence[TrainerCallback]`, required.
         The callbacks of the trainer now.
     known : `List[TrainerCallback]`, required.
-        The callbacks that were `prepared` when it was constructed.
+        The callbacks that were `needing_preparation` when it was constructed.
 
     # Raises
 
     `ConfigurationError`
         If an added callback would have needed that preparation.
     """
-    for callback in prepared(callbacks):
+    for callback in needing_preparation(callbacks):
         if not any(callback is each for each in known):
             raise ConfigurationError(
                 f"The callback {type(callback).__name__} goes backward or logs parameters, and was "

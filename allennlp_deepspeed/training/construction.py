@@ -46,7 +46,7 @@ from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, destroy_engines
 from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
-from allennlp_deepspeed.training.data_agreement import check_same_data
+from allennlp_deepspeed.training.data_consistency import check_same_data
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ _OURS = {*NEW_TRAINER_KEYS, "ddp_accelerator", "no_grad"}
 _POSITIONAL = {"self", "__class__", "model", "optimizer", "data_loader"}
 
 
-def checked(parameters: Mapping[str, Any]) -> Arguments:
+def check_arguments(parameters: Mapping[str, Any]) -> Arguments:
     """
     Returns the keyword arguments of the trainer's constructor.
 
@@ -140,8 +140,8 @@ def construct(
         wrap=wrap,
     )
     with destroy_on_failure(wrapped_model):
-        with _with_all_groups(wrapped_model, empty_groups) as all_groups:
-            schedule = _constructed(
+        with _restore_empty_groups(wrapped_model, empty_groups) as all_groups:
+            schedule = _construct_part(
                 arguments["learning_rate_scheduler"],
                 optimizer=all_groups,
                 num_epochs=arguments["num_epochs"],
@@ -181,12 +181,12 @@ def _parts(arguments: Arguments, optimizer: torch.optim.Optimizer, parameters: A
     callbacks = arguments["callbacks"] or []
     with access_allowed():
         # It copies each parameter's elements, which shards replace in the trainer.
-        moving_average = _constructed(arguments["moving_average"], parameters=parameters)
+        moving_average = _construct_part(arguments["moving_average"], parameters=parameters)
     return {
-        "momentum_scheduler": _constructed(arguments["momentum_scheduler"], optimizer=optimizer),
+        "momentum_scheduler": _construct_part(arguments["momentum_scheduler"], optimizer=optimizer),
         "moving_average": moving_average,
-        "checkpointer": _constructed(arguments["checkpointer"], **directory),
-        "callbacks": [_constructed(callback, **directory) for callback in callbacks],
+        "checkpointer": _construct_part(arguments["checkpointer"], **directory),
+        "callbacks": [_construct_part(callback, **directory) for callback in callbacks],
     }
 
 
@@ -263,7 +263,7 @@ def _find_unused_parameters(ddp_accelerator: Optional[DdpAccelerator]) -> bool:
     )
 
 
-def _constructed(part: Any, **arguments: Any) -> Any:
+def _construct_part(part: Any, **arguments: Any) -> Any:
     """Constructs a lazy part, and returns any other object unchanged."""
     return part.construct(**arguments) if isinstance(part, Lazy) else part
 
@@ -310,7 +310,7 @@ def _empty_groups(optimizer: Optional[torch.optim.Optimizer]) -> List[Dict[str, 
 
 
 @contextmanager
-def _with_all_groups(
+def _restore_empty_groups(
     wrapped_model: DeepSpeedWrappedModel, empty_groups: List[Dict[str, Any]]
 ) -> Iterator[torch.optim.Optimizer]:
     """

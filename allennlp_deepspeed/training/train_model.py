@@ -14,12 +14,12 @@ from overrides import overrides
 
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
-from allennlp_deepspeed.engine.one_process import as_one_process
 from allennlp_deepspeed.engine.partitioned_construction import (
     PartitionedConstruction,
     is_partitioned,
 )
 from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.engine.single_process import as_single_process
 from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.training.validation_loss import evaluate
 
@@ -54,7 +54,7 @@ class DeepSpeedTrainModel(TrainModel):
             # Every rank evaluates the full test set in the same batches, so that sharded weights
             # are gathered for each batch, and any metric is that of a single process: AllenNLP's
             # own distributed evaluation leaves out instances and averages over other batches.
-            with as_one_process():
+            with as_single_process():
                 test_metrics = evaluate(
                     self.model,
                     self.evaluation_data_loader,
@@ -124,15 +124,15 @@ class DeepSpeedTrainModel(TrainModel):
                 datasets_for_vocab_creation=datasets_for_vocab_creation,
                 test_data_path=test_data_path,
             )
-            with _constructed_partitioned(arguments):
+            with _construct_partitioned(arguments):
                 return super().from_partial_objects(**arguments)
 
         # With several workers the vocabulary has been constructed from all data before they
         # started, and each worker reads its shard. Each worker reads the full test set.
-        with _constructed_partitioned(arguments):
+        with _construct_partitioned(arguments):
             train_loop = super().from_partial_objects(**arguments)
         if test_data_path is not None and evaluate_on_test:
-            with as_one_process():
+            with as_single_process():
                 reader = (validation_dataset_reader or dataset_reader).construct()
                 test_data_loader = (validation_data_loader or data_loader).construct(
                     reader=reader, data_path=test_data_path
@@ -147,7 +147,7 @@ def _numbers(metrics: Dict[str, Any]) -> List[Tuple[str, float]]:
 
 
 @contextmanager
-def _constructed_partitioned(arguments: Arguments) -> Iterator[None]:
+def _construct_partitioned(arguments: Arguments) -> Iterator[None]:
     """
     Context manager that constructs the `"model"` partitioned at ZeRO stage 3. The process stays
     prepared for DeepSpeed until the trainer has been constructed, which is responsible for it then.

@@ -62,7 +62,7 @@ from allennlp_deepspeed.engine.interruption import (
     interrupted,
 )
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
-from allennlp_deepspeed.engine.weight_watch import WeightWatch
+from allennlp_deepspeed.engine.weight_changes import WeightChangeDetector
 from allennlp_deepspeed.engine.weights import Which, modified_weights
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.log_writers import LogWriters
@@ -82,8 +82,8 @@ from allennlp_deepspeed.training.callbacks import (
     runs_backward,
 )
 from allennlp_deepspeed.training.construction import (
+    check_arguments,
     check_checkpointer,
-    checked,
     construct,
     destroy_on_failure,
     find_directories,
@@ -98,9 +98,9 @@ from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
-from allennlp_deepspeed.training.step_agreement import StepAgreement, agree_on_steps
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions, find_extensions
 from allennlp_deepspeed.training.step_metrics import StepMetrics
+from allennlp_deepspeed.training.step_status import StepStatus, all_reduce_status
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 from allennlp_deepspeed.training.validation_loss import ValidationLoss
 
@@ -227,7 +227,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         resume: Optional[str] = None,
     ) -> None:
         # The parameters by name, before other variables are assigned.
-        arguments = checked(locals())
+        arguments = check_arguments(locals())
         check_trainer(DeepSpeedTrainer, type(self))
         self._extensions = StepExtensions(find_extensions(arguments), arguments)
         # Before metrics are left out of what is compiled.
@@ -268,11 +268,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             if wrapped_model.config.zero_stage == 3:
                 # The directory of memory-mapped full weights, which may not fit into memory.
                 wrapped_model.mapping_directory = self._serialization_dir
-            self._weight_watch = WeightWatch(self.engine)
+            self._weight_change_detector = WeightChangeDetector(self.engine)
             self._num_steps_before_epoch = 0
             if self._moving_average is not None:
                 self._moving_average = ShardedMovingAverage.construct(
-                    self._moving_average, wrapped_model, self._weight_watch.raise_if_changed
+                    self._moving_average,
+                    wrapped_model,
+                    self._weight_change_detector.raise_if_changed,
                 )
             self._gradient_synchronizer = self._construct_gradient_synchronizer()
             wrapped_model.call_before_destroy(LogWriters(self).remove)
@@ -322,7 +324,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             clipping = clip_values(self.optimizer, self._grad_clipping)
             self._ddp_wrapped_model.call_before_destroy(clipping.remove)
         callback_kinds.check(self._callbacks)
-        self._prepared_callbacks = callback_kinds.prepared(self._callbacks)
+        self._callbacks_at_construction = callback_kinds.needing_preparation(self._callbacks)
         synchronizer = GradientSynchronizer(
             self.engine,
             mode=self._gradient_synchronization,
@@ -366,7 +368,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._gradient_synchronizer,
             self._extensions.train_on,
             forward=self._run_forward,
-            weight_watch=self._weight_watch,
+            weight_change_detector=self._weight_change_detector,
             run_backward=self._call_on_backward if calls_callbacks else None,
             loss_weights=loss_weights,
             reshard_after_micro_batch=ReshardAfterMicroBatch.from_setting(
@@ -471,7 +473,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         Trains one epoch and returns metrics.
         """
         logger.info("Epoch %d/%d", epoch, self._num_epochs - 1)
-        callback_kinds.check_added(self._callbacks, self._prepared_callbacks)
+        callback_kinds.check_added(self._callbacks, self._callbacks_at_construction)
         self._step_metrics.start_epoch()
         self._distributed_metrics.collect()
         # Callbacks may have been added, on some ranks only.
@@ -482,7 +484,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         logger.info("Training")
         self._fast_forward.start_epoch()
-        self._weight_watch.start_epoch()
+        self._weight_change_detector.start_epoch()
         self._buffer_broadcast.find_buffers()
         groups = BatchGroups(
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
@@ -498,9 +500,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
             self._step_metrics.finish_batch_metrics()
             if self._step_metrics.logging_interval.num_steps_since_log > 0:
-                self._raise_if_signaled(self._agree(epoch), epoch)
+                self._raise_if_signaled(self._synchronize(epoch), epoch)
         self._fast_forward.finish_steps()
-        self._weight_watch.raise_if_changed()
+        self._weight_change_detector.raise_if_changed()
         return self._fast_forward.finish_epoch(self._step_metrics.epoch_metrics())
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
@@ -526,18 +528,18 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._progress.complete_step()
         point, checkpointer = self._progress.point, self._checkpointer
         is_step_to_save = checkpointer is not None and checkpointer.is_step_to_save(*point)
-        agreement = None
+        status = None
         # NaN weights must not be saved.
         is_step_to_log = self._step_metrics.logging_interval.finish_step()
         if is_step_to_log or is_step_to_save or self._gradient_step.has_failed:
-            agreement = self._agree(epoch)
+            status = self._synchronize(epoch)
         self._call_on_batch(batches, outputs, grad_norm, epoch)
         if checkpointer is not None:
-            if agreement is not None and agreement.is_time_to_save:
+            if status is not None and status.is_time_to_save:
                 checkpointer.is_time = True
             checkpointer.maybe_save_checkpoint(self, *point)
-        if agreement is not None:
-            self._raise_if_signaled(agreement, epoch)
+        if status is not None:
+            self._raise_if_signaled(status, epoch)
 
     @phases.during(phases.CALLBACKS)
     def _call_on_batch(
@@ -640,7 +642,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     # What the ranks agree on
 
     @phases.during(phases.DEVICE_SYNC)
-    def _agree(self, epoch: int) -> StepAgreement:
+    def _synchronize(self, epoch: int) -> StepStatus:
         """
         Synchronizes with the device, updates the progress bar, and exchanges the ranks' state.
         Every rank must call it.
@@ -655,9 +657,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `ConfigurationError`
             If a callback has been added that the engine isn't prepared for.
         """
-        callback_kinds.check_added(self._callbacks, self._prepared_callbacks)
+        callback_kinds.check_added(self._callbacks, self._callbacks_at_construction)
         interval, progress = self._step_metrics.logging_interval, self._progress
-        agreement = agree_on_steps(
+        status = all_reduce_status(
             self.cuda_device,
             steps_since_nan=self._step_metrics.losses.pop_steps_since_nan(),
             used_parameters_checksum=self._gradient_synchronizer.used_parameters_checksum(),
@@ -665,43 +667,43 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             is_time_to_save=self._checkpointer is not None
             and torch.distributed.get_rank() == 0
             and self._checkpointer.is_time_to_save(),
-            has_changed_weights=self._weight_watch.has_found(),
+            has_changed_weights=self._weight_change_detector.has_detected(),
             seconds_per_step=interval.seconds_per_step(),
         )
-        if agreement.steps_since_nan:
-            steps_ago = agreement.steps_since_nan - 1
+        if status.steps_since_nan:
+            steps_ago = status.steps_since_nan - 1
             raise ValueError(
                 "nan loss encountered at step "
                 f"{progress.batches_in_epoch_completed - steps_ago} of epoch {epoch} "
                 f"(optimizer step {progress.total_batches_completed - steps_ago} of the run)"
             )
         self._gradient_step.check(progress.total_batches_completed)
-        if agreement.ranks_differ:
+        if status.ranks_differ:
             raise RuntimeError(
                 f"In one of the last {interval.num_steps_since_log} steps the workers used "
                 "different parameters of the model, whose gradients DeepSpeed can't reduce as they "
                 'come. Write "distributed": {"ddp_accelerator": {"type": "torch", '
                 '"find_unused_parameters": true}, ...}.'
             )
-        if agreement.has_changed_weights:
-            self._weight_watch.raise_error()
+        if status.has_changed_weights:
+            self._weight_change_detector.raise_error()
         self._extensions.check(self.cuda_device)
-        self._weight_watch.is_due = True
-        self._step_metrics.log(agreement.seconds_per_step, self._gradient_step.pop_figures())
-        return agreement
+        self._weight_change_detector.is_due = True
+        self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_figures())
+        return status
 
-    def _raise_if_signaled(self, agreement: StepAgreement, epoch: int) -> None:
+    def _raise_if_signaled(self, status: StepStatus, epoch: int) -> None:
         """
         Raises if the ranks have agreed on a signal, after saving a checkpoint. Every rank must call
         it, when the step is complete.
         """
-        if not agreement.signal_number:
+        if not status.signal_number:
             return
         error = interrupted(
-            agreement.signal_number,
+            status.signal_number,
             f"after step {self._progress.batches_in_epoch_completed} of epoch {epoch}",
         )
-        if agreement.signal_number == signal.SIGTERM and self._checkpointer is not None:
+        if status.signal_number == signal.SIGTERM and self._checkpointer is not None:
             self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
         raise error
 
@@ -768,7 +770,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if state is None:
             self._ddp_wrapped_model.check_optimizer_states()
             return
-        self._weight_watch.snapshot()
+        self._weight_change_detector.snapshot()
         parts = self.parts()
         missing = [name for name in parts if name not in state.trainer_state]
         if set(missing) - _OPTIONAL_PARTS - set(self._extensions.parts()):
@@ -827,14 +829,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         self._best_model_filename = self.best_weights.path
         if self.best_weights.saved_after != self._progress.epochs_completed:
-            self._weight_watch.raise_if_changed()
+            self._weight_change_detector.raise_if_changed()
             self.best_weights.save(self._progress.epochs_completed)
 
     @overrides
     def _load_model_state(self, path: str) -> None:
         """Loads the best weights. Every rank must call it. Rank 0 reads the file."""
         self.best_weights.load()
-        self._weight_watch.snapshot()
+        self._weight_change_detector.snapshot()
 
     @overrides
     def _finalize_best_model_state(self) -> None:
@@ -868,7 +870,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         with wrapped_model.session():
             try:
                 yield
-                self._weight_watch.warn_if_changed()
+                self._weight_change_detector.warn_if_changed()
                 if self._checkpointer is not None:
                     self._checkpointer.finish()
             except BaseException as error:
@@ -964,13 +966,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `RuntimeError`
             If weights have been changed outside of it.
         """
-        self._weight_watch.raise_if_changed()
+        self._weight_change_detector.raise_if_changed()
         try:
             with modified_weights(self.engine, which):
                 yield
         finally:
             # After an exception too: the changes have been undone.
-            self._weight_watch.snapshot()
+            self._weight_change_detector.snapshot()
 
     @property
     def callbacks(self) -> List[TrainerCallback]:

@@ -125,6 +125,6 @@ class _WithNumTokens:
     def __call__(self, **batch: Any) -> Dict[str, Any]:
         num_tokens = torch.as_tensor(num_loss_terms(self._model, batch))
         if self._model.sequence_sharing is not None:
-            num_tokens = self._model.sequence_sharing.total(num_tokens)
+            num_tokens = self._model.sequence_sharing.all_reduce(num_tokens)
         # AllenNLP divides by the sum of weights after each batch: it must not be 0.
         return {**self._model(**batch), _WEIGHT_KEY: num_tokens.double().clamp(min=1e-9)}

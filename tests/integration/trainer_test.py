@@ -21,7 +21,7 @@ from allennlp.training.metrics import PearsonCorrelation
 from allennlp.training.moving_average import ExponentialMovingAverage
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
-from allennlp_deepspeed.engine.one_process import as_one_process
+from allennlp_deepspeed.engine.single_process import as_single_process
 from tests.support.experiment import assert_same_weights, load_config
 from tests.support.side_by_side import Side
 
@@ -36,7 +36,7 @@ class Task:
     def __init__(self, *overrides: Dict[str, Any]) -> None:
         params = Params(load_config("classifier", *overrides))
         prepare_environment(params)
-        with as_one_process():
+        with as_single_process():
             # Of all data, where there are several workers that each read a share.
             everything = DatasetReader.from_params(params.duplicate()["dataset_reader"])
             vocab = Vocabulary.from_instances(everything.read(params["train_data_path"]))

@@ -99,8 +99,8 @@ def shared(
         ids, positions = batch(is_packed)
         attention = UlyssesAttention(own, SequenceGroup.create(size))
         before = numbers_in_attributes(own)
-        part = attention.part(ids, 0)
-        with attention.attending(positions, is_packed) as own_positions:
+        part = attention.shard(ids, 0)
+        with attention.forward_context(positions, is_packed) as own_positions:
             logits = own(input_ids=part, position_ids=own_positions, use_cache=False).logits
         start = attention.group.rank * part.size(1)
         logits = logits[:, : max(0, LENGTH - start)]

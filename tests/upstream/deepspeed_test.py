@@ -263,7 +263,7 @@ def test_stage_0_in_fp32_reports_no_norm() -> bool:
     return engine.get_global_grad_norm() is None
 
 
-@worked_around_by("training.construction._with_all_groups")
+@worked_around_by("training.construction._restore_empty_groups")
 def test_groups_without_parameters_are_taken_out_of_the_optimizer() -> bool:
     model = linear()
     optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": []}], lr=1.0)

@@ -10,7 +10,7 @@ from allennlp.data import DatasetReader, Instance, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.data.fields import LabelField
 
-from allennlp_deepspeed.training.data_agreement import check_same_data
+from allennlp_deepspeed.training.data_consistency import check_same_data
 from tests.support.workers import run_workers
 
 

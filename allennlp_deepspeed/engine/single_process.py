@@ -7,7 +7,7 @@ from allennlp.common import util as common_util
 
 
 @contextmanager
-def as_one_process() -> Iterator[None]:
+def as_single_process() -> Iterator[None]:
     """
     Context manager that makes AllenNLP treat this process as the only one: readers don't shard, and
     metrics count the data of this process. Some metrics refuse to work in a process group. Torch

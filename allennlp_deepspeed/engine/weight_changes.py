@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-class WeightWatch:
+class WeightChangeDetector:
     """
     Detects weights that have been changed outside the optimizer where the change would be lost: the
     optimizer updates other tensors, from which the next step overwrites the model's weights.
@@ -86,20 +86,20 @@ class WeightWatch:
 
     def compare_before_step(self) -> None:
         """Compares weights before the optimizer step, without synchronizing with the device."""
-        self._compare(over_the_bus=self._is_first_in_epoch)
+        self._compare(includes_offloaded=self._is_first_in_epoch)
         self.is_due, self._is_first_in_epoch = self.is_due_each_step, False
 
-    def _compare(self, over_the_bus: bool) -> None:
+    def _compare(self, includes_offloaded: bool) -> None:
         for name, parameter in self._named_parameters:
             fragment = self._fragments.get(parameter)
             if fragment is None:
                 continue
-            if over_the_bus or fragment.master.device == parameter.device:
+            if includes_offloaded or fragment.master.device == parameter.device:
                 difference = _difference(parameter, fragment)
                 if difference is not None:
                     self._differences.append((name, difference))
 
-    def has_found(self) -> bool:
+    def has_detected(self) -> bool:
         """Returns whether this rank has detected a change. It synchronizes with the device."""
         self.check()
         differences, self._differences = self._differences, []
@@ -110,7 +110,7 @@ class WeightWatch:
         return self._found is not None
 
     def raise_error(self) -> NoReturn:
-        """Raises an error. Every rank must call it if any `has_found` a change."""
+        """Raises an error. Every rank must call it if any `has_detected` a change."""
         found, self._found = self._found, None
         changed = "A parameter" if found is None else f"The parameter '{found}'"
         where = " on another worker" if found is None else ""
@@ -122,8 +122,8 @@ class WeightWatch:
 
     def warn_if_changed(self) -> None:
         """Warns of changes when there is no next step that would undo them."""
-        self._compare(over_the_bus=True)
-        if self.has_found():
+        self._compare(includes_offloaded=True)
+        if self.has_detected():
             logger.warning(
                 "The parameter '%s' has been changed after training, outside the optimizer. The "
                 "change is lost: make it within `with trainer.modified_weights():`.",
@@ -141,8 +141,8 @@ class WeightWatch:
         `RuntimeError`
             On every rank, if any has detected a change.
         """
-        self._compare(over_the_bus=True)
-        if collectives.all_reduce_any(self.has_found(), self._device):
+        self._compare(includes_offloaded=True)
+        if collectives.all_reduce_any(self.has_detected(), self._device):
             self.raise_error()
 
     def _versions_of(self, parameter: Any) -> Tuple[int, int]:
@@ -150,7 +150,7 @@ class WeightWatch:
         return parameter._version, partition
 
 
-class RequiresGradWatch:
+class RequiresGradDetector:
     """
     Detects parameters that have been frozen or unfrozen since the engine was constructed. Where the
     optimizer updates the model's parameters it skips those without a gradient. In all other cases

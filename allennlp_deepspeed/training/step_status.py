@@ -5,9 +5,9 @@ import torch
 from allennlp_deepspeed.engine import collectives
 
 
-class StepAgreement(NamedTuple):
+class StepStatus(NamedTuple):
     """
-    State of the steps since the previous agreement, the same on all ranks.
+    State of the steps since the previous all-reduce, the same on all ranks.
 
     # Parameters
 
@@ -33,7 +33,7 @@ class StepAgreement(NamedTuple):
     seconds_per_step: float
 
 
-def agree_on_steps(
+def all_reduce_status(
     device: torch.device,
     steps_since_nan: int,
     used_parameters_checksum: int,
@@ -41,7 +41,7 @@ def agree_on_steps(
     is_time_to_save: bool,
     has_changed_weights: bool,
     seconds_per_step: float,
-) -> StepAgreement:
+) -> StepStatus:
     """
     Exchanges the ranks' information on the steps in one collective of 56 bytes. Every rank must
     call it. It synchronizes with the device.
@@ -53,7 +53,7 @@ def agree_on_steps(
     used_parameters_checksum : `int`, required.
         A checksum of 32 bits.
 
-    The others are those of `StepAgreement`, on this rank.
+    The others are those of `StepStatus`, on this rank.
     """
     # One maximum over the ranks: those of the checksum and of its negative are the maximum and the
     # minimum.
@@ -70,7 +70,7 @@ def agree_on_steps(
         device,
         dtype=torch.float64,
     )
-    return StepAgreement(
+    return StepStatus(
         steps_since_nan=int(since_nan),
         ranks_differ=largest != -smallest,
         signal_number=int(signal_),
