@@ -23,7 +23,7 @@ _LAST_IN_SEARCH = {"Results", "Project", "API"}
 _GUIDE, _REFERENCE = 10_000, 100
 
 # A block of output that has lines drawn in it.
-_DRAWING = re.compile("^```(?=\n[^`]*[━─])", re.MULTILINE)
+_DRAWING = re.compile("^```(?=\n[^`]*[━─┃│])", re.MULTILINE)
 _TABLE = re.compile("<table>.*?</table>", re.DOTALL)
 _HEADING = re.compile("<th[^>]*>(.*?)</th>", re.DOTALL)
 
