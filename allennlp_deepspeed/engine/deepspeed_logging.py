@@ -51,11 +51,11 @@ def log_reports(engine: DeepSpeedEngine) -> Iterator[None]:
         deepspeed.utils.logger.setLevel(logging.INFO)
     with ExitStack() as undo:
         if engine.wall_clock_breakdown():
-            undo.callback(engine.module.register_forward_hook(_forget_validation(engine)).remove)
+            undo.callback(engine.module.register_forward_hook(_exclude_validation(engine)).remove)
         yield
 
 
-def _forget_validation(engine: DeepSpeedEngine) -> Any:
+def _exclude_validation(engine: DeepSpeedEngine) -> Any:
     """
     Returns a hook that excludes the forward passes of validation from the times of the next step.
     """

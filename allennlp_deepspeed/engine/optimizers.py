@@ -50,7 +50,7 @@ class DeepSpeedOptimizer(Optimizer):
 class FusedOptimizer(DeepSpeedOptimizer):
     """Base class of optimizers that update the weights on the training device."""
 
-    instead_on_cpu: ClassVar[str]
+    cpu_alternative: ClassVar[str]
     """The name of an optimizer that updates weights in CPU memory."""
 
     @classmethod
@@ -60,7 +60,7 @@ class FusedOptimizer(DeepSpeedOptimizer):
             raise ConfigurationError(
                 f"'trainer.optimizer.type' is \"{name}\", which steps weights on the device that "
                 f"the model trains on, but {ROOT}.zero_optimization.offload_optimizer.device is "
-                f'"{config.offload_device}": write "{cls.instead_on_cpu}", or '
+                f'"{config.offload_device}": write "{cls.cpu_alternative}", or '
                 '"offload_optimizer": null'
             )
 
@@ -68,7 +68,7 @@ class FusedOptimizer(DeepSpeedOptimizer):
 class CPUOptimizer(DeepSpeedOptimizer):
     """Base class of optimizers that update weights in CPU memory."""
 
-    instead_on_gpu: ClassVar[str]
+    gpu_alternative: ClassVar[str]
     """The name of an optimizer that updates weights on a GPU."""
 
     @classmethod
@@ -77,7 +77,7 @@ class CPUOptimizer(DeepSpeedOptimizer):
         if device_type == "cuda" and config.offload_device == "none":
             raise ConfigurationError(
                 f"'trainer.optimizer.type' is \"{name}\", which steps weights in CPU memory, but "
-                f'they are on a GPU: write "{cls.instead_on_gpu}", or have them offloaded, for '
+                f'they are on a GPU: write "{cls.gpu_alternative}", or have them offloaded, for '
                 f'example with "{ROOT}": "zero_2_offload"'
             )
 
@@ -90,7 +90,7 @@ class FusedAdamOptimizer(FusedOptimizer, FusedAdam):
     Registered as an `Optimizer` with name "fused_adam".
     """
 
-    instead_on_cpu: ClassVar[str] = "cpu_adam"
+    cpu_alternative: ClassVar[str] = "cpu_adam"
     is_adamw: ClassVar[bool] = False
     default_weight_decay: ClassVar[float] = 0.0
 
@@ -125,7 +125,7 @@ class FusedAdamWOptimizer(FusedAdamOptimizer):
     Registered as an `Optimizer` with name "fused_adamw".
     """
 
-    instead_on_cpu: ClassVar[str] = "cpu_adamw"
+    cpu_alternative: ClassVar[str] = "cpu_adamw"
     is_adamw: ClassVar[bool] = True
     default_weight_decay: ClassVar[float] = 0.01
 
@@ -139,7 +139,7 @@ class CPUAdamOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
     Registered as an `Optimizer` with name "cpu_adam".
     """
 
-    instead_on_gpu: ClassVar[str] = "fused_adam"
+    gpu_alternative: ClassVar[str] = "fused_adam"
     is_adamw: ClassVar[bool] = False
     default_weight_decay: ClassVar[float] = 0.0
 
@@ -175,7 +175,7 @@ class CPUAdamWOptimizer(CPUAdamOptimizer):
     Registered as an `Optimizer` with name "cpu_adamw".
     """
 
-    instead_on_gpu: ClassVar[str] = "fused_adamw"
+    gpu_alternative: ClassVar[str] = "fused_adamw"
     is_adamw: ClassVar[bool] = True
     default_weight_decay: ClassVar[float] = 0.01
 

@@ -31,7 +31,7 @@ from allennlp_deepspeed.engine.released_parameters import (
 from allennlp_deepspeed.engine.shards import Shards, full_shape
 
 StateDict = Dict[str, Any]
-Which = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]], None]
+ParameterSelection = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]], None]
 
 
 def full_state_dict(
@@ -189,7 +189,7 @@ def _to_plain(tensor: torch.Tensor, directory: Optional[str]) -> torch.Tensor:
 
 
 @contextmanager
-def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[None]:
+def modified_weights(engine: DeepSpeedEngine, which: ParameterSelection = None) -> Iterator[None]:
     """
     Context manager in which parameters are gathered in fp32, with the values that the optimizer
     updates, to be changed in place. When it exits without an error, the values of rank 0 are
@@ -207,7 +207,9 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
         If a regular expression matches no name.
     """
     shards = Shards(engine)
-    parameters = list(engine.module.parameters()) if which is None else _chosen(engine, which)
+    parameters = (
+        list(engine.module.parameters()) if which is None else _select_parameters(engine, which)
+    )
     with access_allowed():
         computed_with = [parameter.data for parameter in parameters]
     with torch.no_grad():
@@ -231,7 +233,7 @@ def modified_weights(engine: DeepSpeedEngine, which: Which = None) -> Iterator[N
         shards.update_parameters()
 
 
-def _chosen(
+def _select_parameters(
     engine: DeepSpeedEngine,
     which: Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn.Parameter]]],
 ) -> List[torch.nn.Parameter]:

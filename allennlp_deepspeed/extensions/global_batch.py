@@ -28,7 +28,12 @@ from allennlp_deepspeed.extensions.chunk_size import available_for_activations, 
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.batch_groups import BatchGroup
 from allennlp_deepspeed.training.callbacks import refuse_backward_callbacks
-from allennlp_deepspeed.training.chunking import even_bounds, indivisible, num_examples, rows_of
+from allennlp_deepspeed.training.chunking import (
+    indivisible_inputs,
+    num_examples,
+    slice_rows,
+    split_evenly,
+)
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 
 logger = logging.getLogger(__name__)
@@ -122,7 +127,7 @@ class AutoMicroBatchSize(StepExtension):
             If an input doesn't have one row for each instance.
         """
         (batch,) = group.batches
-        wrong = indivisible(batch)
+        wrong = indivisible_inputs(batch)
         if wrong:
             raise ConfigurationError(
                 "'trainer.num_gradient_accumulation_steps' is \"auto\", but the input "
@@ -140,8 +145,8 @@ class AutoMicroBatchSize(StepExtension):
             size = self._search(batch, max_instances, length)
         num_parts = math.ceil(max_instances / size)
         own_parts = min(num_parts, num_instances)
-        bounds = even_bounds(num_instances, own_parts) + [(0, 1)] * (num_parts - own_parts)
-        parts = [rows_of(batch, start, stop) for start, stop in bounds]
+        bounds = split_evenly(num_instances, own_parts) + [(0, 1)] * (num_parts - own_parts)
+        parts = [slice_rows(batch, start, stop) for start, stop in bounds]
         return BatchGroup(parts, num_parts, num_dummy_batches=num_parts - own_parts)
 
     @overrides
@@ -192,7 +197,7 @@ class AutoMicroBatchSize(StepExtension):
 
         def forward(size: int) -> Any:
             # Copies, because a model may change its inputs.
-            return self._forward(_copied(rows_of(batch, 0, min(size, num_instances))))
+            return self._forward(_copied(slice_rows(batch, 0, min(size, num_instances))))
 
         with _restore_state(self._model):
             size = find_chunk_size(

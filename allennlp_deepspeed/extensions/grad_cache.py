@@ -25,10 +25,10 @@ from allennlp_deepspeed.extensions.chunk_size import find_chunk_size
 from allennlp_deepspeed.training.callbacks import refuse_backward_callbacks
 from allennlp_deepspeed.training.chunking import (
     Chunk,
-    chunks_in_order,
     has_batch_statistics,
     num_examples,
-    rows_of,
+    slice_rows,
+    split_into_chunks,
 )
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 
@@ -137,7 +137,7 @@ class GradCache(StepExtension):
 
     @overrides
     def train_on(
-        self, batch: TensorDict, num_micro_batches: int, is_last: bool
+        self, batch: TensorDict, num_accumulation_steps: int, is_last: bool
     ) -> Dict[str, torch.Tensor]:
         """
         Runs forward and backward of one micro-batch. Every rank must call it.
@@ -146,7 +146,7 @@ class GradCache(StepExtension):
 
         batch : `TensorDict`, required.
             This rank's examples, at least one.
-        num_micro_batches : `int`, required.
+        num_accumulation_steps : `int`, required.
             The number of micro-batches of the optimizer step, which divides the loss.
         is_last : `bool`, required.
             Whether it is the last micro-batch of the step.
@@ -168,12 +168,12 @@ class GradCache(StepExtension):
             with self._gradient_synchronizer.micro_batch(is_last):
                 with phase(FORWARD):
                     outputs = self._batch_outputs(batch, True)
-                self._backward(self._loss(outputs) / num_micro_batches)
+                self._backward(self._loss(outputs) / num_accumulation_steps)
             return _without_graph(outputs)
-        return self._train_on_chunks(chunks, batch, num_micro_batches, is_last)
+        return self._train_on_chunks(chunks, batch, num_accumulation_steps, is_last)
 
     def _train_on_chunks(
-        self, chunks: List[Chunk], batch: TensorDict, num_micro_batches: int, is_last: bool
+        self, chunks: List[Chunk], batch: TensorDict, num_accumulation_steps: int, is_last: bool
     ) -> Dict[str, torch.Tensor]:
         representations, states = self.forward_no_graph(chunks, num_examples(batch))
         for representation in representations.values():
@@ -184,7 +184,7 @@ class GradCache(StepExtension):
             with self._gradient_synchronizer.micro_batch(is_last and i == len(chunks) - 1):
                 if i == 0:
                     with self._prefetch_traces.use("loss"):
-                        outputs = self.build_cache(representations, batch, num_micro_batches)
+                        outputs = self.build_cache(representations, batch, num_accumulation_steps)
                     state_after = random_states()
                 set_random_states(state)
                 with self._prefetch_traces.use("encode with a graph", *chunk.inputs):
@@ -213,7 +213,7 @@ class GradCache(StepExtension):
             fp32, and the random states before each chunk.
         """
         states: List[Dict[str, Any]] = []
-        of_batch: Representations = {}
+        batch_representations: Representations = {}
         for chunk in chunks:
             states.append(repeatable_random_states())
             with self._prefetch_traces.use("encode", *chunk.inputs), torch.no_grad():
@@ -224,14 +224,16 @@ class GradCache(StepExtension):
                 continue
             for name, representation in representations.items():
                 # The gradient is computed in full precision, whatever the dtype of the model.
-                of_chunk = _in_fp32(representation)
-                if name not in of_batch:
-                    of_batch[name] = of_chunk.new_empty(batch_size, *of_chunk.shape[1:])
-                of_batch[name][chunk.rows] = of_chunk
-        return of_batch, states
+                chunk_representation = _in_fp32(representation)
+                if name not in batch_representations:
+                    batch_representations[name] = chunk_representation.new_empty(
+                        batch_size, *chunk_representation.shape[1:]
+                    )
+                batch_representations[name][chunk.rows] = chunk_representation
+        return batch_representations, states
 
     def build_cache(
-        self, representations: Representations, batch: TensorDict, num_micro_batches: int
+        self, representations: Representations, batch: TensorDict, num_accumulation_steps: int
     ) -> Dict[str, torch.Tensor]:
         """
         Computes the gradient of each representation that requires one. Gradients of the loss's own
@@ -258,7 +260,7 @@ class GradCache(StepExtension):
                 }
                 with phase(FORWARD):
                     outputs = self._batch_outputs(inputs, True)
-            loss = self._loss(outputs) / num_micro_batches
+            loss = self._loss(outputs) / num_accumulation_steps
             loss.register_hook(scales.append)
             self._backward(loss)
         for representation in representations.values():
@@ -383,13 +385,13 @@ class Chunker:
         batch_size = num_examples(batch)
         if self._chunk_size == AUTO:
             self._chunk_size = self._found_chunk_size = self._find_chunk_size(inputs, batch_size)
-        most = max(
+        max_batch_size = max(
             size for (size,) in collectives.all_gather_integers([batch_size], self._engine.device)
         )
         return [
             chunk
-            for of_group, chunk_size in self._groups(inputs)
-            for chunk in chunks_in_order(of_group, batch_size, most, chunk_size)
+            for group_inputs, chunk_size in self._groups(inputs)
+            for chunk in split_into_chunks(group_inputs, batch_size, max_batch_size, chunk_size)
         ]
 
     def state_dict(self) -> Dict[str, Any]:
@@ -426,7 +428,7 @@ class Chunker:
 
         def encode(chunk_size: int) -> Representations:
             rows = slice(0, min(chunk_size, batch_size))
-            return self._encode(Chunk(rows_of(inputs, rows.start, rows.stop), rows, True))
+            return self._encode(Chunk(slice_rows(inputs, rows.start, rows.stop), rows, True))
 
         chunk_size = find_chunk_size("'grad_cache.chunk_size'", encode, batch_size, self._engine)
         set_random_states(state)

@@ -5,7 +5,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 import torch
 
 # Types of values that belong to all examples of a batch, such as AllenNLP's `FlagField`.
-_OF_ALL = (bool, int, float, str, type(None))
+_TYPES_OF_ALL_EXAMPLES = (bool, int, float, str, type(None))
 
 
 class Chunk(NamedTuple):
@@ -26,8 +26,8 @@ class Chunk(NamedTuple):
     is_dummy: bool
 
 
-def chunks_in_order(
-    inputs: Dict[str, Any], batch_size: int, most: int, chunk_size: int
+def split_into_chunks(
+    inputs: Dict[str, Any], batch_size: int, max_batch_size: int, chunk_size: int
 ) -> List[Chunk]:
     """
     Divides a batch into the number of chunks of the rank with the largest batch.
@@ -38,20 +38,20 @@ def chunks_in_order(
         The inputs of all examples of this rank.
     batch_size : `int`, required.
         The number of these examples, at least one.
-    most : `int`, required.
+    max_batch_size : `int`, required.
         The largest batch size of all ranks.
     chunk_size : `int`, required.
         The number of examples of a chunk.
     """
     chunks = []
-    for start in range(0, most, chunk_size):
+    for start in range(0, max_batch_size, chunk_size):
         is_dummy = start >= batch_size
         rows = slice(0, 1) if is_dummy else slice(start, min(start + chunk_size, batch_size))
-        chunks.append(Chunk(rows_of(inputs, rows.start, rows.stop), rows, is_dummy))
+        chunks.append(Chunk(slice_rows(inputs, rows.start, rows.stop), rows, is_dummy))
     return chunks
 
 
-def rows_of(batch: Any, start: int, stop: int) -> Any:
+def slice_rows(batch: Any, start: int, stop: int) -> Any:
     """
     Returns the examples from `start` to `stop` (exclusive).
 
@@ -64,8 +64,8 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
     stop : `int`, required.
     """
     if isinstance(batch, dict):
-        return {name: rows_of(value, start, stop) for name, value in batch.items()}
-    return batch if isinstance(batch, _OF_ALL) else batch[start:stop]
+        return {name: slice_rows(value, start, stop) for name, value in batch.items()}
+    return batch if isinstance(batch, _TYPES_OF_ALL_EXAMPLES) else batch[start:stop]
 
 
 def num_examples(batch: Any) -> int:
@@ -74,10 +74,10 @@ def num_examples(batch: Any) -> int:
     return value.size(0) if isinstance(value, torch.Tensor) else len(value)
 
 
-def indivisible(batch: Any) -> List[str]:
+def indivisible_inputs(batch: Any) -> List[str]:
     """
-    Returns the names of inputs that don't have one row for each example, so that `rows_of` would be
-    wrong.
+    Returns the names of inputs that don't have one row for each example, so that `slice_rows` would
+    be wrong.
     """
     numbers = {name: _num_rows(value) for name, value in _leaves(batch)}
     if not numbers:
@@ -86,7 +86,7 @@ def indivisible(batch: Any) -> List[str]:
     return [name for name, number in numbers.items() if number is None or number != expected]
 
 
-def even_bounds(num_examples: int, num_parts: int) -> List[Tuple[int, int]]:
+def split_evenly(num_examples: int, num_parts: int) -> List[Tuple[int, int]]:
     """
     Returns the bounds of parts of a batch whose sizes differ by at most one example.
 
@@ -120,7 +120,7 @@ def _num_rows(value: Any) -> Optional[int]:
 def _leaves(batch: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
     """Yields values that aren't dictionaries and belong to examples, with their names."""
     if not isinstance(batch, dict):
-        if not isinstance(batch, _OF_ALL):
+        if not isinstance(batch, _TYPES_OF_ALL_EXAMPLES):
             yield path, batch
         return
     for name, value in batch.items():

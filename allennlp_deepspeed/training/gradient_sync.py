@@ -16,8 +16,8 @@ from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.gradient_reduction import GradientAccumulator, GradientReducer
 from allennlp_deepspeed.engine.phases import BACKWARD, during
 from allennlp_deepspeed.engine.shards import full_shape
-from allennlp_deepspeed.training import average_over_ranks, gradient_memory
-from allennlp_deepspeed.training.average_over_ranks import GradientAverage
+from allennlp_deepspeed.training import gradient_average, gradient_memory
+from allennlp_deepspeed.training.gradient_average import GradientAverage
 from allennlp_deepspeed.training.reduction_schedule import (
     AUTO,
     MICRO_BATCH,
@@ -96,7 +96,7 @@ class GradientSynchronizer:
         self._parameters = self._reducer.parameters
         self._average_each_pass = average_each_pass
         if average_each_pass:
-            average_over_ranks.check_readable(mode, self._reducer.accumulates_outside_grad())
+            gradient_average.check_readable(mode, self._reducer.accumulates_outside_grad())
         stage = int(engine.zero_optimization_stage())
         self._defers_all = (
             not self._reducer.overlaps_backward

@@ -136,7 +136,7 @@ class StepExtension:
         """
 
     def train_on(
-        self, batch: TensorDict, num_micro_batches: int, is_last: bool
+        self, batch: TensorDict, num_accumulation_steps: int, is_last: bool
     ) -> Optional[Outputs]:
         """
         Runs forward and backward of a micro-batch.
@@ -144,7 +144,7 @@ class StepExtension:
         # Parameters
 
         batch : `TensorDict`, required.
-        num_micro_batches : `int`, required.
+        num_accumulation_steps : `int`, required.
             The divisor of the loss.
         is_last : `bool`, required.
             Whether it is the last micro-batch of the step.
@@ -244,13 +244,13 @@ class StepExtensions:
             extension.start_step(batches)
 
     def train_on(
-        self, batch: TensorDict, num_micro_batches: int, is_last: bool
+        self, batch: TensorDict, num_accumulation_steps: int, is_last: bool
     ) -> Optional[Outputs]:
         """
         Returns the outputs of the extension that trains on a micro-batch, or `None` if none does.
         """
         for extension in self._extensions:
-            outputs = extension.train_on(batch, num_micro_batches, is_last)
+            outputs = extension.train_on(batch, num_accumulation_steps, is_last)
             if outputs is not None:
                 return outputs
         return None

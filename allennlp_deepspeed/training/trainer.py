@@ -63,7 +63,7 @@ from allennlp_deepspeed.engine.interruption import (
 )
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_changes import WeightChangeDetector
-from allennlp_deepspeed.engine.weights import Which, modified_weights
+from allennlp_deepspeed.engine.weights import ParameterSelection, modified_weights
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.run_report import RunReport
@@ -932,7 +932,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             yield
 
     @contextmanager
-    def modified_weights(self, which: Which = None) -> Iterator[None]:
+    def modified_weights(self, which: ParameterSelection = None) -> Iterator[None]:
         """
         Context manager for callbacks that change weights outside the optimizer. In it the model's
         parameters are gathered in fp32, with the values that the optimizer updates, and may be

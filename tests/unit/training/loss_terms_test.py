@@ -11,7 +11,12 @@ from allennlp.models import BasicClassifier, Model, SimpleTagger
 
 from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.training import loss_terms
-from allennlp_deepspeed.training.chunking import even_bounds, indivisible, num_examples, rows_of
+from allennlp_deepspeed.training.chunking import (
+    indivisible_inputs,
+    num_examples,
+    slice_rows,
+    split_evenly,
+)
 from tests.support.experiment import load_config
 from tests.unit.language_modeling.causal_lm_test import MIXTRAL
 
@@ -50,10 +55,10 @@ def test_parts_make_the_loss_of_the_whole(name: str, changes: Dict[str, Any]) ->
     whole = {**batch(name), **changes}
     trained = model(name)
     assert type(trained) in (SimpleTagger, BasicClassifier)
-    assert not indivisible(whole)
+    assert not indivisible_inputs(whole)
     total, num_terms = 0.0, 0
-    for start, stop in even_bounds(num_examples(whole), 3):
-        part = rows_of(whole, start, stop)
+    for start, stop in split_evenly(num_examples(whole), 3):
+        part = slice_rows(whole, start, stop)
         count = int(loss_terms.num_loss_terms(trained, part))
         total += count * float(trained(**part)["loss"])
         num_terms += count
@@ -71,7 +76,7 @@ def test_a_loss_of_routers_has_no_parts() -> None:
 @pytest.mark.parametrize("num_examples", range(1, 9))
 def test_parts_are_as_equal_as_can_be(num_examples: int) -> None:
     for num_parts in range(1, num_examples + 1):
-        bounds = even_bounds(num_examples, num_parts)
+        bounds = split_evenly(num_examples, num_parts)
         sizes = [stop - start for start, stop in bounds]
         assert len(sizes) == num_parts and sum(sizes) == num_examples
         assert max(sizes) - min(sizes) <= 1
