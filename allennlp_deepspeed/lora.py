@@ -127,7 +127,7 @@ def add_adapters(module: torch.nn.Module, settings: Dict[str, Any], where: str) 
             f"{where} has an 'init_lora_weights' of {json.dumps(initialization)}, which changes "
             'the weights of the transformer itself or needs data: write true, false or "gaussian".'
         )
-    transformers = transformers_in(module)
+    transformers = find_transformers(module)
     if len(transformers) != 1:
         raise ConfigurationError(
             f"{where} is given an object of class {type(module).__name__}, with "
@@ -151,7 +151,7 @@ def add_adapters(module: torch.nn.Module, settings: Dict[str, Any], where: str) 
         ) from error
 
 
-def transformers_in(model: torch.nn.Module) -> Dict[str, "PreTrainedModel"]:
+def find_transformers(model: torch.nn.Module) -> Dict[str, "PreTrainedModel"]:
     """Returns the outermost models of transformers in `model`, by name."""
     if "transformers.modeling_utils" not in sys.modules:
         return {}  # the import takes seconds
@@ -290,17 +290,17 @@ def check_not_shared(transformer: "PreTrainedModel", alternative: str = "") -> N
             )
 
 
-def without_adapters(config: Any) -> Any:
+def remove_adapters(config: Any) -> Any:
     """Returns a copy of a config, or of a part of one, without adapters."""
     if isinstance(config, list):
-        return [without_adapters(value) for value in config]
+        return [remove_adapters(value) for value in config]
     if not isinstance(config, dict):
         return config
     if config.get("type") == "lora" and "embedder" in config:
-        return without_adapters(config["embedder"])
+        return remove_adapters(config["embedder"])
     is_causal_lm = config.get("type") == "causal_lm"
     return {
-        key: without_adapters(value)
+        key: remove_adapters(value)
         for key, value in config.items()
         if not (is_causal_lm and key == "lora")
     }

@@ -59,7 +59,7 @@ def construct_without_weights(
         directory = serialization_dir or empty
         if vocabulary is None:
             vocabulary = _make_vocabulary(params, directory)
-        with _without_pretrained_weights():
+        with _skip_pretrained_weights():
             try:
                 with _on_meta_device():
                     return _construct(params, vocabulary, directory)
@@ -128,7 +128,7 @@ def _on_meta_device() -> Iterator[None]:
 
 
 @contextmanager
-def _without_pretrained_weights() -> Iterator[None]:
+def _skip_pretrained_weights() -> Iterator[None]:
     """
     Context manager that passes `load_weights=False`, AllenNLP's own argument, for all pretrained
     transformers in a model.

@@ -127,7 +127,7 @@ class SlidingWindowLayout(Layout):
 
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
         # A window that begins within a block extends into one more block.
-        layout = _near(num_blocks, -(-self.window // self.block))
+        layout = _blocks_within_distance(num_blocks, -(-self.window // self.block))
         _make_global(layout, 0, -(-self.num_global_tokens // self.block), horizontal=True)
         return layout
 
@@ -251,7 +251,7 @@ class BigBirdLayout(Layout):
         return layout[:, :num_blocks, :num_blocks]
 
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
-        layout = _near(num_blocks, self.num_sliding_window_blocks // 2)
+        layout = _blocks_within_distance(num_blocks, self.num_sliding_window_blocks // 2)
         _make_global(layout, 0, self.num_global_blocks, horizontal=True)
         return layout
 
@@ -295,7 +295,7 @@ class BSLongformerLayout(Layout):
         return zip(starts, [start + 1 for start in starts] if ends is None else ends)
 
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
-        layout = _near(num_blocks, self.num_sliding_window_blocks // 2)
+        layout = _blocks_within_distance(num_blocks, self.num_sliding_window_blocks // 2)
         for start, end in self._global_ranges():
             _make_global(layout, start, end, horizontal=True)
         return layout
@@ -310,7 +310,7 @@ LAYOUTS = (
 )
 
 
-def _near(num_blocks: int, distance: int) -> torch.Tensor:
+def _blocks_within_distance(num_blocks: int, distance: int) -> torch.Tensor:
     """
     Returns a mask of shape (num_blocks, num_blocks): whether two blocks are within that distance.
     """

@@ -177,7 +177,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             return super().resolve_class_name(name)
         return Checkpointer.resolve_class_name(name)
 
-    @phases.during(phases.SAVING)
+    @phases.mark_phase(phases.SAVING)
     @overrides
     def maybe_save_checkpoint(  # type: ignore[override]
         self,

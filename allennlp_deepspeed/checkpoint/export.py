@@ -149,7 +149,7 @@ def _without_adapters(serialization_dir: str) -> Iterator[str]:
             ),
         )
         path = os.path.join(copy, CONFIG_NAME)
-        config = lora.without_adapters(Params.from_file(path).as_dict(quiet=True))
+        config = lora.remove_adapters(Params.from_file(path).as_dict(quiet=True))
         files.write(json.dumps(config, indent=4), path)
         yield copy
 

@@ -251,7 +251,7 @@ def _listing(names: List[str]) -> str:
 
 def _transformer(model: Model, module: Optional[str]) -> Any:
     """Returns the name and the transformer."""
-    transformers = lora.transformers_in(model)
+    transformers = lora.find_transformers(model)
     if not transformers:
         raise ConfigurationError(
             f"The model, a {type(model).__name__}, has none of transformers' models inside: "

@@ -263,15 +263,15 @@ class Pairs:
     ) -> None:
         self.query_ids = query_ids
         self.document_ids = document_ids
-        self._queries = _first_of_each(query_ids, query_ids)
-        self._documents = _first_of_each(document_ids, document_ids)
+        self._queries = _first_indices(query_ids, query_ids)
+        self._documents = _first_indices(document_ids, document_ids)
         self._negative_ids = negative_ids
         if negative_ids is not None:
-            self._negatives = _first_of_each(negative_ids, document_ids)
+            self._negatives = _first_indices(negative_ids, document_ids)
 
     def relate_query(self, start: int, stop: int) -> Tuple[torch.Tensor, torch.Tensor]:
         """Returns the `Relation` of queries to documents followed by negatives."""
-        belongs = _any_by(self.query_ids[start:stop, None] == self.query_ids, self._documents)
+        belongs = _any_in_group(self.query_ids[start:stop, None] == self.query_ids, self._documents)
         is_positive = belongs[:, self._documents]
         is_left_out = torch.zeros_like(is_positive)
         if self._negative_ids is None:
@@ -286,11 +286,11 @@ class Pairs:
     def relate_document(self, start: int, stop: int) -> Tuple[torch.Tensor, torch.Tensor]:
         """Returns the `Relation` of documents to queries."""
         same_document = self.document_ids[start:stop, None] == self.document_ids
-        is_positive = _any_by(same_document, self._queries)[:, self._queries]
+        is_positive = _any_in_group(same_document, self._queries)[:, self._queries]
         return is_positive, torch.zeros_like(is_positive)
 
 
-def _first_of_each(ids: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+def _first_indices(ids: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     """
     Returns for each id the index of an equal element of `among`, the same index for equal ids, and
     any index if there is none.
@@ -299,7 +299,7 @@ def _first_of_each(ids: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     return order[torch.searchsorted(ordered, ids).clamp_(max=len(among) - 1)]
 
 
-def _any_by(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def _any_in_group(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """
     Returns for each row and column whether any column of that column's group is true in the row.
     """

@@ -55,7 +55,7 @@ def gather_examples(tensors: Dict[str, torch.Tensor], is_divided: bool = False) 
         return Gathered(tensors, slice(0, len(next(iter(tensors.values())))))
     shapes = _gather_shapes(list(tensors.values()))
     parts = _gather_contents(list(tensors.values()), shapes)
-    gathered = {name: torch.cat(_padded(part)) for name, part in zip(tensors, parts)}
+    gathered = {name: torch.cat(_pad(part)) for name, part in zip(tensors, parts)}
     # By name, the number of rows of each rank.
     num_rows = {name: [of_rank[i][0] for of_rank in shapes] for i, name in enumerate(tensors)}
     graphs = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
@@ -124,7 +124,7 @@ def _gather_contents(
     return parts
 
 
-def _padded(parts: List[torch.Tensor]) -> List[torch.Tensor]:
+def _pad(parts: List[torch.Tensor]) -> List[torch.Tensor]:
     """Pads with zeros, so that only the first dimensions differ."""
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
     padded = []

@@ -158,8 +158,8 @@ class RetrievalMetric(Metric):
             The sum of each metric in float64, and the number of queries of all ranks.
         """
         queries, documents, query_ids, document_ids = (tensor.numpy() for tensor in pairs)
-        query_ids, queries, query_of_pair = _distinct(query_ids, queries)
-        document_ids, documents, document_of_pair = _distinct(document_ids, documents)
+        query_ids, queries, query_of_pair = _group_by_id(query_ids, queries)
+        document_ids, documents, document_of_pair = _group_by_id(document_ids, documents)
         # Shape: (num_pairs, 2), by query
         relevant = np.unique(np.stack([query_of_pair, document_of_pair], axis=1), axis=0)
         relevant = relevant[relevant[:, 0] % world_size == rank]
@@ -237,7 +237,7 @@ def _ranks(
     return torch.cat(ranks)
 
 
-def _distinct(ids: np.ndarray, rows: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _group_by_id(ids: np.ndarray, rows: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     Groups rows by id.
 

@@ -87,14 +87,14 @@ class TextEmbedderPredictor(Predictor):
 
     def _side_and_text(self, inputs: JsonDict) -> Tuple[str, str]:
         if "text" in inputs:
-            return self._side, checked_text(inputs, "text")
+            return self._side, get_text(inputs, "text")
         side = self._side
         if side not in inputs:
             (side,) = set(SIDES) - {side}
-        return side, checked_text(inputs, side)
+        return side, get_text(inputs, side)
 
 
-def checked_text(inputs: JsonDict, key: str) -> str:
+def get_text(inputs: JsonDict, key: str) -> str:
     """
     Returns the text under a key of a predictor's input.
 

@@ -27,7 +27,7 @@ from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.random_states import (
-    dropout_between_layers,
+    find_unrestorable_dropout,
     repeatable_random_states,
 )
 
@@ -274,7 +274,7 @@ def _recomputed_forward(
         # DeepSpeed gets no outputs, so that they may be of any type.
         return ()
 
-    if dropout_between_layers(module):
+    if find_unrestorable_dropout(module):
         repeatable_random_states()
     # The variant without a nested backward pass: hooks on parameters, with which DeepSpeed reduces
     # gradients, are called once, and inputs don't have to require gradients.

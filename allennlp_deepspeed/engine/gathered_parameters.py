@@ -90,7 +90,7 @@ def patch_gathered_parameters() -> Iterator[None]:
         for users_of_parameter, deferred_by in zip(users, deferrals):
             users_of_parameter.update(deferred_by)
 
-    with internals.replaced(
+    with internals.replace_attributes(
         GatheredParameters,
         _params_to_partition=not_deferred,
         _partition_params=staticmethod(partition_and_gather),

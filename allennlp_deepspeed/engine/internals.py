@@ -41,7 +41,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def replaced(owner: Any, **attributes: Any) -> ContextManager[Any]:
+def replace_attributes(owner: Any, **attributes: Any) -> ContextManager[Any]:
     """
     Context manager in which attributes of an object, a class or a module of DeepSpeed have other
     values.
@@ -205,7 +205,7 @@ def empty_param_groups(optimizer: Any) -> None:
 def param_group_functions(optimizer: Any) -> Dict[str, Callable[..., Any]]:
     """
     Returns the methods of stage 3 that put the fp32 shards into `param_groups`, that empty these,
-    and that step a sub-group with its shard in them, by name, for `replaced`.
+    and that step a sub-group with its shard in them, by name, for `replace_attributes`.
     """
     names = (
         "_set_fp32_optimizer_param_groups",
@@ -235,7 +235,9 @@ def replace_wrapped_optimizer(zero_optimizer: Any, optimizer: torch.optim.Optimi
 
 def without_autocast() -> ContextManager[Any]:
     """Context manager that starts without DeepSpeed's autocast, and restores it at exit."""
-    return replaced(torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None)
+    return replace_attributes(
+        torch_autocast, TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None
+    )
 
 
 def autocast_grad_scaler(engine: DeepSpeedEngine) -> Any:
@@ -308,7 +310,7 @@ def leaf_module_hooks(zero_optimizer: Any) -> List[Any]:
 def release_functions_of_readers() -> Dict[str, Callable[..., Any]]:
     """
     Returns the methods of `GatheredParameters` that choose the parameters to shard again at its
-    exit, and that shard them, by name, for `replaced`.
+    exit, and that shard them, by name, for `replace_attributes`.
     """
     names = ("_params_to_partition", "_partition_params")
     return {name: _read(GatheredParameters, name) for name in names}

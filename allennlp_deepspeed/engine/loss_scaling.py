@@ -79,7 +79,9 @@ def _defer_scale_update(optimizer: Any) -> Iterator[None]:
         overflows.clear()
         return result
 
-    with internals.replaced(optimizer, step=step_and_update_scale, _update_scale=overflows.append):
+    with internals.replace_attributes(
+        optimizer, step=step_and_update_scale, _update_scale=overflows.append
+    ):
         yield
 
 

@@ -84,7 +84,13 @@ def elements_of_modules(model: torch.nn.Module) -> Dict[str, int]:
 
 
 # Optimizers with one state value for each weight. DeepSpeed's Lion for the CPU has two.
-_KEEP_ONE = (torch.optim.Adagrad, torch.optim.ASGD, DeepSpeedCPUAdagrad, FusedLion, LionOptimizer)
+_SINGLE_STATE_OPTIMIZERS = (
+    torch.optim.Adagrad,
+    torch.optim.ASGD,
+    DeepSpeedCPUAdagrad,
+    FusedLion,
+    LionOptimizer,
+)
 
 
 def optimizer_bytes(
@@ -105,7 +111,7 @@ def optimizer_bytes(
         num_states = 1 if settings.get("momentum") else 0
     elif issubclass(optimizer, torch.optim.RMSprop):
         num_states = 1 + bool(settings.get("momentum")) + bool(settings.get("centered"))
-    elif issubclass(optimizer, _KEEP_ONE):
+    elif issubclass(optimizer, _SINGLE_STATE_OPTIMIZERS):
         num_states = 1
     else:
         num_states = 3 if settings.get("amsgrad") else 2

@@ -124,7 +124,7 @@ def support_inference_mode() -> Iterator[None]:
         name: torch.inference_mode(False)(getattr(parameter_offload.DeepSpeedZeRoOffload, name))
         for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function")
     }
-    with internals.replaced(parameter_offload.DeepSpeedZeRoOffload, **functions):
+    with internals.replace_attributes(parameter_offload.DeepSpeedZeRoOffload, **functions):
         yield
 
 

@@ -51,9 +51,9 @@ def _broadcast_as_vectors() -> Iterator[None]:
             return exit_gathered(gathered, *exception)
 
     with (
-        internals.replaced(DeepSpeedEngine, _broadcast_model=_broadcast_model),
-        internals.replaced(zero.Init, _zero_init_param=_zero_init_param),
-        internals.replaced(zero.GatheredParameters, _exit=_exit),
+        internals.replace_attributes(DeepSpeedEngine, _broadcast_model=_broadcast_model),
+        internals.replace_attributes(zero.Init, _zero_init_param=_zero_init_param),
+        internals.replace_attributes(zero.GatheredParameters, _exit=_exit),
     ):
         yield
 
@@ -65,7 +65,7 @@ def _clip_without_dimensions() -> Iterator[None]:
     def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
         clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
 
-    with internals.replaced(DeepSpeedEngine, clip_fp32_gradients=clip_fp32_gradients):
+    with internals.replace_attributes(DeepSpeedEngine, clip_fp32_gradients=clip_fp32_gradients):
         yield
 
 

@@ -141,7 +141,7 @@ class PartitionedConstruction:
         for module in model.modules():
             for _, parameter in _own_parameters(module):
                 if parameter.requires_grad and self._is_kept_in_half_precision(parameter):
-                    self._touch(parameter)
+                    self._mark_used(parameter)
                     parameter.data = parameter.data.float()
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -163,14 +163,14 @@ class PartitionedConstruction:
         def __getattr__(module: Module, name: str) -> Any:
             value = get_attribute(module, name)
             if isinstance(value, Parameter):
-                self._touch(value)
+                self._mark_used(value)
             return value
 
         def _named_parameters(
             module: Module, *args: Any, **kwargs: Any
         ) -> Iterator[Tuple[str, Parameter]]:
             for name, parameter in named_parameters(module, *args, **kwargs):
-                self._touch(parameter)
+                self._mark_used(parameter)
                 yield name, parameter
 
         def _load_from_state_dict(
@@ -179,7 +179,7 @@ class PartitionedConstruction:
             partitioned = [name for name, p in _own_parameters(module) if internals.is_sharded(p)]
             for name in partitioned:
                 if prefix + name in state_dict:
-                    self._touch(module._parameters[name])
+                    self._mark_used(module._parameters[name])
             load_from_state_dict(module, state_dict, prefix, *args, **kwargs)
             for name in partitioned:
                 # The tensor of the state dict may have replaced the parameter.
@@ -187,7 +187,7 @@ class PartitionedConstruction:
 
         def __deepcopy__(parameter: Parameter, memo: Dict[int, Any]) -> Parameter:
             is_copied = id(parameter) in memo
-            self._touch(parameter)
+            self._mark_used(parameter)
             copy = deepcopy_parameter(parameter, memo)
             if internals.is_sharded(parameter) and not is_copied:
                 self._partition_first(copy)
@@ -196,12 +196,12 @@ class PartitionedConstruction:
         def _save_to_state_dict(module: Module, *args: Any, **kwargs: Any) -> None:
             if not self._is_in_from_pretrained:
                 for _, parameter in _own_parameters(module):
-                    self._touch(parameter)
+                    self._mark_used(parameter)
             save_to_state_dict(module, *args, **kwargs)
 
         def _apply(module: Module, *args: Any, **kwargs: Any) -> Module:
             for _, parameter in _own_parameters(module):
-                self._touch(parameter)
+                self._mark_used(parameter)
             return apply(module, *args, **kwargs)
 
         def _from_pretrained(cls: Type["PreTrainedModel"], *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,7 @@ class PartitionedConstruction:
             self._undo.enter_context(patch)
         self._undo.callback(register_module_module_registration_hook(_register_module).remove)
 
-    def _touch(self, parameter: Any) -> None:
+    def _mark_used(self, parameter: Any) -> None:
         """Gathers a parameter that is about to be accessed, if it has been partitioned."""
         if not internals.is_sharded(parameter):
             return

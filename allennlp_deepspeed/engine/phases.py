@@ -23,7 +23,7 @@ def phase(name: str) -> record_function:
     return record_function(PREFIX + name)
 
 
-def during(name: str) -> Callable[[Function], Function]:
+def mark_phase(name: str) -> Callable[[Function], Function]:
     """Decorator that marks each call of a function as a phase."""
 
     def decorate(function: Function) -> Function:

@@ -42,7 +42,7 @@ def repeatable_random_states() -> Dict[str, Any]:
     return states
 
 
-def dropout_between_layers(model: torch.nn.Module) -> List[str]:
+def find_unrestorable_dropout(model: torch.nn.Module) -> List[str]:
     """
     Finds recurrent modules whose dropout on a GPU isn't restored from a checkpoint.
 

@@ -86,7 +86,7 @@ class PartitionedRegularizer:
 
 
 @contextmanager
-def penalty_in_fp32(model: Model) -> Iterator[None]:
+def compute_penalty_in_fp32(model: Model) -> Iterator[None]:
     """
     Context manager in which the penalty of a half-precision model is computed in fp32: the sum of
     squares of many weights overflows fp16.

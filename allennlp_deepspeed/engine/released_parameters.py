@@ -114,7 +114,7 @@ def track_released_parameters() -> Iterator[None]:
         release(parameter)
         refuse_access(parameter)
 
-    with internals.replaced(partition_parameters, free_param=release_and_refuse):
+    with internals.replace_attributes(partition_parameters, free_param=release_and_refuse):
         yield
 
 
@@ -140,7 +140,7 @@ def refuse_access_to_released(engine: DeepSpeedEngine) -> Iterator[None]:
         for name in ("module_state_dict", "load_module_state_dict")
     }
     try:
-        with internals.replaced(engine, **functions):
+        with internals.replace_attributes(engine, **functions):
             yield
     finally:
         if dist.get_world_size() == 1:

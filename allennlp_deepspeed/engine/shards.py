@@ -213,7 +213,7 @@ class Shards:
             show_parameters()
 
         own = (fill_with_shards, show_parameters, step_sub_group)
-        with internals.replaced(self._optimizer, **dict(zip(functions, own))):
+        with internals.replace_attributes(self._optimizer, **dict(zip(functions, own))):
             show_parameters()
             try:
                 yield

@@ -57,7 +57,7 @@ def full_state_dict(
     shards = Shards(engine)
     gathered: Dict[int, torch.Tensor] = {}  # by identity, so that tied parameters stay tied
     sharded = engine.module.state_dict(keep_vars=True)
-    state_dict = _like(sharded)
+    state_dict = _empty_state_dict_like(sharded)
     for key, value in sharded.items():
         if isinstance(value, torch.nn.Parameter):
             if id(value) not in gathered:
@@ -91,13 +91,13 @@ def load_full_state_dict(engine: DeepSpeedEngine, state_dict: Optional[StateDict
     shards.update_parameters()
     others: Optional[StateDict] = None
     if state_dict is not None:
-        others = _like(state_dict)
+        others = _empty_state_dict_like(state_dict)
         others.update((key, value) for key, value in state_dict.items() if key not in set(names))
     # Pickled, because it may be of any type, and no backend broadcasts all dtypes of tensors.
     engine.module.load_state_dict(collectives.broadcast_object(others), strict=False)
 
 
-def _like(state_dict: Any) -> StateDict:
+def _empty_state_dict_like(state_dict: Any) -> StateDict:
     """Returns an empty state dict with the versions of the modules, if the other one has them."""
     empty: Any = OrderedDict()
     if hasattr(state_dict, "_metadata"):

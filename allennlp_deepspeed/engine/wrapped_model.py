@@ -50,7 +50,7 @@ from allennlp_deepspeed.engine.process_environment import (
     process_environment,
     use_accelerator,
 )
-from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, penalty_in_fp32
+from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, compute_penalty_in_fp32
 from allennlp_deepspeed.engine.shards import Shards
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             # The model may have its own, if a library or a user has wrapped it.
             enter(mock.patch.object(model, "forward", forward))
             if config.zero_stage < 3:  # at stage 3 `PartitionedRegularizer` does this
-                enter(penalty_in_fp32(model))
+                enter(compute_penalty_in_fp32(model))
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
         if regularizer is not None:
             self._undo.callback(regularizer.remove)

@@ -22,7 +22,7 @@ from allennlp_deepspeed.checkpoint.module_states import (
     module_states,
 )
 from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.phases import DEVICE_SYNC, during
+from allennlp_deepspeed.engine.phases import DEVICE_SYNC, mark_phase
 from allennlp_deepspeed.engine.random_states import random_states, set_random_states
 from allennlp_deepspeed.extensions.chunk_size import available_for_activations, find_chunk_size
 from allennlp_deepspeed.training import loss_terms
@@ -104,7 +104,7 @@ class AutoMicroBatchSize(StepExtension):
         # The last accumulation that was printed.
         self._announced_accumulation: Optional[int] = None
 
-    @during(DEVICE_SYNC)
+    @mark_phase(DEVICE_SYNC)
     @overrides
     def divide(self, group: BatchGroup) -> BatchGroup:
         """

@@ -15,7 +15,7 @@ from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
-from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, during, phase
+from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, mark_phase, phase
 from allennlp_deepspeed.engine.random_states import (
     random_states,
     repeatable_random_states,
@@ -307,11 +307,11 @@ class GradCache(StepExtension):
     def load_state_dict(self, state_dict: Any) -> None:
         self._chunker.load_state_dict(state_dict)
 
-    @during(BACKWARD)
+    @mark_phase(BACKWARD)
     def _backward(self, loss: torch.Tensor) -> None:
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    @during(FORWARD)
+    @mark_phase(FORWARD)
     def _encode(self, chunk: Chunk) -> Representations:
         with self._wrapped_model.replace_forward(self._model.encode):
             representations = self._engine(**chunk.inputs)

@@ -78,7 +78,9 @@ def tile_modules(
     with ExitStack() as undo:
         for name in dict.fromkeys(names):
             _check(modules[name], name)
-            undo.enter_context(_tiled(modules[name], name, settings["num_tiles"], zero_stage))
+            undo.enter_context(
+                _tile_forward(modules[name], name, settings["num_tiles"], zero_stage)
+            )
         logger.info("Sequences are tiled in %s", ", ".join(dict.fromkeys(names)))
         return undo.pop_all().close
 
@@ -102,7 +104,9 @@ def _check(module: torch.nn.Module, name: str) -> None:
 
 
 @contextmanager
-def _tiled(module: torch.nn.Module, name: str, num_tiles: int, zero_stage: int) -> Iterator[None]:
+def _tile_forward(
+    module: torch.nn.Module, name: str, num_tiles: int, zero_stage: int
+) -> Iterator[None]:
     # At stage 3 they must stay gathered for all tiles, until the gradients of all are computed.
     gathered = list(module.parameters()) if zero_stage == 3 else []
     for parameter in gathered:
@@ -146,9 +150,11 @@ class _TiledForward:
             self._check(hidden)
             self._checked.add(self._module.training)
         if not torch.is_grad_enabled():
-            return _in_tiles(self._forward, hidden, self._num_tiles)
+            return _run_in_tiles(self._forward, hidden, self._num_tiles)
         parameters = [p for p in self._module.parameters() if p.requires_grad]
-        return _Tiled.apply(self._forward, self._num_tiles, current_autocast(), hidden, *parameters)
+        return _TiledFunction.apply(
+            self._forward, self._num_tiles, current_autocast(), hidden, *parameters
+        )
 
     def _check(self, hidden: torch.Tensor) -> None:
         """
@@ -160,7 +166,9 @@ class _TiledForward:
             is_one_each = (
                 isinstance(together, torch.Tensor) and together.shape[:2] == positions.shape[:2]
             )
-            alone = _in_tiles(self._forward, positions, positions.size(1)) if is_one_each else None
+            alone = (
+                _run_in_tiles(self._forward, positions, positions.size(1)) if is_one_each else None
+            )
         if alone is None or not torch.allclose(together, alone, rtol=1e-2, atol=1e-3):
             raise ConfigurationError(
                 f"'{_KEY}' names {self._name}, but it computes positions together otherwise than "
@@ -168,7 +176,7 @@ class _TiledForward:
             )
 
 
-def _in_tiles(
+def _run_in_tiles(
     forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, num_tiles: int
 ) -> torch.Tensor:
     return torch.cat([forward(tile) for tile in _tiles(hidden, num_tiles)], dim=1)
@@ -180,7 +188,7 @@ def _tiles(hidden: torch.Tensor, num_tiles: int) -> Iterator[torch.Tensor]:
     return (tile.contiguous() for tile in hidden.tensor_split(num_tiles, dim=1))
 
 
-class _Tiled(torch.autograd.Function):
+class _TiledFunction(torch.autograd.Function):
     """
     Autograd function with a forward pass without a graph, and a backward pass that recomputes tile
     by tile. It adds up the gradients of parameters over the tiles and returns them once, so that
@@ -199,7 +207,7 @@ class _Tiled(torch.autograd.Function):
         ctx.function, ctx.num_tiles, ctx.autocast = forward, num_tiles, autocast
         ctx.parameters = parameters
         ctx.save_for_backward(hidden)
-        return _in_tiles(forward, hidden, num_tiles)
+        return _run_in_tiles(forward, hidden, num_tiles)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple:  # type: ignore[override]

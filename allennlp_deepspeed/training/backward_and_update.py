@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
-from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, during, phase
+from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, mark_phase, phase
 from allennlp_deepspeed.engine.weight_changes import RequiresGradDetector, WeightChangeDetector
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.step_figures import StepFigures
@@ -148,7 +148,7 @@ class GradientStep:
                         raise
         return outputs
 
-    @during(OPTIMIZER)
+    @mark_phase(OPTIMIZER)
     def update(self, num_steps: int) -> Norm:
         """
         Updates the weights and their moving averages, and finishes the step of gradients and

@@ -80,16 +80,16 @@ class BatchGroups:
     def __iter__(self) -> Iterator[BatchGroup]:
         groups = lazy_groups_of(self._data_loader, self._full_size)
         if dist.get_world_size() == 1:
-            yield from self._of_one_worker(groups)
+            yield from self._single_worker_groups(groups)
             return
         is_exact = self._num_batches is not None and has_exact_length(self._data_loader)
-        length = self._agree(self._num_batches if is_exact else -1)  # type: ignore[arg-type]
+        length = self._min_over_ranks(self._num_batches if is_exact else -1)  # type: ignore[arg-type]
         if length == 0:
             raise ConfigurationError(_NO_DATA)
         if length < 0:
-            yield from self._agreeing_on_each(groups)
+            yield from self._unknown_length_groups(groups)
         else:
-            yield from self._of_known_length(groups, length)
+            yield from self._known_length_groups(groups, length)
 
     @property
     def expected_length(self) -> Optional[int]:
@@ -98,9 +98,9 @@ class BatchGroups:
             return None
         return math.ceil(self._num_batches / self._full_size)
 
-    def _of_one_worker(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
+    def _single_worker_groups(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
         is_empty = True
-        while batches := _next(groups):
+        while batches := _next_group(groups):
             is_empty = False
             yield BatchGroup(batches, len(batches))
         if is_empty:
@@ -109,12 +109,12 @@ class BatchGroups:
                 "'train_data_path'."
             )
 
-    def _of_known_length(
+    def _known_length_groups(
         self, groups: Iterator[List[TensorDict]], length: int
     ) -> Iterator[BatchGroup]:
         remaining = length
         while remaining > 0:
-            batches = _next(groups)
+            batches = _next_group(groups)
             common_size = min(self._full_size, remaining)
             remaining -= common_size
             yield BatchGroup(batches[:common_size], len(batches))
@@ -122,12 +122,12 @@ class BatchGroups:
         if surplus > 0:
             _warn_of_surplus("a batch" if surplus == 1 else f"{surplus} batches")
 
-    def _agreeing_on_each(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
+    def _unknown_length_groups(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
         common_size: Optional[int] = None
         # A short group is the last one on every rank, because every rank knows that it was short.
         while common_size in (None, self._full_size):
-            batches = _next(groups)
-            is_first, common_size = common_size is None, self._agree(len(batches))
+            batches = _next_group(groups)
+            is_first, common_size = common_size is None, self._min_over_ranks(len(batches))
             if is_first and common_size == 0:
                 raise ConfigurationError(_NO_DATA)
             if common_size < len(batches):
@@ -138,12 +138,12 @@ class BatchGroups:
             # As above, for loaders that preserve their position.
             deque(groups, maxlen=0)
 
-    def _agree(self, value: int) -> int:
+    def _min_over_ranks(self, value: int) -> int:
         """Returns the minimum over all ranks."""
         return collectives.all_reduce_min(value, self._device)
 
 
-def _next(groups: Iterator[List[TensorDict]]) -> List[TensorDict]:
+def _next_group(groups: Iterator[List[TensorDict]]) -> List[TensorDict]:
     """Returns the next group, empty at the end."""
     with phase(DATA):
         return next(groups, [])
@@ -205,7 +205,7 @@ def has_exact_length(data_loader: DataLoader) -> bool:
     batch size, whose batches differ between epochs, or for a "multitask" loader with
     `instances_per_epoch`, which has fewer. The length of a user's class may be an estimate.
     """
-    if not any(_counts_as(data_loader, known) for known in _LOADERS_WITH_EXACT_LENGTH):
+    if not any(_has_methods_of(data_loader, known) for known in _LOADERS_WITH_EXACT_LENGTH):
         return False
     if getattr(data_loader, "batches_per_epoch", None) is not None:
         return True
@@ -213,7 +213,7 @@ def has_exact_length(data_loader: DataLoader) -> bool:
     return not has_sampler or micro_batch_size(data_loader) is not None
 
 
-def _counts_as(data_loader: DataLoader, known: Type[DataLoader]) -> bool:
+def _has_methods_of(data_loader: DataLoader, known: Type[DataLoader]) -> bool:
     """Returns whether the loader's class has the length and the batches of a known one."""
     methods = ((getattr(c, "__len__", None), c.__iter__) for c in (type(data_loader), known))
     return len(set(methods)) == 1

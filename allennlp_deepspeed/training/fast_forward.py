@@ -13,7 +13,7 @@ from allennlp_deepspeed.checkpoint.module_states import (
     module_states,
 )
 from allennlp_deepspeed.engine.random_states import (
-    dropout_between_layers,
+    find_unrestorable_dropout,
     random_states,
     set_random_states,
 )
@@ -119,7 +119,7 @@ class FastForward:
         if "train_metrics" in state:
             self._interrupted_validation = state
         set_random_states(state["random_states"])
-        modules = dropout_between_layers(self._model)
+        modules = find_unrestorable_dropout(self._model)
         if modules:
             logger.warning(
                 "What the dropout between the layers of %s leaves out from here on is not what it "

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_accelerator
 from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.gradient_reduction import GradientAccumulator, GradientReducer
-from allennlp_deepspeed.engine.phases import BACKWARD, during
+from allennlp_deepspeed.engine.phases import BACKWARD, mark_phase
 from allennlp_deepspeed.engine.shards import full_shape
 from allennlp_deepspeed.training import gradient_average, gradient_memory
 from allennlp_deepspeed.training.gradient_average import GradientAverage
@@ -258,7 +258,7 @@ class GradientSynchronizer:
         if not self._is_in_no_sync:
             self._average.queue()
 
-    @during(BACKWARD)
+    @mark_phase(BACKWARD)
     def _reduce_rest(self) -> None:
         """Reduces the gradients that no pass has reduced, and finishes the reduction."""
         self._has_deferred = False

@@ -118,11 +118,11 @@ def check(model: Model) -> None:
             )
 
 
-def _of_basic_classifier(model: Any, inputs: Dict[str, Any]) -> Number:
+def _count_for_basic_classifier(model: Any, inputs: Dict[str, Any]) -> Number:
     return (inputs["label"] != _IGNORED).sum()
 
 
-def _of_simple_tagger(model: Any, inputs: Dict[str, Any]) -> Number:
+def _count_for_simple_tagger(model: Any, inputs: Dict[str, Any]) -> Number:
     """
     Counts the instances with any token that has a loss. AllenNLP's
     `sequence_cross_entropy_with_logits` averages over tokens, and then over these instances.
@@ -137,6 +137,6 @@ def _of_simple_tagger(model: Any, inputs: Dict[str, Any]) -> Number:
 
 # Exactly these classes: a subclass may compute another loss.
 _OF_ALLENNLP: Dict[Type[Model], Callable[[Any, Dict[str, Any]], Number]] = {
-    BasicClassifier: _of_basic_classifier,
-    SimpleTagger: _of_simple_tagger,
+    BasicClassifier: _count_for_basic_classifier,
+    SimpleTagger: _count_for_simple_tagger,
 }

@@ -156,7 +156,7 @@ class BatchMetrics(dict):
         return dict, (dict(self),)
 
 
-def _loading_first(name: str) -> Callable:
+def _load_before(name: str) -> Callable:
     method = getattr(dict, name)
 
     def load_and_call(self: BatchMetrics, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def _loading_first(name: str) -> Callable:
 
 
 for _name in _LAZY_METHODS:
-    setattr(BatchMetrics, _name, _loading_first(_name))
+    setattr(BatchMetrics, _name, _load_before(_name))
 
 
 class StepMetrics:

@@ -541,7 +541,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if status is not None:
             self._raise_if_signaled(status, epoch)
 
-    @phases.during(phases.CALLBACKS)
+    @phases.mark_phase(phases.CALLBACKS)
     def _call_on_batch(
         self,
         batches: List[TensorDict],
@@ -641,7 +641,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     # What the ranks agree on
 
-    @phases.during(phases.DEVICE_SYNC)
+    @phases.mark_phase(phases.DEVICE_SYNC)
     def _synchronize(self, epoch: int) -> StepStatus:
         """
         Synchronizes with the device, updates the progress bar, and exchanges the ranks' state.

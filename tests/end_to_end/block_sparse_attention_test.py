@@ -16,7 +16,7 @@ from allennlp.modules import TokenEmbedder
 from transformers import AutoModel
 
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
-from allennlp_deepspeed.lora import transformers_in
+from allennlp_deepspeed.lora import find_transformers
 from tests.fixtures import dense_attention  # noqa: F401  # registers what it has
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import (
@@ -136,7 +136,7 @@ def test_what_is_exported_says_how_to_attend_as_in_training(
     assert matched is not None
     told = {"type": matched[1], "model_name": out, "attention": json.loads(matched[2])}
     loaded = TokenEmbedder.from_params(Params(told)).eval()
-    (trained,) = transformers_in(load_archive(archive).model.eval()).values()
+    (trained,) = find_transformers(load_archive(archive).model.eval()).values()
     ids = torch.tensor([[2, 9, 12, 20, 33, 8, 41, 3]])
     with torch.no_grad():
         expected = trained(ids).last_hidden_state

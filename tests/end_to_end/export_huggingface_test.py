@@ -26,7 +26,7 @@ from transformers import (
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
-from allennlp_deepspeed.lora import transformers_in
+from allennlp_deepspeed.lora import find_transformers
 from tests.end_to_end.causal_lm_test import LORA, pretrained
 from tests.end_to_end.lora_test import adapted, bert
 from tests.fixtures.tiny_lm import LLAMA, TEMPLATE
@@ -181,7 +181,7 @@ def test_an_encoder_of_an_embedder_is_exported(
     else:
         exported(result.archive, out)
         actual = AutoModel.from_pretrained(out)
-    (expected,) = transformers_in(archived_model(result.archive)).values()
+    (expected,) = find_transformers(archived_model(result.archive)).values()
     with torch.no_grad():
         assert_same_outputs(actual.eval()(IDS).last_hidden_state, expected(IDS).last_hidden_state)
     text = "name1 verb2"
@@ -240,7 +240,7 @@ def test_one_of_several_encoders_is_chosen_by_name(
         export_huggingface(str(result.archive), out)
     with pytest.raises(ConfigurationError, match=f"no transformer 'c': {choice}"):
         export_huggingface(str(result.archive), out, module="c")
-    expected = transformers_in(archived_model(result.archive))
+    expected = find_transformers(archived_model(result.archive))
     weights: Dict[str, torch.Tensor] = {}
     for which in sides:
         export_huggingface(str(result.archive), f"{out}_{which}", module=name.format(which))

@@ -12,7 +12,7 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.modules import TokenEmbedder
 
-from allennlp_deepspeed.lora import merge_adapters, without_adapters
+from allennlp_deepspeed.lora import merge_adapters, remove_adapters
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import StateDict, assert_same_outputs, assert_same_weights
 from tests.support.side_by_side import Side
@@ -152,7 +152,7 @@ def test_merged_adapters_compute_the_same(bert: str, settings: Dict[str, Any]):
 def test_a_config_without_adapters():
     inner = {"type": PLAIN, "model_name": "bert"}
     config = {"model": {"embedders": [{"type": "lora", "embedder": inner, "r": 4}], "dim": 3}}
-    assert without_adapters(config) == {"model": {"embedders": [inner], "dim": 3}}
+    assert remove_adapters(config) == {"model": {"embedders": [inner], "dim": 3}}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_an_attribute_that_deepspeed_has_renamed_is_an_error_and_is_not_created(
         internals.disable_gradient_hooks(engine, has_zero_optimizer=False)
     with (
         pytest.raises(RuntimeError, match="has no 'Engine.step'"),
-        internals.replaced(engine, step=1),
+        internals.replace_attributes(engine, step=1),
     ):
         pass
     assert vars(engine) == {}
