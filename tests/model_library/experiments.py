@@ -26,6 +26,8 @@ _OTHERS = (
 )
 _BROKEN = "broken_experiments"
 MAX_EPOCHS = 2
+# Changes of Adam: an `eps` above the rounding of gradients, and updates above that of weights.
+LESS_ROUNDING = {"with a large eps": {"eps": 1e-3}, "with a large rate": {"eps": 1e-3, "lr": 1e-2}}
 
 _PAIRS = [["woman", "man"], ["girl", "boy"], ["she", "he"], ["mother", "father"], ["her", "his"]]
 
@@ -106,13 +108,32 @@ def _seeded(function: Any) -> Any:
 
 
 def _seeded_epochs(iterate: Any) -> Any:
+    """Gives each epoch a random state of its own, which forward passes between don't change."""
+
     def __iter__(self: Any) -> Iterator[TensorDict]:
         epoch = vars(self).setdefault("epoch_of_trial", 0)
         self.epoch_of_trial += 1
+        outside = _random_state()
         seed(10_000 + epoch)
-        yield from iterate(self)
+        for batch in iterate(self):
+            inside = _random_state()
+            _set_random_state(outside)
+            yield batch
+            outside = _random_state()
+            _set_random_state(inside)
+        _set_random_state(outside)
 
     return __iter__
+
+
+def _random_state() -> Tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_random_state(state: Tuple[Any, Any, torch.Tensor]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
 
 
 @DataLoader.register("of_all_ranks")
@@ -191,13 +212,13 @@ def copied(config: Dict[str, Any]) -> Dict[str, Any]:
     return json.loads(json.dumps(config))
 
 
-def with_large_eps(config: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    """The same with an Adam that makes no steps of rounding; `None` with another optimizer."""
+def with_adam(config: Dict[str, Any], changes: Dict[str, float]) -> Optional[Dict[str, Any]]:
+    """Returns the config with changes of its Adam; `None` with another optimizer."""
     optimizer = config["trainer"]["optimizer"]
     section = {"type": optimizer} if isinstance(optimizer, str) else optimizer
     if section["type"] not in ("adam", "adamw", "huggingface_adamw"):
         return None
-    return {**config, "trainer": {**config["trainer"], "optimizer": {**section, "eps": 1e-3}}}
+    return {**config, "trainer": {**config["trainer"], "optimizer": {**section, **changes}}}
 
 
 def cells() -> List[Tuple[int, int]]:

@@ -31,7 +31,7 @@ from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.launch import preflight
 from tests.model_library.experiments import seed
 
-TIME_LIMIT = 60  # seconds
+TIME_LIMIT = 180  # seconds
 GRACE = 5
 
 Weights = Dict[str, Any]
@@ -148,12 +148,17 @@ def make_vocabulary(config: Dict[str, Any], folder: Path) -> Dict[str, Any]:
     return {**config, "vocabulary": vocabulary}
 
 
-def train(config: Dict[str, Any], world_size: int, folder: Path) -> Outcome:
-    """Rank 0's weights, or what the first rank that failed says."""
+def train(
+    config: Dict[str, Any],
+    world_size: int,
+    folder: Path,
+    prepare: Optional[Callable[[Model], None]] = None,
+) -> Outcome:
+    """Returns rank 0's weights, or the message of the first rank that failed."""
     folder.mkdir()
 
     def work(rank: int) -> Outcome:
-        return _train(config, rank, world_size, folder)
+        return _train(config, rank, world_size, folder, prepare)
 
     outcomes = in_processes(world_size, work)
     failed = [o for o in outcomes if o.failure or o.refusal]
@@ -162,7 +167,13 @@ def train(config: Dict[str, Any], world_size: int, folder: Path) -> Outcome:
     return failed[0] if failed else outcomes[0]
 
 
-def _train(config: Dict[str, Any], rank: int, world_size: int, folder: Path) -> Outcome:
+def _train(
+    config: Dict[str, Any],
+    rank: int,
+    world_size: int,
+    folder: Path,
+    prepare: Optional[Callable[[Model], None]],
+) -> Outcome:
     params = Params(copy.deepcopy(config))
     trainer = params.params["trainer"]
     trainer["callbacks"] = [*trainer.get("callbacks", []), "weights_of_trial"]
@@ -180,10 +191,37 @@ def _train(config: Dict[str, Any], rank: int, world_size: int, folder: Path) -> 
     initial = None if is_ours else _arrays(loop.model)
     own_ranks = [rank] if world_size > 1 else range(config["data_loader"].get("world_size", 1))
     _prepare_each_forward(loop.model, own_ranks)
+    if prepare is not None:
+        prepare(loop.model)
     loop.trainer.train()
     if world_size > 1:
         dist.barrier()
     return Outcome(weights=_Weights.taken, initial=initial)
+
+
+def round_differently(model: Model) -> None:
+    """Multiplies the loss by 3 and divides each gradient by 3, which changes its last digit."""
+
+    def scale(module: Any, args: Any, output: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+        if module.training and torch.is_grad_enabled():
+            output["loss"] = output["loss"] * 3
+        return output
+
+    model.register_forward_hook(scale)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: gradient / 3)
+
+
+def zero_unused_gradients(model: Model) -> None:
+    """Gives a parameter that no batch uses a gradient of 0 instead of `None`."""
+
+    def fill(module: Any, *_: Any) -> None:
+        for parameter in module.parameters():
+            if module.training and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    model.register_forward_pre_hook(fill)
 
 
 def use_archive(config: Dict[str, Any], vocabulary: Path, folder: Path) -> str:
