@@ -27,21 +27,21 @@ def check_zero(
     path = f"{ROOT}.zero_optimization"
     if zero.offload_param is not None and zero.offload_param.device != "none" and zero.stage != 3:
         errors.add(
-            f'{path}.offload_param.device is "{zero.offload_param.device}", but parameters can be '
-            f'offloaded only at stage 3, and {path}.stage is {zero.stage}: write "stage": 3 or '
-            '"offload_param": null'
+            f"'{path}.offload_param.device' is \"{zero.offload_param.device}\", but parameters "
+            f"can be offloaded at ZeRO stage 3 only, and '{path}.stage' is {zero.stage}: write "
+            '"stage": 3, or "offload_param": null'
         )
     optimizer = zero.offload_optimizer
     if optimizer is not None and optimizer.device != "none" and zero.stage == 0:
         errors.add(
-            f'{path}.offload_optimizer.device is "{optimizer.device}", but optimizer states can be '
-            f'offloaded only at stages 1 to 3, and {path}.stage is 0: write "stage": 1 or '
-            '"offload_optimizer": null'
+            f"'{path}.offload_optimizer.device' is \"{optimizer.device}\", but optimizer states "
+            f"can be offloaded at ZeRO stages 1 to 3 only, and '{path}.stage' is 0: write "
+            '"stage": 1, or "offload_optimizer": null'
         )
     if not zero.compute_grad_norm and grad_norm is not False:
         errors.add(
-            f"{path}.compute_grad_norm is false, but grad_norm (or {ROOT}.gradient_clipping) is "
-            f"{json.dumps(grad_norm)}: remove one of them"
+            f"'{path}.compute_grad_norm' is false, but 'trainer.grad_norm' (or "
+            f"'{ROOT}.gradient_clipping') is {json.dumps(grad_norm)}: remove one of them"
         )
 
 
@@ -53,18 +53,18 @@ def check_moving_average(
     is_in_files = zero.stage == 3 and optimizer is not None and optimizer.device == "nvme"
     if moving_average is not None and is_in_files:
         errors.add(
-            "moving_average is of weights in memory, but "
-            f'{ROOT}.zero_optimization.offload_optimizer.device is "nvme": remove moving_average, '
-            'or write "device": "cpu"'
+            "'trainer.moving_average' needs weights in memory, but "
+            f"'{ROOT}.zero_optimization.offload_optimizer.device' is \"nvme\": remove "
+            '\'trainer.moving_average\', or write "device": "cpu"'
         )
 
 
 def check_gradient_synchronization(mode: Any, zero: DeepSpeedZeroConfig) -> None:
     if mode == "micro_batch" and zero.stage < 2:
         raise ConfigurationError(
-            f'gradient_synchronization is "{mode}", but at ZeRO stage {int(zero.stage)} every '
-            'rank has unsharded gradients anyway, and reduces them once: write "step", or '
-            f"{ROOT}.zero_optimization.stage 2 or 3"
+            f"'trainer.gradient_synchronization' is \"{mode}\", but at ZeRO stage "
+            f"{int(zero.stage)} every rank has unsharded gradients anyway, and reduces them once "
+            f"a step: write \"step\", or '{ROOT}.zero_optimization.stage' 2 or 3"
         )
 
 
@@ -79,9 +79,9 @@ def check_data_types(
     accumulation = configured_value(config, "data_types.grad_accum_dtype")
     if zero.stage == 0 and accumulation is not None and DtypeEnum(accumulation) is not model:
         errors.add(
-            f'{ROOT}.data_types.grad_accum_dtype is "{accumulation}", but at stage 0 DeepSpeed '
-            f"accumulates gradients in the model's own type, which is {model.name}: remove the "
-            'key, or write "zero_optimization": {"stage": 1}'
+            f"'{ROOT}.data_types.grad_accum_dtype' is \"{accumulation}\", but at ZeRO stage 0 "
+            f"DeepSpeed accumulates gradients in the model's dtype, {model.name}: remove the key, "
+            'or write "zero_optimization": {"stage": 1}'
         )
     parameters = configured_value(config, "data_types.param_dtype")
     if parameters is not None and DtypeEnum(parameters) is not model:
@@ -89,7 +89,7 @@ def check_data_types(
         # At most one precision can be enabled.
         others = f', or turn on "{wanted}"' if precision == "fp32" and wanted != "int8" else ""
         errors.add(
-            f'{ROOT}.data_types.param_dtype is "{parameters}", but the model trains in '
+            f"'{ROOT}.data_types.param_dtype' is \"{parameters}\", but the model trains in "
             f"{model.name}: remove the key{others}"
         )
 
@@ -103,7 +103,7 @@ def check_with_deepspeed(config: Dict[str, Any]) -> None:
         EngineConfig(config)
     except (AssertionError, ValueError, TypeError, DeepSpeedConfigError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigurationError(f"{ROOT} is refused by DeepSpeed: {reason}") from error
+        raise ConfigurationError(f"DeepSpeed refuses '{ROOT}': {reason}") from error
 
 
 # CUDA graphs record kernels together with the addresses of their inputs.
@@ -138,23 +138,21 @@ def check_torch_compile(
     ):
         if is_used:
             errors.add(
-                f"'{TORCH_COMPILE}' is given, and so is 'trainer.{key}', whose parts of a sequence "
-                "haven't been shown to be computed the same where they are compiled: remove one of "
-                "them"
+                f"'{TORCH_COMPILE}' and 'trainer.{key}' are both set, but splitting a sequence in "
+                "compiled modules isn't tested: remove one of them"
             )
     if zero.stage != 3:
         return
     if configured_value(config, "zero_optimization.leaf_module") is None:
         errors.add(
-            f"'{TORCH_COMPILE}' is given, and {ROOT}.zero_optimization.stage is 3, where "
-            "parameters are gathered in front of each module, which no graph can contain: name the "
-            'modules that are to be gathered, and compiled, as one, such as "leaf_module": '
-            '{"classes": ["BertLayer"]}, or write "stage": 2'
+            f"'{TORCH_COMPILE}' is set, but '{ROOT}.zero_optimization.stage' is 3, where hooks "
+            "gather each module's parameters, and a compiled graph can't contain hooks: name the "
+            'modules to gather and compile as one, such as "leaf_module": {"classes": '
+            '["BertLayer"]}, or write "stage": 2'
         )
     if arguments.get("mode") in _MODES_WITH_CUDA_GRAPHS:
         errors.add(
-            f"'{TORCH_COMPILE}.mode' is \"{arguments['mode']}\", and "
-            f"{ROOT}.zero_optimization.stage is 3, where parameters have another address each time "
-            "they are gathered, and CUDA graphs need one: "
-            'write "max-autotune-no-cudagraphs", or "stage": 2'
+            f"'{TORCH_COMPILE}.mode' is \"{arguments['mode']}\", but "
+            f"'{ROOT}.zero_optimization.stage' is 3: gathered parameters change their address, "
+            'and CUDA graphs need fixed ones. Write "max-autotune-no-cudagraphs", or "stage": 2'
         )

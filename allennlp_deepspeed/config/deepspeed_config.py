@@ -78,23 +78,23 @@ class DeepSpeedConfig(Registrable):
             value = {"type": value or "zero_2"}
         if not isinstance(value, dict):
             raise ConfigurationError(
-                f"{ROOT} is {value!r}: must be a preset's name, or an object in DeepSpeed's schema"
+                f"'{ROOT}' is {as_json(value)}: must be the name of a preset, or an object in "
+                "DeepSpeed's schema"
             )
         config = dict(value)
         name = config.pop("type", DeepSpeedConfig.default_implementation)
         presets = DeepSpeedConfig.list_available()
         if not isinstance(name, str):
             raise ConfigurationError(
-                f"{ROOT}.type is {as_json(name)}: must be a preset's name ({', '.join(presets)})"
+                f"'{ROOT}.type' is {as_json(name)}: must be the name of a preset "
+                f"({', '.join(presets)})"
             )
         # A name with a dot is the path of a class, as everywhere in AllenNLP.
         if name not in presets and ("." not in name or name.endswith(".json")):
             hint = did_you_mean(name, presets)
             if name.endswith(".json"):
-                hint = f'to read a file write `import "{name}"`, without quotes around it'
-            raise ConfigurationError(
-                f'"{name}" is not a preset for {ROOT}: {hint} ({", ".join(presets)})'
-            )
+                hint = f'to read a file write `import "{name}"`, without quotes around the whole'
+            raise ConfigurationError(f"'{ROOT}' is \"{name}\", which is not a preset: {hint}")
         return DeepSpeedConfig.by_name(name)(config)
 
     @classmethod

@@ -46,29 +46,30 @@ def resolve_worker_batch_size(
     size, workers = settings.global_batch_size, settings.data_parallel_size
     if size is None:
         errors.add(
-            'num_gradient_accumulation_steps is "auto", which divides the "global_batch_size", '
-            'and there is none: add "global_batch_size", the instances of an optimizer step of '
-            "all workers, such as 32, or write a number of steps"
+            "'trainer.num_gradient_accumulation_steps' is \"auto\", but "
+            "'trainer.global_batch_size' is unset: write the instances per optimizer step over "
+            'all workers, such as "global_batch_size": 32, or a number of accumulation steps'
         )
         return settings.micro_batch_size or 1
     if settings.sequence_parallel_size > 1:
         errors.add(
-            f"sequence_parallel_size is {settings.sequence_parallel_size}, but "
-            'num_gradient_accumulation_steps is "auto", which is for workers of which each reads '
-            "sequences of its own: write a number of steps, or remove sequence_parallel_size"
+            f"'trainer.sequence_parallel_size' is {settings.sequence_parallel_size}, but "
+            "'trainer.num_gradient_accumulation_steps' \"auto\" needs workers that read different "
+            "sequences: write a number of accumulation steps, or remove "
+            "'trainer.sequence_parallel_size'"
         )
     share, rest = divmod(size, workers)
     if rest:
         several = [n for n in (share * workers, (share + 1) * workers) if n > 0]
         errors.add(
-            f"global_batch_size is {size}, of which {workers} workers can't have equal shares: "
+            f"'trainer.global_batch_size' is {size}, which {workers} workers can't share equally: "
             f"write {' or '.join(map(str, several))}"
         )
     elif settings.micro_batch_size not in (None, share):
         errors.add(
-            f"data_loader.batch_size is {settings.micro_batch_size}, but with "
-            f"global_batch_size {size} each of {workers} workers reads {share} instances of a "
-            f"step, and divides them itself: write {share}"
+            f"'data_loader.batch_size' is {settings.micro_batch_size}, but with "
+            f"'trainer.global_batch_size' {size} each of {workers} workers reads {share} "
+            f"instances per step, and splits them into micro-batches: write {share}"
         )
     for key, value in (
         ("gradient_accumulation_steps", None),
@@ -78,8 +79,9 @@ def resolve_worker_batch_size(
         written = configured_value(config, key)
         if written not in (None, value):
             errors.add(
-                f'{ROOT}.{key} is {json.dumps(written)}, but num_gradient_accumulation_steps is "'
-                f'auto", and global_batch_size {size}: remove the key'
+                f"'{ROOT}.{key}' is {json.dumps(written)}, but "
+                "'trainer.num_gradient_accumulation_steps' is \"auto\", and "
+                f"'trainer.global_batch_size' {size}: remove the key"
             )
     return max(1, share)
 
@@ -88,10 +90,10 @@ def refuse_global_batch_size(settings: TrainerSettings, errors: ConfigErrors) ->
     """Refuses a `global_batch_size`, for settings whose number of micro-batches isn't "auto"."""
     if settings.global_batch_size is not None:
         errors.add(
-            f"global_batch_size is {settings.global_batch_size}, which needs "
-            'num_gradient_accumulation_steps to be "auto": write that, or remove '
-            "global_batch_size, which is data_loader.batch_size x "
-            "num_gradient_accumulation_steps x workers otherwise"
+            f"'trainer.global_batch_size' is {settings.global_batch_size}, but "
+            '\'trainer.num_gradient_accumulation_steps\' isn\'t "auto": write "auto", or remove '
+            "'trainer.global_batch_size', which is otherwise data_loader.batch_size x "
+            "num_gradient_accumulation_steps x workers"
         )
 
 
@@ -111,9 +113,10 @@ def refuse_grad_cache(trainer: Mapping[str, Any]) -> None:
     """
     if finds_micro_batch_size(trainer) and trainer.get("grad_cache") is not None:
         raise ConfigurationError(
-            "'trainer.grad_cache' divides batches for a loss that compares the examples of all, "
-            "and 'trainer.num_gradient_accumulation_steps' is \"auto\", for losses that are means: "
-            'remove one of them. "grad_cache": {"chunk_size": "auto"} finds the largest chunk.'
+            "'trainer.grad_cache' and 'trainer.num_gradient_accumulation_steps' \"auto\" are both "
+            "set: the former is for contrastive losses, the latter for losses that are means over "
+            'instances or tokens. Remove one of them. "grad_cache": {"chunk_size": "auto"} finds '
+            "the largest chunk that fits."
         )
 
 
@@ -123,9 +126,9 @@ def no_fixed_size_error() -> ConfigurationError:
     a step is unknown.
     """
     return ConfigurationError(
-        "'trainer.num_gradient_accumulation_steps' is \"auto\", but batches of 'data_loader' have "
-        "no fixed size: write a \"batch_size\", 'trainer.global_batch_size' divided by the number "
-        "of workers, in the place of a sampler that varies it."
+        "'trainer.num_gradient_accumulation_steps' is \"auto\", but the batches of 'data_loader' "
+        "vary in size: write 'data_loader.batch_size', 'trainer.global_batch_size' divided by the "
+        "number of workers, instead of a sampler."
     )
 
 

@@ -30,8 +30,8 @@ def did_you_mean(
     if meant:
         return f'did you mean "{meant}"?'
     if len(known) <= 20:
-        return f"the known ones are {', '.join(sorted(known))}"
-    return f"see {page} for the known ones"
+        return f"choose from {', '.join(sorted(known))}"
+    return f"see {page}"
 
 
 def explain(error: Any, value: Any) -> Tuple[List[str], str]:
@@ -62,7 +62,7 @@ def explain(error: Any, value: Any) -> Tuple[List[str], str]:
     elif error["type"] in ("model_type", "dict_type"):
         message = "must be an object"
     elif error["type"] == "extra_forbidden":
-        return keys, " is given twice: under its name and under an alias"
+        return keys, " is set twice: by its name and by an alias"
     if isinstance(error["input"], (dict, BaseModel)):
         return keys, f": {message}"
     return keys, f" is {as_json(error['input'])}: {message}"
@@ -137,12 +137,12 @@ class Key:
 OBJECT = Any
 
 FORMER_KEYS: Dict[str, str] = {
-    "trainer.shard_within": "write 'reshard_after_micro_batch', false instead of 1 and true "
-    "instead of null, or the number of workers as "
-    "'deepspeed_config.zero_optimization.zero_hpz_partition_size'",
-    "trainer.grad_cache.negatives": "the model needs to know: write 'model.negatives'",
-    "trainer.grad_cache.trim_padding": "chunks have the padding of their batch: remove it",
-    "trainer.reduce_within": "DeepSpeed's own collectives reduce gradients: remove it",
+    "trainer.shard_within": "write 'trainer.reshard_after_micro_batch' (false for 1, true for "
+    "null), or for a number of workers "
+    "'trainer.deepspeed_config.zero_optimization.zero_hpz_partition_size'",
+    "trainer.grad_cache.negatives": "write 'model.negatives'",
+    "trainer.grad_cache.trim_padding": "remove it; chunks keep the padding of their batch",
+    "trainer.reduce_within": "remove it; DeepSpeed's collectives reduce the gradients",
 }
 """Replacements of removed keys, by path."""
 
@@ -175,7 +175,7 @@ def check_values(
 
 
 def check_names(
-    section: str, owner: str, known: List[str], values: Dict[str, Any], errors: ConfigErrors
+    section: str, known: List[str], values: Dict[str, Any], errors: ConfigErrors
 ) -> None:
     """
     Checks that all keys of a section are known.
@@ -183,8 +183,6 @@ def check_names(
     # Parameters
 
     section : `str`, required.
-    owner : `str`, required.
-        The owner of the `known` keys, for the message.
     known : `List[str]`, required.
     values : `Dict[str, Any]`, required.
     errors : `ConfigErrors`, required.
@@ -193,9 +191,9 @@ def check_names(
     for name in values:
         path = f"{section}.{name}"
         if path in FORMER_KEYS:
-            errors.add(f"'{path}' is no longer a key: {FORMER_KEYS[path]}")
+            errors.add(f"'{path}' no longer exists: {FORMER_KEYS[path]}")
         elif name not in known:
             errors.add(
-                f"'{path}' is no key of the {owner}: "
+                f"unknown key '{name}' in '{section}': "
                 f"{did_you_mean(name, known, page='docs/reference.md')}"
             )

@@ -41,20 +41,21 @@ def resolve_reshard_after_micro_batch(
 def _check_can_stay_gathered(zero: DeepSpeedZeroConfig) -> None:
     if zero.stage != 3:
         raise ConfigurationError(
-            "reshard_after_micro_batch is false, but parameters are sharded only at ZeRO stage 3, "
-            f'and {ROOT}.zero_optimization.stage is {int(zero.stage)}: write "stage": 3, or remove '
-            "reshard_after_micro_batch"
+            "'trainer.reshard_after_micro_batch' is false, but parameters are sharded at ZeRO "
+            f"stage 3 only, and '{ROOT}.zero_optimization.stage' is {int(zero.stage)}: write "
+            "\"stage\": 3, or remove 'trainer.reshard_after_micro_batch'"
         )
     if zero.zero_hpz_partition_size > 1:
         raise ConfigurationError(
-            f"reshard_after_micro_batch is false, but {_PARTITION_SIZE} is "
+            f"'trainer.reshard_after_micro_batch' is false, but '{_PARTITION_SIZE}' is "
             f"{zero.zero_hpz_partition_size}: remove one of them"
         )
     if _is_on_nvme(zero):
         raise ConfigurationError(
-            "reshard_after_micro_batch is false, but DeepSpeed has only a few buffers for "
-            f'parameters that come from NVMe: write "cpu" for {ROOT}.zero_optimization.'
-            "offload_param.device, or remove reshard_after_micro_batch"
+            "'trainer.reshard_after_micro_batch' is false, but DeepSpeed has few buffers for "
+            'parameters on NVMe: write "cpu" for '
+            f"'{ROOT}.zero_optimization.offload_param.device', or remove "
+            "'trainer.reshard_after_micro_batch'"
         )
 
 
@@ -64,18 +65,18 @@ def check_partition_size(zero: DeepSpeedZeroConfig, settings: TrainerSettings) -
         return
     if zero.stage != 3:
         raise ConfigurationError(
-            f"{_PARTITION_SIZE} is {size}, but parameters are sharded only at stage 3, and "
-            f"{ROOT}.zero_optimization.stage is {int(zero.stage)}: remove the key"
+            f"'{_PARTITION_SIZE}' is {size}, but parameters are sharded at ZeRO stage 3 only, and "
+            f"'{ROOT}.zero_optimization.stage' is {int(zero.stage)}: remove the key"
         )
     if settings.world_size % size:
         raise ConfigurationError(
-            f"{_PARTITION_SIZE} is {size}, but must divide the number of workers, which is "
-            f"{settings.world_size}"
+            f"'{_PARTITION_SIZE}' is {size}, but must divide the world size, {settings.world_size}"
         )
     if _is_on_nvme(zero):
         raise ConfigurationError(
-            f"{_PARTITION_SIZE} is {size}, but DeepSpeed can't keep the second copy of parameters "
-            'on NVMe: write "cpu" for zero_optimization.offload_param.device, or remove the key'
+            f"'{_PARTITION_SIZE}' is {size}, but DeepSpeed can't store the secondary copy of "
+            'parameters on NVMe: write "cpu" for '
+            f"'{ROOT}.zero_optimization.offload_param.device', or remove the key"
         )
 
 

@@ -26,14 +26,14 @@ def resolve_precision(
     enabled = [name for name in PRECISIONS if is_enabled(config, name)]
     if len(enabled) > 1:
         errors.add(
-            f"{' and '.join(f'{ROOT}.{name}.enabled' for name in enabled)} are true, but a model "
-            "trains in one precision: turn on one of them"
+            f"{' and '.join(f'{ROOT}.{name}.enabled' for name in enabled)} are true, but a "
+            "model trains in one precision: enable one of them"
         )
         return enabled[0]
     if enabled and settings.use_amp is False:
         errors.add(
-            f"use_amp is false, but {ROOT}.{enabled[0]}.enabled is true: remove one of them, or "
-            "give both the same value"
+            f"'trainer.use_amp' is false, but '{ROOT}.{enabled[0]}.enabled' is true: remove one "
+            "of them, or give both the same value"
         )
     if not enabled and settings.use_amp:
         with errors.collect():
@@ -63,15 +63,15 @@ def _check_dtype(
 ) -> None:
     if precision == "bf16" and not settings.bf16_supported:
         raise ConfigurationError(
-            f"{ROOT}.bf16.enabled is true, but this device does not support bf16: write "
+            f"'{ROOT}.bf16.enabled' is true, but this device does not support bf16: write "
             '"fp16": {"enabled": true}, or remove the section'
         )
     if _is_autocast_to_fp16(config, precision) and stage > 0:
         raise ConfigurationError(
-            f"{ROOT}.torch_autocast.dtype is float16, but at ZeRO stage {stage} DeepSpeed clips "
-            "gradients before it divides them by the loss scale, and makes no more steps after one "
-            'that has overflowed: write "fp16": {"enabled": true} in the place of the section, '
-            '"dtype": "bfloat16" where the device can, or "zero_optimization": {"stage": 0}'
+            f"'{ROOT}.torch_autocast.dtype' is float16, but at ZeRO stage {stage} DeepSpeed clips "
+            "gradients before it unscales them, and stops updating after an overflow: write "
+            '"fp16": {"enabled": true} instead of the section, "dtype": "bfloat16" where the '
+            'device supports it, or "zero_optimization": {"stage": 0}'
         )
 
 
@@ -83,10 +83,10 @@ def _check_multi(precision: str, settings: TrainerSettings, stage: int) -> None:
     is_multi = settings.optimizer in ("multi", "MultiOptimizer")
     if precision in ("bf16", "fp16") and stage == 0 and is_multi:
         raise ConfigurationError(
-            f"The optimizer 'multi' has optimizers of its own inside, which would step other "
-            f"weights than those that the model gets, where {ROOT}.{precision}.enabled is "
-            'true: write "torch_autocast": {"enabled": true} in the place of the section, '
-            "remove it to train in fp32, or use one optimizer with 'parameter_groups'."
+            "'trainer.optimizer' is \"multi\", whose inner optimizers would update the original "
+            f"weights instead of the master weights of '{ROOT}.{precision}': write "
+            '"torch_autocast": {"enabled": true} instead of the section, remove it to train in '
+            "fp32, or use one optimizer with 'parameter_groups'."
         )
 
 
@@ -110,8 +110,9 @@ def _precision_of_amp(config: Dict[str, Any], settings: TrainerSettings) -> str:
     if is_enabled(config, "torch_autocast") is False:
         instead = "bf16" if settings.bf16_supported else "fp16"
         raise ConfigurationError(
-            f"use_amp is true, but {ROOT}.torch_autocast.enabled is false and no other precision "
-            f'is turned on: remove one of the two, or write "{instead}": {{"enabled": true}}'
+            f"'trainer.use_amp' is true, but '{ROOT}.torch_autocast.enabled' is false and no "
+            f'other precision is enabled: remove one of the two, or write "{instead}": '
+            '{"enabled": true}'
         )
     return "torch_autocast"
 
@@ -129,14 +130,15 @@ def _resolve_loss_scale(config: Dict[str, Any], precision: str, settings: Traine
     if precision == "fp16":
         loss_scale = configured_value(config, "fp16.loss_scale")
         if loss_scale is None:
-            fill(config, "fp16.loss_scale", 1.0, "from grad_scaling")
+            fill(config, "fp16.loss_scale", 1.0, "from trainer.grad_scaling")
         elif loss_scale != 1:
             raise ConfigurationError(
-                f"grad_scaling is false, but {ROOT}.fp16.loss_scale is {loss_scale} "
-                "(0 scales dynamically): remove one of them"
+                f"'trainer.grad_scaling' is false, but '{ROOT}.fp16.loss_scale' is {loss_scale} "
+                "(0 means dynamic): remove one of them"
             )
     elif _is_autocast_to_fp16(config, precision):
         raise ConfigurationError(
-            f"grad_scaling is false, but DeepSpeed always scales where {ROOT}.torch_autocast.dtype "
-            'is float16: write "dtype": "bfloat16", or remove grad_scaling'
+            "'trainer.grad_scaling' is false, but DeepSpeed always scales the loss if "
+            f'\'{ROOT}.torch_autocast.dtype\' is float16: write "dtype": "bfloat16", or remove '
+            "'trainer.grad_scaling'"
         )

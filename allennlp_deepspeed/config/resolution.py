@@ -145,9 +145,9 @@ def _offload_device(zero: DeepSpeedZeroConfig) -> str:
 def _resolve_stage(config: Dict[str, Any]) -> None:
     """Sets the stage to the default, that of "zero_2", if the config leaves it unset."""
     if configured_value(config, STAGE) is None:
-        fill(config, STAGE, DEFAULT_STAGE, 'default, as with "zero_2"')
+        fill(config, STAGE, DEFAULT_STAGE, 'the trainer\'s default, that of "zero_2"')
     else:
-        logger.info("%s.%s is %s", ROOT, STAGE, lookup(config, STAGE))
+        logger.info("%s.%s = %s", ROOT, STAGE, lookup(config, STAGE))
 
 
 def _resolve_batch_sizes(
@@ -159,7 +159,7 @@ def _resolve_batch_sizes(
     refuse_global_batch_size(settings, errors)
     num_lines = len(errors.lines)
     steps = resolve_value(
-        "num_gradient_accumulation_steps",
+        "trainer.num_gradient_accumulation_steps",
         settings.num_gradient_accumulation_steps,
         config,
         "gradient_accumulation_steps",
@@ -192,10 +192,10 @@ def _resolve_batch_sizes(
     product = micro_batch_size * steps * settings.data_parallel_size
     if product != batch_size:
         errors.add(
-            f"{ROOT}.train_batch_size is {batch_size}, but {micro_batch_size} instances in a "
-            f"micro-batch x {steps} gradient accumulation steps x {settings.data_parallel_size} "
+            f"'{ROOT}.train_batch_size' is {batch_size}, but micro-batch size {micro_batch_size} "
+            f"x accumulation {steps} x "
             f"{'workers' if settings.sequence_parallel_size == 1 else 'groups of workers'} "
-            f"are {product}: remove the key, or write {product}"
+            f"{settings.data_parallel_size} = {product}: remove the key, or write {product}"
         )
     return micro_batch_size, steps
 
@@ -204,7 +204,7 @@ def _resolve_sequence_parallel_size(config: Dict[str, Any], settings: TrainerSet
     size = settings.sequence_parallel_size
     if settings.world_size % size:
         raise ConfigurationError(
-            f"sequence_parallel_size is {size}, but must divide the number of workers, which is "
+            f"'trainer.sequence_parallel_size' is {size}, but must divide the world size, "
             f"{settings.world_size}: write another number, or remove the key"
         )
     if size > 1:
@@ -220,12 +220,12 @@ def _resolve_grad_norm(
         clipping = configured_value(config, "gradient_clipping")
         if clipping:
             errors.add(
-                f"grad_norm is true, which reports the norm without clipping, but "
-                f"{ROOT}.gradient_clipping is {clipping}: remove grad_norm to clip (the norm is "
-                "reported then too), or gradient_clipping to report only"
+                "'trainer.grad_norm' is true, which reports the norm without clipping, but "
+                f"'{ROOT}.gradient_clipping' is {clipping}: remove 'trainer.grad_norm' to clip "
+                "(the norm is reported too), or 'gradient_clipping' to report only"
             )
         return True
-    clipping = resolve_value("grad_norm", norm, config, "gradient_clipping", errors)
+    clipping = resolve_value("trainer.grad_norm", norm, config, "gradient_clipping", errors)
     if clipping is None:
         log_value("gradient_clipping", 0.0, DEFAULT)
     # AllenNLP treats 0 as false.
@@ -248,12 +248,12 @@ def _resolve_optimizer(
     for name in [name for name, value in params.items() if value == AUTO]:
         del params[name]
         if name in _AUTO_OF_OPTIMIZERS:
-            logger.info("%s.optimizer.params.%s is the optimizer's default", ROOT, name)
+            logger.info("%s.optimizer.params.%s: the optimizer's default", ROOT, name)
         else:
             advice = _INSTEAD_OF_AUTO.get(name, "write a value, or remove the key")
             errors.add(
-                f'{ROOT}.optimizer.params.{name} is "auto", which only '
-                f"{', '.join(_AUTO_OF_OPTIMIZERS)} can be: {advice}"
+                f"'{ROOT}.optimizer.params.{name}' is \"auto\", which is possible for "
+                f"{', '.join(_AUTO_OF_OPTIMIZERS)} only: {advice}"
             )
 
 
@@ -267,7 +267,7 @@ _AUTO_OF_OPTIMIZERS = (
     "bias_correction",
     "amsgrad",
 )
-_INSTEAD_OF_AUTO = {"max_grad_norm": 'remove it, and write "grad_norm" in the trainer'}
+_INSTEAD_OF_AUTO = {"max_grad_norm": "remove it, and write 'trainer.grad_norm'"}
 
 
 def _resolve_muon(config: Dict[str, Any], settings: TrainerSettings) -> None:
@@ -305,7 +305,7 @@ def _resolve_scheduler(
     parameters = scheduler_parameters(scheduler["type"])
     for name in [name for name in params if name not in parameters]:
         errors.add(
-            f"{ROOT}.scheduler.params.{name} is unknown: {did_you_mean(name, list(parameters))}"
+            f"'{ROOT}.scheduler.params.{name}' is unknown: {did_you_mean(name, list(parameters))}"
         )
         del params[name]
     for name, parameter in parameters.items():
@@ -336,9 +336,9 @@ def _params(section: Dict[str, Any]) -> Dict[str, Any]:
 
 
 _SCHEDULER_HINTS = {
-    "total_num_steps": "write the number of optimizer steps in the whole training",
-    "warmup_num_steps": "write the number of optimizer steps over which the learning rate rises",
-    "warmup_max_lr": "write the learning rate to rise to",
+    "total_num_steps": "write the total number of optimizer steps",
+    "warmup_num_steps": "write the number of warmup steps",
+    "warmup_max_lr": "write the learning rate after warmup",
 }
 
 
@@ -349,10 +349,10 @@ def _refuse_both(
         path = "optimizer" if key == "optimizer" else "scheduler"
         needs_lr = lookup(section, "params.lr") == AUTO
         errors.add(
-            f'{key} is "{name}", but {ROOT}.{path} is "{section["type"]}": give one of them. '
-            f"AllenNLP's stays if you remove the section (where it is a preset's or imported, "
-            f'{{"{path}": null}} in its place does); DeepSpeed\'s if you remove {key}'
-            + (", and write a number for its lr" if needs_lr else "")
+            f"'trainer.{key}' is \"{name}\", but '{ROOT}.{path}' is \"{section['type']}\": write "
+            "one of them. To use AllenNLP's, remove the section (if it is a preset's or imported, "
+            f"write {{\"{path}\": null}}); to use DeepSpeed's, remove 'trainer.{key}'"
+            + (', and write a number for its "lr"' if needs_lr else "")
         )
 
 
@@ -367,7 +367,8 @@ def _resolve_nvme_paths(
         if settings.serialization_dir is None:
             errors.add(
                 unset_value_message(
-                    path, "write a folder on the NVMe device, or give a serialization_dir"
+                    path,
+                    "write a directory on the NVMe device, or train with a serialization directory",
                 )
             )
             continue
@@ -383,8 +384,8 @@ def _resolve_reports(
             continue
         if package is not None and importlib.util.find_spec(package) is None:
             errors.add(
-                f"{ROOT}.{section}.enabled is true, but the package '{package}' isn't installed: "
-                "install it, or remove the section"
+                f"'{ROOT}.{section}.enabled' is true, but the package '{package}' isn't "
+                "installed: install it, or remove the section"
             )
         if section in _MONITORS_WITH_FILES and settings.serialization_dir is not None:
             folder = os.path.join(settings.serialization_dir, "log")
@@ -397,8 +398,9 @@ def _resolve_reports(
         fill(config, "log_level", "info", "to log what dump_state asks for")
     if is_enabled(config, "timers.throughput"):
         errors.add(
-            f"{ROOT}.timers.throughput.enabled is true, but DeepSpeed's timer takes a micro-batch "
-            "for a step: remove the key; the console and metrics.jsonl have samples per second"
+            f"'{ROOT}.timers.throughput.enabled' is true, but DeepSpeed's timer counts "
+            "micro-batches as steps: remove the key; the console and metrics.jsonl show samples "
+            "per second"
         )
     # DeepSpeed's timer synchronizes with the device.
     fill(config, "timers.throughput.enabled", False, DEFAULT)
@@ -408,8 +410,8 @@ def _check_scheduler_type(config: Dict[str, Any], errors: ConfigErrors) -> None:
     name, stage = configured_value(config, "scheduler.type"), configured_value(config, STAGE)
     if name is not None and name not in lr_schedules.VALID_LR_SCHEDULES and stage != 0:
         errors.add(
-            f'{ROOT}.scheduler.type is "{name}", which is PyTorch\'s: it takes no optimizer that '
-            f"DeepSpeed has sharded, as at ZeRO stage {stage}; write it as "
+            f"'{ROOT}.scheduler.type' is \"{name}\", a PyTorch scheduler, which doesn't accept "
+            f"the sharded optimizer of ZeRO stage {stage}: write it as "
             "'trainer.learning_rate_scheduler'"
         )
 
@@ -438,7 +440,7 @@ def _drop_remaining_autos(section: Dict[str, Any], errors: ConfigErrors, path: s
             if key in _CHOICES:
                 errors.add(unset_value_message(here, f"write {_CHOICES[key]}"))
             else:
-                logger.info("%s.%s is DeepSpeed's default", ROOT, here)
+                logger.info("%s.%s: DeepSpeed's default", ROOT, here)
 
 
 _CHOICES = {

@@ -60,7 +60,7 @@ def _check_optimizer_type(name: str) -> str:
     known = [*ds_config.DEEPSPEED_OPTIMIZERS, *_TORCH_OPTIMIZERS]
     if name.lower() in _FORMER_OPTIMIZERS:
         raise ValueError(
-            "DeepSpeed no longer has optimizers that compress gradients; write "
+            "DeepSpeed has removed its optimizers with compressed gradients; write "
             f'"{_FORMER_OPTIMIZERS[name.lower()]}"'
         )
     if name.lower() in ds_config.DEEPSPEED_OPTIMIZERS or name in known:

@@ -34,7 +34,7 @@ from allennlp_deepspeed.deepspeed_api import ZERO_OPTIMIZATION
 
 AUTO = "auto"
 
-ROOT = "deepspeed_config"
+ROOT = "trainer.deepspeed_config"
 
 # The path of a key, and the end of a line about it.
 _Problems = Iterator[Tuple[str, str]]
@@ -44,7 +44,7 @@ _KEYS_OF_TRAINER = {*TRAINER_KEYS, *inspect.signature(GradientDescentTrainer.__i
 # Replacements for keys whose nearest known name would be misleading.
 _INSTEAD = {
     "aio.thread_count": '"intra_op_parallelism"',
-    "sparse_attention": 'its keys into the "attention" of an encoder',
+    "sparse_attention": 'its keys in "attention" of an encoder',
 }
 
 
@@ -67,7 +67,7 @@ def validate(config: Dict[str, Any], errors: ConfigErrors) -> None:
             if not any(_is_within(path, other) or _is_within(other, path) for other in found):
                 found[path] = text
     for path, text in found.items():
-        errors.add(f"{ROOT}.{path}{text}")
+        errors.add(f"'{ROOT}.{path}'{text}")
 
 
 def _is_within(path: str, section: str) -> bool:
@@ -79,7 +79,7 @@ def _unsupported(config: Dict[str, Any]) -> _Problems:
         value = lookup(config, path)
         is_off = isinstance(value, dict) and value.get("enabled") is False
         if value is not None and not is_off and _from_string(value) not in (*accepted, AUTO):
-            yield path, f" is {as_json(value)}, but can't work in an AllenNLP trainer: {reason}"
+            yield path, f" is {as_json(value)}, which an AllenNLP trainer doesn't support: {reason}"
 
 
 def _from_string(value: Any) -> Any:
@@ -131,7 +131,7 @@ def _explain_unknown(keys: Tuple[str, ...], known: List[str]) -> str:
     *sections, name = keys
     if "." in name:
         outer, _, inner = name.partition(".")
-        return f' is one key: write "{outer}": {{"{inner}": ...}}'
+        return f' has a dot in its name: write "{outer}": {{"{inner}": ...}}'
     removed = {
         (): ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS,
         (ZERO_OPTIMIZATION,): ds_config._REMOVED_ZERO_CONFIG_KEYS,
@@ -143,9 +143,9 @@ def _explain_unknown(keys: Tuple[str, ...], known: List[str]) -> str:
         return f" is unknown: write {instead}"
     places = [] if sections else _sections_with(name)
     if places:
-        return f" is unknown here: it belongs to {' or '.join(map(as_json, places))}"
+        return f" is unknown at this level: move it into {' or '.join(map(as_json, places))}"
     if not sections and name in _KEYS_OF_TRAINER:
-        return f' is unknown here: it is a key of the trainer, beside "{ROOT}"'
+        return " is unknown: it is a key of 'trainer'; move it up one level"
     return f" is unknown: {did_you_mean(name, known)}"
 
 

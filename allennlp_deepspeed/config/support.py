@@ -48,8 +48,8 @@ _TO_REMOVE: Dict[str, Tuple[Any, ...]] = {
 _INSTEAD: Dict[str, Tuple[Tuple[Any, ...], str]] = {
     "pipeline": ((), "use ZeRO stage 3"),
     "tensor_parallel": (({},), "use ZeRO stage 3"),
-    "sequence_parallel_size": ((1,), "it is a key of the trainer; write it there"),
-    "bfloat16": ((), 'DeepSpeed has renamed it; write "bf16"'),
+    "sequence_parallel_size": ((1,), "write 'trainer.sequence_parallel_size' instead"),
+    "bfloat16": ((), 'write "bf16", the new name'),
     "zero_optimization.cpu_offload": (
         (),
         'write "offload_optimizer": {"device": "cpu"}, or remove it',
@@ -60,18 +60,18 @@ _INSTEAD: Dict[str, Tuple[Tuple[Any, ...], str]] = {
     ),
     "zero_optimization.cpu_offload_use_pin_memory": (
         (),
-        'write "pin_memory" in the section that offloads',
+        'write "pin_memory" in "offload_optimizer" or "offload_param"',
     ),
     "zero_optimization.stage3_module_granularity_threshold": (
         (0,),
-        'name the modules that are gathered as one in "leaf_module"',
+        'name the modules to gather as one in "leaf_module"',
     ),
     "flops_profiler.enabled": ((False,), 'use the callback "profiler"'),
-    "dataloader_drop_last": ((False,), 'write "drop_last" in "data_loader"'),
-    "managed_gradient_accumulation": ((), 'use "num_gradient_accumulation_steps" of the trainer'),
+    "dataloader_drop_last": ((False,), "write 'data_loader.drop_last'"),
+    "managed_gradient_accumulation": ((), "use 'trainer.num_gradient_accumulation_steps'"),
     "compile": (
         ({}, {"deepcompile": False}),
-        'remove it, and write "torch_compile": true in the trainer',
+        "remove it, and write \"torch_compile\": true in 'trainer'",
     ),
 }
 

@@ -13,11 +13,11 @@ from allennlp_deepspeed.config.settings import ResolvedConfig
 _KEY = "transformer_kwargs"
 
 _QUANTIZED = (
-    "what is loaded is quantized: of weights that are packed into whole numbers the engine can't "
-    "shard, average or save any, and model.tar.gz is in fp32; remove the key, and write "
-    f'"bf16": {{"enabled": true}} in {ROOT} for half the memory, or ZeRO stage 3 for a share of it'
+    "the engine can't shard, average or save packed (quantized) weights, and model.tar.gz is in "
+    f'fp32; remove the key, and write "bf16": {{"enabled": true}} in \'{ROOT}\' for half the '
+    "memory, or use ZeRO stage 3 to shard parameters"
 )
-_PLACED = "the engine itself puts the model on each worker's device; remove the key"
+_PLACED = "the engine places the model on each worker's device; remove the key"
 
 # Refused with any value except null and false.
 _REFUSED = {
@@ -27,7 +27,8 @@ _REFUSED = {
     "device_map": _PLACED,
     "max_memory": _PLACED,
     "offload_folder": _PLACED,
-    "tp_plan": 'its workers read different instances; remove the key, and use "zero_3"',
+    "tp_plan": "tensor parallelism needs workers that read the same instances; remove the key, "
+    'and use "zero_3"',
 }
 
 _FP32 = ("float32", "float")
@@ -65,8 +66,8 @@ def check_transformer_kwargs(model: Any, resolved: ResolvedConfig, device_type: 
         is_trained = section.get("train_parameters", True)
         if implementation == "flex_attention" and device_type == "cpu" and is_trained:
             errors.add(
-                f"'{path}.attn_implementation' is \"flex_attention\", but PyTorch has no backward "
-                'pass of it on the CPU: train on a GPU, or write "sdpa"'
+                f"'{path}.attn_implementation' is \"flex_attention\", which has no backward pass "
+                'on the CPU: train on a GPU, or write "sdpa"'
             )
     errors.raise_any()
 
@@ -93,10 +94,10 @@ def _check_dtype(path: str, section: Dict[str, Any], precision: str, errors: Con
             if dtype in ("auto", _OF_PRECISION.get(precision)) or section.get("lora"):
                 continue
             wanted = _OF_PRECISION.get(precision, "float32")
-            reason = f'{ROOT} has it trained in {precision}: write "{wanted}", or leave it out'
+            reason = f"'{ROOT}' trains it in {precision}: write \"{wanted}\", or remove the key"
         else:
             reason = (
-                "layers around it, and model.tar.gz, are in fp32: leave it out. What the engine "
-                f'computes with {ROOT} says, as in "bf16": {{"enabled": true}}'
+                f"the layers around it and model.tar.gz are in fp32: remove the key. '{ROOT}' "
+                'sets the precision of computation, for example "bf16": {"enabled": true}'
             )
         errors.add(f"'{path}.{key}' is {json.dumps(dtype, default=repr)}, but {reason}")

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 STAGE = "zero_optimization.stage"
 
-DEFAULT = "default of this trainer"
+DEFAULT = "the trainer's default"
 """The source of values that neither side sets."""
 
 
@@ -36,7 +36,7 @@ def fill(config: Dict[str, Any], path: str, value: Any, source: str) -> None:
 
 def log_value(path: str, value: Any, source: str) -> None:
     """Logs the value at a path and its source."""
-    logger.info("%s.%s is %s (%s)", ROOT, path, json.dumps(value), source)
+    logger.info("%s.%s = %s (%s)", ROOT, path, json.dumps(value), source)
 
 
 def fill_if_unset(config: Dict[str, Any], path: str, value: Any) -> None:
@@ -64,15 +64,15 @@ def resolve_value(
         log_value(path, value, f"from {key}")
     elif deepspeed_value != value:
         errors.add(
-            f"{key} is {json.dumps(value)}, but {ROOT}.{path} is {json.dumps(deepspeed_value)}: "
-            f"{advice}, or give both the same value"
+            f"'{key}' is {json.dumps(value)}, but '{ROOT}.{path}' is "
+            f"{json.dumps(deepspeed_value)}: {advice}, or give both the same value"
         )
     return value
 
 
 def unset_value_message(path: str, hint: str) -> str:
     """Returns the message for an unset value that neither side fills."""
-    return f"{ROOT}.{path} is left open, and nothing in the AllenNLP config says what it is: {hint}"
+    return f"'{ROOT}.{path}' is unset or \"auto\", and no AllenNLP key fills it: {hint}"
 
 
 def is_enabled(config: Dict[str, Any], section: str) -> Optional[bool]:

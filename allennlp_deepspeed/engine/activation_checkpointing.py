@@ -72,9 +72,9 @@ class DeepSpeedCheckpointWrapper(CheckpointWrapper):
         """
         if kwargs:
             raise ConfigurationError(
-                f"The checkpoint wrapper 'deepspeed' is given {json.dumps(kwargs, default=str)} "
-                "for a module, but has no settings of its own: write them in the section "
-                "'activation_checkpointing' of 'trainer.deepspeed_config'."
+                "The checkpoint wrapper 'deepspeed' takes no settings, but a module passes "
+                f"{json.dumps(kwargs, default=str)}: write them in "
+                "'trainer.deepspeed_config.activation_checkpointing'."
             )
         _recompute(module, type(module).__name__)
         return module
@@ -122,7 +122,7 @@ def checkpoint_modules(model: torch.nn.Module, patterns: List[str]) -> Callable[
         for name, module in modules.items():
             _recompute(module, name)
             undo.callback(vars(module).pop, "forward", None)
-        logger.info("Activations are recomputed in %s", ", ".join(modules))
+        logger.info("Activation checkpointing in %s", ", ".join(modules))
         return undo.pop_all().close
 
 
@@ -149,15 +149,15 @@ def configure(model: torch.nn.Module, config: Dict[str, Any], device: torch.devi
     if not any(map(is_recomputed, model.modules())):
         if settings.get("cpu_checkpointing"):
             logger.warning(
-                "deepspeed_config.activation_checkpointing.cpu_checkpointing is true, but nothing "
-                "in the model has its activations checkpointed: name its modules in '%s'.",
+                "'trainer.deepspeed_config.activation_checkpointing.cpu_checkpointing' is true, "
+                "but no module uses activation checkpointing: name modules in '%s'.",
                 _TRAINER_KEY,
             )
         return
     if settings.get("cpu_checkpointing") and device.type == "cpu":
         raise ConfigurationError(
-            "deepspeed_config.activation_checkpointing.cpu_checkpointing is true, but the model "
-            "trains on the CPU: remove the key."
+            "'trainer.deepspeed_config.activation_checkpointing.cpu_checkpointing' is true, but "
+            "the model trains on the CPU: remove the key."
         )
     checkpointing.configure(
         None,
@@ -177,8 +177,8 @@ def _matching(model: torch.nn.Module, patterns: List[str]) -> Dict[str, torch.nn
         if not names:
             near = difflib.get_close_matches(pattern, named_modules, n=3, cutoff=0.3)
             raise ConfigurationError(
-                f"'{_TRAINER_KEY}' has {json.dumps(pattern)}, but the name of no module matches "
-                f"it. Names that come near are {', '.join(near) or ', '.join(named_modules)}."
+                f"'{_TRAINER_KEY}' has {json.dumps(pattern)}, which matches the name of no "
+                f"module. Similar names: {', '.join(near) or ', '.join(named_modules)}."
             )
         for name in names:
             if not any(_is_inside(name, other) for other in names):
@@ -187,9 +187,9 @@ def _matching(model: torch.nn.Module, patterns: List[str]) -> Dict[str, torch.nn
         for other in matching:
             if _is_inside(name, other):
                 raise ConfigurationError(
-                    f"'{_TRAINER_KEY}' has {json.dumps(pattern)}, which matches the module {name}, "
-                    f"and {json.dumps(matching[other])}, which matches {other}. Since {name} is "
-                    f"inside it and is recomputed with it anyway, remove one of the two."
+                    f"'{_TRAINER_KEY}' has {json.dumps(pattern)}, which matches {name}, and "
+                    f"{json.dumps(matching[other])}, which matches {other}. {name} is inside "
+                    f"{other}, and recomputed with it: remove one of the two."
                 )
     return {name: named_modules[name] for name in matching}
 
@@ -206,7 +206,7 @@ def _recompute(module: torch.nn.Module, name: str) -> None:
     """Replaces a module's forward pass by one that is recomputed."""
     if is_recomputed(module):
         raise ConfigurationError(
-            f"The activations of {name} are checkpointed twice: by the model's own "
+            f"The activations of {name} are checkpointed twice: by the model's "
             f"'checkpoint_wrapper' and by '{_TRAINER_KEY}'. Remove one of them."
         )
     for inner_name, inner in module.named_modules(prefix=name):
@@ -214,7 +214,7 @@ def _recompute(module: torch.nn.Module, name: str) -> None:
         if reason is not None:
             raise ConfigurationError(
                 f"The activations of {name} can't be checkpointed, because {inner_name} {reason}. "
-                f"Choose modules without it, such as the layers inside."
+                f"Choose other modules, such as the layers inside {name}."
             )
     module.forward = partial(  # type: ignore[method-assign]
         _recomputed_forward, module, module.forward
@@ -232,13 +232,13 @@ def _unsupported_reason(module: torch.nn.Module) -> Optional[str]:
     Returns why recomputing a module with the same inputs would not give the same result, or `None`.
     """
     if isinstance(module, _EncoderBase) and module.stateful:
-        return "is stateful and would go on from its last state"
+        return "is stateful, and recomputation would start from another state"
     if is_recomputed(module):
-        return "is checkpointed itself"
+        return "is itself checkpointed"
     for value in vars(module).values():
         values = value.values() if isinstance(value, dict) else [value]
         if any(isinstance(v, Metric) for v in values):
-            return "has a metric, which would count each instance twice"
+            return "updates a metric, which would count each instance twice"
     return None
 
 

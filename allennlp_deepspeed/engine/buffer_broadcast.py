@@ -78,10 +78,10 @@ class BufferBroadcast:
             largest, smallest = checksums.tolist()
             if largest != -smallest:
                 raise RuntimeError(
-                    "The workers have different buffers of the model, which can't be given those "
-                    "of rank 0. Here they are: "
-                    f"{', '.join(name for name, _ in self._model.named_buffers())}. Register and "
-                    "assign the same ones, of the same shapes and types, on every worker."
+                    "The workers have different buffers of the model, and rank 0's can't be "
+                    "broadcast. Buffers of this rank: "
+                    f"{', '.join((name for name, _ in self._model.named_buffers()))}. Register "
+                    "and assign the same buffers, with the same shapes and dtypes, on every rank."
                 )
         self._buffers, self._checksum = buffers, checksum
 

@@ -89,11 +89,12 @@ class Compiler:
         modules = _leaf_modules(model)
         if not modules:
             raise ConfigurationError(
-                f"'{KEY}' is given, but nothing can be compiled: at ZeRO stage 3 it is the modules "
-                "in deepspeed_config.zero_optimization.leaf_module, and the model has none but "
-                "those whose activations are checkpointed. Name others there, or remove the key."
+                f"'{KEY}' is set, but there is nothing to compile: at ZeRO stage 3 these are the "
+                "modules in 'trainer.deepspeed_config.zero_optimization.leaf_module', and the "
+                "model has none, except modules with activation checkpointing. Add classes to "
+                f"'leaf_module', or remove '{KEY}'."
             )
-        logger.info("Compiled are %s", ", ".join(modules))
+        logger.info("Compiled: %s", ", ".join(modules))
         with ExitStack() as undo:
             for module in modules.values():
                 forward = self.compile(module.forward)

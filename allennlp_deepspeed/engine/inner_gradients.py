@@ -72,7 +72,7 @@ def _refuse_second_backward(
 
 def _refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
     raise ConfigurationError(
-        "The model takes gradients in its forward pass, or calls a module with other tensors in "
-        "place of its parameters, and ZeRO stage 3 partitions parameters again before that is "
-        'done. Write "deepspeed_config": {"zero_optimization": {"stage": 2}}.'
+        "The model computes gradients in its forward pass, or calls a module with replaced "
+        "parameters, but ZeRO stage 3 reshards parameters before that is done. Write "
+        '"deepspeed_config": {"zero_optimization": {"stage": 2}}.'
     )

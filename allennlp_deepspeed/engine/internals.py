@@ -30,8 +30,8 @@ def _read(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         kind = owner if isinstance(owner, type) or inspect.ismodule(owner) else type(owner)
         raise RuntimeError(
-            f"DeepSpeed {deepspeed.__version__} has no '{kind.__name__}.{name}'; this package is "
-            f"made for {SUPPORTED_VERSION}. Install deepspeed>=0.19.8,<0.20."
+            f"DeepSpeed {deepspeed.__version__} has no '{kind.__name__}.{name}'. This version of "
+            f"allennlp-deepspeed supports {SUPPORTED_VERSION}: install deepspeed>=0.19.8,<0.20."
         )
     return getattr(owner, name)
 

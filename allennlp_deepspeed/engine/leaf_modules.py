@@ -50,10 +50,10 @@ def declare(model: torch.nn.Module, section: Dict[str, Any]) -> None:
             found.append(type(module).__name__)
     if found:
         logger.info(
-            "Gathered as one at ZeRO stage 3, because ranks may call the modules inside them "
-            "unequally often: %s. The gradient of the whole model is accumulated unsharded for "
-            "that. Other classes in deepspeed_config.zero_optimization.leaf_module, as in "
-            '{"classes": []}, take their place.',
+            "ZeRO stage 3 gathers these modules as one, because ranks may call their submodules a "
+            "different number of times: %s. The gradients of the model are therefore accumulated "
+            "unsharded. 'trainer.deepspeed_config.zero_optimization.leaf_module', such as "
+            '{"classes": []}, overrides this.',
             ", ".join(sorted(set(found))),
         )
 

@@ -122,10 +122,10 @@ def _loss_scaler(engine: DeepSpeedEngine) -> Any:
 _in_step: "WeakSet[DeepSpeedEngine]" = WeakSet()
 
 HOW_TO_STEP = (
-    "Only the trainer steps its engine and the optimizer in it, after it has reduced the gradients "
-    "over the ranks. In a subclass of the trainer call `super()._train_epoch(epoch)`, and override "
-    "`batch_outputs` for another loss. A callback may go backward by `trainer.engine.backward` in "
-    "its `on_backward`; its `on_batch` comes after each step."
+    "Only the trainer may call `step` of its engine and optimizer, after it has reduced the "
+    "gradients over the ranks. In a subclass of the trainer call `super()._train_epoch(epoch)`, "
+    "and override `batch_outputs` for another loss. In a callback call `trainer.engine.backward` "
+    "in `on_backward`; `on_batch` is called after each optimizer step."
 )
 
 

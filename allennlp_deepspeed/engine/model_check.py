@@ -34,8 +34,8 @@ def check_initialized(model: torch.nn.Module) -> None:
         if is_lazy(tensor):
             raise ConfigurationError(
                 f"'{name}' belongs to a lazy module and has no shape before the first forward "
-                "pass, but the engine shards and broadcasts it before: construct the module with "
-                "its sizes, or call it once in the constructor of the model."
+                "pass, but the engine needs it when it is constructed: construct the module with "
+                "its sizes, or call it once in the model's constructor."
             )
 
 
@@ -54,15 +54,15 @@ def check_model(model: Model, config: ResolvedConfig) -> None:
             _check_sharded(name, module, config.zero_stage)
         if problem is not None and has_max_norm(module):
             raise ConfigurationError(
-                f"The embedding '{name}' has 'max_norm', and {problem} the optimizer updates other "
-                f"tensors than the model's, in which its rows aren't scaled. Write {STAGE_0}, or "
-                "leave out 'max_norm'."
+                f"The embedding '{name}' has 'max_norm', but {problem} the optimizer updates "
+                f"master weights, to which the renormalization isn't applied. Write {STAGE_0}, or "
+                "remove 'max_norm'."
             )
     for name, parameter in model.named_parameters():
         if config.zero_stage == 3 and full_shape(parameter).numel() == 0:
             raise ConfigurationError(
-                f"The parameter '{name}' has no elements, and ZeRO stage 3 can't shard it: remove "
-                'it, or write "deepspeed_config": {"zero_optimization": {"stage": 2}}.'
+                f"The parameter '{name}' is empty, and ZeRO stage 3 can't shard it: remove it, or "
+                'write "deepspeed_config": {"zero_optimization": {"stage": 2}}.'
             )
     if problem is not None:
         with access_allowed():  # parameters that an engine has left sharded have no memory
@@ -97,13 +97,13 @@ def _attribute(module: torch.nn.Module, name: str) -> Any:
 def _check_sharded(name: str, module: torch.nn.Module, stage: int) -> None:
     if stage == 3 and isinstance(module, torch.jit.ScriptModule):
         raise ConfigurationError(
-            f"The module '{name}' is compiled by TorchScript, and ZeRO stage 3 can't gather "
-            'parameters in its code. Write "deepspeed_config": {"zero_optimization": '
-            "{\"stage\": 2}}, or leave out 'torch.jit'."
+            f"The module '{name}' is compiled by TorchScript, and ZeRO stage 3 can't gather its "
+            'parameters. Write "deepspeed_config": {"zero_optimization": {"stage": 2}}, or remove '
+            "'torch.jit'."
         )
     if _attribute(module, "sparse") is True:
         raise ConfigurationError(
-            f"The embedding '{name}' has \"sparse\": true, and DeepSpeed can't reduce sparse "
+            f"The embedding '{name}' has \"sparse\": true, but DeepSpeed can't reduce sparse "
             f'gradients at ZeRO stage {stage}; write "zero_optimization": {{"stage": 0}}, or '
             '"sparse": false.'
         )
@@ -131,9 +131,8 @@ def check_loaded_weights(
     for name, module in model.named_modules():
         if _attribute(module, "is_quantized") is True:
             raise ConfigurationError(
-                f"The module '{name}' has been loaded quantized, and of weights that are packed "
-                "into whole numbers the engine can't shard, average or save any: load it as it was "
-                "before it was quantized."
+                f"The weights of the module '{name}' are quantized (packed), and the engine can't "
+                "shard, average or save them: load the model before quantization."
             )
     first = _first_parameters(model, optimizer, config.zero_stage)
     for name, parameter in model.named_parameters():
@@ -142,10 +141,10 @@ def check_loaded_weights(
         is_stored = config.zero_stage < 3 or parameter.dtype not in _NOT_GATHERED
         if not is_stored or (parameter in first and parameter.dtype not in _TRAINED):
             raise ConfigurationError(
-                f"The parameter '{name}' is in {_name(parameter.dtype)}"
-                f"{' and is the first, from which DeepSpeed takes its precision' * is_stored}, "
-                f"which ZeRO stage {config.zero_stage} can't do: make it a buffer by "
-                "`register_buffer`, which is saved and loaded under the same name."
+                f"The parameter '{name}' is {_name(parameter.dtype)}"
+                f"{', the dtype that DeepSpeed would train in' * is_stored}, "
+                f"which ZeRO stage {config.zero_stage} doesn't support: make it a buffer "
+                "(`register_buffer`), which is saved and loaded under the same name."
             )
 
 
@@ -172,13 +171,13 @@ def _check_precision(name: str, parameter: torch.nn.Parameter, precision: str) -
         is_complex = parameter.is_complex()
         as_real = ", with a last dimension of 2 and `torch.view_as_complex`" if is_complex else ""
         raise ConfigurationError(
-            f"The parameter '{name}' is in {_name(parameter.dtype)}, and the engine trains in "
-            f"fp32, bf16 and fp16 only: construct it in fp32{as_real}, or freeze it."
+            f"The parameter '{name}' is {_name(parameter.dtype)}, but the engine trains in fp32, "
+            f"bf16 or fp16: construct it in fp32{as_real}, or freeze it."
         )
     own = _HALF.get(parameter.dtype)
     if own in (None, precision) or internals.is_sharded(parameter):
         return  # sharded: already in the engine's precision
     raise ConfigurationError(
-        f"The parameter '{name}' is in {own}, but {ROOT} has the engine train in {precision}: load "
-        f'or construct it in fp32, without a \'dtype\', or write "{own}": {{"enabled": true}}.'
+        f"The parameter '{name}' is {own}, but '{ROOT}' sets {precision}: load or construct it in "
+        f'fp32, without \'dtype\', or write "{own}": {{"enabled": true}}.'
     )

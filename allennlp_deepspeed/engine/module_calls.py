@@ -111,10 +111,11 @@ def explain_crash(error_files: Dict[int, str]) -> Optional[str]:
         for rank, (num_passes, num_calls, names, _) in calls.items()
     )
     return (
-        f"The modules that were called last differ: {where}. If workers may call modules unequally "
-        "often, because of the lengths of their sequences for example, ZeRO stage 3 has to gather "
-        'what contains them as one: write "deepspeed_config": {"zero_optimization": {"stage": 3, '
-        f'"leaf_module": {{"classes": ["{classes[len(common)]}"]}}}}}}, or "stage": 2.'
+        f"The last called modules differ between ranks: {where}. If ranks may call modules a "
+        "different number of times, because of sequence lengths for example, ZeRO stage 3 must "
+        'gather the module around them as one: write "deepspeed_config": {"zero_optimization": '
+        f'{{"stage": 3, "leaf_module": {{"classes": ["{classes[len(common)]}"]}}}}}}, or "stage": '
+        "2."
     )
 
 

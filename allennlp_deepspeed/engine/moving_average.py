@@ -50,9 +50,9 @@ class ShardedMovingAverage(MovingAverage):
         trained = {p for p in given if p.requires_grad or full_shape(p).numel() == 0}
         if stepped - trained or given - trained:
             raise ConfigurationError(
-                "'trainer.moving_average' was given others than the parameters that are trained, "
-                "and averages all of these and no frozen ones: construct it from those of "
-                "`model.named_parameters()` whose `requires_grad` is true."
+                "'trainer.moving_average' must average all trainable parameters and no frozen "
+                "ones: construct it from those of `model.named_parameters()` whose "
+                "`requires_grad` is true."
             )
         # Called on every rank before the averages replace the weights.
         self.before_assigning: Callable[[], None] = lambda: None

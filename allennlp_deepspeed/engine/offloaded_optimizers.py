@@ -107,8 +107,8 @@ def adapt_for_offload(
         **counterpart.arguments,
     )
     logger.info(
-        "%s steps in the place of %s, because optimizer states are offloaded. To keep the latter, "
-        'write "zero_force_ds_cpu_optimizer": false in %s.',
+        "%s replaces %s, because optimizer states are offloaded. To use the latter, write "
+        "\"zero_force_ds_cpu_optimizer\": false in '%s'.",
         type(offloaded).__name__,
         type(optimizer).__name__,
         ROOT,
@@ -136,7 +136,7 @@ def find_counterpart(
         return None
     if config.forces_cpu_optimizer is False:
         logger.info(
-            "%s steps the offloaded weights, because %s.zero_force_ds_cpu_optimizer is false.",
+            "%s updates the offloaded weights, because '%s.zero_force_ds_cpu_optimizer' is false.",
             optimizer.__name__,
             ROOT,
         )
@@ -144,7 +144,7 @@ def find_counterpart(
     unsupported = unsupported_settings(optimizer, settings)
     if unsupported is not None:
         logger.info(
-            "%s steps the offloaded weights, because DeepSpeed's optimizer for the CPU has no "
+            "%s updates the offloaded weights, because DeepSpeed's CPU optimizer doesn't support "
             "'%s', which is %s.",
             optimizer.__name__,
             *unsupported,

@@ -72,7 +72,7 @@ _ELEMENTWISE_OF_DEEPSPEED = ("adagrad", "adam", "adamw", "lion")
 # The classes that DeepSpeed accepts as its own CPU optimizers with zero_force_ds_cpu_optimizer.
 _FORCED = (DeepSpeedCPUAdam, DeepSpeedCPULion)
 
-_LAMB = '"deepspeed_config": {"optimizer": {"type": "Lamb", ...}} without an optimizer'
+_LAMB = '"deepspeed_config": {"optimizer": {"type": "Lamb", ...}} without \'trainer.optimizer\''
 
 # Replacements of names that are no longer registered.
 _FORMER_NAMES = {
@@ -113,7 +113,7 @@ def check_optimizer(
     name = params.get("type", Optimizer.default_implementation)
     if name in _FORMER_NAMES:
         raise ConfigurationError(
-            f"'trainer.optimizer.type' is \"{name}\", which is no longer there: write "
+            f"'trainer.optimizer.type' is \"{name}\", which was removed: write "
             f"{_FORMER_NAMES[name]}"
         )
     optimizer_class = registered_class(name)
@@ -135,13 +135,13 @@ def _check_placement(
     if is_forced and not issubclass(steps_with, _FORCED):
         unsupported = unsupported_settings(optimizer_class, settings)
         if unsupported is None:
-            what, instead = f'the "{name}"', 'write "adam"'
+            what, instead = f'"{name}"', 'write "adam"'
         else:
-            what, instead = f"the '{unsupported[0]}'", f"remove '{unsupported[0]}'"
+            what, instead = f"'{unsupported[0]}'", f"remove '{unsupported[0]}'"
         raise ConfigurationError(
-            f"{ROOT}.zero_force_ds_cpu_optimizer is true, for which DeepSpeed takes only its Adam "
-            f"and its Lion, and neither does what {what} in 'trainer.optimizer' does: remove "
-            f"zero_force_ds_cpu_optimizer, or {instead}"
+            f"'{ROOT}.zero_force_ds_cpu_optimizer' is true, but DeepSpeed's CPU optimizers, Adam "
+            f"and Lion, don't support {what} of 'trainer.optimizer': remove "
+            f"'zero_force_ds_cpu_optimizer', or {instead}"
         )
     if issubclass(optimizer_class, DeepSpeedOptimizer):
         optimizer_class.check(name, config, device_type)
@@ -176,35 +176,35 @@ def check_elementwise(
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigurationError(
-            f"{subject}, whose step computes losses itself, which DeepSpeed's engine doesn't let "
-            'it: write "adamw"'
+            f"{subject}, whose step calls a closure, which DeepSpeed's engine doesn't support: "
+            'write "adamw"'
         )
     if config.zero_stage == 0 or is_elementwise(optimizer_class) or _is_muon(optimizer_class):
         return
     advice = f'ZeRO stage {config.zero_stage}; write "zero_optimization": {{"stage": 0}}'
     if issubclass(optimizer_class, MultiOptimizer):
         raise ConfigurationError(
-            "The optimizer 'multi' has optimizers of its own inside, which DeepSpeed can't shard "
-            f"at {advice}, or use one optimizer with 'parameter_groups'."
+            "'trainer.optimizer' is \"multi\", whose inner optimizers DeepSpeed can't shard at "
+            f"{advice}, or use one optimizer with 'parameter_groups'."
         )
     if issubclass(optimizer_class, torch.optim.SparseAdam):
         raise ConfigurationError(
-            f"{subject}, which needs sparse gradients, which DeepSpeed can't reduce at {advice}, "
-            'or "adam"'
+            f"{subject}, which needs sparse gradients, but DeepSpeed can't reduce these at "
+            f'{advice}, or "adam"'
         )
     names = [name, *(each.__name__ for each in optimizer_class.__mro__)]
     if any(_NOT_ELEMENTWISE.search(name) for name in names):
         raise ConfigurationError(
-            f"{subject}, which looks at the shape or the norm of the whole weight, but at ZeRO "
-            f"stage {config.zero_stage} a worker has a flat shard of it: write "
-            f'"{ROOT}": {{"zero_optimization": {{"stage": 0}}}}, or "adamw"'
+            f"{subject}, which isn't element-wise (it uses a weight's shape or norm), but at ZeRO "
+            f'stage {config.zero_stage} it receives flattened shards: write "deepspeed_config": '
+            '{"zero_optimization": {"stage": 0}}, or "adamw"'
         )
 
 
 def check_section(optimizer: Dict[str, Any], config: ResolvedConfig) -> None:
     """Checks the `"optimizer"` section of `deepspeed_config`, as `check_elementwise` does."""
     name = optimizer["type"]
-    subject = f'{ROOT}.optimizer.type is "{name}"'
+    subject = f"'{ROOT}.optimizer.type' is \"{name}\""
     if name.lower() == "adagrad":
         _check_adagrad(subject, config)
     if name.lower() in _ELEMENTWISE_OF_DEEPSPEED or name.lower() == "muon":
@@ -215,8 +215,8 @@ def check_section(optimizer: Dict[str, Any], config: ResolvedConfig) -> None:
 def _check_adagrad(subject: str, config: ResolvedConfig) -> None:
     if config.precision in ("bf16", "fp16"):
         raise ConfigurationError(
-            f"{subject}, whose state is of the parameters that it is given, but with "
-            f'{ROOT}.{config.precision} DeepSpeed has it update others: write "adam", or '
+            f"{subject}, whose state is bound to the original parameters, but with "
+            f"'{ROOT}.{config.precision}' DeepSpeed updates master weights: write \"adam\", or "
             '"torch_autocast": {"enabled": true} instead of that section'
         )
 
@@ -226,9 +226,8 @@ def warn_if_unknown(optimizer_class: Type[torch.optim.Optimizer], config: Resolv
     if config.zero_stage == 0 or is_elementwise(optimizer_class) or _is_muon(optimizer_class):
         return
     logger.warning(
-        "%s isn't known to step each number of a weight by itself. At ZeRO stage %d it is given "
-        "flat shards: if it looks at the shape or the norm of a weight, it goes wrong. If in doubt "
-        'write "zero_optimization": {"stage": 0}.',
+        "%s may not be element-wise; at ZeRO-%d it receives flattened shards. If it uses a "
+        'weight\'s shape or norm, its updates are wrong: write "zero_optimization": {"stage": 0}.',
         optimizer_class.__name__,
         config.zero_stage,
     )

@@ -58,8 +58,8 @@ class FusedOptimizer(DeepSpeedOptimizer):
     def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
         if config.offload_device != "none":
             raise ConfigurationError(
-                f"'trainer.optimizer.type' is \"{name}\", which steps weights on the device that "
-                f"the model trains on, but {ROOT}.zero_optimization.offload_optimizer.device is "
+                f"'trainer.optimizer.type' is \"{name}\", which updates weights on the GPU, but "
+                f"'{ROOT}.zero_optimization.offload_optimizer.device' is "
                 f'"{config.offload_device}": write "{cls.cpu_alternative}", or '
                 '"offload_optimizer": null'
             )
@@ -76,9 +76,9 @@ class CPUOptimizer(DeepSpeedOptimizer):
     def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
         if device_type == "cuda" and config.offload_device == "none":
             raise ConfigurationError(
-                f"'trainer.optimizer.type' is \"{name}\", which steps weights in CPU memory, but "
-                f'they are on a GPU: write "{cls.gpu_alternative}", or have them offloaded, for '
-                f'example with "{ROOT}": "zero_2_offload"'
+                f"'trainer.optimizer.type' is \"{name}\", which updates weights in CPU memory, "
+                f'but they are on a GPU: write "{cls.gpu_alternative}", or offload optimizer '
+                'states, for example by "deepspeed_config": "zero_2_offload"'
             )
 
 
@@ -288,17 +288,20 @@ class MuonOptimizer(DeepSpeedOptimizer):
             for key in changes:
                 if key not in settings and key != "requires_grad":
                     raise ConfigurationError(
-                        f"'trainer.optimizer.parameter_groups' has \"{key}\", which is no setting "
-                        f'of "muon": those are {", ".join(settings)}'
+                        f"'trainer.optimizer.parameter_groups' has \"{key}\", which is unknown to "
+                        f'"muon": known: {", ".join(settings)}'
                     )
         names = _matrices(model_parameters, muon_parameters)
         if not names:
             raise ConfigurationError(
-                "'trainer.optimizer.type' is \"muon\", but it would step no parameter of this "
-                "model: its only matrices are embeddings and the output layer, or "
-                "'muon_parameters' matches none. Name some there, or write \"adamw\""
+                "'trainer.optimizer.type' is \"muon\", but no parameter of this model is for "
+                "Muon: its only matrices are embeddings and the output layer, or "
+                "'muon_parameters' matches none. Write regular expressions in 'muon_parameters', "
+                'or "adamw"'
             )
-        logger.info("Muon steps %s, and AdamW all others.", ", ".join(sorted(names)))
+        logger.info(
+            "Muon updates %s; AdamW updates all other parameters.", ", ".join(sorted(names))
+        )
         for name, parameter in model_parameters:
             parameter.use_muon = name in names  # type: ignore[attr-defined]  # DeepSpeed reads it
         groups: List[Any] = make_parameter_groups(model_parameters, parameter_groups)
@@ -317,16 +320,16 @@ class MuonOptimizer(DeepSpeedOptimizer):
             return
         if not isinstance(config.grad_norm, bool):
             raise ConfigurationError(
-                f"'trainer.optimizer.type' is \"{name}\" and gradients are clipped to the norm "
+                f"'trainer.optimizer.type' is \"{name}\" and the gradient norm is clipped to "
                 f"{config.grad_norm}, but at ZeRO stage {config.zero_stage} DeepSpeed would clip "
-                f"Muon's steps instead: remove 'trainer.grad_norm' and {ROOT}.gradient_clipping, "
-                'or write "zero_optimization": {"stage": 0}'
+                "Muon's updates instead: remove 'trainer.grad_norm' and "
+                f'\'{ROOT}.gradient_clipping\', or write "zero_optimization": {{"stage": 0}}'
             )
         zero_config = config.engine_config["zero_optimization"]
         if config.zero_stage == 3 and zero_config["reduce_scatter"]:
             raise ConfigurationError(
-                f"{ROOT}.zero_optimization.reduce_scatter is true, but Muon needs the gradient of "
-                "a whole matrix: remove the key, or write false"
+                f"'{ROOT}.zero_optimization.reduce_scatter' is true, but Muon needs unsharded "
+                "gradients: remove the key, or write false"
             )
 
 
@@ -342,7 +345,7 @@ def _matrices(
     for name in sorted(chosen.difference(matrices)):
         raise ConfigurationError(
             f"'trainer.optimizer.muon_parameters' matches {name}, which isn't a matrix: write "
-            "regular expressions that match parameters of two dimensions only"
+            "regular expressions for parameters with two dimensions only"
         )
     return chosen
 

@@ -101,9 +101,9 @@ def use_accelerator(device: torch.device) -> None:
         if _num_in_environment > 0:
             # Its process group is for that device.
             raise ConfigurationError(
-                f"A trainer on '{get_accelerator().device_name()}' is still up in this process: "
-                f"call its `close()` before one on '{device.type}' is constructed, or give both "
-                "the same 'cuda_device'."
+                f"Another trainer of this process still uses '{get_accelerator().device_name()}': "
+                f"call its `close()` before constructing one on '{device.type}', or use the same "
+                "'cuda_device' for both."
             )
         set_accelerator(CPU_Accelerator() if device.type == "cpu" else CUDA_Accelerator())
 

@@ -50,8 +50,8 @@ class PartitionedRegularizer:
             return
         parameters: List[Any] = self._penalized_parameters()
         logger.info(
-            "The regularizer has %d elements of parameters stay whole on each worker, from the end "
-            "of the forward pass to their gradient.",
+            "The regularizer keeps parameters of %d elements in all gathered on each worker from "
+            "the forward pass until their gradients are computed.",
             sum(parameter.ds_numel for parameter in parameters),
         )
         for parameter in parameters:

@@ -80,11 +80,11 @@ class ReleasedParameter(torch.nn.Parameter):
             released = (x for x in tree_leaves((args, kwargs)) if isinstance(x, ReleasedParameter))
             raise RuntimeError(
                 f"The parameter '{vars(next(released))[_NAME]}' is used while ZeRO stage 3 has it "
-                "sharded, outside the forward pass of the module that it belongs to. Read it, on "
-                "every worker, within `with deepspeed.zero.GatheredParameters([parameter]):`, and "
-                "in a callback change it within `with trainer.modified_weights():`. Compute a "
-                "penalty on weights in the model's `get_regularization_penalty`. After training "
-                "with several workers the archive has the weights."
+                "sharded, outside the forward pass of its module. To read it, gather it on every "
+                "rank: `with deepspeed.zero.GatheredParameters([parameter]):`. To change it in a "
+                "callback: `with trainer.modified_weights():`. For a penalty on weights, override "
+                "the model's `get_regularization_penalty`. After training with several workers, "
+                "load the archive."
             )
         with access_allowed():
             return function(*args, **(kwargs or {}))

@@ -28,8 +28,8 @@ def check_model(model: Type[Model]) -> None:
     if not (hasattr(model, "transformer_to_share") and averages_over_tokens):
         raise ConfigurationError(
             f"'trainer.sequence_parallel_size' is above 1, but the model is a {model.__name__}: "
-            'only "causal_lm" can have several workers share a sequence. Encoders and other models '
-            "that mask attention can't, because the mask would be dropped. Remove the key."
+            'only "causal_lm" supports sequence parallelism. Models that mask attention don\'t, '
+            "because the mask would be dropped. Remove the key."
         )
 
 

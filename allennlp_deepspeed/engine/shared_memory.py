@@ -41,9 +41,9 @@ def check_memory(model: torch.nn.Module, where: str) -> None:
 
 def shared_memory(name: str, other_name: str, where: str) -> ConfigurationError:
     return ConfigurationError(
-        f"'{name}' and '{other_name}' are two tensors that share memory, and {where} the engine "
-        "would train them apart. Make them one parameter, as in `decoder.weight = encoder.weight` "
-        f"(without `.data` and `nn.Parameter`), or write {STAGE_0}."
+        f"'{name}' and '{other_name}' are two tensors that share memory, but {where} the engine "
+        "would update them separately. Tie them as one parameter, as in `decoder.weight = "
+        f"encoder.weight` (without `.data` and `nn.Parameter`), or write {STAGE_0}."
     )
 
 

@@ -10,9 +10,9 @@ from allennlp.common.checks import ConfigurationError
 from torch.utils.hooks import RemovableHandle
 
 LOST_STATES = (
-    "The optimizer has made steps before, and an engine that shards its states can't continue with "
-    "them, nor anything else after that engine. Construct a new optimizer. To continue a training, "
-    "give it to a trainer that resumes from a checkpoint."
+    "The optimizer has been used already, and its states can't be moved into or out of an engine "
+    "that shards them. Construct a new optimizer. To continue a training, construct a trainer "
+    "that resumes from a checkpoint."
 )
 
 # Hooks that refuse the steps of optimizers whose states are lost.
@@ -71,8 +71,7 @@ def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if parameter not in own:
                 raise ConfigurationError(
-                    f"The optimizer ({type(optimizer).__name__}) has a parameter of the shape "
-                    f"{tuple(parameter.shape)} that is none of the model's: it would train "
-                    "something else. Construct it from the parameters of this model, after "
-                    "anything that gives the model new ones."
+                    f"The optimizer ({type(optimizer).__name__}) has a parameter of shape "
+                    f"{tuple(parameter.shape)} that isn't in the model. Construct the optimizer "
+                    "from the model's parameters, after any change that replaces them."
                 )

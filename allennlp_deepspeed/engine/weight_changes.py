@@ -113,11 +113,11 @@ class WeightChangeDetector:
         """Raises an error. Every rank must call it if any `has_detected` a change."""
         found, self._found = self._found, None
         changed = "A parameter" if found is None else f"The parameter '{found}'"
-        where = " on another worker" if found is None else ""
+        where = " on another rank" if found is None else ""
         raise RuntimeError(
-            f"{changed} has been changed outside the optimizer{where}. It steps other tensors than "
-            "the model's: the next step would undo the change. Make it, on every worker, within "
-            "`with trainer.modified_weights():`."
+            f"{changed} was changed outside the optimizer{where}. The optimizer updates master "
+            "weights, and its next step would undo the change. Make it within `with "
+            "trainer.modified_weights():`, on every rank."
         )
 
     def warn_if_changed(self) -> None:
@@ -125,8 +125,8 @@ class WeightChangeDetector:
         self._compare(includes_offloaded=True)
         if self.has_detected():
             logger.warning(
-                "The parameter '%s' has been changed after training, outside the optimizer. The "
-                "change is lost: make it within `with trainer.modified_weights():`.",
+                "The parameter '%s' was changed outside the optimizer after training, and the "
+                "change is lost. Make it within `with trainer.modified_weights():`.",
                 self._found,
             )
             self._found = None
@@ -196,14 +196,13 @@ class RequiresGradDetector:
     def _raise(self, name: str, was_trainable: bool) -> NoReturn:
         if self._steps_parameters:
             raise RuntimeError(
-                f"The parameter '{name}' has been unfrozen, but the optimizer was constructed "
-                "without it. Leave it trainable in the config ('trainer.no_grad') and the model's "
-                "constructor, and have the callback freeze it in `on_start`."
+                f"The parameter '{name}' was unfrozen, but the optimizer doesn't have it. Leave "
+                "it trainable in 'trainer.no_grad' and in the model's constructor, and let the "
+                "callback freeze it in `on_start`."
             )
         raise RuntimeError(
-            f"The parameter '{name}' has been {'frozen' if was_trainable else 'unfrozen'}, but "
-            "parameters can't be frozen and unfrozen while DeepSpeed trains them. Freeze it for "
-            "good with 'trainer.no_grad', or write "
+            f"The parameter '{name}' was {'frozen' if was_trainable else 'unfrozen'} during "
+            "training, which DeepSpeed doesn't support. Freeze it by 'trainer.no_grad', or write "
             '"deepspeed_config": {"zero_optimization": {"stage": 0}} without "bf16" and "fp16".'
         )
 

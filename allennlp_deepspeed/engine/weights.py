@@ -249,8 +249,8 @@ def _select_parameters(
         ]
         if not found:
             raise ConfigurationError(
-                f"'modified_weights' is given {name_or_parameter!r}, which is no parameter of the "
-                "model, and in none of their names."
+                f"`modified_weights` got {name_or_parameter!r}, which is neither a parameter of "
+                "the model nor the name of one."
             )
         chosen.update({id(parameter): parameter for parameter in found})
     return list(chosen.values())

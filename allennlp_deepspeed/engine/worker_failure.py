@@ -110,7 +110,7 @@ class Failure:
     def __str__(self) -> str:
         if self.is_agreed:
             return self.message
-        where = f"\n(The traceback is in {self.log_file}.)" if self.log_file else ""
+        where = f"\n(Full traceback: {self.log_file})" if self.log_file else ""
         if self.explanation is not None:
             return self.explanation + where
         return f"Rank {self.rank} on {self.host} failed:\n\n{self.traceback.rstrip()}\n{where}"
@@ -242,12 +242,12 @@ def _describe_consequence(error: BaseException) -> str:
     if isinstance(error, RendezvousError):
         return message
     why = (
-        "It has lost the connection to another rank, which was killed, or whose host or network "
-        "is gone: the output of the other nodes says more."
+        "This rank lost the connection to another rank, which was killed, or whose host or "
+        "network is down: see the output of the other nodes."
     )
     if re.search(_TIMED_OUT, str(error)):
         why = (
-            "Another rank hasn't entered the same collective within 'distributed.timeout': it is "
+            "Another rank didn't enter the same collective within 'distributed.timeout': it is "
             "stuck, stopped or gone."
         )
     return f"{message}\n{why}"

@@ -56,8 +56,8 @@ from allennlp_deepspeed.engine.shards import Shards
 logger = logging.getLogger(__name__)
 
 _NO_ENGINE = (
-    "This trainer's engine has been destroyed, and a trainer trains once. Construct a new trainer, "
-    "with a new optimizer or to resume from a checkpoint. To use the engine's forward pass after "
+    "This trainer's engine is destroyed; a trainer trains once. Construct a new trainer, with a "
+    "new optimizer or to resume from a checkpoint. To use the engine's forward pass after "
     "`train()`, put both into one `with trainer.session():`."
 )
 
@@ -121,10 +121,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         check_model(model, config)
         if find_unused_parameters and config.zero_stage == 3:
             raise ConfigurationError(
-                "'distributed.ddp_accelerator.find_unused_parameters' is true, but at ZeRO stage 3 "
-                "ranks that use different parameters in a step would wait for each other for ever. "
-                'Write "deepspeed_config": {"zero_optimization": {"stage": 2}}, or remove '
-                "'ddp_accelerator' if all ranks use the same parameters in each step."
+                "'distributed.ddp_accelerator.find_unused_parameters' is true, but at ZeRO stage "
+                '3 ranks that use different parameters would deadlock. Write "deepspeed_config": '
+                '{"zero_optimization": {"stage": 2}}, or remove \'ddp_accelerator\' if all ranks '
+                "use the same parameters in each step."
             )
         self.config = config
         self.find_unused_parameters = find_unused_parameters
@@ -318,7 +318,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             try:
                 self.destroy()
             except Exception as error:
-                logger.warning("After an error the engine can't be destroyed: %s", error)
+                logger.warning("The engine could not be destroyed after an error: %s", error)
             raise
         self.is_in_use = False
         self.destroy()
@@ -337,11 +337,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         for name, parameter in self._plain_model.named_parameters(remove_duplicate=False):
             if self._parameters.get(name) is not parameter:
                 raise RuntimeError(
-                    f"The parameter '{name}' isn't the one that the model had when the trainer was "
+                    f"The parameter '{name}' was added or replaced after the trainer was "
                     f"constructed, and ZeRO stage {self.config.zero_stage} neither updates nor "
-                    "shards nor saves it. Construct, replace and tie layers in the model's "
-                    "constructor. If the model replaces a tensor itself, make that a buffer "
-                    "(`register_buffer`)."
+                    "saves it. Construct, replace and tie layers in the model's constructor. If "
+                    "the model replaces a tensor itself, make it a buffer (`register_buffer`)."
                 )
 
     @contextmanager
@@ -450,7 +449,7 @@ def destroy_engines(model: torch.nn.Module) -> None:
             continue
         if wrapped_model.is_in_use:
             raise ConfigurationError(
-                "Another trainer is training this model. Construct a new one when its `train` or "
+                "Another trainer is using this model. Construct a new one after its `train` or "
                 "`session` has ended."
             )
         wrapped_model.destroy()
@@ -471,8 +470,9 @@ def _check_autocast(config: ResolvedConfig) -> None:
     for other in _with_engine:
         if _autocast_of(other.config) != _autocast_of(config):
             raise ConfigurationError(
-                "A trainer with another autocast (deepspeed_config.torch_autocast, 'use_amp') is "
-                "still up in this process: call its `close()` before this one is constructed."
+                "Another trainer of this process still uses a different autocast "
+                "('trainer.deepspeed_config.torch_autocast', 'trainer.use_amp'): call its "
+                "`close()` before constructing this one."
             )
 
 
@@ -483,9 +483,9 @@ def _autocast_of(config: ResolvedConfig) -> Any:
 
 def _refuse_group(*_: Any, **__: Any) -> None:
     raise RuntimeError(
-        "At ZeRO stages 1 to 3 no parameters can be added to the optimizer while DeepSpeed trains: "
-        "their shards are fixed when the trainer is constructed. Construct them in the model's "
-        "constructor, and write 'parameter_groups' in 'trainer.optimizer'."
+        "At ZeRO stages 1 to 3 parameters can't be added to the optimizer during training, "
+        "because shards are fixed when the trainer is constructed. Construct them in the model's "
+        "constructor, and write 'trainer.optimizer.parameter_groups'."
     )
 
 

@@ -102,8 +102,8 @@ def _is_ours(config: Dict[str, Any]) -> bool:
     is_deepspeed = has_deepspeed_trainer(config)
     if config.get("type") == "deepspeed" and not is_deepspeed:
         raise ConfigurationError(
-            f"The top-level 'type' is 'deepspeed', but 'trainer.type' is {trainer_type}: write "
-            '"deepspeed" for both, or leave out the first.'
+            "'type' (top level) is \"deepspeed\", but 'trainer.type' is "
+            f'{json.dumps(trainer_type)}: write "deepspeed" for both, or remove the former.'
         )
     if not isinstance(trainer, dict):
         return False
@@ -121,7 +121,7 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
     is_name = isinstance(name, str) and "." not in name and name != DEFAULT_TYPE
     if _has_known_train_loop(config) and is_name and name not in known:
         raise ConfigurationError(
-            f"'trainer.type' is {json.dumps(name)}, which is no registered Trainer: "
+            f"'trainer.type' is {json.dumps(name)}, which is not a registered trainer: "
             f"{did_you_mean(str(name), known)}"
         )
 
@@ -142,7 +142,7 @@ _OPTIONAL_SECTIONS = (
     "checkpointer",
 )
 
-_MUST_BE_SECTION = "must be an object, or the name of a class"
+_MUST_BE_SECTION = "must be an object, or a registered name"
 
 
 def _check_sections(config: Dict[str, Any], errors: ConfigErrors) -> None:
@@ -179,7 +179,7 @@ def _check_sizes(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
         errors.add(f"'trainer.num_epochs' is {num_epochs}: must be at most {_MAX_EPOCHS}")
     bucket = lookup(trainer, _BUCKET)
     if is_number(bucket) and bucket > _MAX_BUCKET:
-        errors.add(f"{_BUCKET} is {as_json(bucket)}: must be at most {_MAX_BUCKET}")
+        errors.add(f"'trainer.{_BUCKET}' is {as_json(bucket)}: must be at most {_MAX_BUCKET}")
     for name in _IN_FP32:
         for path, value in _numbers_in(trainer.get(name), f"trainer.{name}"):
             if _MAX_FP32 < abs(value) != math.inf:
@@ -215,8 +215,8 @@ def check_devices(config: Dict[str, Any]) -> None:
     on_cpu = as_json([-1] * len(numbers) if isinstance(devices, list) else -1)
     raise ConfigurationError(
         f"'{path}' is {as_json(devices)}, but PyTorch finds "
-        + (f"the GPUs 0 to {count - 1} only" if count else "no GPU on this machine")
-        + f": write others, or {on_cpu} to train on the CPU."
+        + (f"{count} of them: write others, or " if count else "no GPU: write ")
+        + f"{on_cpu} to train on the CPU."
     )
 
 
@@ -226,8 +226,9 @@ def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
     evaluates = config.get("evaluate_on_test") and config.get("test_data_path") is not None
     if num_workers > 1 and evaluates and not _evaluates_on_all_workers(config.get("type")):
         errors.add(
-            "'evaluate_on_test' with several workers needs a train loop that evaluates on all of "
-            'them: add "type": "deepspeed" at the top level of the config.'
+            '\'evaluate_on_test\' with several workers needs "type": "deepspeed" at the top level '
+            "of the config: AllenNLP's train loop evaluates on one worker, and waits for the "
+            "others."
         )
     model = _model_class(config.get("model"))
     shares = config["trainer"].get("sequence_parallel_size", 1) != 1
@@ -247,9 +248,9 @@ def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
     accelerator = accelerator_of(config)
     if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch"):
         errors.add(
-            f"'distributed.ddp_accelerator' is {accelerator}, but with the 'deepspeed' trainer "
-            'DeepSpeed takes its place: leave it out. "type": "deepspeed" at the top level has the '
-            "model constructed partitioned at ZeRO stage 3."
+            f"'distributed.ddp_accelerator' is {as_json(accelerator)}, but the 'deepspeed' "
+            "trainer replaces it: remove the key. To shard parameters while the model is "
+            'constructed (ZeRO stage 3), write "type": "deepspeed" at the top level.'
         )
 
 
@@ -275,31 +276,30 @@ def _check_elastic_nodes(config: Dict[str, Any], errors: ConfigErrors) -> None:
     size, num_workers = trainer.get("global_batch_size"), len(distributed["cuda_devices"])
     if size is None or not finds_micro_batch_size(trainer):
         errors.add(
-            f"{name}, but there is no 'trainer.global_batch_size': with fewer nodes an optimizer "
-            'step would have fewer instances, and train something else. Write "global_batch_size"'
-            ', the instances of a step, and "num_gradient_accumulation_steps": "auto".'
+            f"{name}, but 'trainer.global_batch_size' is unset: with fewer nodes an optimizer "
+            'step would have fewer instances. Write "global_batch_size", the instances per '
+            'optimizer step, and "num_gradient_accumulation_steps": "auto" in \'trainer\'.'
         )
         return
     counts = range(distributed["min_nodes"], distributed.get("num_nodes", 1) + 1)
     uneven = [str(n * num_workers) for n in counts if size % (n * num_workers)]
     if uneven:
         errors.add(
-            f"{name} and 'trainer.global_batch_size' {size}, of which {' or '.join(uneven)} "
-            f"workers can't have equal shares: write a multiple of "
-            f"{math.lcm(*counts) * num_workers}."
+            f"{name}, but {' or '.join(uneven)} workers can't share 'trainer.global_batch_size' "
+            f"{size} equally: write a multiple of {math.lcm(*counts) * num_workers}."
         )
     sampler = loader.get("batch_sampler") if isinstance(loader, dict) else None
     for path, section in (("data_loader", loader), ("data_loader.batch_sampler", sampler)):
         if isinstance(section, dict) and section.get("batch_size") is not None:
             errors.add(
                 f"{name}, but '{path}.batch_size' is {section['batch_size']}: remove it. Each "
-                "worker's share of 'trainer.global_batch_size' follows from the number of nodes."
+                "worker's share of 'trainer.global_batch_size' depends on the number of nodes."
             )
     checkpointer = trainer.get("checkpointer", {})
     keys = checkpointer if isinstance(checkpointer, dict) else {}
     if checkpointer is None or keys.get("save_on_preemption") is False:
         errors.add(
-            f"{name}, for which workers save before a node is taken in: remove "
+            f"{name}, but workers don't save before a node joins: remove "
             "'trainer.checkpointer.save_on_preemption', or 'trainer.checkpointer' if it is null."
         )
 
@@ -307,8 +307,8 @@ def _check_elastic_nodes(config: Dict[str, Any], errors: ConfigErrors) -> None:
 _REFUSED_CALLBACKS = {
     "mixed_precision_backward": NO_SCALING_CALLBACK,
     "deepspeed_communication": (
-        "'trainer.callbacks' has \"deepspeed_communication\", which is no longer there: leave it "
-        'out, and write "comms_logger": {"enabled": true} in \'trainer.deepspeed_config\''
+        "'trainer.callbacks' has \"deepspeed_communication\", which was removed: write "
+        '"comms_logger": {"enabled": true} in \'trainer.deepspeed_config\' instead'
     ),
 }
 
@@ -349,8 +349,8 @@ def _check_fp16(resolved: ResolvedConfig, settings: TrainerSettings) -> None:
     is_fp16 = resolved.precision == "fp16"
     if is_fp16 and is_on_cpu and torch.float16 not in accelerator.supported_dtypes():
         raise ConfigurationError(
-            'deepspeed_config.fp16.enabled is true, but this CPU has no fp16: write "bf16": '
-            '{"enabled": true}, or train on a GPU'
+            "'trainer.deepspeed_config.fp16.enabled' is true, but this CPU does not support fp16: "
+            'write "bf16": {"enabled": true}, or train on a GPU'
         )
 
 
@@ -365,21 +365,21 @@ def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> 
     for key in NEW_TRAINER_KEYS:
         if key in trainer:
             raise ConfigurationError(
-                f"'trainer.{key}' is given, but the trainer is AllenNLP's own: add "
-                '"type": "deepspeed" to the trainer. (With -o, "trainer.num_epochs" changes a key '
-                'of it, and "trainer" replaces all of it.)'
+                f"'trainer.{key}' is a key of the 'deepspeed' trainer, but 'trainer.type' isn't "
+                '"deepspeed": add "type": "deepspeed". (With -o, "trainer.num_epochs" changes one '
+                'key of the trainer, and "trainer" replaces the section.)'
             )
 
 
 # What DeepSpeed, and others who train with it, call keys of the trainer and of the data loader.
 _NAMES_OF_OTHERS = {
-    "gradient_clipping": "write 'grad_norm'",
-    "max_grad_norm": "write 'grad_norm'",
-    "gradient_accumulation_steps": "write 'num_gradient_accumulation_steps'",
-    "batch_size": "it belongs to 'data_loader'",
+    "gradient_clipping": "write 'trainer.grad_norm'",
+    "max_grad_norm": "write 'trainer.grad_norm'",
+    "gradient_accumulation_steps": "write 'trainer.num_gradient_accumulation_steps'",
+    "batch_size": "write 'data_loader.batch_size'",
     "train_micro_batch_size_per_gpu": "write 'data_loader.batch_size'",
     "per_device_train_batch_size": "write 'data_loader.batch_size'",
-    "num_train_epochs": "write 'num_epochs'",
+    "num_train_epochs": "write 'trainer.num_epochs'",
 }
 
 
@@ -387,7 +387,7 @@ def _section_of(name: str) -> Optional[str]:
     """Where to write what others know and the trainer doesn't."""
     if name in _NAMES_OF_OTHERS:
         return _NAMES_OF_OTHERS[name]
-    places = " or ".join(f"'deepspeed_config.{path}'" for path in find_key_paths(name))
+    places = " or ".join(f"'trainer.deepspeed_config.{path}'" for path in find_key_paths(name))
     return f"write {places}" if places and len(places) < 150 else None
 
 
@@ -409,22 +409,22 @@ def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
     keys = {k: v for k, v in trainer.items() if k != "type"}
     if keys.pop("distributed", None):
         errors.add(
-            "'trainer.distributed' is for AllenNLP to set: write \"distributed\": "
-            '{"cuda_devices": [0, 1]} at the top level of the config.'
+            '\'trainer.distributed\' is set by AllenNLP: write "distributed": {"cuda_devices": '
+            "[0, 1]} at the top level of the config."
         )
     for name in [name for name in keys if name not in known]:
         place = _section_of(name)
         if place is not None:
-            errors.add(f"'trainer.{name}' is no key of the trainer: {place}")
+            errors.add(f"unknown key '{name}' in 'trainer': {place}")
             del keys[name]
-    check_names("trainer", "'deepspeed' trainer", known, keys, errors)
+    check_names("trainer", known, keys, errors)
     check_values("trainer", TRAINER_KEYS, keys, errors)
     if isinstance(trainer.get("cuda_device"), list):
         several = json.dumps({"cuda_devices": trainer["cuda_device"]})
         errors.add(
-            f"'trainer.cuda_device' is {json.dumps(trainer['cuda_device'])}: must be the number of "
-            f'a GPU, or -1 for the CPU; for several workers write "distributed": {several} at '
-            "the top level"
+            f"'trainer.cuda_device' is {json.dumps(trainer['cuda_device'])}: must be the index of "
+            f'a GPU, or -1 for the CPU; for several workers write "distributed": {several} at the '
+            "top level"
         )
 
 
@@ -440,7 +440,7 @@ def _check_checkpointer(checkpointer: Any, errors: ConfigErrors) -> None:
     if not _is_own_checkpointer(checkpointer):
         errors.add(
             f"'trainer.checkpointer.type' is '{name}', but the 'deepspeed' trainer needs a "
-            'DeepSpeedCheckpointer: write "deepspeed", or leave out the type.'
+            'DeepSpeedCheckpointer: write "deepspeed", or remove the key.'
         )
         return
     if name not in (DEFAULT_TYPE, "deepspeed") or not isinstance(checkpointer, dict):
@@ -448,7 +448,7 @@ def _check_checkpointer(checkpointer: Any, errors: ConfigErrors) -> None:
     keys = {name: value for name, value in checkpointer.items() if name != "type"}
     check_values("trainer.checkpointer", CHECKPOINTER_KEYS, keys, errors)
     known = list(CHECKPOINTER_KEYS)
-    check_names("trainer.checkpointer", "checkpointer", known, keys, errors)
+    check_names("trainer.checkpointer", known, keys, errors)
 
 
 def worker_devices(config: Dict[str, Any]) -> List[int]:

@@ -45,8 +45,8 @@ def install() -> None:
                 raise
             files = log_to_files(error)
             print(f"\n{message}", file=sys.stderr)
-            if files and "(The traceback is in " not in message:
-                print(f"(The traceback is in {files[0]}.)", file=sys.stderr)
+            if files and "(Full traceback: " not in message:
+                print(f"(Full traceback: {files[0]})", file=sys.stderr)
             sys.exit(1)
 
     explaining.ends_with_explanation = True  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def message_of(error: BaseException) -> Optional[str]:
     if isinstance(error, ConfigurationError):
         message = error.message
     elif isinstance(error, _WRONG_PATHS) and _is_of_reading(error):
-        message = f"The data can't be read: {error}"
+        message = f"Data could not be read: {error}"
     elif _is_of_construction(error):
         # Without the stack that an error of C++'s comes with.
         text = str(error).partition("\nException raised from")[0]
@@ -135,8 +135,8 @@ def check_type(params: Params) -> None:
     """
     if not isinstance(params.params, dict):
         error = ConfigurationError(
-            f"The config file has {json.dumps(params.params, default=repr)[:80]} in it: it must be "
-            'an object, such as {"dataset_reader": ..., "model": ..., "trainer": ...}.'
+            f"The config file contains {json.dumps(params.params, default=repr)[:80]}, but must "
+            'contain an object, such as {"dataset_reader": ..., "model": ..., "trainer": ...}.'
         )
         explain(error)
         raise error
@@ -154,7 +154,7 @@ def log_to_files(error: BaseException) -> List[str]:
     handlers = [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
     exc_info = (type(error), error, error.__traceback__)
     record = logger.makeRecord(
-        logger.name, logging.ERROR, __file__, 0, "The training ends.", (), exc_info
+        logger.name, logging.ERROR, __file__, 0, "Training ends with an error.", (), exc_info
     )
     for handler in handlers:
         handler.handle(record)
@@ -169,4 +169,4 @@ def _describe_unreadable_file(path: Any, error: BaseException) -> Optional[str]:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     where = f" ({lines[1]})" if len(lines) > 1 else ""
     reason = lines[0].removeprefix("RUNTIME ERROR: ") if lines else type(error).__name__
-    return f"{path} can't be read, with its overrides: {reason}{where}"
+    return f"{path} (with overrides) could not be read: {reason}{where}"

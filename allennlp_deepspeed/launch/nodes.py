@@ -28,23 +28,26 @@ def check(distributed: Any, errors: ConfigErrors) -> None:
     if not isinstance(distributed, dict):
         return
     keys = {**ALLENNLP_DISTRIBUTED_KEYS, **DISTRIBUTED_KEYS}
-    check_names("distributed", "section 'distributed'", list(keys), distributed, errors)
-    check_values("distributed", keys, {"cuda_devices": None, **distributed}, errors)
+    num_lines = len(errors.lines)
+    check_names("distributed", list(keys), distributed, errors)
+    # An unknown key may be a misspelt "cuda_devices".
+    required = {"cuda_devices": None} if len(errors.lines) == num_lines else {}
+    check_values("distributed", keys, {**required, **distributed}, errors)
     num_nodes = distributed.get("num_nodes", 1)
     min_nodes = distributed.get("min_nodes")
     is_valid = is_integer(min_nodes) and is_integer(num_nodes)
     if is_valid and (num_nodes == 1 or min_nodes > num_nodes):
         errors.add(
-            f"'distributed.min_nodes' is {min_nodes}, but 'distributed.num_nodes' is {num_nodes}, "
-            "which is the most that there can be: write fewer, or remove it."
+            f"'distributed.min_nodes' is {min_nodes}, but must be at most "
+            f"'distributed.num_nodes', which is {num_nodes}, and that must be above 1."
         )
     for key in ("primary_address", "primary_port"):
         is_needed = num_nodes != 1 and distributed.get("rendezvous_endpoint") is None
         if is_needed and not distributed.get(key):
             errors.add(
-                f"'distributed.num_nodes' is {num_nodes}, but there is no 'distributed.{key}': "
-                f"write {'an address' if key == 'primary_address' else 'a port'} of node 0 that "
-                "all nodes can connect to, the same on each."
+                f"'distributed.num_nodes' is {num_nodes}, but 'distributed.{key}' is unset: write "
+                f"{'an address' if key == 'primary_address' else 'a port'} of node 0 that all "
+                "nodes can reach, the same on each."
             )
 
 
@@ -85,8 +88,8 @@ def local_node(config: Dict[str, Any], node_rank: int) -> Node:
     num_nodes = distributed.get("num_nodes", 1)
     if not 0 <= node_rank < num_nodes:
         raise ConfigurationError(
-            f"--node-rank is {node_rank}, but 'distributed.num_nodes' is {num_nodes}: write one "
-            f"from 0 to {num_nodes - 1}."
+            f"--node-rank is {node_rank}, but 'distributed.num_nodes' is {num_nodes}: write a "
+            f"number from 0 to {num_nodes - 1}."
         )
     address = distributed.get("primary_address", _LOCAL[0])
     port = distributed.get("primary_port") or 0

@@ -130,9 +130,10 @@ def test_a_sound_config_is_printed_with_where_its_values_are_from(tmp_path: Path
     assert (zero["stage"], zero["reduce_bucket_size"]) == (2, 9000)
     assert "allgather_bucket_size" not in zero
     lines = text[end:].splitlines()
-    assert "deepspeed_config.gradient_clipping is 0.5 (from grad_norm)" in lines
+    assert "trainer.deepspeed_config.gradient_clipping = 0.5 (from trainer.grad_norm)" in lines
     assert (
-        "deepspeed_config.zero_optimization.allgather_bucket_size is DeepSpeed's default" in lines
+        "trainer.deepspeed_config.zero_optimization.allgather_bucket_size: DeepSpeed's default"
+        in lines
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.jsonnet", "of_a_user.py"]
 
@@ -146,8 +147,8 @@ def test_all_findings_are_said_in_one_message(tmp_path: Path) -> None:
         },
     )
     lines = [
-        "'trainer.num_epoch' is no key of the 'deepspeed' trainer: did you mean \"num_epochs\"?",
-        "deepspeed_config.zero_optimization.bucket_size is unknown: did you mean",
+        "unknown key 'num_epoch' in 'trainer': did you mean \"num_epochs\"?",
+        "'trainer.deepspeed_config.zero_optimization.bucket_size' is unknown: did you mean",
     ]
     assert_refused(check(tmp_path, config), lines)
 
@@ -158,14 +159,14 @@ def test_overrides_are_checked_with_the_file(tmp_path: Path) -> None:
     check(tmp_path, config, "-o", '{"trainer.use_amp": false}').check()
     sound = classifier(ONE_PROCESS)
     unreadable = check(tmp_path, sound, "--overrides", '{"trainer.optimizer.lr": }')
-    assert_refused(unreadable, ["config.jsonnet can't be read, with its overrides: "])
+    assert_refused(unreadable, ["config.jsonnet (with overrides) could not be read: "])
 
 
 @pytest.mark.parametrize(
     "name, line",
     [
         ("nowhere.jsonnet", "nowhere.jsonnet"),
-        ("config.jsonnet", "config.jsonnet can't be read, with its overrides: "),
+        ("config.jsonnet", "config.jsonnet (with overrides) could not be read: "),
     ],
 )
 def test_what_is_no_config_is_told_in_a_line(tmp_path: Path, name: str, line: str) -> None:

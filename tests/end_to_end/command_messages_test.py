@@ -78,7 +78,8 @@ def test_markup_of_rich_is_text(markup: str, tmp_path: Path) -> None:
     changed = classifier({"trainer.deepspeed_config": path})
     config.write_text(json.dumps(changed))
     assert_ends_with_line(
-        allennlp("deepspeed", "check", config, include_packages=NAMES), f'"{path}" is not a preset'
+        allennlp("deepspeed", "check", config, include_packages=NAMES),
+        f'"{path}", which is not a preset',
     )
 
 

@@ -117,7 +117,7 @@ def test_a_constructor_that_fails_is_told_in_one_message(tmp_path: Path) -> None
     *_, before, empty, message, log = run.output.splitlines()
     assert before.startswith("Reads the data.") and empty == ""
     assert message == "ValueError: no such thing on disk"
-    assert log == f"(The traceback is in {tmp_path / 'out' / 'out_worker1.log'}.)"
+    assert log == f"(Full traceback: {tmp_path / 'out' / 'out_worker1.log'})"
 
 
 def test_each_epoch_is_compared_with_the_best_one_before(plain: Trained) -> None:
@@ -151,7 +151,7 @@ def test_a_warning_is_shown_once(plain: Trained) -> None:
 
 def test_the_log_files_have_everything(plain: Trained) -> None:
     for text in (
-        "deepspeed_config.zero_optimization.stage is 2",  # before there is a log file
+        "trainer.deepspeed_config.zero_optimization.stage = 2",  # before there is a log file
         "allennlp.common.params - trainer.optimizer.lr = 0.01",
         "Number of trainable parameters: 1275",
         "Beginning training.",

@@ -41,7 +41,7 @@ def test_a_module_that_is_called_unequally_often_is_named(tmp_path: Path):
     zero["stage3_param_persistence_threshold"] = 0
     run = train(config, tmp_path)
     assert run.returncode != 0
-    assert "The modules that were called last differ: 'decoder." in run.output
+    assert "The last called modules differ between ranks: 'decoder." in run.output
     leaves = {"classes": ["Decoder"]}
     assert f'"leaf_module": {json.dumps(leaves)}' in run.output
     zero["leaf_module"] = leaves
@@ -54,7 +54,7 @@ def test_a_module_that_is_called_unequally_often_is_named(tmp_path: Path):
     [
         (
             {"trainer.deepspeed_config": {"checkpoint": {"load_universal": True}}},
-            "deepspeed_config.checkpoint.load_universal is true",
+            "'trainer.deepspeed_config.checkpoint.load_universal' is true",
         ),
         ({"trainer.checkpointer": {"type": "default"}}, "'trainer.checkpointer.type' is 'default'"),
         (
@@ -68,15 +68,15 @@ def test_a_module_that_is_called_unequally_often_is_named(tmp_path: Path):
                     "ddp_accelerator": {"type": "fairscale_fsdp"},
                 }
             },
-            "DeepSpeed takes its place: leave it out",
+            "the 'deepspeed' trainer replaces it: remove the key",
         ),
         (
             {"trainer.type": "gradient_descent", "trainer.gradient_synchronization": "step"},
-            "'trainer.gradient_synchronization' is given, but the trainer is AllenNLP's own",
+            "'trainer.gradient_synchronization' is a key of the 'deepspeed' trainer, but",
         ),
         (
             {"trainer.type": "gradient_descent", "trainer.grad_cache": {"chunk_size": 3}},
-            "'trainer.grad_cache' is given, but the trainer is AllenNLP's own",
+            "'trainer.grad_cache' is a key of the 'deepspeed' trainer, but",
         ),
     ],
 )

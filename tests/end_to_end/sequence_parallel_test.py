@@ -261,11 +261,11 @@ def test_what_cant_be_shared_is_refused(tokenizer: str) -> None:
         return str(error.value)
 
     two = language_model(tokenizer, TWO_WORKERS)
-    assert "must divide the number of workers, which is 2" in message(
+    assert "must divide the world size, 2" in message(
         {**two, "trainer": {**two["trainer"], "sequence_parallel_size": 3}}
     )
     tagger = load_config("tagger", TWO_WORKERS, SHARED)
-    assert 'only "causal_lm" can have several workers share a sequence' in message(tagger)
+    assert 'only "causal_lm" supports sequence parallelism' in message(tagger)
 
 
 def test_readers_in_python_have_to_read_by_groups() -> None:

@@ -129,8 +129,8 @@ def check(deepspeed_config: Any, optimizer: Any = None) -> None:
 @pytest.mark.parametrize(
     "optimizer, reason",
     [
-        ("huggingface_adafactor", "looks at the shape or the norm of the whole weight"),
-        ({"type": "torch.optim.Adafactor"}, "looks at the shape or the norm of the whole weight"),
+        ("huggingface_adafactor", "isn't element-wise"),
+        ({"type": "torch.optim.Adafactor"}, "isn't element-wise"),
         ("sparse_adam", "needs sparse gradients"),
         (
             {
@@ -138,7 +138,7 @@ def check(deepspeed_config: Any, optimizer: Any = None) -> None:
                 "optimizers": {"default": {"type": "sgd", "lr": 0.1}},
                 "parameter_groups": [[["bias"], {"optimizer_name": "default"}]],
             },
-            "has optimizers of its own inside",
+            "whose inner optimizers DeepSpeed",
         ),
     ],
 )
@@ -154,14 +154,14 @@ def test_one_that_looks_at_whole_weights_is_refused_where_they_are_sharded(
 @pytest.mark.parametrize("name", ["Lamb", "Adafactor", "SparseAdam"])
 def test_one_that_deepspeed_constructs_is_refused_too(name: str) -> None:
     section = {"optimizer": {"type": name, "params": {"lr": 0.1}}}
-    with pytest.raises(ConfigurationError, match=f'optimizer.type is "{name}", which '):
+    with pytest.raises(ConfigurationError, match=f'optimizer.type\' is "{name}", which '):
         check(section)
     check({"zero_optimization": {"stage": 0}, **section})
 
 
 def test_one_that_computes_losses_itself_is_refused_at_every_stage() -> None:
     section = {"optimizer": {"type": "LBFGS", "params": {"lr": 0.1}}}
-    with pytest.raises(ConfigurationError, match='optimizer.type is "LBFGS", whose step computes'):
+    with pytest.raises(ConfigurationError, match='is "LBFGS", whose step calls'):
         check({"zero_optimization": {"stage": 0}, **section})
 
 

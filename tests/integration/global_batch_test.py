@@ -397,7 +397,7 @@ def test_what_is_refused_when_the_trainer_is_constructed(
 def test_batches_without_a_fixed_size_are_refused(model: Model, tmp_path: Path) -> None:
     side = in_one_process(model, global_batches())
     side.batches = lambda rank: Batches(global_batches())
-    with pytest.raises(ConfigurationError, match="batches of 'data_loader' have no fixed size"):
+    with pytest.raises(ConfigurationError, match="batches of 'data_loader' vary in size"):
         side.construct(0, tmp_path)
 
 

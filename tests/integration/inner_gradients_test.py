@@ -79,7 +79,7 @@ def test_gradients_taken_in_the_forward_pass_are_refused_at_stage_3(
     name: str, stage: int, tmp_path: Path
 ):
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match='takes gradients.*"stage": 2'):
+    with pytest.raises(ConfigurationError, match='computes gradients.*"stage": 2'):
         side(name, stage).construct(0, tmp_path).train()
     assert torch.autograd._engine_run_backward is run_backward  # type: ignore[attr-defined]
 

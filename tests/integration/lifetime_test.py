@@ -75,9 +75,9 @@ def test_an_optimizer_with_sharded_states_only_resumes(tmp_path: Path, config: D
         DeepSpeedTrainer(**arguments).train()
 
     if not has_states:
-        with pytest.raises(RuntimeError, match="made steps before"):
+        with pytest.raises(RuntimeError, match="has been used already"):
             task.optimizer.step()
-        with pytest.raises(ConfigurationError, match="made steps before"):
+        with pytest.raises(ConfigurationError, match="has been used already"):
             train(task, tmp_path / "new", DeepSpeedTrainer, deepspeed_config=config)
     DeepSpeedTrainer(**{**arguments, "num_epochs": 2}).train()
     assert_same_weights(task.model.state_dict(), expected.model.state_dict(), tolerance=1e-6)
@@ -100,7 +100,7 @@ def test_an_optimizer_that_has_made_steps_elsewhere_only_resumes(tmp_path: Path,
     task = with_optimizer("adam")
     train(task, tmp_path, GradientDescentTrainer, num_epochs=1)
     states = copy.deepcopy(task.optimizer.state_dict())
-    with pytest.raises(ConfigurationError, match="made steps before"):
+    with pytest.raises(ConfigurationError, match="has been used already"):
         train(task, tmp_path, DeepSpeedTrainer, deepspeed_config=config_of(stage))
     torch.testing.assert_close(task.optimizer.state_dict(), states)
     train(task, tmp_path, DeepSpeedTrainer, deepspeed_config=config_of(0), num_epochs=1)
@@ -299,7 +299,7 @@ def test_a_refused_construction_leaves_nothing(tmp_path: Path, config: Dict[str,
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):
     task = Task()
     task.optimizer = torch.optim.Adam(Task().model.parameters())
-    with pytest.raises(ConfigurationError, match="none of the model's"):
+    with pytest.raises(ConfigurationError, match="isn't in the model"):
         DeepSpeedTrainer(**task.arguments(tmp_path))
     assert not dist.is_initialized()
 

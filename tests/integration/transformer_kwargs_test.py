@@ -140,7 +140,7 @@ def test_weights_in_another_precision_than_the_engines_are_refused(bert: str) ->
         return model
 
     for model, message in (
-        (half, "is in bf16, but deepspeed_config has the engine train in fp32"),
-        (quantized, "'embedder.transformer_model' has been loaded quantized"),
+        (half, "is bf16, but 'trainer.deepspeed_config' sets fp32"),
+        (quantized, "'embedder.transformer_model' are quantized"),
     ):
         assert message in Side(model, id_batches, 3).refusal()

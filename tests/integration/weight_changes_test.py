@@ -251,7 +251,7 @@ def test_a_change_on_one_rank_is_an_error_on_all(stage: int):
         callbacks=lambda: [ChangeOutside(_clamp, only_on_rank=1)],
     )
     first, second = side.on_all_ranks(_error_of_training)
-    assert "on another worker" in first
+    assert "on another rank" in first
     assert "'online.weight'" in second
 
 
@@ -419,7 +419,7 @@ def test_a_moving_average_of_others_than_the_trained_weights_is_refused(which: s
         return ExponentialMovingAverage(list(model.named_parameters())[which], 0.6)
 
     def construct(rank: int) -> None:
-        with pytest.raises(ConfigurationError, match="others than the parameters that are trained"):
+        with pytest.raises(ConfigurationError, match="must average all trainable"):
             Side(_target_network, _vectors, 2, moving_average=average).construct(rank, None)
 
     run_workers(1, construct)

@@ -171,9 +171,9 @@ class TestPlacements:
     @pytest.mark.usefixtures("no_compiler")
     def test_are_refused_where_the_optimizer_does_not_step(self) -> None:
         fused = estimate_for({"type": "fused_adam"})
-        assert refused(fused, "which steps weights on the device") == self.offloaded
+        assert refused(fused, "which updates weights on the GPU") == self.offloaded
         on_cpu = estimate_for({"type": "cpu_adam"})
-        assert refused(on_cpu, "which steps weights in CPU memory") == self.stages
+        assert refused(on_cpu, "which updates weights in CPU memory") == self.stages
         assert on_cpu.first_fitting.placement.name == "1, optimizer on CPU"
 
     def test_fit_into_the_nvme_of_a_node(self) -> None:

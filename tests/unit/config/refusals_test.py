@@ -238,13 +238,13 @@ def test_a_value_of_the_trainer(values: Dict[str, Any], expect_message: Expect) 
 def test_a_former_key(path: str, expect_message: Expect) -> None:
     section, _, name = path.rpartition(".")
     errors = ConfigErrors()
-    check_names(section, "trainer", [], {name: 1}, errors)
+    check_names(section, [], {name: 1}, errors)
     expect_message("\n".join(errors.lines))
 
 
 def test_a_key_of_the_checkpointer(expect_message: Expect) -> None:
     errors = ConfigErrors()
     values = {"async_saves": True, "async_save": 1, "keep_most_recent_by_count": -1}
-    check_names("trainer.checkpointer", "checkpointer", list(CHECKPOINTER_KEYS), values, errors)
+    check_names("trainer.checkpointer", list(CHECKPOINTER_KEYS), values, errors)
     check_values("trainer.checkpointer", CHECKPOINTER_KEYS, values, errors)
     expect_message("\n".join(errors.lines))

@@ -22,8 +22,8 @@ def test_a_default_is_logged_where_neither_side_sets_a_value(
 ) -> None:
     caplog.set_level("INFO")
     resolve({})
-    for line in ("gradient_clipping is 0.0", "gradient_accumulation_steps is 1"):
-        assert f"deepspeed_config.{line} (default of this trainer)" in caplog.text
+    for line in ("gradient_clipping = 0.0", "gradient_accumulation_steps = 1"):
+        assert f"deepspeed_config.{line} (the trainer's default)" in caplog.text
 
 
 def test_what_nothing_turns_on_is_not_said_to_be_from_use_amp(
@@ -33,7 +33,7 @@ def test_what_nothing_turns_on_is_not_said_to_be_from_use_amp(
     config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     for use_amp, fp16 in ((None, "trainer.use_amp isn't true"), (True, "bf16 is on")):
         resolve(config, use_amp=use_amp)
-        assert f"fp16.enabled is false (because {fp16})" in caplog.text
+        assert f"fp16.enabled = false (because {fp16})" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["Muon", "muon"])

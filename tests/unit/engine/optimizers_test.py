@@ -98,7 +98,7 @@ def test_with_offload_deepspeeds_optimizer_takes_the_place_of_allennlps(
     with caplog.at_level(logging.INFO):
         parameters, optimizer = offloaded(params)
     assert type(optimizer).__name__ == class_name
-    assert f"{class_name} steps in the place of" in caplog.text
+    assert f"{class_name} replaces" in caplog.text
     # The default group, which is the last, and one without parameters, as AllenNLP has them.
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0, 3]
     assert [group["lr"] for group in optimizer.param_groups] == [0.03, params["lr"], params["lr"]]
@@ -111,12 +111,12 @@ def test_with_offload_deepspeeds_optimizer_takes_the_place_of_allennlps(
         (
             {**ADAMW, "parameter_groups": [[["bias"], {"amsgrad": True}]]},
             {},
-            "has no 'amsgrad', which is True",
+            "doesn't support 'amsgrad', which is True",
         ),
         (
             ADAM,
             {"zero_force_ds_cpu_optimizer": False},
-            "because deepspeed_config.zero_force_ds_cpu_optimizer is false",
+            "because 'trainer.deepspeed_config.zero_force_ds_cpu_optimizer' is false",
         ),
         ({"type": "huggingface_adamw"}, {}, ""),
     ],
@@ -169,7 +169,7 @@ class TestMuon:
             ({"muon_parameters": ["layer"]}, "matches layer.bias, which isn't a matrix"),
             (
                 {"parameter_groups": [[["layer"], {"betas": [0.9, 0.9]}]]},
-                'parameter_groups\' has "betas", which is no setting of "muon"',
+                'parameter_groups\' has "betas", which is unknown to "muon"',
             ),
         ],
     )

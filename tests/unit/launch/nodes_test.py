@@ -26,10 +26,13 @@ TWO_NODES: Config = {
         ({"timeuot": 60}, 'did you mean "timeout"?'),
         ({"timeout": 0}, "'distributed.timeout' is 0: must be a number of seconds above 0"),
         ({"max_restarts": -1}, "'distributed.max_restarts' is -1: must be a whole number"),
-        ({"primary_port": 0}, "there is no 'distributed.primary_port'"),
-        ({"primary_port": None}, "there is no 'distributed.primary_port': write a port of node 0"),
-        ({"primary_address": None}, "there is no 'distributed.primary_address'"),
-        ({"min_nodes": 3}, "'distributed.min_nodes' is 3, but 'distributed.num_nodes' is 2"),
+        ({"primary_port": 0}, "'distributed.primary_port' is unset"),
+        ({"primary_port": None}, "'distributed.primary_port' is unset: write a port of node 0"),
+        ({"primary_address": None}, "'distributed.primary_address' is unset"),
+        (
+            {"min_nodes": 3},
+            "'distributed.min_nodes' is 3, but must be at most 'distributed.num_nodes'",
+        ),
         ({"rendezvous_endpoint": "host"}, "'distributed.rendezvous_endpoint' is \"host\": must be"),
     ],
 )
@@ -56,7 +59,7 @@ def test_without_an_address_the_node_is_alone_and_any_port_will_do() -> None:
 
 @pytest.mark.parametrize("node_rank", [-1, 2])
 def test_a_node_that_there_is_not_is_refused(node_rank: int) -> None:
-    with pytest.raises(ConfigurationError, match="write one from 0 to 1"):
+    with pytest.raises(ConfigurationError, match="write a number from 0 to 1"):
         nodes.local_node({"distributed": TWO_NODES}, node_rank)
 
 

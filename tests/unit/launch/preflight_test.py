@@ -36,7 +36,7 @@ AUTO = {"num_gradient_accumulation_steps": "auto", "global_batch_size": 12}
 
 def test_a_data_loader_that_contradicts_the_global_batch_is_refused() -> None:
     (line,) = errors_of({**experiment(**AUTO), "data_loader": {"batch_size": 12}})
-    assert line.startswith("data_loader.batch_size is 12, but with global_")
+    assert line.startswith("'data_loader.batch_size' is 12, but with 'trainer.global_")
 
 
 ELASTIC = {"cuda_devices": [-1], "num_nodes": 3, "min_nodes": 2, "rendezvous_endpoint": "host:1"}
@@ -45,10 +45,10 @@ ELASTIC = {"cuda_devices": [-1], "num_nodes": 3, "min_nodes": 2, "rendezvous_end
 @pytest.mark.parametrize(
     "changes, start",
     [
-        ({"global_batch_size": None}, "but there is no 'trainer.global_batch_size': with fewer"),
-        ({"num_gradient_accumulation_steps": 2}, "but there is no 'trainer.global_batch_size'"),
-        ({"global_batch_size": 4}, "and 'trainer.global_batch_size' 4, of which 3 workers can't"),
-        ({"checkpointer": None}, "for which workers save before a node is taken in: remove"),
+        ({"global_batch_size": None}, "but 'trainer.global_batch_size' is unset: with fewer"),
+        ({"num_gradient_accumulation_steps": 2}, "but 'trainer.global_batch_size' is unset"),
+        ({"global_batch_size": 4}, "but 3 workers can't share 'trainer.global_batch_size' 4"),
+        ({"checkpointer": None}, "but workers don't save before a node joins: remove"),
         ({"data_loader": {"batch_size": 4}}, "but 'data_loader.batch_size' is 4: remove it."),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_contrastive_model_is_pointed_to_gradient_caching() -> None:
     assert '"grad_cache": {"chunk_size": "auto"}' in line
     config["trainer"]["grad_cache"] = {"chunk_size": 2}
     (line,) = errors_of(config)
-    assert line.startswith("'trainer.grad_cache' divides batches")
+    assert line.startswith("'trainer.grad_cache' and 'trainer.num_gradient_accumulation_steps'")
 
 
 BUCKET = {"type": "bucket"}
@@ -131,11 +131,14 @@ BF16 = {"bf16": {"enabled": True}}
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"dtype": "bfloat16"}, 'dtype\' is "bfloat16", but layers around it, and model.tar.gz'),
-        ({"torch_dtype": "auto"}, 'torch_dtype\' is "auto", but layers around it'),
-        ({"quantization_config": {"load_in_4bit": True}}, "but what is loaded is quantized"),
-        ({"device_map": "auto"}, 'device_map\' is "auto", but the engine itself puts the model'),
-        ({"attn_implementation": "flex_attention"}, "PyTorch has no backward pass of it on the"),
+        ({"dtype": "bfloat16"}, 'dtype\' is "bfloat16", but the layers around it and model.tar.gz'),
+        ({"torch_dtype": "auto"}, 'torch_dtype\' is "auto", but the layers around it'),
+        (
+            {"quantization_config": {"load_in_4bit": True}},
+            "but the engine can't shard, average or save packed",
+        ),
+        ({"device_map": "auto"}, 'device_map\' is "auto", but the engine places the model'),
+        ({"attn_implementation": "flex_attention"}, "which has no backward pass on the CPU"),
     ],
     ids=str,
 )
@@ -162,8 +165,8 @@ def test_other_arguments_of_transformers_are_taken() -> None:
 @pytest.mark.parametrize(
     "deepspeed_config, dtype, is_adapted, wanted",
     [
-        ("zero_2", "bfloat16", False, 'has it trained in fp32: write "float32"'),
-        (BF16, "float16", False, 'has it trained in bf16: write "bfloat16"'),
+        ("zero_2", "bfloat16", False, 'trains it in fp32: write "float32"'),
+        (BF16, "float16", False, 'trains it in bf16: write "bfloat16"'),
         (BF16, "bfloat16", False, None),
         ("zero_2", "bfloat16", True, None),
         ("zero_2", "auto", False, None),
@@ -271,7 +274,7 @@ def test_subclasses_of_users_are_checked_as_classes() -> None:
 def test_fp16_is_refused_on_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU_Accelerator, "supported_dtypes", lambda self: [torch.float32])
     (line,) = errors_of(experiment(deepspeed_config={"fp16": {"enabled": True}}))
-    assert line.startswith("deepspeed_config.fp16.enabled is true, but this CPU has no fp16")
+    assert line.startswith("'trainer.deepspeed_config.fp16.enabled' is true, but this CPU")
 
 
 @pytest.mark.parametrize(
